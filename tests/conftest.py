@@ -74,14 +74,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Settles the seed, before pytest-xdist hands options on and Hypothesis reads its own."""
-    given = config.getoption("--seed")
-    if given == "fresh":
-        given = str(secrets.randbelow(2**31))
-    if not (given.isdecimal() and int(given) < 2**31):
-        raise pytest.UsageError(f"--seed takes a number from 0 to 2³¹ - 1, or `fresh`: {given!r}")
-    config.option.seed = os.environ[SEED_VARIABLE] = given
+    seed = config.getoption("--seed")
+    if seed == "fresh":
+        seed = str(secrets.randbelow(2**31))
+    if not (seed.isdecimal() and int(seed) < 2**31):
+        raise pytest.UsageError(f"--seed takes a number from 0 to 2³¹ - 1, or `fresh`: {seed!r}")
+    config.option.seed = os.environ[SEED_VARIABLE] = seed
     if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = given
+        config.option.hypothesis_seed = seed
     if products := config.getoption("--products"):
         from maskserve_engine.layers import onednn
 
@@ -125,8 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_some_to_slow_runs(items)
     shard = config.getoption("--slow-shard")
     if shard:
-        items[:], others = split(items, *shard_of(shard), HERE / "e2e")
-        config.hook.pytest_deselected(items=others)
+        items[:], deselected = split(items, *shard_of(shard), HERE / "e2e")
+        config.hook.pytest_deselected(items=deselected)
     _skip(items, "gpu", _no_cuda)
     if not (shard or config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
         _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")

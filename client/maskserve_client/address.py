@@ -29,7 +29,7 @@ def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
     Raises:
         InvalidRequest: `url` is no address.
     """
-    url = url or next((each for each in DEFAULTS if _speaks_http(each)), DEFAULT_URL)
+    url = url or next((candidate for candidate in DEFAULTS if _speaks_http(candidate)), DEFAULT_URL)
     if urlsplit(url).scheme in _SCHEMES:
         parts = urlsplit(url)
         if parts.path.strip("/") or not parts.hostname:
@@ -44,13 +44,17 @@ def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
 
 def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
     """http[s]://HOST:PORT; see `grpc_address`."""
-    url = url or next((each for each in DEFAULTS if _speaks_http(each)), DEFAULTS[0])
+    url = url or next((candidate for candidate in DEFAULTS if _speaks_http(candidate)), DEFAULTS[0])
     if urlsplit(url).scheme in _SCHEMES:
         return url
     named = address(url)
-    before = _beside(named, -1)
-    found = before if not _speaks_http(named, context) and _speaks_http(before, context) else named
-    return f"{'https' if context else 'http'}://{found}"
+    lower_address = _beside(named, -1)
+    chosen_address = (
+        lower_address
+        if not _speaks_http(named, context) and _speaks_http(lower_address, context)
+        else named
+    )
+    return f"{'https' if context else 'http'}://{chosen_address}"
 
 
 def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:

@@ -63,12 +63,12 @@ class AsyncClient(Endpoint):
         Leaving the loop early cancels the edit only when the iterator is closed: use
         contextlib.aclosing.
         """
-        sent = await asyncio.to_thread(wire.edit_stream, image, mask, prompt, settings, control)
+        request = await asyncio.to_thread(wire.edit_stream, image, mask, prompt, settings, control)
 
         async def requests() -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
-            yield sent
+            yield request
 
-        told = 0
+        reported_step = 0
         call = self._stub.ModelStreamInfer(requests(), timeout=timeout, metadata=self._metadata)
         try:
             async for message in call:
@@ -77,12 +77,12 @@ class AsyncClient(Endpoint):
                     # As in `Client`: no cancel may race with the end of the stream.
                     if isinstance(event, Final):
                         await _drain(call)
-                        last = wire.last_step(event, told)
+                        last = wire.last_step(event, reported_step)
                         if last and settings.get("progress", True):
                             yield last
                         yield event
                         return
-                    told = event.step
+                    reported_step = event.step
                     yield event
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self._url) from None
@@ -122,13 +122,13 @@ class AsyncClient(Endpoint):
         await self.close()
 
     async def _infer(self, call: ModelCall[Answer], timeout: float | None) -> Answer:
-        sent = self._stub.ModelInfer(call.request, timeout=timeout, metadata=self._metadata)
+        rpc = self._stub.ModelInfer(call.request, timeout=timeout, metadata=self._metadata)
         try:
-            response = await sent
+            response = await rpc
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self._url) from None
         finally:
-            sent.cancel()  # no effect once it is done
+            rpc.cancel()  # no effect once it is done
         return await asyncio.to_thread(call.read, response)
 
 

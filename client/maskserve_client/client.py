@@ -199,7 +199,7 @@ class Client(Endpoint):
         self, request: service_pb2.ModelInferRequest, timeout: float | None, *, progress: bool
     ) -> Generator[Event, None, None]:
         answers: Answers | None = None
-        told = 0
+        reported_step = 0
         try:
             with held_back():
                 answers = Answers(
@@ -214,11 +214,11 @@ class Client(Endpoint):
                     # then would only race with the end.
                     if isinstance(event, Final):
                         answers.drain()
-                        if progress and (last := wire.last_step(event, told)):
+                        if progress and (last := wire.last_step(event, reported_step)):
                             yield last
                         yield event
                         return
-                    told = event.step
+                    reported_step = event.step
                     yield event
         except grpc.RpcError as error:
             raise from_rpc(error, self._url) from None

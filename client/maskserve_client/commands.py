@@ -83,8 +83,8 @@ def edit(options: argparse.Namespace) -> None:
             raise
     write_whole(out, result.encoded)
     print(json.dumps(result.meta) if options.json else f"{out}: {_summary(result.meta)}")
-    for told in result.meta.get("warnings", ()):
-        print(f"look at {told}", file=sys.stderr)
+    for warning in result.meta.get("warnings", ()):
+        print(f"look at {warning}", file=sys.stderr)
 
 
 def _wait_ready(options: argparse.Namespace) -> None:
@@ -141,12 +141,12 @@ def asked_settings(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidRequest: an option has another form.
     """
-    given = {name: getattr(options, name, None) for name in EditSettings.__struct_fields__}
-    settings = {name: value for name, value in given.items() if value is not None}
+    option_values = {name: getattr(options, name, None) for name in EditSettings.__struct_fields__}
+    settings = {name: value for name, value in option_values.items() if value is not None}
     if options.expand is not None:
         settings["expand"] = _margins(options.expand)
-    if found := mask_from(options):
-        settings["mask_from"] = found
+    if mask_source := mask_from(options):
+        settings["mask_from"] = mask_source
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]
     if options.control:
@@ -172,34 +172,34 @@ def mask_from(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidRequest: numbers are of another form.
     """
-    found: dict[str, Any] = {} if options.find is None else {"text": options.find}
+    mask_source: dict[str, Any] = {} if options.find is None else {"text": options.find}
     if options.click:
         clicks = [_numbers("--click", text, (2, 3), "X,Y, or X,Y,0") for text in options.click]
-        found["points"] = [[*click, 1] if len(click) == 2 else click for click in clicks]
+        mask_source["points"] = [[*click, 1] if len(click) == 2 else click for click in clicks]
     if options.box is not None:
-        found["box"] = _numbers("--box", options.box, (4,), "LEFT,TOP,RIGHT,BOTTOM")
-    return found
+        mask_source["box"] = _numbers("--box", options.box, (4,), "LEFT,TOP,RIGHT,BOTTOM")
+    return mask_source
 
 
 def _numbers(option: str, text: str, counts: tuple[int, ...], accepted: str) -> list[float]:
     try:
-        found = [float(each) for each in text.split(",")]
+        numbers = [float(number) for number in text.split(",")]
     except ValueError:
-        found = []
-    if len(found) not in counts:
+        numbers = []
+    if len(numbers) not in counts:
         raise InvalidRequest(option, f"is {text!r}", accepted)
-    return [int(each) if each == int(each) else each for each in found]
+    return [int(number) if number == int(number) else number for number in numbers]
 
 
 def mask(options: argparse.Namespace) -> None:
     """`maskserve mask`: write the mask of a thing in a picture."""
     context = tls_context(options)
     masks = Masks(http_address(options.url, context), key=options.key, context=context)
-    found = masks.find(Path(options.image), **mask_from(options))
-    Path(options.out).write_bytes(found.mask)
-    told = {"out": options.out, "score": found.score}
-    score = "" if found.score is None else f", score {found.score:.2f}"
-    print(json.dumps(told) if options.json else f"{options.out}{score}")
+    scored_mask = masks.find(Path(options.image), **mask_from(options))
+    Path(options.out).write_bytes(scored_mask.mask)
+    record = {"out": options.out, "score": scored_mask.score}
+    score = "" if scored_mask.score is None else f", score {scored_mask.score:.2f}"
+    print(json.dumps(record) if options.json else f"{options.out}{score}")
 
 
 def _lora(text: str) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def _lora(text: str) -> dict[str, Any]:
 
 def _control(text: str) -> tuple[dict[str, Any], str]:
     """NAME=FILE or NAME:SCALE=FILE: as the setting has it, and the file."""
-    said, equals, file = text.partition("=")
-    name, colon, scale = said.partition(":")
+    scaled_name, equals, file = text.partition("=")
+    name, colon, scale = scaled_name.partition(":")
     form = "NAME=FILE or NAME:SCALE=FILE, as outline:0.8=edges.png"
     if not equals or not file:
         raise InvalidRequest("--control", f"{text!r} names no file", form)
@@ -263,19 +263,19 @@ def _summary(meta: dict[str, Any]) -> str:
         f"{seconds:.2f} s on {meta.get('worker')}",
     ]
     if "result_template_id" in meta:
-        kept = meta["result_template_id"]
-        parts.append(f"kept as {kept}" if kept else "not kept")
+        template_id = meta["result_template_id"]
+        parts.append(f"kept as {template_id}" if template_id else "not kept")
     return ", ".join(parts)
 
 
 def _tokens(meta: dict[str, Any]) -> str:
     """How many the mask covers, and what share of them all the steps computed."""
     active, total = meta.get("active_tokens"), meta.get("total_tokens")
-    said = f"{active} of {total} tokens active"
+    summary = f"{active} of {total} tokens active"
     computed, whole = meta.get("computed_tokens"), (total or 0) * meta.get("steps", 0)
     if computed is None or not whole:  # of a server that does not say
-        return said
-    return f"{said}, {computed / whole:.0%} computed"
+        return summary
+    return f"{summary}, {computed / whole:.0%} computed"
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -316,14 +316,17 @@ def _show_status(values: dict[str, Any]) -> None:
             f"predicted times were off by {error['median']:.0%} (median) and {error['p95']:.0%} "
             f"(P95), last {error['edits']} edits"
         )
-    wanted = values.get("wanted", {"workers": {}, "nodes": 0})
-    counts = [f"{count} of {model}" for model, count in wanted["workers"].items()]
-    if servers := wanted["nodes"]:
+    target_counts = values.get("wanted", {"workers": {}, "nodes": 0})
+    counts = [f"{count} of {model}" for model, count in target_counts["workers"].items()]
+    if servers := target_counts["nodes"]:
         counts.append(f"{servers} node server{'s' if servers > 1 else ''}")
     if counts:
         print(f"wanted   {', '.join(counts)}")
-    for held in values.get("values", []):
-        print(f"values   {held['count']}, {held['bytes'] / 2**20:.1f} MiB in files of a host")
+    for host_values in values.get("values", []):
+        print(
+            f"values   {host_values['count']}, {host_values['bytes'] / 2**20:.1f} MiB in files "
+            "of a host"
+        )
     for address, worker in sorted(workers.items()):
         _show_worker(f"{address} {worker.get('worker', '')}".strip(), worker)
     for address, record in sorted(values.get("nodes", {}).items()):
@@ -335,13 +338,14 @@ def _show_nodes(address: str, record: dict[str, Any] | None) -> None:
     if record is None:
         print(f"{address}: a node server, NOT ALIVE")
         return
-    held = sum(each["bytes"] for each in record["models"] if each["state"] == "here")
+    loaded_bytes = sum(model["bytes"] for model in record["models"] if model["state"] == "here")
     room = record["device_bytes"] / 2**20
-    print(f"{address}: a node server, {held / 2**20:.1f} of {room:.0f} MiB")
-    for each in record["models"]:
+    print(f"{address}: a node server, {loaded_bytes / 2**20:.1f} of {room:.0f} MiB")
+    for model in record["models"]:
         print(
-            f"{each['name']:8} {each['state']}, {each['bytes'] / 2**20:.1f} MiB, {each['queue']} "
-            f"calls wait or run, {each['ended']} ended, {each['seconds']:.2f} s each"
+            f"{model['name']:8} {model['state']}, {model['bytes'] / 2**20:.1f} MiB, "
+            f"{model['queue']} "
+            f"calls wait or run, {model['ended']} ended, {model['seconds']:.2f} s each"
         )
 
 
@@ -362,8 +366,8 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
         )
     print(f"waiting  {len(waiting)} of {values.get('max_waiting', '?')}")
     for tier, ids in sorted(values.get("templates", {}).items()):
-        held = values.get("tier_bytes", {}).get(tier, 0)
-        print(f"{tier:8} {len(ids)} templates, {held / 2**20:.1f} MiB")
+        tier_bytes = values.get("tier_bytes", {}).get(tier, 0)
+        print(f"{tier:8} {len(ids)} templates, {tier_bytes / 2**20:.1f} MiB")
     if values.get("memory"):
         print(msgspec.convert(values["memory"], MemoryTable).text())
 
@@ -386,9 +390,9 @@ def cancel(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(withdrawn))
     else:
-        for name in (name for name, done in withdrawn.items() if done):
+        for name in (name for name, is_cancelled in withdrawn.items() if is_cancelled):
             print(f"cancelled {name}")
-    unknown = [name for name, done in withdrawn.items() if not done]
+    unknown = [name for name, is_cancelled in withdrawn.items() if not is_cancelled]
     if unknown:
         raise InvalidRequest("ID", f"no edit in flight has it: {', '.join(unknown)}")
 
@@ -397,8 +401,8 @@ def drain(options: argparse.Namespace) -> None:
     """`maskserve drain`."""
     with connected(options) as client:
         values = client.control("drain")
-    left = values["in_flight"]
-    print(json.dumps(values) if options.json else f"takes no new edits; {left} in flight")
+    in_flight = values["in_flight"]
+    print(json.dumps(values) if options.json else f"takes no new edits; {in_flight} in flight")
 
 
 class _ByControl:
@@ -498,24 +502,24 @@ def _kept_words(entries: list[dict[str, Any]]) -> str:
     for entry in entries:
         by_tier.setdefault(entry.get("tier", "?"), []).append(entry)
     tiers = [
-        f"{tier} {sum(entry.get('bytes', 0) for entry in each) / 2**20:.1f} MiB"
-        + ("" if all(entry.get("whole", True) for entry in each) else " (in part)")
-        + (", pinned" if any(entry.get("pinned") for entry in each) else "")
-        for tier, each in by_tier.items()
+        f"{tier} {sum(entry.get('bytes', 0) for entry in tier_entries) / 2**20:.1f} MiB"
+        + ("" if all(entry.get("whole", True) for entry in tier_entries) else " (in part)")
+        + (", pinned" if any(entry.get("pinned") for entry in tier_entries) else "")
+        for tier, tier_entries in by_tier.items()
     ]
     return f"cached on {', '.join(tiers)}"
 
 
 def templates_each(options: argparse.Namespace) -> None:
     """`maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
-    done = []
+    results = []
     with _templates(options) as templates:
         for name in options.ids:
-            done.append(templates.do(options.op, name))
+            results.append(templates.do(options.op, name))
             if not options.json:
                 print(f"{options.op} {name}")
     if options.json:
-        print(json.dumps(done))
+        print(json.dumps(results))
 
 
 def adapters_list(options: argparse.Namespace) -> None:
@@ -537,24 +541,24 @@ def _adapter(about: dict[str, Any]) -> str:
     """What an adapter is and where it lies, in words."""
     if about["problem"]:
         return f"not served: it {about['problem']}"
-    kept = " and ".join(_tiers(about)) or "in the storage only"
+    location = " and ".join(_tiers(about)) or "in the storage only"
     size = f"rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, {', '.join(about['parts'])}"
     notes = "".join(f"; {note}" for note in about.get("notes", ()))
-    return f"{size}; {kept}{', pinned' if about['pinned'] else ''}{notes}"
+    return f"{size}; {location}{', pinned' if about['pinned'] else ''}{notes}"
 
 
 def _controlnet(about: dict[str, Any]) -> str:
     """Likewise of a ControlNet."""
     if about["problem"]:
         return f"not served: it {about['problem']}"
-    kept = " and ".join(_tiers(about)) or "in the folder only"
-    return f"ControlNet, {about['bytes'] / 2**20:.1f} MiB; {kept}"
+    location = " and ".join(_tiers(about)) or "in the folder only"
+    return f"ControlNet, {about['bytes'] / 2**20:.1f} MiB; {location}"
 
 
 def _tiers(about: dict[str, Any]) -> list[str]:
     tiers = about["tiers"]
     if isinstance(tiers, dict):  # a router's: by worker
-        return sorted({tier for each in tiers.values() for tier in each})
+        return sorted({tier for worker_tiers in tiers.values() for tier in worker_tiers})
     return list(tiers)
 
 
@@ -596,11 +600,11 @@ def _checked_file(name: str, model: str | None, gguf: str) -> dict[str, Any]:
 
 def adapters_each(options: argparse.Namespace) -> None:
     """`maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
-    done = []
+    results = []
     with connected(options) as client:
         for name in options.names:
-            done.append(client.control(options.op, name=name, timeout=_PATIENT_S))
+            results.append(client.control(options.op, name=name, timeout=_PATIENT_S))
             if not options.json:
                 print(f"{options.op.removeprefix('adapter_')} {name}")
     if options.json:
-        print(json.dumps(done))
+        print(json.dumps(results))

@@ -33,8 +33,8 @@ class EditResult:
         """The template that this picture is kept as, with the setting `keep_result`: the next
         edit's `template_id`. None: it was not asked for, or the server had no room.
         """
-        kept = self.meta.get("result_template_id")
-        return None if kept is None else str(kept)
+        template_id = self.meta.get("result_template_id")
+        return None if template_id is None else str(template_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,18 +23,18 @@ def held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    pending_signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        pending_signals.append(number)
 
     # None is a handler that is not Python's: it raises nothing here, and could not be restored.
-    ours = [number for number in _NUMBERS if signal.getsignal(number) is not None]
-    previous = {number: signal.signal(number, note) for number in ours}
+    handled_signals = [number for number in _NUMBERS if signal.getsignal(number) is not None]
+    previous = {number: signal.signal(number, note) for number in handled_signals}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        for late in came:
+        for late in pending_signals:
             signal.raise_signal(late)

@@ -86,23 +86,25 @@ def _get(options: argparse.Namespace) -> None:
     if job["status"] == "failed":
         raise error_of(job["error"])
     if options.out is not None:
-        made = pictures(job) if "result" in job else []
-        if len(made) != 1:
-            told = f"{options.id} is {job['status']}, with {len(made)} pictures"
-            raise InvalidRequest("--out", told, "a job that has made one")
-        write_whole(options.out, made[0])
+        files = pictures(job) if "result" in job else []
+        if len(files) != 1:
+            message = f"{options.id} is {job['status']}, with {len(files)} pictures"
+            raise InvalidRequest("--out", message, "a job that has made one")
+        write_whole(options.out, files[0])
     print(json.dumps(job) if options.json else _line(job))
 
 
 def _remove(options: argparse.Namespace) -> None:
     jobs = _jobs(options)
-    done = {name: jobs.delete(name) for name in options.ids}
-    gone = {name: "deleted" if "deleted" in job else job["status"] for name, job in done.items()}
-    told = "\n".join(f"{name}  {state}" for name, state in gone.items())
-    print(json.dumps(gone) if options.json else told)
+    deleted_jobs = {name: jobs.delete(name) for name in options.ids}
+    states = {
+        name: "deleted" if "deleted" in job else job["status"] for name, job in deleted_jobs.items()
+    }
+    text = "\n".join(f"{name}  {state}" for name, state in states.items())
+    print(json.dumps(states) if options.json else text)
 
 
 def _line(job: dict[str, Any]) -> str:
-    done = job.get("progress") or {}
-    steps = f", step {done['step']} of {done['steps']}" if "steps" in done else ""
+    progress = job.get("progress") or {}
+    steps = f", step {progress['step']} of {progress['steps']}" if "steps" in progress else ""
     return f"{job['id']}  {job['status']}{steps}"

@@ -54,8 +54,8 @@ class EditJobs(RouterHttp):
             MaskserveError: what the server answered, or ServerUnavailable.
             OSError: a path that cannot be read.
         """
-        pictures = [each for each in (image, *control) if each is not None]
-        files = [("image", wire.image_bytes(each)) for each in pictures]
+        pictures = [picture for picture in (image, *control) if picture is not None]
+        files = [("image", wire.image_bytes(picture)) for picture in pictures]
         if mask is not None:
             files.append(("mask", wire.image_bytes(mask, "mask")))
             fields = {"mask_mode": "auto", **fields}
@@ -82,9 +82,9 @@ class EditJobs(RouterHttp):
             DeadlineExceeded: it has not ended by then; it goes on.
             MaskserveError: what the server answered, or ServerUnavailable.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        deadline_s = None if timeout is None else time.monotonic() + timeout
         while (job := self.get(job_id))["status"] not in _ENDS:
-            if until is not None and time.monotonic() >= until:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(f"{job_id} is {job['status']} after {timeout:g} s")
             time.sleep(_ASKED_EVERY_S)
         return job
@@ -96,8 +96,8 @@ class EditJobs(RouterHttp):
 
 def pictures(job: Mapping[str, Any]) -> list[bytes]:
     """The files that a job that has succeeded made; none where it put them to its `output_url`."""
-    made = [each.get("b64_json") for each in job["result"]["data"]]
-    return [base64.b64decode(each) for each in made if each]
+    encoded = [item.get("b64_json") for item in job["result"]["data"]]
+    return [base64.b64decode(item) for item in encoded if item]
 
 
 def _path(job_id: str) -> str:

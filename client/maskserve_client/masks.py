@@ -39,5 +39,5 @@ class Masks(RouterHttp):
             OSError: a path that cannot be read.
         """
         files = [("image", wire.image_bytes(image))]
-        [found] = self.send_form("/v1/masks", asked, files)["data"]
-        return ScoredMask(base64.b64decode(found["b64_json"]), found["score"])
+        [item] = self.send_form("/v1/masks", asked, files)["data"]
+        return ScoredMask(base64.b64decode(item["b64_json"]), item["score"])

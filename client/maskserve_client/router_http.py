@@ -56,8 +56,10 @@ class RouterHttp:
             for name, value in fields.items()
         ]
         for name, raw in files:
-            told = f'Content-Disposition: form-data; name="{name}"; filename="{name}"\r\n\r\n'
-            parts.append(told.encode() + raw)
+            part_header = (
+                f'Content-Disposition: form-data; name="{name}"; filename="{name}"\r\n\r\n'
+            )
+            parts.append(part_header.encode() + raw)
         body = b"".join(b"--%b\r\n%b\r\n" % (edge.encode(), part) for part in parts)
         kind = f"multipart/form-data; boundary={edge}"
         end = b"--%b--\r\n" % edge.encode()

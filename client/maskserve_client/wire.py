@@ -61,12 +61,12 @@ def address(url: str) -> str:
     Raises:
         InvalidRequest: it is an HTTP address.
     """
-    scheme, found, rest = url.rpartition("://")
-    if found and scheme != "grpc":
+    scheme, separator, location = url.rpartition("://")
+    if separator and scheme != "grpc":
         raise InvalidRequest(
             "url", f"{url} is not a gRPC address", f"HOST:PORT of gRPC, as {DEFAULT_URL}"
         )
-    return rest.rstrip("/")
+    return location.rstrip("/")
 
 
 def image_bytes(image: ImageInput | None, field: str = "image") -> bytes:
@@ -101,9 +101,9 @@ def image_bytes(image: ImageInput | None, field: str = "image") -> bytes:
 def _picture_of(array: npt.NDArray[Any], field: str) -> Image.Image:
     shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
     if array.dtype not in (np.uint8, np.bool_) or not shaped or not array.size:
-        found = f"is an array of {array.dtype}, {list(array.shape)}"
+        problem = f"is an array of {array.dtype}, {list(array.shape)}"
         accepted = "uint8 from 0 to 255, or bool, [H, W] or [H, W, 3 or 4]"
-        raise InvalidRequest(field, found, accepted)
+        raise InvalidRequest(field, problem, accepted)
     flat = array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
     if flat.dtype == np.bool_:
         flat = flat.astype(np.uint8) * np.uint8(255)
@@ -114,16 +114,16 @@ def workflow(
     name: str, inputs: Mapping[str, ImageInput], settings: Mapping[str, Any]
 ) -> ModelCall[tuple[dict[str, bytes], dict[str, Any]]]:
     """A run of a workflow: its outputs by name, and META."""
-    asked = _settings_bytes(settings)
+    settings_bytes = _settings_bytes(settings)
     request = service_pb2.ModelInferRequest(model_name=name)
     for key, value in inputs.items():
         raw = value.encode() if isinstance(value, str) else image_bytes(value, key)
         bytes_tensor.add_input(request, key.upper(), [raw])
-    bytes_tensor.add_input(request, "SETTINGS", [asked])
+    bytes_tensor.add_input(request, "SETTINGS", [settings_bytes])
 
     def read(response: service_pb2.ModelInferResponse) -> tuple[dict[str, bytes], dict[str, Any]]:
-        found = {key.lower(): bytes(raw) for key, raw in bytes_tensor.outputs(response).items()}
-        return found, json.loads(found.pop("meta"))
+        outputs = {key.lower(): bytes(raw) for key, raw in bytes_tensor.outputs(response).items()}
+        return outputs, json.loads(outputs.pop("meta"))
 
     return ModelCall(request, read)
 
@@ -167,16 +167,16 @@ def control(op: str, fields: Mapping[str, Any]) -> ModelCall[dict[str, Any]]:
 
 def register(image: ImageInput, shared: bool) -> ModelCall[str]:
     """The operation `register`, answered by the template's id."""
-    asked = control(
+    call = control(
         "register", {"image": image_bytes(image), **({"shared": True} if shared else {})}
     )
-    return ModelCall(asked.request, lambda response: str(asked.read(response)["template_id"]))
+    return ModelCall(call.request, lambda response: str(call.read(response)["template_id"]))
 
 
 def cancel(request_id: str) -> ModelCall[bool]:
     """The operation `cancel`, answered by whether an edit was withdrawn."""
-    asked = control("cancel", {"request_id": request_id})
-    return ModelCall(asked.request, lambda response: bool(asked.read(response)["cancelled"]))
+    call = control("cancel", {"request_id": request_id})
+    return ModelCall(call.request, lambda response: bool(call.read(response)["cancelled"]))
 
 
 def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
@@ -216,7 +216,11 @@ def _edit(
             "MASK": image_bytes(mask, "mask"),
             "PROMPT": prompt.encode(),
             "SETTINGS": _settings_bytes(settings),
-            **({"CONTROL": [image_bytes(each, "control") for each in control]} if control else {}),
+            **(
+                {"CONTROL": [image_bytes(control_image, "control") for control_image in control]}
+                if control
+                else {}
+            ),
         },
     )
 
@@ -243,8 +247,8 @@ def _request(
     request = service_pb2.ModelInferRequest(model_name=model)
     for declared in CONTRACTS[model].inputs:
         if declared.name in tensors:
-            given = tensors[declared.name]
-            values = [given] if isinstance(given, bytes) else given
+            tensor = tensors[declared.name]
+            values = [tensor] if isinstance(tensor, bytes) else tensor
             bytes_tensor.add_input(request, declared.name, values)
     return request
 
@@ -285,9 +289,9 @@ def _event(response: service_pb2.ModelInferResponse) -> Event:
 
 def _picture(outputs: Mapping[str, bytes]) -> Raster:
     try:
-        found = decode_raster(outputs.get("IMAGE", b""), "IMAGE", NO_LIMITS)
+        raster = decode_raster(outputs.get("IMAGE", b""), "IMAGE", NO_LIMITS)
     except InvalidRequest as problem:
         raise EngineFailed(f"the server's answer is no image: {problem.message}") from None
-    if found.colour.profile:
-        found.image.info["icc_profile"] = found.colour.profile
-    return found
+    if raster.colour.profile:
+        raster.image.info["icc_profile"] = raster.colour.profile
+    return raster

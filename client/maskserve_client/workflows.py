@@ -33,10 +33,14 @@ def add_workflows(
         "served are the plans that compile writes beside them.",
     )
     actions = workflows.add_subparsers(required=True, metavar="ACTION")
-    made = actions.add_parser("compile", help="run the definitions of a folder; writes NAME.json")
+    compile_parser = actions.add_parser(
+        "compile", help="run the definitions of a folder; writes NAME.json"
+    )
     check = actions.add_parser("check", help="whether the plans are whole, and those of today")
-    told = actions.add_parser("explain", help="what the plans do, and what the passes did to them")
-    for command, run in ((made, _compile), (check, _check), (told, _explain)):
+    explain_parser = actions.add_parser(
+        "explain", help="what the plans do, and what the passes did to them"
+    )
+    for command, run in ((compile_parser, _compile), (check, _check), (explain_parser, _explain)):
         command.add_argument("folder", type=Path, metavar="DIR", help="folder of the definitions")
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         command.add_argument(
@@ -92,17 +96,21 @@ def _compile(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     plans = {plan.name: plan for plan in _compiled(options)}
     try:
-        found = {plan.name: plan for plan in read_plans(options.folder)}
+        stored_plans = {plan.name: plan for plan in read_plans(options.folder)}
     except WorkflowError as error:
         raise InvalidRequest("workflows", str(error)) from None
     for name, plan in plans.items():
-        if name not in found:
+        if name not in stored_plans:
             raise InvalidRequest("workflows", f"{name} is not compiled", "run workflows compile")
-        if found[name].digest != plan.digest:
+        if stored_plans[name].digest != plan.digest:
             raise InvalidRequest(
                 "workflows", f"{name}.json is not what its definition says", "run workflows compile"
             )
-    _print(options, found.values(), [f"{name} {plan.digest}: ok" for name, plan in found.items()])
+    _print(
+        options,
+        stored_plans.values(),
+        [f"{name} {plan.digest}: ok" for name, plan in stored_plans.items()],
+    )
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -112,26 +120,28 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     inputs: dict[str, ImageInput] = {}
-    for each in options.inputs:
-        name, found, value = each.partition("=")
-        if not found:
-            raise InvalidRequest("INPUT", f"{each} has no value", "NAME=TEXT or NAME=@FILE")
+    for argument in options.inputs:
+        name, separator, value = argument.partition("=")
+        if not separator:
+            raise InvalidRequest("INPUT", f"{argument} has no value", "NAME=TEXT or NAME=@FILE")
         inputs[name] = Path(value[1:]) if value.startswith("@") else value
     names = ("seed", "num_inference_steps", "request_id")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     with connected(options) as client:
-        outputs, meta = client.run_workflow(options.name, inputs, timeout=options.timeout, **given)
-    told, out = {}, options.out
+        outputs, meta = client.run_workflow(
+            options.name, inputs, timeout=options.timeout, **settings
+        )
+    texts, out = {}, options.out
     for name, raw in outputs.items():
         if meta["outputs"][name] in ("picture", "mask"):
             file = out if name == "image" else out.with_name(f"{out.stem}-{name}{out.suffix}")
             write_whole(file, raw)
         else:
-            told[name] = raw.decode()
-    said = ", ".join(f"{name} {text}" for name, text in told.items())
+            texts[name] = raw.decode()
+    text_summary = ", ".join(f"{name} {text}" for name, text in texts.items())
     summary = f"{len(meta['nodes'])} nodes in {meta['seconds']:.2f} s, seed {meta['seed']}"
-    line = f"{options.out}: {summary}" + (f", {said}" if said else "")
-    print(json.dumps({**meta, **told}) if options.json else line)
+    line = f"{options.out}: {summary}" + (f", {text_summary}" if text_summary else "")
+    print(json.dumps({**meta, **texts}) if options.json else line)
 
 
 def _print(options: argparse.Namespace, plans: Iterable[WorkflowPlan], lines: list[str]) -> None:

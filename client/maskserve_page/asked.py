@@ -48,8 +48,8 @@ def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePictur
         InvalidRequest: the mask is another picture's.
     """
     try:
-        told = json.loads(painted or "{}")
-        name, bits = told["name"], base64.b64decode(told.get("mask", ""), validate=True)
+        canvas = json.loads(painted or "{}")
+        name, bits = canvas["name"], base64.b64decode(canvas.get("mask", ""), validate=True)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise NotYet("There is no picture yet: choose, paste or drop one, or pick one.") from None
     source = kept.get(name)
@@ -73,7 +73,7 @@ def settings_of(
     loras: str | None,
 ) -> dict[str, Any]:
     """SETTINGS of an edit; what is left at the model's own is not sent."""
-    asked: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "seed": secrets.randbits(_SEED_BITS) if draw or seed is None else int(seed),
         "mask_dilate": int(dilate),
         "mask_feather": int(feather),
@@ -81,13 +81,13 @@ def settings_of(
         "preview_every": max(1, int(steps or 28) // _PREVIEWS),
     }
     if steps:
-        asked["num_inference_steps"] = int(steps)
+        settings["num_inference_steps"] = int(steps)
     if guidance:
-        asked["guidance_scale"] = float(guidance)
+        settings["guidance_scale"] = float(guidance)
     named = [part.strip() for part in (loras or "").split(",") if part.strip()]
     if named:
-        asked["loras"] = [_lora(text) for text in named]
-    return asked
+        settings["loras"] = [_lora(text) for text in named]
+    return settings
 
 
 def _lora(text: str) -> dict[str, Any]:

@@ -111,12 +111,12 @@ def _form(
         try:
             file, place = kept.get(asked["name"]).file, [asked["x"], asked["y"], 1]
             assert masks is not None
-            found = masks.find(file, points=[place])
+            scored_mask = masks.find(file, points=[place])
         except MaskserveError as error:
             return {"error": error.message}
         # Without its transparency: of what is transparent a canvas has no colour.
         plain = io.BytesIO()
-        Image.open(io.BytesIO(found.mask)).convert("L").save(plain, "PNG")
+        Image.open(io.BytesIO(scored_mask.mask)).convert("L").save(plain, "PNG")
         return {"mask": base64.b64encode(plain.getvalue()).decode()}
 
     painter = _text("painter.html").replace("{least}", str(_LEAST.get(model, 0)))
@@ -206,13 +206,13 @@ class _Outcome:
 def _outcome(gr: Any) -> _Outcome:
     status = gr.HTML("", elem_classes="status", elem_id="status", padding=False)
     live = gr.HTML("", elem_classes="live", elem_id="live", padding=False)
-    shown = gr.HTML("", elem_id="result", padding=False)
+    picture = gr.HTML("", elem_id="result", padding=False)
     with gr.Row(visible=False, elem_id="done") as bar:
         go_on = gr.Button("Go on with this picture", min_width=210)
         undo = gr.Button("Undo", interactive=False, elem_id="undo", min_width=80)
         file = gr.DownloadButton("Download", elem_id="download", min_width=100)
-    facts = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
-    return _Outcome(status, live, shown, bar, go_on, undo, file, facts, gr.State(""))
+    details = gr.HTML("", elem_classes="facts", elem_id="facts", padding=False)
+    return _Outcome(status, live, picture, bar, go_on, undo, file, details, gr.State(""))
 
 
 def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: PagePictures) -> None:
@@ -223,10 +223,10 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
         """Stop stands where Edit does, while there is something to stop. The other is hidden, not
         taken away: of a button that comes and goes at once the page may miss that it goes.
         """
-        shown = {True: True, False: "hidden"}
+        visibility = {True: True, False: "hidden"}
         return {
-            form.run: gr.Button(visible=shown[not running]),
-            form.stop: gr.Button(visible=shown[running]),
+            form.run: gr.Button(visible=visibility[not running]),
+            form.stop: gr.Button(visible=visibility[running]),
         }
 
     def facts(result: EditResult, made: PagePicture) -> dict[Any, Any]:
@@ -241,17 +241,17 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
 
     def edit(*given: Any) -> Iterator[Any]:
         """Shows an edit as it comes; its errors are sentences of the page."""
-        painted, text, name, *asked = given
+        painted, text, name, *setting_values = given
         try:
             source, mask = source_and_mask(painted, kept)
-            settings = {**settings_of(*asked), "request_id": name}
+            settings = {**settings_of(*setting_values), "request_id": name}
             yield buttons(running=True)
             shown_at = 0.0
             with closing(session.events(source, mask, text or "", settings)) as events:
                 for event in events:
                     if isinstance(event, Final):
-                        made = kept.take(event.result.encoded)
-                        session.made(made, event.result)
+                        picture = kept.take(event.result.encoded)
+                        session.made(picture, event.result)
                         # The picture first: what is told about it takes its time, too.
                         yield {
                             **buttons(running=False),
@@ -259,10 +259,10 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
                                 "done", event.result.meta.get("warnings", ())
                             ),
                             outcome.live: "",
-                            outcome.shown: told.compared(source, made, mask),
+                            outcome.shown: told.compared(source, picture, mask),
                             outcome.bar: gr.Row(visible=True),
                         }
-                        yield {**facts(event.result, made), request: _fresh_id()}
+                        yield {**facts(event.result, picture), request: _fresh_id()}
                     elif time.monotonic() - shown_at >= _SHOWN_EVERY_S:
                         values = {outcome.status: told.progress(event)}
                         if isinstance(event, Preview):
@@ -271,10 +271,10 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
                         shown_at = time.monotonic()
         except (MaskserveError, OSError) as error:
             stopped = isinstance(error, Cancelled)
-            said = told.note("stopped") if stopped else told.sentence(error)
+            status = told.note("stopped") if stopped else told.sentence(error)
             yield {
                 **buttons(running=False),
-                outcome.status: said,
+                outcome.status: status,
                 outcome.live: "",
                 request: _fresh_id(),
             }
@@ -282,9 +282,9 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
     begun = [form.run.click, form.prompt.submit]
     # In the browser alone: the way to the server and back would hold the edit up.
     gr.on(begun, None, None, outcome.status, js=f"() => `{told.note('sent')}`")
-    asked = [form.editor, form.prompt, request, form.seed, *form.more]
+    edit_inputs = [form.editor, form.prompt, request, form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
-    gr.on(begun, edit, asked, changed, show_progress="hidden")
+    gr.on(begun, edit, edit_inputs, changed, show_progress="hidden")
     form.stop.click(session.stop, request, None, show_progress="hidden")
 
 
@@ -304,8 +304,12 @@ def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictur
 
     def go_back(before: list[str]) -> Any:
         """The picture before."""
-        *rest, name = before
-        return json.dumps(kept.get(name).told()), rest, gr.Button(interactive=bool(rest))
+        *older_names, name = before
+        return (
+            json.dumps(kept.get(name).told()),
+            older_names,
+            gr.Button(interactive=bool(older_names)),
+        )
 
     editor, undo, go_on = form.editor, outcome.undo, outcome.go_on
     go_on.click(carry_on, [editor, outcome.last, past], [editor, past, undo, go_on])

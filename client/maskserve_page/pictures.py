@@ -132,10 +132,10 @@ class PagePictures:
         """Holds the lock; tells, without it, of the pictures that went meanwhile."""
         with self._lock:
             yield
-            gone, self._leaving = self._leaving, []
-            for picture in gone:
+            evicted, self._leaving = self._leaving, []
+            for picture in evicted:
                 picture.file.unlink(missing_ok=True)
-        for picture in gone:
+        for picture in evicted:
             self._gone(picture.name)
 
 
@@ -157,5 +157,5 @@ def pictures_of(folder: str | None) -> list[Path]:
     if not Path(folder).is_dir():
         raise InvalidRequest("--images", f"there is no folder {folder}", "an existing folder")
     # No links: the page shows what the folder holds, and nothing that one of its files names.
-    found = [p for p in sorted(Path(folder).iterdir()) if p.suffix.lower() in _SUFFIXES]
-    return [path.resolve() for path in found if path.is_file() and not path.is_symlink()][:64]
+    image_paths = [p for p in sorted(Path(folder).iterdir()) if p.suffix.lower() in _SUFFIXES]
+    return [path.resolve() for path in image_paths if path.is_file() and not path.is_symlink()][:64]

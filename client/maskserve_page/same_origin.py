@@ -36,8 +36,8 @@ class SameOrigin:
         words = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
         if foreign := foreign_site(words, self._names):
             more = " (maskserve web --name NAME adds one)" if foreign.startswith("Host") else ""
-            told = f"{foreign}; the page answers its own origin alone{more}."
-            await _refuse(scope, send, 403, told.encode("ascii", "replace"))
+            refusal = f"{foreign}; the page answers its own origin alone{more}."
+            await _refuse(scope, send, 403, refusal.encode("ascii", "replace"))
             return
         if scope["path"].rstrip("/").endswith(_FILES):
             await _refuse(scope, send, 404, b"Nothing is uploaded here.")
@@ -46,23 +46,23 @@ class SameOrigin:
         if not length.isdigit() or int(length) > self._most:
             await _refuse(scope, send, 413, b"The request is too large.")
             return
-        left = self._most
+        remaining_bytes = self._most
 
         async def bounded() -> Any:
-            nonlocal left
+            nonlocal remaining_bytes
             message = await receive()
-            left -= len(message.get("body", b""))
+            remaining_bytes -= len(message.get("body", b""))
             # Of a body without a length: the application sees a client that has left.
-            return message if left >= 0 else {"type": "http.disconnect"}
+            return message if remaining_bytes >= 0 else {"type": "http.disconnect"}
 
         async def plain(message: Any) -> None:
             if message["type"] == "http.response.start":
-                kept = [
+                allowed_headers = [
                     (name, value)
                     for name, value in message.get("headers", ())
                     if not name.lower().startswith(b"access-control-")
                 ]
-                message = {**message, "headers": kept}
+                message = {**message, "headers": allowed_headers}
             await send(message)
 
         await self._app(scope, bounded, plain)

@@ -65,24 +65,24 @@ class Session:
     def forget(self, name: str) -> None:
         """The page's picture has gone."""
         with self._lock:
-            known = self._templates.pop(name, None)
-        if known is not None:
-            self._pool.submit(self._evict, known)
+            registration = self._templates.pop(name, None)
+        if registration is not None:
+            self._pool.submit(self._evict, registration)
 
     def _evict(self, known: Future[str]) -> None:
         with suppress(MaskserveError):
             template = known.result()
             with self._lock:
-                own = template in self._own
+                is_exclusive = template in self._own
                 self._own.discard(template)
-            if own:
+            if is_exclusive:
                 self._client.control("evict", template_id=template)
 
     def _register(self, file: Path) -> str:
         listed: set[str] | None = None
         with suppress(MaskserveError):
-            found = self._client.control("templates")["templates"]
-            listed = {each["template_id"] for each in found if each["registered"]}
+            server_templates = self._client.control("templates")["templates"]
+            listed = {record["template_id"] for record in server_templates if record["registered"]}
         template = self._client.register(file)
         if listed is not None and template not in listed:
             with self._lock:
@@ -93,31 +93,35 @@ class Session:
         self, source: PagePicture, mask: Image.Image, prompt: str, settings: dict[str, Any]
     ) -> Generator[Event, None, None]:
         """The events of one edit."""
-        for again in (False, True):
-            name = self._template(source, anew=again).result()
+        for retrying in (False, True):
+            name = self._template(source, anew=retrying).result()
             more = {**settings, "template_id": name, "keep_result": True}
             try:
                 with closing(self._client.edit_stream(None, mask, prompt, **more)) as events:
                     yield from events
                 return
             except TemplateNotFound:  # the server was restarted, or has dropped it
-                if again:
+                if retrying:
                     raise
 
     def made(self, picture: PagePicture, result: EditResult) -> None:
         """An edit's picture: the server has it, to be gone on with."""
         if result.result_template_id is not None:
-            known: Future[str] = Future()
-            known.set_result(result.result_template_id)
+            registration: Future[str] = Future()
+            registration.set_result(result.result_template_id)
             with self._lock:
-                self._templates[picture.name] = known
+                self._templates[picture.name] = registration
 
     def _template(self, source: PagePicture, *, anew: bool = False) -> Future[str]:
         """The template that the picture is at the server, or will be."""
         with self._lock:
-            known = self._templates.get(source.name)
-            failed = known is not None and known.done() and known.exception() is not None
-            if known is None or failed or anew:
-                known = self._pool.submit(self._register, source.file)
-                self._templates[source.name] = known
-        return known
+            registration = self._templates.get(source.name)
+            failed = (
+                registration is not None
+                and registration.done()
+                and registration.exception() is not None
+            )
+            if registration is None or failed or anew:
+                registration = self._pool.submit(self._register, source.file)
+                self._templates[source.name] = registration
+        return registration

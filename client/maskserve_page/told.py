@@ -85,8 +85,8 @@ def progress(event: Progress | Preview) -> str:
 
 
 def note(text: str, warnings: Sequence[str] = ()) -> str:
-    told = "".join(f"<p>{html.escape(spoken(each))}</p>" for each in warnings)
-    return f'<p role="status">{html.escape(text)}</p>{told}'
+    paragraphs = "".join(f"<p>{html.escape(spoken(warning))}</p>" for warning in warnings)
+    return f'<p role="status">{html.escape(text)}</p>{paragraphs}'
 
 
 def spoken(warning: str) -> str:
@@ -95,8 +95,8 @@ def spoken(warning: str) -> str:
     if cut is not None:
         words = "prompt" if cut[1] == "PROMPT" else "negative prompt"
         return f"The {words} is too long: its end ({cut[2]} tokens) was not read."
-    field, _, told = warning.partition(": ")
-    return f"{_FIELDS[field]} {told}." if field in _FIELDS else warning
+    field, _, text = warning.partition(": ")
+    return f"{_FIELDS[field]} {text}." if field in _FIELDS else warning
 
 
 def sentence(error: Exception) -> str:

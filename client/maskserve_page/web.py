@@ -57,8 +57,8 @@ def serve_page(
         closing(Session(client)) as session,
     ):
         _await(session, options.url)
-        kept = PagePictures(Path(folder).resolve(), gone=session.forget)
-        page = make_page(session, kept, pictures, masks)
+        page_pictures = PagePictures(Path(folder).resolve(), gone=session.forget)
+        page = make_page(session, page_pictures, pictures, masks)
         page.queue(default_concurrency_limit=options.edits)
         app = gradio.mount_gradio_app(
             FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
@@ -76,7 +76,7 @@ def serve_page(
         # Not by Gradio's own parameter, which warns where the page is mounted at the root.
         page.favicon_path = str(Path(__file__).with_name("icon.svg"))
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
-        with kept.tidied():
+        with page_pictures.tidied():
             uvicorn.run(
                 SameOrigin(app, _MOST_BODY, options.name),
                 host=options.host,

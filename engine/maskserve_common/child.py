@@ -19,17 +19,21 @@ def start_child(module: str, more: Mapping[str, str]) -> tuple[subprocess.Popen[
         module: its dotted name.
         more: environment beside this process's.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    parent_end, child_end = socket.socketpair()
+    with child_end:
         process = subprocess.Popen(
-            [_python(), "-m", module, str(theirs.fileno())],
+            [_python(), "-m", module, str(child_end.fileno())],
             env={**os.environ, **more},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
         )
-    return process, Connection(ours.detach())
+    return process, Connection(parent_end.detach())
 
 
 def _python() -> str:
     """The interpreter; inside of Triton's stub `sys.executable` may name none."""
-    given = Path(sys.executable or "")
-    return str(given) if given.name.startswith("python") else shutil.which("python3") or "python3"
+    executable = Path(sys.executable or "")
+    return (
+        str(executable)
+        if executable.name.startswith("python")
+        else shutil.which("python3") or "python3"
+    )

@@ -303,7 +303,7 @@ class SloConfig(Table, frozen=True):
         if not self.enabled:
             return ()
         seconds = (self.seconds_256, self.seconds_512, self.seconds_1024, self.seconds_2048)
-        return tuple(round(1e3 * each) for each in seconds)
+        return tuple(round(1e3 * limit_s) for limit_s in seconds)
 
 
 class AdaptersConfig(Table, frozen=True):

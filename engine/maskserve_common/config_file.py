@@ -85,9 +85,9 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     """The tables of both; where both have a key, that of `above`."""
     tables = dict(below)
     for name, value in above.items():
-        held = tables.get(name)
-        if isinstance(held, dict) and isinstance(value, dict):
-            value = {**held, **value}
+        base_value = tables.get(name)
+        if isinstance(base_value, dict) and isinstance(value, dict):
+            value = {**base_value, **value}
         tables[name] = value
     return tables
 

@@ -105,10 +105,10 @@ def split_code(text: str) -> tuple[str, str]:
     Triton's ensemble scheduler puts "in ensemble 'edit_pipeline', " before a step's message, so
     the code is looked for anywhere. A text without a code is ENGINE_FAILED.
     """
-    found = _CODE.search(text)
-    if found is None:
+    match = _CODE.search(text)
+    if match is None:
         return EngineFailed.code, text
-    return found.group(1), text[found.end() :]
+    return match.group(1), text[match.end() :]
 
 
 def has_code(text: str) -> bool:

@@ -73,8 +73,14 @@ class Kept(Generic[K, V]):
         while size > (free := shares.budget - shares.total) or (
             shares.held(owner) and size > shares.room(owner)
         ):
-            whose = owner if size <= free else shares.most()
-            self.drop(next(each for each in self._values if self._owner(each) == whose))
+            victim_owner = owner if size <= free else shares.most()
+            self.drop(
+                next(
+                    candidate
+                    for candidate in self._values
+                    if self._owner(candidate) == victim_owner
+                )
+            )
         self._use(key, value)
         shares.book(owner, size)
 

@@ -51,8 +51,8 @@ class KeyWork:
         self._weight *= (1 + 1 / _MEMORY) ** steps
         self._given[key] = self._given.get(key, 0.0) + work * self._weight
         if self._weight > _HEAVY:
-            scaled = ((key, given / self._weight) for key, given in self._given.items())
-            self._given = {key: given for key, given in scaled if given > 1 / _HEAVY}
+            scaled = ((key, total / self._weight) for key, total in self._given.items())
+            self._given = {key: total for key, total in scaled if total > 1 / _HEAVY}
             self._weight = 1.0
 
     def had(self, key: str) -> float:
@@ -65,7 +65,7 @@ class KeyWork:
 
     def lag(self, key: str, keys: Iterable[str]) -> float:
         """How much more than this key that of these has had that had most."""
-        most = max(self._given.get(each, 0.0) for each in keys)
+        most = max(self._given.get(other_key, 0.0) for other_key in keys)
         return (most - self._given.get(key, 0.0)) / self._weight
 
 
@@ -100,28 +100,30 @@ class KeyTurns:
             live: all rows.
         """
         self._step += 1
-        held: dict[str, float] = {}
+        work_by_key: dict[str, float] = {}
         for ticket in live:
-            held[_whose(ticket)] = held.get(_whose(ticket), 0.0) + _work(ticket)
+            work_by_key[_whose(ticket)] = work_by_key.get(_whose(ticket), 0.0) + _work(ticket)
         shared = max(ticket.shared for ticket in live)
-        if len(held) == 1:
+        if len(work_by_key) == 1:
             self._stepped = {}
             self._work.add(_whose(batch[0]), sum(map(_work, batch)) + shared)
             return tuple(batch)
-        first = self._work.behind(held)
-        alone = self._work.lag(first, held) > _FAR * (held[first] + shared)
-        free = shared * (1 - 1 / len(held))
-        bound = min(held.values()) + free
-        given: dict[str, float] = {}
+        first = self._work.behind(work_by_key)
+        steps_alone = self._work.lag(first, work_by_key) > _FAR * (work_by_key[first] + shared)
+        free = shared * (1 - 1 / len(work_by_key))
+        bound = min(work_by_key.values()) + free
+        granted_work: dict[str, float] = {}
         chosen = set()
         for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
             key, work = _whose(ticket), _work(ticket)
-            joins = key not in given and (key == first or not alone)
-            if joins or given.get(key, 0.0) + work <= (free if alone and key != first else bound):
-                given[key] = given.get(key, 0.0) + work
+            joins = key not in granted_work and (key == first or not steps_alone)
+            if joins or granted_work.get(key, 0.0) + work <= (
+                free if steps_alone and key != first else bound
+            ):
+                granted_work[key] = granted_work.get(key, 0.0) + work
                 chosen.add(ticket.request_id)
-        for key, work in given.items():
-            self._work.add(key, work + shared / len(given))
+        for key, work in granted_work.items():
+            self._work.add(key, work + shared / len(granted_work))
         ids = {ticket.request_id for ticket in live}
         self._stepped = {name: at for name, at in self._stepped.items() if name in ids}
         self._stepped.update(dict.fromkeys(chosen, self._step))

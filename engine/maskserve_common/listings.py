@@ -51,8 +51,8 @@ class TemplateListings:
         """
         since = since if since in self._kept else ""
         if since not in self._told:
-            before, now = self._kept.get(since, {}), self._kept[self.version]
-            self._told[since] = changes_of(before, now, since, self.version)
+            old_listing, new_listing = self._kept.get(since, {}), self._kept[self.version]
+            self._told[since] = changes_of(old_listing, new_listing, since, self.version)
         return self._told[since]
 
 
@@ -70,5 +70,5 @@ def _more(
     these: Mapping[str, frozenset[str]], those: Mapping[str, frozenset[str]]
 ) -> dict[str, tuple[str, ...]]:
     """What is here and not there, by tier."""
-    found = {tier: ids - those.get(tier, _NOTHING) for tier, ids in these.items()}
-    return {tier: tuple(sorted(ids)) for tier, ids in found.items() if ids}
+    differences = {tier: ids - those.get(tier, _NOTHING) for tier, ids in these.items()}
+    return {tier: tuple(sorted(ids)) for tier, ids in differences.items() if ids}

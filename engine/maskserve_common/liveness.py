@@ -49,9 +49,9 @@ class Silence:
 
     def silent_s(self, stamp: int) -> float:
         """Seconds since `stamp`, which changes with each sign; to be asked again and again."""
-        now = self._clock()
-        self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
-        self._looked = now
+        now_s = self._clock()
+        self._silent_s += min(now_s - self._looked, _LONGEST_LOOK_S)
+        self._looked = now_s
         if stamp != self._stamp:
             self._stamp, self._silent_s = stamp, 0.0
         return self._silent_s
@@ -185,10 +185,10 @@ class Processes:
         self._follow([])
 
     def _follow(self, listed: list[tuple[str, int]]) -> None:
-        held, self._files = self._files, {}
+        open_files, self._files = self._files, {}
         for name in listed:
-            self._files[name] = held.pop(name) if name in held else _open_stat(name[1])
-        for file in held.values():
+            self._files[name] = open_files.pop(name) if name in open_files else _open_stat(name[1])
+        for file in open_files.values():
             if file is not None:
                 os.close(file)
 

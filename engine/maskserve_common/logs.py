@@ -70,12 +70,12 @@ class TextFormatter(logging.Formatter):
         self._names = f"{worker} {model}"
 
     def format(self, record: logging.LogRecord) -> str:
-        known = {"request_id": getattr(record, "request_id", "")}
-        known.update(getattr(record, "fields", _NO_FIELDS))
-        said = "".join(f" {name}={value}" for name, value in known.items() if value != "")
+        fields = {"request_id": getattr(record, "request_id", "")}
+        fields.update(getattr(record, "fields", _NO_FIELDS))
+        suffix = "".join(f" {name}={value}" for name, value in fields.items() if value != "")
         line = f"{_utc(record.created)} {record.levelname} {self._names}: {record.getMessage()}"
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        return line + said + trace
+        return line + suffix + trace
 
 
 class LineFile(WatchedFileHandler):
@@ -112,9 +112,11 @@ class LineFile(WatchedFileHandler):
         except OSError as error:
             self.dropped += 1
             if self.dropped == 1:
-                said = f"cannot write {self.baseFilename}: {error.strerror}; it goes on without\n"
+                message = (
+                    f"cannot write {self.baseFilename}: {error.strerror}; it goes on without\n"
+                )
                 with suppress(OSError):
-                    os.write(_STANDARD_ERROR, said.encode())
+                    os.write(_STANDARD_ERROR, message.encode())
 
     def _opened(self) -> int:
         self.reopenIfNeeded()

@@ -72,10 +72,10 @@ def given(value: Any, known: Collection[str]) -> Any:
     """The same without those of the `known` keys that are null, which stands for "not given"."""
     if not isinstance(value, dict):
         return value
-    items = [(k, each) for k, each in value.items() if each is not None or k not in known]
+    items = [(k, item) for k, item in value.items() if item is not None or k not in known]
     return {
-        key: [given(one, known) for one in each] if isinstance(each, list) else each
-        for key, each in items
+        key: [given(element, known) for element in item] if isinstance(item, list) else item
+        for key, item in items
     }
 
 
@@ -83,28 +83,28 @@ def sentences(table: type) -> dict[str, str]:
     """Key → the string below it in the class; keys without one are left out."""
     (body,) = ast.parse(inspect.getsource(table)).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docs = {}
     for field, below in itertools.pairwise(body.body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return found
+            docs[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return docs
 
 
 def show(value: Any) -> str:
     """A value as it may be repeated in a message: short, on one line."""
-    shown = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"
-    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def nearest(name: str, known: Collection[str]) -> str:
     """Words about the known name that was most likely meant by an unknown one: it is misspelt, or
     has the same words in it. Empty where there is none.
     """
-    spelt = {each.lower(): each for each in known}
+    spelt = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower()[:80], spelt, 1, 0.7)
     words = set(name.lower().split("_"))
-    near = near or [each for each in sorted(spelt) if words <= set(each.split("_"))]
+    near = near or [candidate for candidate in sorted(spelt) if words <= set(candidate.split("_"))]
     return f" (did you mean {spelt[near[0]]}?)" if near else ""
 
 
@@ -116,7 +116,7 @@ def _misread(value: Any, kind: type, message: str, *, strict: bool) -> Misread:
     for name, index in _STEP.findall(path):
         value = value[name] if name else value[int(index)]
         if isinstance(expected, kinds.StructType):
-            (field,) = (each for each in expected.fields if each.encode_name == name)
+            (field,) = (candidate for candidate in expected.fields if candidate.encode_name == name)
             expected, words = _plain(field.type)
         elif isinstance(expected, kinds.VarTupleType):
             expected, words = _plain(expected.item_type)
@@ -133,8 +133,10 @@ def _wrong_keys(path: str, value: dict[Any, Any], expected: kinds.StructType) ->
     names = [field.encode_name for field in expected.fields]
     for key in sorted(str(key) for key in value):
         if key not in names:
-            told = "is not a known key"
-            return Misread(below + key[:40], told + nearest(key, names), ", ".join(sorted(names)))
+            problem = "is not a known key"
+            return Misread(
+                below + key[:40], problem + nearest(key, names), ", ".join(sorted(names))
+            )
     for field in expected.fields:
         if field.required and field.encode_name not in value:
             plain, words = _plain(field.type)
@@ -150,7 +152,7 @@ def _plain(kind: kinds.Type) -> tuple[kinds.Type, str]:
             words = str((kind.extra_json_schema or {}).get("description", words))
             kind = kind.type
         elif isinstance(kind, kinds.UnionType):
-            (kind,) = (each for each in kind.types if not isinstance(each, kinds.NoneType))
+            (kind,) = (member for member in kind.types if not isinstance(member, kinds.NoneType))
         else:
             return kind, words
 
@@ -209,15 +211,15 @@ def _accepted(expected: kinds.Type) -> str:
 def _not_text(value: Any, path: str = "") -> str:
     """Where a string is that is not Unicode text."""
     if isinstance(value, dict):
-        items = [(f"{path}.{key}" if path else str(key), each) for key, each in value.items()]
+        items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
         strange = [name for name, _ in items if not _is_text(name)]
         if strange:
             return strange[0]
     elif isinstance(value, list | tuple):
-        items = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     else:
         return path if isinstance(value, str) and not _is_text(value) else ""
-    return next((found for name, each in items if (found := _not_text(each, name))), "")
+    return next((bad_path for name, item in items if (bad_path := _not_text(item, name))), "")
 
 
 def _is_text(value: str) -> bool:

@@ -137,12 +137,12 @@ class Shares:
         """
         ahead = Counter(self._held)
         ranked = []
-        for place, each in enumerate(waiting):
-            key = key_of(each)
-            ranked.append((ahead[key], self._turns.get(key, 0), place, each))
+        for place, waiter in enumerate(waiting):
+            key = key_of(waiter)
+            ranked.append((ahead[key], self._turns.get(key, 0), place, waiter))
             ahead[key] += 1
         ranked.sort(key=lambda rank: rank[:3])
-        return [each for *_, each in ranked]
+        return [waiter for *_, waiter in ranked]
 
 
 def urgency(
@@ -159,8 +159,8 @@ def urgency(
         patience_s: time after its arrival from which one without due time, or with a later one,
             is as urgent as one that is due.
     """
-    wanted = arrival + patience_s
-    return (wanted if due is None else min(wanted, due)) - priority * aging_s
+    target_s = arrival + patience_s
+    return (target_s if due is None else min(target_s, due)) - priority * aging_s
 
 
 PATIENCE_S = 120.0

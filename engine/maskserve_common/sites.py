@@ -61,5 +61,7 @@ def has_name(host: str, names: Sequence[str]) -> bool:
         pass
     if name.endswith(".localhost") or name == socket.gethostname().lower():
         return True
-    known = [each.lower() for each in names]
-    return name in known or any(name.endswith(each) for each in known if each.startswith("."))
+    known_names = [candidate.lower() for candidate in names]
+    return name in known_names or any(
+        name.endswith(candidate) for candidate in known_names if candidate.startswith(".")
+    )

@@ -139,12 +139,12 @@ class StatusReader:
     def _follow(self) -> bool:
         """Open the file at the path if it is another than the one at hand."""
         try:
-            found = os.stat(self.path)
+            stat = os.stat(self.path)
         except OSError:
             self.close()
             return False
         # The inode of a file that is held open is not given to another file.
-        if self._identity == (found.st_dev, found.st_ino):
+        if self._identity == (stat.st_dev, stat.st_ino):
             return True
         self.close()
         self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

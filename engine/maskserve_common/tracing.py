@@ -227,9 +227,9 @@ def _finish(span: Any, attributes: Mapping[str, Any], error: BaseException | Non
     if error is not None:
         # Anything else than our own errors may carry what is not meant for others.
         code = error.code if isinstance(error, MaskserveError) else type(error).__name__
-        said = str(error) if isinstance(error, MaskserveError) else code
+        description = str(error) if isinstance(error, MaskserveError) else code
         span.set_attribute("error.type", code)
-        span.set_status(Status(StatusCode.ERROR, said))
+        span.set_status(Status(StatusCode.ERROR, description))
 
 
 def _sender(config: TraceConfig) -> Any:

@@ -204,14 +204,14 @@ class BaseLayers:
         self.denoiser = denoiser
         self.fixed = frozenset(fixed)
         self._spellings = {part: _spellings(layers) for part, layers in shapes.items()}
-        own = self._spellings["denoiser"]
+        spellings = self._spellings["denoiser"]
         published = _of_transformer if denoiser == "transformer" else _of_unet
         self.published = published(shapes["denoiser"])
         """Layers by the names that the model's first publisher gave them."""
         for name, layers in self.published.items():
-            meant = Meant(layers, published=True, swapped=self._is_swapped(name, layers))
+            target = Meant(layers, published=True, swapped=self._is_swapped(name, layers))
             for spelled in (name, name.replace(".", "_")):
-                own.setdefault(spelled, meant)
+                spellings.setdefault(spelled, target)
 
     @classmethod
     def of_folder(cls, folder: str | Path, gguf: str = "") -> BaseLayers:
@@ -284,10 +284,11 @@ class BaseLayers:
         """
         first, *_ = shapes = [self._shapes[part][name] for name in meant.layers]
         inputs, *kernel = first[1:]
-        outputs, shown = sum(shape[0] for shape in shapes), " and ".join(meant.layers)[:80]
+        outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(meant.layers)[:80]
         if layer.inputs > inputs and layer.outputs == outputs:
             raise BadAdapter(
-                f"widens the inputs of {shown} from {inputs} to {layer.inputs}, which is not served"
+                f"widens the inputs of {layer_names} from {inputs} to {layer.inputs}, which is "
+                "not served"
             )
         narrow = (
             layer.inputs < inputs
@@ -300,7 +301,8 @@ class BaseLayers:
         fits = layer.outputs == outputs and (layer.inputs == inputs or narrow) and same_kernel
         if not fits:
             raise BadAdapter(
-                f"is for another model: {shown} takes {_words(inputs, kernel)} to {outputs} in the "
+                f"is for another model: {layer_names} takes {_words(inputs, kernel)} to "
+                f"{outputs} in the "
                 f"served one's {part}, and {_words(layer.inputs, layer.kernel)} to {layer.outputs} "
                 "in the adapter"
             )
@@ -316,21 +318,21 @@ def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
     """
     spelled = {}
     for name in layers:
-        for own in (name, name.removeprefix("text_model.")):
-            spelled[own] = spelled[own.replace(".", "_")] = Meant((name,))
+        for spelling in (name, name.removeprefix("text_model.")):
+            spelled[spelling] = spelled[spelling.replace(".", "_")] = Meant((name,))
     return spelled
 
 
 def _of_transformer(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Published names of a transformer's layers."""
     blocks = {number for name in layers for number in re.findall(r"(?<=\.)\d+(?=\.)", name)}
-    found: dict[str, tuple[str, ...]] = {}
+    published_layers: dict[str, tuple[str, ...]] = {}
     for published, names in _TRANSFORMERS:
         for number in blocks if "{}" in published else ("",):
             placed = tuple([name.format(number) for name in names])
             if all(name in layers for name in placed):
-                found.setdefault(published.format(number), placed)
-    return found
+                published_layers.setdefault(published.format(number), placed)
+    return published_layers
 
 
 def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -339,8 +341,8 @@ def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
     Its way down is numbered layer by layer, each with what attends behind it and each downsampler
     by itself; on the way up an upsampler stands beside the last layer of its block.
     """
-    found: dict[str, tuple[str, ...]] = {
-        published: (own,) for own, published in _UNET.items() if own in layers
+    published_layers: dict[str, tuple[str, ...]] = {
+        published: (layer_name,) for layer_name, published in _UNET.items() if layer_name in layers
     }
     layers_of = re.compile(r"down_blocks\.0\.resnets\.(\d+)\.conv1")
     depth = sum(layers_of.fullmatch(name) is not None for name in layers)
@@ -352,22 +354,24 @@ def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
         parts = form.fullmatch(name)
         if parts is None:
             continue
-        way, kind, rest = parts["way"], parts["kind"], parts["rest"]
+        way, kind, suffix = parts["way"], parts["kind"], parts["rest"]
         block, layer = int(parts["block"] or 0), int(parts["layer"])
-        inner = _RESNET.get(rest, rest) if kind == "resnets" else rest
+        inner = _RESNET.get(suffix, suffix) if kind == "resnets" else suffix
         at = block * (depth + 1) + layer
         if way == "mid":
             published = f"middle_block.{2 * layer + (kind == 'attentions')}.{inner}"
         elif kind == "downsamplers":
             published = f"input_blocks.{(block + 1) * (depth + 1)}.0.op"
         elif kind == "upsamplers":
-            attends = any(each.startswith(f"up_blocks.{block}.attentions.") for each in layers)
+            attends = any(
+                other_layer.startswith(f"up_blocks.{block}.attentions.") for other_layer in layers
+            )
             published = f"output_blocks.{at + depth}.{2 if attends else 1}.conv"
         else:
             stage, first = ("input_blocks", 1) if way == "down" else ("output_blocks", 0)
             published = f"{stage}.{first + at}.{int(kind == 'attentions')}.{inner}"
-        found[published] = (name,)
-    return found
+        published_layers[published] = (name,)
+    return published_layers
 
 
 def _modern(part: str, module: str) -> str:
@@ -380,8 +384,8 @@ def _modern(part: str, module: str) -> str:
             module = f"{module}.0" if module.endswith(".to_out") else module
         return module
     module = module.removeprefix("text_model.").removeprefix("text_model_")
-    for once, now in _ONCE.items():
-        module = re.sub(rf"(?<=self_attn.){once}$", now, module)
+    for old_name, new_name in _ONCE.items():
+        module = re.sub(rf"(?<=self_attn.){old_name}$", new_name, module)
     return module
 
 
@@ -393,10 +397,10 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
             read = reader_of(opened)
             tensors = read_header(read, os.fstat(opened.fileno()).st_size).tensors
             for name, place in tensors.items():
-                layer, _, what = name.rpartition(".weight")
-                if not what and layer and _TABLES.fullmatch(layer) is None:
+                layer, _, suffix = name.rpartition(".weight")
+                if not suffix and layer and _TABLES.fullmatch(layer) is None:
                     shapes.setdefault(layer, place.shape)
-                elif what.startswith(_PACKED):
+                elif suffix.startswith(_PACKED):
                     state = msgspec.json.decode(read(place.begin, place.end), type=_QuantState)
                     shapes[layer] = state.shape
     except (BadHeader, msgspec.MsgspecError) as error:

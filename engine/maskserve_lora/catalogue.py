@@ -93,9 +93,9 @@ class Catalogue:
         self._save_every_s = save_every_s
         self._config = config
         self._storage = storage
-        model, asked = config.model, config.adapters
-        bounds = Bounds(model.path, model.gguf, asked.max_bytes, asked.max_rank)
-        served = (msgspec.structs.astuple(bounds), asked.store, asked.host_bytes)
+        model, adapters = config.model, config.adapters
+        bounds = Bounds(model.path, model.gguf, adapters.max_bytes, adapters.max_rank)
+        served = (msgspec.structs.astuple(bounds), adapters.store, adapters.host_bytes)
         name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
         self._store, self._file = FileStore(folder), folder / f"catalogue-{name}.json"
         self._page = _Page({}, whole=False)
@@ -123,15 +123,15 @@ class Catalogue:
         if not self._config.adapters.store:
             raise InvalidRequest(field, "adapters are not served here", "no adapters")
         page = self._current()
-        found = page.adapters.get(name)
-        if found is None:
+        adapter = page.adapters.get(name)
+        if adapter is None:
             if page.problem:
                 raise Overloaded(f"{field}: the adapters' storage does not answer: {page.problem}")
             if not page.whole:
                 raise Overloaded(f"{field}: the adapters' storage is still being listed")
             raise AdapterNotFound(f"{field}: there is no adapter {name}")
-        found.check(field)
-        return found
+        adapter.check(field)
+        return adapter
 
     def scan(self, *, at_once: bool = False, wait: bool = True) -> None:
         """List the storage anew, unless another process has done so just now; blocks.
@@ -148,16 +148,16 @@ class Catalogue:
             age = time.time() - self._written_at()
             if not at_once and 0 <= age < self._config.adapters.rescan_s:
                 return
-            known = self._current().adapters
+            adapters = self._current().adapters
             try:
                 files = self._storage.files()
             except StorageFailed as error:
                 if not self._current().problem:
                     log.warning("the adapters' storage cannot be listed: %s", error)
-                self._write(_Page(dict(known), self._current().whole, str(error)))
+                self._write(_Page(dict(adapters), self._current().whole, str(error)))
                 return
             try:
-                self._write_up(files, known)
+                self._write_up(files, adapters)
             finally:
                 self._headers.close()
 
@@ -168,14 +168,18 @@ class Catalogue:
             for name, stored in files.items()
             if name in known and known[name].version == stored.version
         }
-        by_header = {each.header: each for each in known.values() if each.header}
+        by_header = {
+            known_adapter.header: known_adapter
+            for known_adapter in known.values()
+            if known_adapter.header
+        }
         saved, problem = time.monotonic(), ""
         for name, stored in files.items():
             if name in adapters:
                 continue
             try:
-                found = adapters[name] = self._described(stored, by_header)
-                by_header[found.header] = found
+                adapter = adapters[name] = self._described(stored, by_header)
+                by_header[adapter.header] = adapter
             except StorageFailed as error:
                 problem = f"{name}: {error}"
                 continue  # the next scan tries again
@@ -188,7 +192,7 @@ class Catalogue:
         """What the header of a file says, or why it is refused; those that were read are not read
         again, so that a bad one costs its time once.
         """
-        asked = self._config.adapters
+        limits = self._config.adapters
         plain = KnownAdapter(
             stored.name,
             stored.path,
@@ -200,9 +204,9 @@ class Catalogue:
         try:
             if stored.problem:
                 raise BadAdapter(stored.problem)
-            if stored.nbytes > asked.host_bytes:
+            if stored.nbytes > limits.host_bytes:
                 raise BadAdapter(
-                    f"is {stored.nbytes} bytes long; [adapters] host_bytes is {asked.host_bytes}"
+                    f"is {stored.nbytes} bytes long; [adapters] host_bytes is {limits.host_bytes}"
                 )
         except BadAdapter as error:
             return msgspec.structs.replace(plain, problem=str(error))
@@ -213,11 +217,11 @@ class Catalogue:
             lambda begin, end: self._storage.read(stored.path, begin, end), stored.nbytes
         )
         digest = hashlib.sha256(msgspec.msgpack.encode((head, stored.nbytes, config))).hexdigest()
-        if (same := by_header.get(digest)) is not None:
-            found = Described(same.rank, same.parts, same.notes, same.problem)
+        if (twin := by_header.get(digest)) is not None:
+            description = Described(twin.rank, twin.parts, twin.notes, twin.problem)
         else:
-            found = self._headers.describe(head, stored.nbytes, config)
-        return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(found))
+            description = self._headers.describe(head, stored.nbytes, config)
+        return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(description))
 
     def base_layers(self) -> BaseLayers:
         """Layers of the served model.

@@ -144,13 +144,13 @@ def main() -> None:
     pipe.send_bytes(b"ready")
     while True:
         try:
-            asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Asked)
+            request = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Asked)
         except EOFError:
             return
-        found = Described(problem=problem)
+        description = Described(problem=problem)
         if base is not None:
-            found = described(asked.head, asked.nbytes, asked.config, bounds, base)
-        pipe.send_bytes(msgspec.msgpack.encode(found))
+            description = described(request.head, request.nbytes, request.config, bounds, base)
+        pipe.send_bytes(msgspec.msgpack.encode(description))
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def read_header(
     if config:
         metadata[CONFIG_KEY] = config.decode("utf-8", "replace")
     _refuse_other_kinds(tensors)
-    named, others = by_module(tensors)
+    named, other_tensors = by_module(tensors)
     layers = {}
     for (part, module), names in named.items():
         down, up = tensors[names.down], tensors[names.up]
@@ -199,7 +199,7 @@ def read_header(
         if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
             raise BadAdapter(f"holds an alpha for {short(module)} that is no single number")
         layers[part, module] = layer
-    return LoraHeader(layers, named, others, tensors, nbytes, metadata)
+    return LoraHeader(layers, named, other_tensors, tensors, nbytes, metadata)
 
 
 def header_of_file(path: Path, **bounds: int) -> LoraHeader:
@@ -222,10 +222,10 @@ def config_beside(path: Path) -> bytes:
         BadAdapter: it is too long.
         OSError: it cannot be read.
     """
-    beside = path.with_name(CONFIG_FILE)
-    if path.name != PEFT_FILE or not beside.is_file():
+    config_path = path.with_name(CONFIG_FILE)
+    if path.name != PEFT_FILE or not config_path.is_file():
         return b""
-    with beside.open("rb") as opened:
+    with config_path.open("rb") as opened:
         config = opened.read(MAX_CONFIG_BYTES + 1)
     if len(config) > MAX_CONFIG_BYTES:
         raise BadAdapter(f"has an {CONFIG_FILE} of more than {MAX_CONFIG_BYTES} bytes")
@@ -252,30 +252,30 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
     Raises:
         BadAdapter: there are no matrices, or one of a pair is missing.
     """
-    found: dict[str, Names] = {}
-    others: dict[str, str] = {}
+    names_by_module: dict[str, Names] = {}
+    other_tensors: dict[str, str] = {}
     for name in tensors:
         module, role = _taken_apart(name)
         if not role:
-            others[name] = _what_else(name)
+            other_tensors[name] = _what_else(name)
             continue
-        before = found.get(module, Names())
-        if getattr(before, role):
+        previous = names_by_module.get(module, Names())
+        if getattr(previous, role):
             raise BadAdapter(f"holds the matrices of {short(module)} twice")
-        found[module] = before._replace(**{role: name})
-    for module, names in list(found.items()):
+        names_by_module[module] = previous._replace(**{role: name})
+    for module, names in list(names_by_module.items()):
         if names.alpha and not names.down and not names.up:
-            others[names.alpha] = "an alpha without matrices"
-            del found[module]
+            other_tensors[names.alpha] = "an alpha without matrices"
+            del names_by_module[module]
         elif not names.down or not names.up:
             missing = "up" if names.down else "down"
             raise BadAdapter(f"is not whole: {short(module)} has no {missing} matrix")
-    if not found:
+    if not names_by_module:
         raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
-    parts = {split_part(module): names for module, names in found.items()}
-    if len(parts) != len(found):
+    parts = {split_part(module): names for module, names in names_by_module.items()}
+    if len(parts) != len(names_by_module):
         raise BadAdapter("holds the matrices of one layer twice, under two spellings")
-    return parts, others
+    return parts, other_tensors
 
 
 def _taken_apart(name: str) -> tuple[str, str]:
@@ -294,9 +294,9 @@ def _taken_apart(name: str) -> tuple[str, str]:
 
 
 def _what_else(name: str) -> str:
-    for what, mark in _OTHER_TENSORS.items():
+    for description, mark in _OTHER_TENSORS.items():
         if name.endswith(mark):
-            return what
+            return description
     return "no part of a LoRA"
 
 

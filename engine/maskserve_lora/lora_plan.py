@@ -92,24 +92,28 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
     if base is None:
         return _unplaced(header)
     transformer, alphas = base.denoiser == "transformer", _Alphas(header)
-    left: dict[str, list[str]] = {}
-    meant: dict[tuple[str, str], Meant] = {}
+    omitted: dict[str, list[str]] = {}
+    targets: dict[tuple[str, str], Meant] = {}
     unknown: dict[str, list[str]] = {}
     for (part, module), names in header.names.items():
-        found = base.meant(part, module) if part in base.parts else None
-        if found is not None:
-            meant[part, module] = found
+        target = base.meant(part, module) if part in base.parts else None
+        if target is not None:
+            targets[part, module] = target
         else:
-            known = part in base.parts
+            has_part = part in base.parts
             fixed = part in base.fixed
-            reason = _why_not(part, module, transformer=transformer, known=known, fixed=fixed)
-            sort = left if reason else unknown
+            reason = _why_not(part, module, transformer=transformer, known=has_part, fixed=fixed)
+            sort = omitted if reason else unknown
             sort.setdefault(reason or part, []).append(names.down)
-    own = {(part, each.layers[0]) for (part, _), each in meant.items() if not each.published}
+    native_layers = {
+        (part, candidate.layers[0])
+        for (part, _), candidate in targets.items()
+        if not candidate.published
+    }
     updates: dict[tuple[str, str], LayerUpdate] = {}
-    for (part, module), meaning in meant.items():
-        if meaning.published and {(part, name) for name in meaning.layers} <= own:
-            left.setdefault("the same layers are there under another name", []).append(
+    for (part, module), meaning in targets.items():
+        if meaning.published and {(part, name) for name in meaning.layers} <= native_layers:
+            omitted.setdefault("the same layers are there under another name", []).append(
                 header.names[part, module].down
             )
             continue
@@ -121,17 +125,17 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
                 )
             updates[part, update.layer] = update
     if not updates:
-        _refuse(unknown, left)
+        _refuse(unknown, omitted)
     for part, tensors in unknown.items():
-        left[f"the served {part} has no such layer"] = tensors
+        omitted[f"the served {part} has no such layer"] = tensors
     zeros = []
-    for name, what in header.others.items():
-        if transformer and _dropped(name, what):
-            left.setdefault(f"{what}; diffusers drops them", []).append(name)
+    for name, description in header.others.items():
+        if transformer and _dropped(name, description):
+            omitted.setdefault(f"{description}; diffusers drops them", []).append(name)
         else:
-            left.setdefault(f"{what}, all zero", []).append(name)
+            omitted.setdefault(f"{description}, all zero", []).append(name)
             zeros.append(name)
-    notes = [*_told(left), *alphas.notes]
+    notes = [*_told(omitted), *alphas.notes]
     return LoraPlan(tuple(updates.values()), tuple(notes), tuple(zeros))
 
 
@@ -200,8 +204,8 @@ def _refuse(unknown: Mapping[str, list[str]], left: Mapping[str, list[str]]) -> 
 
 
 def _told(left: Mapping[str, list[str]]) -> Iterator[str]:
-    for reason, [name, *others] in left.items():
-        more = f" and {len(others)} more" if others else ""
+    for reason, [name, *other_names] in left.items():
+        more = f" and {len(other_names)} more" if other_names else ""
         yield f"leaves out {short(name)}{more} ({reason})"
 
 
@@ -237,9 +241,9 @@ class _Alphas:
     """
 
     def __init__(self, header: LoraHeader) -> None:
-        said = header.metadata
-        self._by_part = _decoded(said.get(_DIFFUSERS_KEY, ""))
-        self._config = _decoded(said.get(CONFIG_KEY, ""))
+        metadata = header.metadata
+        self._by_part = _decoded(metadata.get(_DIFFUSERS_KEY, ""))
+        self._config = _decoded(metadata.get(CONFIG_KEY, ""))
         kind = self._config.get("peft_type", "LORA")
         if kind != "LORA":
             raise BadAdapter(f"is of a kind that is not served: {short(str(kind))}")
@@ -252,11 +256,11 @@ class _Alphas:
             return
         bare = [key for key, names in header.names.items() if not names.alpha]
         for key in ("lora_alpha", "ss_network_alpha"):
-            text = said.get(key, "").removesuffix(".0")
+            text = metadata.get(key, "").removesuffix(".0")
             if bare and text not in ("", "None", "null", str(header.rank)):
                 self.notes.append(
                     f"is taken at alpha = rank, as its tensors say: {key} in its metadata is "
-                    f"{short(said[key])} and tells how it was trained"
+                    f"{short(metadata[key])} and tells how it was trained"
                 )
         if any(header.names[key].down.startswith("base_model.model.") for key in bare):
             self.notes.append(
@@ -277,7 +281,10 @@ class _Alphas:
             BadAdapter: what is said has another form, or is said twice.
         """
         prefixes = ("transformer.", "unet.") if part == "denoiser" else (f"{part}.",)
-        for values, prefix in [*((self._by_part, each) for each in prefixes), (self._config, "")]:
+        for values, prefix in [
+            *((self._by_part, part_prefix) for part_prefix in prefixes),
+            (self._config, ""),
+        ]:
             alpha = values.get(f"{prefix}lora_alpha")
             if alpha is None:
                 continue
@@ -298,9 +305,9 @@ class _Alphas:
         return None
 
     def _patterns(self, values: Mapping[str, Any], prefix: str) -> _Patterns:
-        if (known := self._known.get(prefix)) is None:
-            known = self._known[prefix] = _Patterns(values.get(f"{prefix}alpha_pattern") or {})
-        return known
+        if (patterns := self._known.get(prefix)) is None:
+            patterns = self._known[prefix] = _Patterns(values.get(f"{prefix}alpha_pattern") or {})
+        return patterns
 
 
 def _decoded(text: str) -> dict[str, Any]:
@@ -314,9 +321,11 @@ def _check_config(values: Mapping[str, Any], prefix: str) -> None:
     """Refuse what PEFT's configuration says an adapter is beyond its factors. Ranks are the
     tensors' own, and fan_in_fan_out means nothing to layers that are no Conv1D (PEFT's words).
     """
-    for key, what in _NEEDED.items():
+    for key, description in _NEEDED.items():
         if values.get(f"{prefix}{key}"):
-            raise BadAdapter(f"is of a kind that is not served: {what} (its metadata say so)")
+            raise BadAdapter(
+                f"is of a kind that is not served: {description} (its metadata say so)"
+            )
     if values.get(f"{prefix}bias", "none") != "none":
         raise BadAdapter("is of a kind that is not served: LoRA with biases (bias in its metadata)")
     begun = str(values.get(f"{prefix}init_lora_weights", ""))
@@ -345,5 +354,5 @@ class _Patterns:
     def value(self, module: str, otherwise: Any) -> Any:
         parts = module.split(".")
         ends = [f"^{module}", *(".".join(parts[n:]) for n in range(len(parts)))]
-        found = [self._known[end] for end in ends if end in self._known]
-        return min(found, key=lambda each: each[0])[1] if found else otherwise
+        matches = [self._known[end] for end in ends if end in self._known]
+        return min(matches, key=lambda each: each[0])[1] if matches else otherwise

@@ -33,10 +33,10 @@ class AdapterOperations:
             return {"adapters": [], "problem": ""}
         self._store.catalogue.scan(at_once=True, wait=False)
         pinned = self._store.host.pinned()
-        held = self._held()
+        host_digests = self._held()
         return {
             "adapters": [
-                _shown(adapter, held, name in pinned)
+                _shown(adapter, host_digests, name in pinned)
                 for name, adapter in sorted(self._store.catalogue.all().items())
             ],
             "problem": self._store.catalogue.problem,
@@ -61,8 +61,8 @@ class AdapterOperations:
         """
         adapter = self._known(name)
         file = self._store.fetch(name, adapter.version, _FIELD)
-        held = {(name, adapter.version, "host"): file.digest}
-        return _shown(adapter, held, name in self._store.host.pinned())
+        host_digests = {(name, adapter.version, "host"): file.digest}
+        return _shown(adapter, host_digests, name in self._store.host.pinned())
 
     def pin(self, name: str, *, pinned: bool) -> dict[str, Any]:
         """Bring an adapter to this host's memory and keep it there; or let it be evicted again.
@@ -74,9 +74,9 @@ class AdapterOperations:
             self._check_name(name)
             self._store.host.pin(name, pinned=False)
             return {"name": name, "pinned": False}
-        found = self.load(name)
+        record = self.load(name)
         self._store.host.pin(name, pinned=True)
-        return {**found, "pinned": True}
+        return {**record, "pinned": True}
 
     def evict(self, name: str) -> dict[str, Any]:
         """Remove an adapter's files from this host; the storage keeps it."""
@@ -90,9 +90,9 @@ class AdapterOperations:
         if self._store.disk is not None:
             folders["disk"] = self._store.disk
         return {
-            (each.name, each.version, tier): each.digest
+            (file.name, file.version, tier): file.digest
             for tier, folder in folders.items()
-            for each in folder.held()
+            for file in folder.held()
         }
 
     def _known(self, name: str) -> KnownAdapter:
@@ -110,8 +110,10 @@ class AdapterOperations:
 def _shown(
     adapter: KnownAdapter, held: dict[tuple[str, str, str], str], pinned: bool
 ) -> dict[str, Any]:
-    found = {tier: held.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")}
-    digests = [digest for digest in found.values() if digest]
+    digest_by_tier = {
+        tier: held.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")
+    }
+    digests = [digest for digest in digest_by_tier.values() if digest]
     return {
         "name": adapter.name,
         "bytes": adapter.nbytes,
@@ -121,6 +123,6 @@ def _shown(
         "problem": adapter.problem,
         "version": adapter.version,
         "digest": digests[0] if digests else "",
-        "tiers": [tier for tier, digest in found.items() if digest],
+        "tiers": [tier for tier, digest in digest_by_tier.items() if digest],
         "pinned": pinned,
     }

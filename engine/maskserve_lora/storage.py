@@ -99,10 +99,10 @@ class Storage:
             files, root = self._files()
             files.invalidate_cache()
             try:
-                beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
+                config_path = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
                 about = {path: files.info(path)}
-                if path.endswith(f"/{PEFT_FILE}") and files.exists(beside):
-                    about[beside] = files.info(beside)
+                if path.endswith(f"/{PEFT_FILE}") and files.exists(config_path):
+                    about[config_path] = files.info(config_path)
             except FileNotFoundError:
                 return None
             return _stored(path, root, about)
@@ -159,22 +159,22 @@ class Storage:
     def _list(self) -> list[Stored]:
         files, root = self._files()
         files.invalidate_cache()
-        found: dict[str, dict[str, Any]] = files.find(root, maxdepth=DEPTH, detail=True)
-        if not found and not files.exists(root):
+        listing: dict[str, dict[str, Any]] = files.find(root, maxdepth=DEPTH, detail=True)
+        if not listing and not files.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
-        for path, about in found.items():
+        for path, about in listing.items():
             if about.get("islink"):  # a listing tells the link's time, not that of its file
                 with contextlib.suppress(FileNotFoundError):
-                    found[path] = files.info(path)
-        each = (_stored(path, root, found) for path in sorted(found, key=_precedence))
-        return [stored for stored in each if stored is not None]
+                    listing[path] = files.info(path)
+        adapters = (_stored(path, root, listing) for path in sorted(listing, key=_precedence))
+        return [stored for stored in adapters if stored is not None]
 
     def _within(self, doing: str, call: Callable[[], _R]) -> _R:
         """What `call` returns, if it does so in time."""
         if not self._calls.acquire(blocking=False):
             raise StorageFailed(f"{_MOST_STUCK} calls wait for it already")
         ended: list[tuple[_R | None, Exception | None]] = []
-        done = threading.Event()
+        finished = threading.Event()
 
         def run() -> None:
             try:
@@ -183,10 +183,10 @@ class Storage:
                 ended.append((None, error))
             finally:
                 self._calls.release()
-                done.set()
+                finished.set()
 
         threading.Thread(target=run, name="adapter-storage", daemon=True).start()
-        if not done.wait(self._timeout_s):
+        if not finished.wait(self._timeout_s):
             raise StorageFailed(f"no answer within {self._timeout_s:g} s ({doing})")
         result, error = ended[0]
         if isinstance(error, StorageFailed):
@@ -227,16 +227,18 @@ def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Sto
     if not stem or suffix.lower() != SUFFIX:
         return None
     name = JOINT.join(folders if folders and file in FOLDER_FILES else (*folders, stem))
-    nbytes, said = int(about.get("size") or 0), [inside, *_stamps(about)]
-    beside = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
-    config = beside if file == PEFT_FILE and beside in found else ""
+    nbytes, version_parts = int(about.get("size") or 0), [inside, *_stamps(about)]
+    config_path = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
+    config = config_path if file == PEFT_FILE and config_path in found else ""
     config_bytes = int(found[config].get("size") or 0) if config else 0
     if config:
-        said += _stamps(found[config])
+        version_parts += _stamps(found[config])
     problem = why_no_name(name) if ADAPTER_NAME.fullmatch(name) is None else ""
     if config_bytes > MAX_CONFIG_BYTES:
         problem = f"has an {CONFIG_FILE} of {config_bytes} bytes; at most {MAX_CONFIG_BYTES}"
-    version = hashlib.sha256("\0".join(said).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    version = hashlib.sha256(
+        "\0".join(version_parts).encode("utf-8", "surrogateescape")
+    ).hexdigest()[:32]
     return Stored(name, path, nbytes, version, config, config_bytes, problem)
 
 

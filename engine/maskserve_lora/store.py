@@ -50,11 +50,13 @@ class AdapterStore:
     """
 
     def __init__(self, config: Config, storage: Storage | None = None) -> None:
-        asked = config.adapters
+        adapters = config.adapters
         self._config = config
-        self._storage = storage or Storage(asked.store, asked.timeout_s)
-        self.host = AdapterFolder(host_folder(config), asked.host_bytes)
-        self.disk = AdapterFolder(asked.disk_dir, asked.disk_bytes) if asked.disk_dir else None
+        self._storage = storage or Storage(adapters.store, adapters.timeout_s)
+        self.host = AdapterFolder(host_folder(config), adapters.host_bytes)
+        self.disk = (
+            AdapterFolder(adapters.disk_dir, adapters.disk_bytes) if adapters.disk_dir else None
+        )
         self.catalogue = Catalogue(config, self.host.folder, self._storage)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "adapter-fetch")
         self._under_way: set[str] = set()
@@ -91,9 +93,9 @@ class AdapterStore:
             Overloaded: the storage does not answer, the file is being replaced, or there is no
                 room for it.
         """
-        found = self.host.find(name, version)
-        if found is not None:
-            return found
+        file = self.host.find(name, version)
+        if file is not None:
+            return file
         try:
             with self.host.bringing(name, version, self._patience_s(name)):
                 return self.host.find(name, version) or self._bring(name, version, field)
@@ -112,9 +114,9 @@ class AdapterStore:
         Raises:
             MaskserveError: as `fetch`.
         """
-        for each in self.host.held():
-            if (each.name, each.version) == (adapter.name, adapter.version):
-                return each.digest  # looked at as it came
+        for file in self.host.held():
+            if (file.name, file.version) == (adapter.name, adapter.version):
+                return file.digest  # looked at as it came
         digest = hashlib.sha256()
         try:
             _, chunks = self._whole(adapter)
@@ -146,19 +148,19 @@ class AdapterStore:
             raise _replaced(name, field)
         self._check_unchanged(adapter, field)
         nbytes, chunks = self._whole(adapter)
-        found = self.host.write(name, version, nbytes, chunks, self._check)
+        file = self.host.write(name, version, nbytes, chunks, self._check)
         try:
             self._check_unchanged(adapter, field)  # else its pieces may be of two files
         except (MaskserveError, StorageFailed):
-            found.path.unlink(missing_ok=True)
+            file.path.unlink(missing_ok=True)
             raise
         if self.disk is not None:
             try:
                 with self.disk.bringing(name, version, 0.0):
-                    self.disk.write(name, version, found.nbytes, _pieces(found.path))
+                    self.disk.write(name, version, file.nbytes, _pieces(file.path))
             except (NoRoom, TimeoutError) as error:
                 log.warning("adapter %s is not kept on disk: %s", name, error)
-        return found
+        return file
 
     def _whole(self, adapter: KnownAdapter) -> tuple[int, Iterator[bytes]]:
         """Its bytes on this host, and its pieces."""
@@ -199,8 +201,8 @@ class AdapterStore:
 
     def _patience_s(self, name: str) -> float:
         """How long another may take to bring a file, if its storage answers each call in time."""
-        known = self.catalogue.all().get(name)
-        pieces = 1 + (known.nbytes // CHUNK_BYTES if known else 0)
+        adapter = self.catalogue.all().get(name)
+        pieces = 1 + (adapter.nbytes // CHUNK_BYTES if adapter else 0)
         return (pieces + 4) * self._config.adapters.timeout_s
 
     def _fetch_ahead(self, name: str, version: str) -> None:
@@ -269,13 +271,15 @@ def _file_in(folder: Path) -> Path:
     for name in FOLDER_FILES:
         if (folder / name).is_file():
             return folder / name
-    found = sorted(each.name for each in folder.iterdir() if each.suffix.lower() == SUFFIX)
-    if len(found) == 1:
-        return folder / found[0]
-    if not found:
+    file_names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
+    if len(file_names) == 1:
+        return folder / file_names[0]
+    if not file_names:
         raise BadAdapter(f"is a folder without {' or '.join(FOLDER_FILES)}")
-    shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    raise BadAdapter(f"is a folder of several files, each an adapter of its own: {shown}")
+    listed_names = ", ".join(file_names[:3]) + (
+        f" and {len(file_names) - 3} more" if len(file_names) > 3 else ""
+    )
+    raise BadAdapter(f"is a folder of several files, each an adapter of its own: {listed_names}")
 
 
 def _digest_here(path: Path) -> str:

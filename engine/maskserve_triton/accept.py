@@ -72,8 +72,8 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     if settings.model is not None and settings.model != served:
         raise InvalidRequest("SETTINGS.model", "is not served here", served)
     if settings.mask_from is not None:
-        told = "is given, and a worker finds no masks"
-        raise InvalidRequest("SETTINGS.mask_from", told, "a router with a node server that does")
+        problem = "is given, and a worker finds no masks"
+        raise InvalidRequest("SETTINGS.mask_from", problem, "a router with a node server that does")
     _check_guidance(settings, facts, config)
     _check_steps(settings, facts, config)
     _check_skipping(settings, facts)
@@ -96,11 +96,11 @@ def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tu
     """The same, with the files that the names stand for now."""
     if catalogue is None:
         raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
-    found = []
+    resolved_loras = []
     for index, lora in enumerate(loras):
         adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
         text = any(part.startswith("text_encoder") for part in adapter.parts)
-        found.append(
+        resolved_loras.append(
             Lora(
                 name=lora.name,
                 scale=lora.scale,
@@ -109,7 +109,7 @@ def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tu
                 notes=adapter.notes,
             )
         )
-    return tuple(found)
+    return tuple(resolved_loras)
 
 
 def _resolved(
@@ -118,19 +118,19 @@ def _resolved(
     """The same, with the ControlNets that the names stand for now, and each with its picture."""
     if nets is None:
         raise InvalidRequest("SETTINGS.controls", "ControlNets are not served here", "no controls")
-    found = []
+    resolved_controls = []
     for index, control in enumerate(controls):
         field = f"SETTINGS.controls[{index}]"
         net = nets.find(control.name, f"{field}.name")
         if net.modes and (control.mode is None or control.mode >= net.modes):
-            said = "is missing" if control.mode is None else f"is {control.mode}"
-            raise InvalidRequest(f"{field}.mode", said, f"0 to {net.modes - 1}")
+            problem = "is missing" if control.mode is None else f"is {control.mode}"
+            raise InvalidRequest(f"{field}.mode", problem, f"0 to {net.modes - 1}")
         if not net.modes and control.mode is not None:
             raise InvalidRequest(f"{field}.mode", f"is no setting of {control.name}", "no mode")
         picture = index if control.image is None else control.image
-        asked = {**asdict(control), "image": picture, "version": net.version}
-        found.append(ResolvedControl(**asked))
-    return tuple(found)
+        fields = {**asdict(control), "image": picture, "version": net.version}
+        resolved_controls.append(ResolvedControl(**fields))
+    return tuple(resolved_controls)
 
 
 def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
@@ -240,13 +240,21 @@ def _check_reuse(settings: EditSettings, facts: ModelFacts) -> None:
 
 
 def _steps(settings: EditSettings, facts: ModelFacts, config: Config) -> int:
-    given = settings.num_inference_steps
-    return facts.steps_default(config.model.num_inference_steps) if given is None else given
+    requested_steps = settings.num_inference_steps
+    return (
+        facts.steps_default(config.model.num_inference_steps)
+        if requested_steps is None
+        else requested_steps
+    )
 
 
 def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> float:
-    given = settings.guidance_scale
-    return facts.guidance_default(config.model.guidance_scale) if given is None else given
+    requested_scale = settings.guidance_scale
+    return (
+        facts.guidance_default(config.model.guidance_scale)
+        if requested_scale is None
+        else requested_scale
+    )
 
 
 def _two_passes(settings: EditSettings, facts: ModelFacts, config: Config) -> bool:

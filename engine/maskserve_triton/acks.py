@@ -190,14 +190,14 @@ class AckReceiver:
         os.close(self._file)
 
     def _run(self) -> None:
-        rest, next_look = b"", 0.0
+        partial_line, next_look = b"", 0.0
         while True:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._look_every_s
                 self._release_lost()
             if not select.select([self._file], [], [], self._look_every_s)[0]:
                 continue
-            *lines, rest = (rest + os.read(self._file, _READ_BYTES)).split(b"\n")
+            *lines, partial_line = (partial_line + os.read(self._file, _READ_BYTES)).split(b"\n")
             for line in lines:
                 if not line:
                     return

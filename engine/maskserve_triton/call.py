@@ -82,9 +82,11 @@ class Calls:
             InvalidRequest: its id is another's that is in flight.
         """
         with self._lock:
-            held = self._calls.get(call.request_id)
+            existing_call = self._calls.get(call.request_id)
             # A client may send the id again as soon as it has its answer.
-            if held is not None and (held.withdrawn or not held.answer.done):
+            if existing_call is not None and (
+                existing_call.withdrawn or not existing_call.answer.done
+            ):
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
@@ -127,12 +129,12 @@ def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> Bounded:
     timeout_ms = -(-request.timeout() // 1000)
     if 0 < timeout_ms <= MAX_DEADLINE_MS and (limit_ms is None or timeout_ms < limit_ms):
         limit_ms, limit_name = timeout_ms, "timeout"
-    taken = structs.replace(
+    front_settings = structs.replace(
         asked,
         request_id=asked.request_id or uuid.uuid4().hex,
         deadline_ms=limit_ms,
         progress=asked.progress and streaming,
         preview_every=asked.preview_every if streaming else 0,
     )
-    wanted = [ms for ms in (asked.deadline_ms, limit_ms) if ms is not None]
-    return Bounded(taken, limit_name, min(wanted, default=None))
+    limits_ms = [ms for ms in (asked.deadline_ms, limit_ms) if ms is not None]
+    return Bounded(front_settings, limit_name, min(limits_ms, default=None))

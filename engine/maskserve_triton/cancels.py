@@ -97,11 +97,11 @@ class Withdrawals:
         Waits while something is sent to this client, and for no other.
         """
         with call.withdrawing:
-            before = call.withdrawn
+            was_withdrawn = call.withdrawn
             # Said before the client hears of it: its next edit may have the same id.
             call.withdrawn = True
             answered = call.answer.fail(error)
-            call.withdrawn = before or answered
+            call.withdrawn = was_withdrawn or answered
         if answered:
             self._tell(call)
         return answered
@@ -111,8 +111,8 @@ class Withdrawals:
 
         To be called again and again, from one thread.
         """
-        for call, due in list(self._due.items()):
-            if now >= due:
+        for call, retry_at in list(self._due.items()):
+            if now >= retry_at:
                 self._tell(call)
 
     def close(self) -> None:
@@ -166,12 +166,12 @@ class CancelListener:
     def _run(self) -> None:
         while True:
             try:
-                asked, _ = self._listening.accept()
+                connection, _ = self._listening.accept()
             except OSError:
                 return
-            with asked:
+            with connection:
                 try:
-                    self._answer(asked)
+                    self._answer(connection)
                 except OSError:
                     pass  # it has asked and gone away
                 except Exception as error:

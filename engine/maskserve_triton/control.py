@@ -120,8 +120,8 @@ class WorkerControl:
         """An operation with a part in another process; blocks."""
         match operation["op"]:
             case "cancel":
-                found = cancel_edit(self._config.runtime_dir, operation["request_id"])
-                return {"cancelled": found}
+                is_cancelled = cancel_edit(self._config.runtime_dir, operation["request_id"])
+                return {"cancelled": is_cancelled}
             case "templates":
                 return {"templates": self._list(operation.get("scope", NO_SCOPE))}
             case "register":
@@ -154,7 +154,11 @@ class WorkerControl:
         model = self._config.model
         facts = load_facts(model.path, model.native_resolution)
         status = self._status.read()
-        tiers = {} if status is None else {each.name: each.tier for each in status.controlnets}
+        tiers = (
+            {}
+            if status is None
+            else {controlnet.name: controlnet.tier for controlnet in status.controlnets}
+        )
         return [
             {
                 "name": net.name,
@@ -184,12 +188,14 @@ class WorkerControl:
             status.templates = {}
             more = {"template_changes": to_builtins(self._listings.changes(known))}
         nodes = (*status.nodes, *self._stages.nodes(status.model))
-        held = self._values.held()
-        values: dict[str, Any] = json.loads(replace(status, nodes=nodes, values=held).to_json())
+        stored_values = self._values.held()
+        values: dict[str, Any] = json.loads(
+            replace(status, nodes=nodes, values=stored_values).to_json()
+        )
         age = status.age_s()
         if self._admission.state() != OPEN:
-            for each in (values, *values["nodes"]):
-                each["state"] = "draining" if each["state"] == "ready" else each["state"]
+            for record in (values, *values["nodes"]):
+                record["state"] = "draining" if record["state"] == "ready" else record["state"]
         alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
         return {
             **values,
@@ -220,21 +226,21 @@ class WorkerControl:
         self._templates.expire()
         registered = dict.fromkeys(self._templates.ids())
         entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
-        shared = {seen: list(names) for seen, names in groupby(registered, entries_id)}
+        shared = {shared_id: list(names) for shared_id, names in groupby(registered, entries_id)}
         for entry in ask_denoiser(self._api, {"op": "templates"})["templates"]:
-            rest = {key: value for key, value in entry.items() if key != "template_id"}
+            fields = {key: value for key, value in entry.items() if key != "template_id"}
             first = entry["template_id"]
             for name in shared.get(entries_id(first), [first]):
-                entries.setdefault(name, []).append(rest)
+                entries.setdefault(name, []).append(fields)
         return [
             {
                 "template_id": name,
                 "registered": name in registered,
                 "owners": self._templates.owners(name),
                 "expires_s": self._templates.expires_s(name, scope),
-                "entries": found,
+                "entries": template_entries,
             }
-            for name, found in sorted(entries.items())
+            for name, template_entries in sorted(entries.items())
             if self._templates.shows(name, scope)
         ]
 
@@ -277,9 +283,9 @@ class WorkerControl:
         """
         if op == "pin":
             self._templates.keep(name)
-        asked = {"op": op, "template_id": name, **({"scope": scope} if op == "pin" else {})}
-        found = ask_denoiser(self._api, asked)["found"]
-        if not found and not self._templates.has(name):
+        operation = {"op": op, "template_id": name, **({"scope": scope} if op == "pin" else {})}
+        is_known = ask_denoiser(self._api, operation)["found"]
+        if not is_known and not self._templates.has(name):
             if op == "pin":
                 # The engine pins what is to come, too: a refusal must not leave that behind.
                 ask_denoiser(self._api, {"op": "unpin", "template_id": name})
@@ -294,18 +300,18 @@ class WorkerControl:
         # primes is then its own.
         with self._changing[int(name[:2], 16) % _STRIPES]:
             if scope:
-                gone = self._templates.disown(name, scope)
-                if gone is None:
+                was_last_owner = self._templates.disown(name, scope)
+                if was_last_owner is None:
                     raise TemplateNotFound(
                         f"OP.template_id: {name} was not registered with this key"
                     )
-                if not gone:
+                if not was_last_owner:
                     return {"template_id": name, "registered": False, "freed_bytes": 0}
             registered = bool(scope) or self._templates.remove(name)
             # Entries stay for as long as a template that shares them.
             op = "unpin" if self._templates.sharing(name) else "evict"
-            done = ask_denoiser(self._api, {"op": op, "template_id": name})
-            freed = done.get("freed_bytes", 0)
+            response = ask_denoiser(self._api, {"op": op, "template_id": name})
+            freed = response.get("freed_bytes", 0)
         if not registered and not freed:
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "registered": False, "freed_bytes": freed}

@@ -76,11 +76,16 @@ class ControlNetFrontend:
             case {"op": "drop", "session": str(session), "version": str(version)}:
                 sessions.drop(session, version)
                 _reply(answer, {})
-            case {"op": "open", "session": str(session), "row": str(row), "opening": facts}:
+            case {
+                "op": "open",
+                "session": str(session),
+                "row": str(row),
+                "opening": opening_fields,
+            }:
                 arrays = read_array_or_none(self._api, request, "ARRAYS", np.uint8, ndim=1)
                 packed = b"" if arrays is None else arrays.tobytes()
                 try:
-                    opening = Opening.unpacked(facts, packed)
+                    opening = Opening.unpacked(opening_fields, packed)
                 except ValueError as error:
                     raise InvalidRequest("OP.opening", str(error)) from error
                 sessions.open(session, row, opening)

@@ -53,16 +53,16 @@ class ControlNetCalls:
             request.inputs.add(name="ARRAYS", datatype="UINT8", shape=[len(arrays)])
             request.raw_input_contents.append(arrays)
         try:
-            said = next(self._stub.ModelStreamInfer(iter([request]), timeout=limit_s), None)
+            response = next(self._stub.ModelStreamInfer(iter([request]), timeout=limit_s), None)
         except grpc.RpcError as error:
             raise Overloaded(
                 f"the ControlNet service does not answer ({error.code().name}); try again later"
             ) from error
-        if said is None:
+        if response is None:
             raise Overloaded("the ControlNet service gives no answer; try again later")
-        if said.error_message:
-            raise _error(said.error_message)
-        raw = bytes_tensor.outputs(said.infer_response)["RESULT"]
+        if response.error_message:
+            raise _error(response.error_message)
+        raw = bytes_tensor.outputs(response.infer_response)["RESULT"]
         result: dict[str, Any] = json.loads(bytes(raw))
         return result
 

@@ -91,10 +91,10 @@ class EditDecoder:
         self, latents: NDArray[np.float32], meta: bytes, context: NDArray[np.uint8]
     ) -> tuple[NDArray[np.uint8], bytes]:
         """Decode one event alone: `decode_all` of it, with its error raised."""
-        [made] = self.decode_all([ToDecode(latents, meta, context)])
-        if isinstance(made, Exception):
-            raise made
-        return made
+        [result] = self.decode_all([ToDecode(latents, meta, context)])
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def decode_all(
         self, events: Sequence[ToDecode]
@@ -113,27 +113,27 @@ class EditDecoder:
         }
         factor = self._facts.latents.pixels
         batches = vae_batches({n: (h * factor, w * factor) for n, (h, w) in sharing.items()})
-        done: dict[int, NDArray[np.uint8] | EngineFailed] = {}
+        pixels_by_number: dict[int, NDArray[np.uint8] | EngineFailed] = {}
         for number, (event, plan) in enumerate(zip(events, plans, strict=True)):
-            made: tuple[NDArray[np.uint8], bytes] | Exception
+            result: tuple[NDArray[np.uint8], bytes] | Exception
             try:
                 if isinstance(plan, Exception):
                     raise plan
                 if isinstance(plan, _InPieces):
                     pixels = self._decoder.decode_pieces(event.latents, plan.pieces, plan.template)
-                    made = pixels, with_decoded(event.meta, share=plan.pieces.share)
+                    result = pixels, with_decoded(event.meta, share=plan.pieces.share)
                 else:
                     batch = batches.get(number, (number,))
-                    if number not in done:
+                    if number not in pixels_by_number:
                         pixels_of = self._decoder.decode_all([events[n].latents for n in batch])
-                        done |= zip(batch, pixels_of, strict=True)
-                    whole = done.pop(number)
+                        pixels_by_number |= zip(batch, pixels_of, strict=True)
+                    whole = pixels_by_number.pop(number)
                     if isinstance(whole, EngineFailed):
                         raise whole
-                    made = whole, with_decoded(event.meta, batch=len(batch))
+                    result = whole, with_decoded(event.meta, batch=len(batch))
             except Exception as error:
-                made = error
-            yield made
+                result = error
+            yield result
 
     def _plan(self, event: ToDecode) -> _Whole | _InPieces | Exception:
         """How an event is decoded."""
@@ -143,16 +143,16 @@ class EditDecoder:
             if not (in_pieces or self._shares_calls):
                 return _Whole(alone=True)
             edit = EditRequest.from_json(request_in(event.context))
-            found = self._pieces(_read_event(event.meta), edit, size) if in_pieces else None
-            return found or _Whole(alone=edit.settings.reproducible)
+            pieces_plan = self._pieces(_read_event(event.meta), edit, size) if in_pieces else None
+            return pieces_plan or _Whole(alone=edit.settings.reproducible)
         except Exception as error:
             return error
 
     def _pieces(self, event: _Event, edit: EditRequest, size: tuple[int, int]) -> _InPieces | None:
         """What to decode, beside what is known of its template; None: everything."""
         settings = edit.settings
-        cached, shown = event.cache in ("hit", "own"), event.event == "preview"
-        if not (cached or shown) or settings.reproducible or settings.cache == "off":
+        cached, is_preview = event.cache in ("hit", "own"), event.event == "preview"
+        if not (cached or is_preview) or settings.reproducible or settings.cache == "off":
             return None
         if not edit.edit_boxes:
             return None
@@ -173,9 +173,9 @@ class EditDecoder:
 
     def _template(self, pixels_id: str, *, make: bool) -> CellSums | None:
         """Of a template's decode; where it is not kept, it is decoded if `make`."""
-        held = self._sums.get(pixels_id)
-        if held is not None or not make:
-            return held
+        cached_sums = self._sums.get(pixels_id)
+        if cached_sums is not None or not make:
+            return cached_sums
         moments = self._moments.read(pixels_id)
         if moments is None:
             return None

@@ -112,7 +112,7 @@ class DenoiserFrontend:
             masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
             conditioning=conditioning,
             negative=negative,
-            controls=tuple([_control(each, pictures, moments) for each in edit.controls]),
+            controls=tuple([_control(control, pictures, moments) for control in edit.controls]),
         )
 
     def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
@@ -141,17 +141,17 @@ class DenoiserFrontend:
                     events.event("progress", nothing)
                 case PreviewEvent(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
-                    shown = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
-                    events.event("preview", shown)
+                    outputs = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
+                    events.event("preview", outputs)
                 case FinalEvent(latents, engine_meta, timeline):
                     taken_ms = {"encode": encoded.ms}
                     if timeline is not None:
                         taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
                     warnings = (*edit.warnings, *encoded.warnings)
-                    said = {**encoded.meta, "warnings": warnings, **engine_meta}
+                    meta_fields = {**encoded.meta, "warnings": warnings, **engine_meta}
                     if new:
-                        said[NEW] = new
-                    meta = final_meta(edit, self._config.worker, self._model, said, taken_ms)
+                        meta_fields[NEW] = new
+                    meta = final_meta(edit, self._config.worker, self._model, meta_fields, taken_ms)
                     events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
                     self._record(parent, received, timeline, None)
                 case Failed(error, timeline):
@@ -179,8 +179,8 @@ class DenoiserFrontend:
             case {"op": "heartbeat"}:
                 _reply_when_done(self._engine.heartbeat(), answer, lambda beat: beat)
             case {"op": "templates"}:
-                held = self._engine.templates()
-                _reply_when_done(held, answer, lambda found: {"templates": found})
+                templates = self._engine.templates()
+                _reply_when_done(templates, answer, lambda found: {"templates": found})
             case {"op": "evict", "template_id": str(template_id)}:
                 freed = self._engine.evict(template_id)
                 _reply_when_done(freed, answer, lambda size: {"freed_bytes": size})
@@ -190,11 +190,11 @@ class DenoiserFrontend:
                 )
                 _reply_when_done(state, answer, lambda said: {"state": said})
             case {"op": "pin", "template_id": str(template_id), "scope": str(scope)}:
-                done = self._engine.pin(template_id, scope)
-                _reply_when_done(done, answer, lambda found: {"found": found})
+                pinning = self._engine.pin(template_id, scope)
+                _reply_when_done(pinning, answer, lambda found: {"found": found})
             case {"op": "unpin", "template_id": str(template_id)}:
-                done = self._engine.unpin(template_id)
-                _reply_when_done(done, answer, lambda found: {"found": found})
+                pinning = self._engine.unpin(template_id)
+                _reply_when_done(pinning, answer, lambda found: {"found": found})
             case _:
                 raise InvalidRequest(
                     "REQUEST.op",

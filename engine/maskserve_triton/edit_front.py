@@ -129,13 +129,15 @@ class EditFront:
             declared.name: read_elements(self._api, request, declared) for declared in PICTURES
         }
         prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
-        asked = bounded(parse_settings(settings), request, streaming=self._streaming)
-        request_log.request_id = asked.settings.request_id or ""
-        request_log.due = asked.due_ms is not None or self._config.slo.enabled
+        bounded_request = bounded(parse_settings(settings), request, streaming=self._streaming)
+        request_log.request_id = bounded_request.settings.request_id or ""
+        request_log.due = bounded_request.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
-        edit = accept_edit(asked.settings, prompt, self._facts, self._config, catalogue, self._nets)
-        after = self._after_steps.per_token_s
-        edit = replace(edit, due_ms=asked.due_ms, after_token_s=after)
+        edit = accept_edit(
+            bounded_request.settings, prompt, self._facts, self._config, catalogue, self._nets
+        )
+        after_token_s = self._after_steps.per_token_s
+        edit = replace(edit, due_ms=bounded_request.due_ms, after_token_s=after_token_s)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         if self._stages.names():
@@ -147,7 +149,9 @@ class EditFront:
         for lora in edit.loras:
             self._adapters.begin(lora.name, lora.version)
         run = str(parameters(request).get(RUN, ""))
-        call = Call(edit, pictures, answer, asked.limit_name, request_log.span.traceparent, run)
+        call = Call(
+            edit, pictures, answer, bounded_request.limit_name, request_log.span.traceparent, run
+        )
         self._calls.add(call)
         self._watcher.wake()
         self._pool.submit(self._run, call, request_log)
@@ -168,13 +172,13 @@ class EditFront:
             self._calls.remove(call)
 
     def _relay(self, call: Call, request_log: RequestLog) -> None:
-        settings, told = call.edit.settings, {TRACEPARENT: call.traceparent}
+        settings, stage_parameters = call.edit.settings, {TRACEPARENT: call.traceparent}
         if call.run:
-            told[RUN] = call.run
+            stage_parameters[RUN] = call.run
         more = settings.progress or settings.preview_every
         acks = AckSender(self._config.runtime_dir) if more else None
         call.sent = True
-        for event in run_edit(self._api, call.inputs(), told, call.request_id, acks):
+        for event in run_edit(self._api, call.inputs(), stage_parameters, call.request_id, acks):
             call.heard = time.monotonic()
             self._traffic.returned()
             if event.kind == "final":
@@ -183,16 +187,16 @@ class EditFront:
                 call.answer.event(event.kind, {"IMAGE": event.image, "META": event.meta})
 
     def _finish(self, call: Call, request_log: RequestLog, event: Event) -> None:
-        settings, kept = call.edit.settings, None
+        settings, template_id = call.edit.settings, None
         if settings.keep_result:  # before it is judged: it takes its time, too
-            kept = self._results.keep(event.image, call.request_id)
+            template_id = self._results.keep(event.image, call.request_id)
         meta = self._judged(call, request_log, event)
         if settings.keep_result:
-            meta = with_result(meta, kept)
+            meta = with_result(meta, template_id)
         meta = as_told(meta, event.values, insists=settings.insists)
         answered = call.answer.finish({"IMAGE": event.image, "META": meta})
-        if kept is not None and answered and settings.cache != "off":
-            self._results.prime(kept, call.request_id)
+        if template_id is not None and answered and settings.cache != "off":
+            self._results.prime(template_id, call.request_id)
 
     def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
         """META of the final event, with how it stands to its due time if it has one."""

@@ -166,10 +166,10 @@ class EditEncoder:
         controls: NDArray[np.uint8] | None = None,
     ) -> tuple[Encoded, EncodeReport]:
         """Encode one edit alone: `encode_all` of it, with its error raised."""
-        [made] = self.encode_all([ToEncode(edit, pixels, edit_mask, controls)])
-        if isinstance(made, Exception):
-            raise made
-        return made
+        [result] = self.encode_all([ToEncode(edit, pixels, edit_mask, controls)])
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def encode_all(
         self, edits: Sequence[ToEncode]
@@ -186,16 +186,18 @@ class EditEncoder:
         begin = time.perf_counter()
         shared: dict[PromptKey, tuple[Conditioning, int]] = {}
         share = self._aside(lambda: self._share_prompts(edits, shared))
-        prompts = [self._aside(partial(self._prompts_of, each, shared)) for each in edits]
+        prompts = [
+            self._aside(partial(self._prompts_of, edit_input, shared)) for edit_input in edits
+        ]
         masked = _MaskedPictures(self._encoder, edits, self._whole_masks(edits))
         share()
         shared_s = time.perf_counter() - begin
-        for number, each in enumerate(edits):
+        for number, edit_input in enumerate(edits):
             begin = time.perf_counter()
-            made: tuple[Encoded, EncodeReport] | Exception
+            result: tuple[Encoded, EncodeReport] | Exception
             try:
-                pictures = self._pictures(number, each, masked)
-                controls = self._control_moments(each.controls)
+                pictures = self._pictures(number, edit_input, masked)
+                controls = self._control_moments(edit_input.controls)
                 text = prompts[number]()
                 encoded = Encoded(
                     pictures.moments, pictures.masked, text.prompt, text.negative, controls
@@ -208,10 +210,10 @@ class EditEncoder:
                     batch=max(text.batch, pictures.batch),
                     tokens=text.tokens,
                 )
-                made = encoded, report
+                result = encoded, report
             except Exception as error:
-                made = error
-            yield made
+                result = error
+            yield result
 
     def _read_of(self, text: str) -> dict[str, TokensRead]:
         encoders = self._encoder.text_encoders.items()
@@ -257,13 +259,13 @@ class EditEncoder:
         """
         if len(edits) < 2 or self._encoder.facts.shown:
             return
-        wanted = dict.fromkeys(
+        required_keys = dict.fromkeys(
             key
-            for each in edits
-            for key in self._keys(each)
+            for edit_input in edits
+            for key in self._keys(edit_input)
             if not key.loras and not key.alone and key not in self._prompts
         )
-        texts = list(dict.fromkeys(key.text for key in wanted))
+        texts = list(dict.fromkeys(key.text for key in required_keys))
         if len(texts) < 2:
             return
         try:
@@ -271,24 +273,26 @@ class EditEncoder:
         except Exception:
             log.exception("%d prompts were not encoded together; each goes alone", len(texts))
             return
-        for key in wanted:
+        for key in required_keys:
             shared[key] = self._keep(key, encoded[key.text]), len(texts)
 
     def _prompts_of(
         self, each: ToEncode, shared: dict[PromptKey, tuple[Conditioning, int]]
     ) -> _Prompts:
         edit, keys = each.edit, self._keys(each)
-        found = {key: shared[key][0] for key in keys if key in shared}
-        batch = max((shared[key][1] for key in found), default=1)
-        kept = {key: held for key in keys if (held := self._prompts.get(key)) is not None}
-        missing = [key for key in keys if key not in kept and key not in found]
-        made = bool(missing or found)
+        embeddings = {key: shared[key][0] for key in keys if key in shared}
+        batch = max((shared[key][1] for key in embeddings), default=1)
+        cached = {
+            key: embedding for key in keys if (embedding := self._prompts.get(key)) is not None
+        }
+        missing = [key for key in keys if key not in cached and key not in embeddings]
+        is_computed = bool(missing or embeddings)
         if missing:
             with self._adapters.applied(edit.loras):
-                found |= {key: self._embeddings(key, each.pixels) for key in missing}
-        found = kept | found
-        negative = found[keys[1]] if len(keys) == 2 else None
-        return _Prompts(found[keys[0]], negative, not made, batch, self._tokens(edit))
+                embeddings |= {key: self._embeddings(key, each.pixels) for key in missing}
+        embeddings = cached | embeddings
+        negative = embeddings[keys[1]] if len(keys) == 2 else None
+        return _Prompts(embeddings[keys[0]], negative, not is_computed, batch, self._tokens(edit))
 
     def _embeddings(self, key: PromptKey, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
         """Computed alone. The key's LoRAs are applied by who calls."""
@@ -303,42 +307,42 @@ class EditEncoder:
     # Pictures
 
     def _pictures(self, number: int, each: ToEncode, masked: _MaskedPictures) -> _Pictures:
-        template, kept = self._template(each.edit, each.pixels)
+        template, is_cached = self._template(each.edit, each.pixels)
         if not self._encoder.facts.semantics.masked_picture:
-            return _Pictures(template.moments, NO_MOMENTS, kept, True, 1)
+            return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1)
         if not each.edit_mask.any():  # a template that is primed
-            return _Pictures(template.moments, template.moments, kept, True, 1)
-        pieces = self._pieces(each.edit, template) if kept and number not in masked else None
+            return _Pictures(template.moments, template.moments, is_cached, True, 1)
+        pieces = self._pieces(each.edit, template) if is_cached and number not in masked else None
         if pieces is None:
             moments, batch = masked.take(number)
-            return _Pictures(template.moments, moments, kept, True, batch)
+            return _Pictures(template.moments, moments, is_cached, True, batch)
         moments = self._encoder.masked_pieces(each.pixels, each.edit_mask, pieces, template)
-        return _Pictures(template.moments, moments, kept, False, 1)
+        return _Pictures(template.moments, moments, is_cached, False, 1)
 
     def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
         """Edits whose masked pictures may share a call: none is known to go in pieces."""
         if not self._shares_calls or not self._encoder.facts.semantics.masked_picture:
             return []
-        found = []
+        numbers = []
         for number, (edit, _, edit_mask, _) in enumerate(edits):
             template = self._templates.get(edit.pixels_id) if edit.pixels_id else None
             in_pieces = template is not None and self._pieces(edit, template) is not None
             if edit_mask.any() and not in_pieces and not edit.settings.reproducible:
-                found.append(number)
-        return found
+                numbers.append(number)
+        return numbers
 
     def _template(
         self, edit: EditRequest, pixels: NDArray[np.uint8]
     ) -> tuple[TemplateEncoding, bool]:
         """The source's encoding, and whether it was kept."""
-        held = self._templates.get(edit.pixels_id) if edit.pixels_id else None
-        if held is not None:
-            return held, True
-        made = self._encoder.template(pixels)
+        cached = self._templates.get(edit.pixels_id) if edit.pixels_id else None
+        if cached is not None:
+            return cached, True
+        encoding = self._encoder.template(pixels)
         if edit.pixels_id:
-            self._for_decoder.write(edit.pixels_id, made.moments)
-            self._templates.put(edit.pixels_id, made)
-        return made, False
+            self._for_decoder.write(edit.pixels_id, encoding.moments)
+            self._templates.put(edit.pixels_id, encoding)
+        return encoding, False
 
     def _pieces(self, edit: EditRequest, template: TemplateEncoding) -> Pieces | None:
         """In which to encode the masked picture; None: as a whole."""
@@ -387,15 +391,15 @@ class _MaskedPictures:
                 self._compute(batch)
             except Exception:
                 log.exception("%d pictures were not encoded together; each goes alone", len(batch))
-                self._batches |= {each: (each,) for each in batch}
+                self._batches |= {member: (member,) for member in batch}
         if number not in self._made:
             self._compute((number,))
         return self._made.pop(number)
 
     def _compute(self, batch: Sequence[int]) -> None:
-        pictures = [(self._edits[each].pixels, self._edits[each].edit_mask) for each in batch]
+        pictures = [(self._edits[member].pixels, self._edits[member].edit_mask) for member in batch]
         moments = self._encoder.all_masked_moments(pictures)
-        self._made |= {each: (m, len(batch)) for each, m in zip(batch, moments, strict=True)}
+        self._made |= {member: (m, len(batch)) for member, m in zip(batch, moments, strict=True)}
 
 
 class _Aside:

@@ -51,13 +51,13 @@ class FairThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _dispatch(self) -> None:
-        for each in self._busy.in_turn(self._waiting, lambda waiting: waiting[0]):
-            key, job = each
+        for queued_job in self._busy.in_turn(self._waiting, lambda waiting: waiting[0]):
+            key, job = queued_job
             try:
                 self._busy.take(key)
             except Full:
                 continue
-            self._waiting.remove(each)
+            self._waiting.remove(queued_job)
             self._queued.give_back(key)
             self._threads.submit(self._run, key, job)
 

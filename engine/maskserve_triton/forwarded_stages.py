@@ -96,17 +96,17 @@ class StageService:
             inputs: as arrays, with their batch dimension.
             parent: the span that it is made for; empty: none.
         """
-        made = pb.ModelInferRequest(model_name=self._stage)
-        made.parameters[REVISION].string_param = self._revision
+        infer_request = pb.ModelInferRequest(model_name=self._stage)
+        infer_request.parameters[REVISION].string_param = self._revision
         if parent:
-            made.parameters[TRACEPARENT].string_param = parent
+            infer_request.parameters[TRACEPARENT].string_param = parent
         for declared in CONTRACTS[self._stage].inputs:
             value = inputs[declared.name]
-            made.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
+            infer_request.inputs.add(name=declared.name, datatype=declared.dtype, shape=value.shape)
             of_bytes = declared.dtype == "BYTES"
             raw = bytes_tensor.pack(value.reshape(-1)) if of_bytes else value.tobytes()
-            made.raw_input_contents.append(raw)
-        return made
+            infer_request.raw_input_contents.append(raw)
+        return infer_request
 
     def call(self, request: Any, *, patiently: bool = False) -> Outputs:
         """Its outputs, with their batch dimension. Blocks.
@@ -119,7 +119,7 @@ class StageService:
             MaskserveError: what the model answered; Overloaded: nobody answers any more.
             ConfigError: whoever answers has no such model.
         """
-        begin, said = 0.0, -_SAY_EVERY_S
+        begin, warned_at_s = 0.0, -_SAY_EVERY_S
         while not self._closing.is_set():
             try:
                 return _outputs(self._stub.ModelInfer(request, timeout=self._limit_s))
@@ -128,16 +128,16 @@ class StageService:
                 if has_code(details):
                     raise relayed(details, "") from None
                 if code in _NOT_THERE:
-                    told = f"[stages] service: {self._url} has no {self._stage} ({details})"
-                    raise ConfigError(told) from None
+                    problem = f"[stages] service: {self._url} has no {self._stage} ({details})"
+                    raise ConfigError(problem) from None
                 if self._closing.is_set():
                     break
-                now = time.monotonic()
-                begin = begin or now
-                if patiently and now - said > _SAY_EVERY_S:
-                    said = now
+                now_s = time.monotonic()
+                begin = begin or now_s
+                if patiently and now_s - warned_at_s > _SAY_EVERY_S:
+                    warned_at_s = now_s
                     log.warning("waiting for the stage service at %s: %s", self._url, code.name)
-                given_up = self._is_away or now - begin > self._patience_s
+                given_up = self._is_away or now_s - begin > self._patience_s
                 if not patiently and (given_up or code is grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise Overloaded(NO_ANSWER) from None
             except ValueError:  # the channel was closed
@@ -149,21 +149,21 @@ class StageService:
     def _watch(self) -> None:
         """Ask now and then whether it is there, so that a worker without edits knows it, too."""
         well, was_there = time.monotonic(), True
-        asked = pb.ModelReadyRequest(name=self._stage)
+        ready_request = pb.ModelReadyRequest(name=self._stage)
         while not self._closing.wait(_PING_EVERY_S):
             try:
-                there = self._stub.ModelReady(asked, timeout=_PING_S).ready
+                is_ready = self._stub.ModelReady(ready_request, timeout=_PING_S).ready
             except grpc.RpcError:
-                there = False
+                is_ready = False
             except ValueError:
                 return  # the channel is closed
-            if there != was_there:
-                was_there = there
-                told = "is back" if there else "does not answer"
-                log.warning("the stage service at %s %s", self._url, told)
-            now = time.monotonic()
-            well = now if there else well
-            away = now - well > self._patience_s
+            if is_ready != was_there:
+                was_there = is_ready
+                state_text = "is back" if is_ready else "does not answer"
+                log.warning("the stage service at %s %s", self._url, state_text)
+            now_s = time.monotonic()
+            well = now_s if is_ready else well
+            away = now_s - well > self._patience_s
             if away != self._is_away:
                 self._is_away = away
                 self._away.say(self._stage, away=away)
@@ -214,10 +214,14 @@ class ForwardedStage(ABC):
         """Arrays, where they lie: in Triton's memory, until `execute` returns."""
         contract = CONTRACTS[self.stage]
         return {
-            each.name: view_array(
-                self._api, request, each.name, _DTYPES[each.dtype], ndim=1 + len(each.dims)
+            declared.name: view_array(
+                self._api,
+                request,
+                declared.name,
+                _DTYPES[declared.dtype],
+                ndim=1 + len(declared.dims),
             )
-            for each in contract.inputs
+            for declared in contract.inputs
         }
 
     def _forward(
@@ -227,11 +231,11 @@ class ForwardedStage(ABC):
         finish: Callable[[Outputs], object],
         fail: Callable[[MaskserveError], object],
     ) -> None:
-        asked = self._service.request(inputs, parent_of(request))
+        infer_request = self._service.request(inputs, parent_of(request))
 
         def forward() -> None:
             try:
-                finish(self._service.call(asked))
+                finish(self._service.call(infer_request))
             except Exception as error:
                 fail(guarded("", error))
 
@@ -244,8 +248,8 @@ class ForwardedEncoder(ForwardedStage):
     stage = "encoder"
 
     def _open(self, config: Config) -> None:
-        asked = self._service.request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
-        prompt = self._service.call(asked, patiently=True)["CONDITIONING"]
+        infer_request = self._service.request(batched({**_NO_EDIT, "REQUEST": PRIMING_PROMPT}))
+        prompt = self._service.call(infer_request, patiently=True)["CONDITIONING"]
         FileStore(config.runtime_dir).write(PRIMING_PROMPT_FILE, prompt.tobytes())
 
     def _take(self, request: Any, answer: Answer) -> None:
@@ -268,26 +272,28 @@ class ForwardedDecoder(ForwardedStage):
         if not inputs["LATENTS"].size:
             answer.finish({**batched({"PIXELS": NO_PIXELS, "META": meta}), "CONTEXT": context})
             return
-        asked = PostprocessContext(request_in(context[0]), b"", b"", decoded=False).pack()
+        stripped_context = PostprocessContext(
+            request_in(context[0]), b"", b"", decoded=False
+        ).pack()
 
         def finish(made: Outputs) -> None:
             answer.finish({**made, "CONTEXT": context})
 
         def fail(error: MaskserveError) -> None:
-            made = {"PIXELS": NO_PIXELS, "META": failed_event(meta, error), "CONTEXT": NOTHING}
-            answer.finish(batched(made))
+            outputs = {"PIXELS": NO_PIXELS, "META": failed_event(meta, error), "CONTEXT": NOTHING}
+            answer.finish(batched(outputs))
 
-        self._forward(request, {**inputs, "CONTEXT": asked[None]}, finish, fail)
+        self._forward(request, {**inputs, "CONTEXT": stripped_context[None]}, finish, fail)
 
 
 def _outputs(answer: Any) -> Outputs:
     """Of a ModelInferResponse, with their batch dimension."""
-    found: Outputs = {}
+    outputs: Outputs = {}
     for declared, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
         if declared.datatype == "BYTES":
             elements = bytes_tensor.elements(raw, most=1)
-            found |= batched({declared.name: elements[0]})
+            outputs |= batched({declared.name: elements[0]})
         else:
             array = np.frombuffer(raw, _DTYPES[declared.datatype])
-            found[declared.name] = array.reshape(declared.shape)
-    return found
+            outputs[declared.name] = array.reshape(declared.shape)
+    return outputs

@@ -63,8 +63,8 @@ class Health:
         return self._dead_or_stopped()
 
     def _dead_or_stopped(self) -> MaskserveError | None:
-        now = self._clock()
-        if now >= self._next_processes:
-            self._next_processes = now + _PROCESSES_EVERY_S
+        now_s = self._clock()
+        if now_s >= self._next_processes:
+            self._next_processes = now_s + _PROCESSES_EVERY_S
             self._unwell = self._processes.unwell()
         return None if self._unwell is None else EngineFailed(self._unwell)

@@ -120,8 +120,8 @@ class EngineMetrics:
         self._page.set("row_capacity", status.max_rows)
         for tier, size in status.tier_bytes.items():
             self._page.set("cache_bytes", size, tier)
-        for tier, held in status.templates.items():
-            self._page.set("cache_templates", len(held), tier)
+        for tier, template_ids in status.templates.items():
+            self._page.set("cache_templates", len(template_ids), tier)
         for tier, total_held in status.adapter_tiers.items():
             self._page.set("adapter_bytes", total_held.nbytes, tier)
             self._page.set("adapters", total_held.count, tier)

@@ -63,18 +63,18 @@ class NodeFront:
         kind = NODE_TYPES.get(task.node)
         if kind is None or not self._models.hosts(kind.model):
             raise InvalidRequest("TASK.node", f"{task.node[:60]!r} {NOT_HOSTED}")
-        given = {laid.name: laid.kind for laid in task.inputs}
-        if given != {name: kind.inputs[name] for name in kind.inputs if name in given}:
+        input_kinds = {laid.name: laid.kind for laid in task.inputs}
+        if input_kinds != {name: kind.inputs[name] for name in kind.inputs if name in input_kinds}:
             raise InvalidRequest("TASK.inputs", "are not the node's", ", ".join(kind.inputs))
         try:
             settings = kind.settings(**kind.checked(task.settings))
         except Misread as error:
             raise InvalidRequest(f"TASK.{error.path}", error.problem, error.accepted) from None
-        every = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
+        all_settings = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
         inputs = read_all(inputs, self._values, task.scope)
         put = partial(self._values.put, scope=task.scope, run=task.run)
-        asked = AskedNode(task.node, inputs, every)
-        self._models.call(kind.model, asked, partial(_answer, answer, kind, put))
+        node_request = AskedNode(task.node, inputs, all_settings)
+        self._models.call(kind.model, node_request, partial(_answer, answer, kind, put))
 
 
 def _names(told: Any) -> list[str]:

@@ -112,7 +112,10 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
     answer = call.exec()
     if answer.has_error():
         raise relayed(answer.error().message(), prepared.request.request_id)
-    encoded = [tensor(api, each.name(), each.as_numpy()[0]) for each in answer.output_tensors()]
+    encoded = [
+        tensor(api, output_tensor.name(), output_tensor.as_numpy()[0])
+        for output_tensor in answer.output_tensors()
+    ]
     return [tensor(api, "EDIT_MASK", prepared.edit_mask), *encoded]
 
 
@@ -191,8 +194,8 @@ class KeepAlive:
 
     def _run(self) -> None:
         while True:
-            until, thing = self._held.get()
-            time.sleep(max(0.0, until - time.monotonic()))
+            release_at_s, thing = self._held.get()
+            time.sleep(max(0.0, release_at_s - time.monotonic()))
             del thing
 
 

@@ -78,19 +78,24 @@ def finish_edit(
         out.paste(edited, (left, top), mask=Image.fromarray(part))
         if fine is not None:
             _mix(fine[top:bottom, left:right], np.asarray(edited), part)
-    asked = request.settings
+    settings = request.settings
     if check is not None:
         let_pass(check, source, request.prompt, out)
     if fine is not None:
         encoded = encode_png(fine, colour, mark.xmp, metadata)
     else:
         encoded = encode_image(
-            np.asarray(out), asked.output_format, asked.output_quality, colour, mark.xmp, metadata
+            np.asarray(out),
+            settings.output_format,
+            settings.output_quality,
+            colour,
+            mark.xmp,
+            metadata,
         )
     file = b"" if context.decoded else bytes(context.source)
-    known = file if has_manifest(file) else b""
-    encoded = mark.sign(encoded, asked.output_format, box or (0, 0, *out.size), known)
-    return to_base64(encoded) if asked.output_encoding == "base64" else encoded
+    signed_source = file if has_manifest(file) else b""
+    encoded = mark.sign(encoded, settings.output_format, box or (0, 0, *out.size), signed_source)
+    return to_base64(encoded) if settings.output_encoding == "base64" else encoded
 
 
 class OfSource(NamedTuple):

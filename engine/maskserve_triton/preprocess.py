@@ -100,34 +100,34 @@ def prepare_edit(
         InvalidRequest: naming the field.
         TemplateNotFound: SETTINGS.template_id names nothing that is kept.
     """
-    start, asked = time.perf_counter(), accepted.settings
-    source, source_id = _source(image, asked, config, find_template)
-    canvas = _answer_size(asked, source, config)
-    selection = select(mask, asked, config.limits, source.size)
-    view = see(selection.pixels, asked, facts.native_resolution, facts.size_multiple)
+    start, settings = time.perf_counter(), accepted.settings
+    source, source_id = _source(image, settings, config, find_template)
+    canvas = _answer_size(settings, source, config)
+    selection = select(mask, settings, config.limits, source.size)
+    view = see(selection.pixels, settings, facts.native_resolution, facts.size_multiple)
     _check_shape(view.size, facts)
-    paste = paste_weights(selection.pixels, asked.mask_dilate, asked.mask_feather)
+    paste = paste_weights(selection.pixels, settings.mask_dilate, settings.mask_feather)
     assert paste is not None, "something is selected"
     if selection.strength is None:
         edit = edit_mask(view.window.of(paste), view.size)
     else:
         edit = strongest(view.window.of(selection.strength), view.size)
     edit = mask_for_model(edit, facts)
-    pixels = _seen(source, asked, view)
+    pixels = _seen(source, settings, view)
     controls = _control_pictures(control, accepted.controls, view, config)
-    if asked.output_encoding == "auto":
-        sent = mask or image
-        encoding = "base64" if sent and came_as_text(sent) else "raw"
-        asked = structs.replace(asked, output_encoding=encoding)
+    if settings.output_encoding == "auto":
+        input_bytes = mask or image
+        encoding = "base64" if input_bytes and came_as_text(input_bytes) else "raw"
+        settings = structs.replace(settings, output_encoding=encoding)
     request = replace(
-        _request(replace(accepted, settings=asked), source, source_id, pixels),
+        _request(replace(accepted, settings=settings), source, source_id, pixels),
         source_size=canvas,
         window=view.window if view.is_part else None,
-        alpha=_keeps_alpha(asked, source, paste),
+        alpha=_keeps_alpha(settings, source, paste),
         edit_boxes=component_boxes(edit, facts.token_pixels),
         warnings=(*source.warnings, *selection.warnings),
     )
-    fine = source.low is not None and asked.output_format == "png"
+    fine = source.low is not None and settings.output_format == "png"
     signed = bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
     # What pixels cannot hold travels in the file.
     decoded = paste.size <= decoded_pixels and not (fine or signed or source.metadata)
@@ -222,11 +222,11 @@ def _control_pictures(
         )
     pictures = []
     for index, raw in enumerate(encoded):
-        found = decode_image(raw, f"CONTROL[{index}]", config.limits)
-        if found.size != size:
-            told = f"is {found.size[1]}x{found.size[0]} pixels"
-            raise InvalidRequest(f"CONTROL[{index}]", told, shape)
-        pictures.append(_at(view.window.of(found.pixels), found.colour, view.size))
+        decoded = decode_image(raw, f"CONTROL[{index}]", config.limits)
+        if decoded.size != size:
+            problem = f"is {decoded.size[1]}x{decoded.size[0]} pixels"
+            raise InvalidRequest(f"CONTROL[{index}]", problem, shape)
+        pictures.append(_at(view.window.of(decoded.pixels), decoded.colour, view.size))
     return np.stack(pictures)
 
 
@@ -345,14 +345,14 @@ def _source(
                 "IMAGE", "is empty", "an image, or SETTINGS.template_id of a registered template"
             )
         source = decode_image(image, "IMAGE", config.limits)
-        found = source.template_id
-        if named is not None and named != found:
+        source_id = source.template_id
+        if named is not None and named != source_id:
             raise InvalidRequest(
-                "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"
+                "SETTINGS.template_id", "is not the digest of IMAGE", f"{source_id}, or IMAGE empty"
             )
-        return source, found
+        return source, source_id
     scope = scope_of(settings.request_id or "")
-    kept = find_template(named, scope) if find_template is not None else None
-    if kept is None:
+    encoded = find_template(named, scope) if find_template is not None else None
+    if encoded is None:
         raise TemplateNotFound(f"SETTINGS.template_id: {named} is not registered here")
-    return decode_image(kept, "IMAGE", config.limits), named
+    return decode_image(encoded, "IMAGE", config.limits), named

@@ -70,8 +70,8 @@ class RequestLog:
         level = logging.WARNING if code == Overloaded.code else _LEVELS[outcome]
         if not log.isEnabledFor(level):
             return
-        said = _of_meta(outputs["META"]) if error is None else {"error": error.message}
-        fields = {"outcome": outcome, "code": code, "total_ms": round(1e3 * taken_s, 3), **said}
+        details = _of_meta(outputs["META"]) if error is None else {"error": error.message}
+        fields = {"outcome": outcome, "code": code, "total_ms": round(1e3 * taken_s, 3), **details}
         if traceparent := self.span.traceparent:
             fields["trace_id"] = traceparent.split("-")[1]
         extra = {"event": "edit", "request_id": self.request_id, "fields": fields}
@@ -91,4 +91,4 @@ def _of_meta(raw: bytes) -> dict[str, Any]:
     meta = json.loads(raw)
     fields = {name: meta[name] for name in _FROM_META if name in meta}
     timings = meta.get("timings_ms", {})
-    return {**fields, **{f"{stage}_ms": taken for stage, taken in timings.items()}}
+    return {**fields, **{f"{stage}_ms": duration_ms for stage, duration_ms in timings.items()}}

@@ -24,7 +24,7 @@ def check_by_model(api: Any, name: str) -> Check:
     """
 
     def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:
-        asked: dict[str, npt.NDArray[np.uint8] | bytes] = {
+        inputs: dict[str, npt.NDArray[np.uint8] | bytes] = {
             "SOURCE": np.asarray(as_mode(source, "RGB")),
             "PROMPT": prompt.encode(),
             "MADE": np.asarray(as_mode(made, "RGB")),
@@ -32,7 +32,7 @@ def check_by_model(api: Any, name: str) -> Check:
         call = api.InferenceRequest(
             model_name=name,
             requested_output_names=["REASON"],
-            inputs=named_tensors(api, asked),
+            inputs=named_tensors(api, inputs),
         )
         answer = call.exec()
         if answer.has_error():

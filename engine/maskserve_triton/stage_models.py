@@ -73,16 +73,16 @@ class EncoderStage:
     def _encode(self, asked: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:
         encoded = self._encoder.encode_all([edit for edit in asked if edit is not None])
         for edit in asked:
-            made = self._priming_prompt() if edit is None else next(encoded)
-            if isinstance(made, dict | Exception):
-                yield made
+            outcome = self._priming_prompt() if edit is None else next(encoded)
+            if isinstance(outcome, dict | Exception):
+                yield outcome
                 continue
-            found, report = made
+            encoding, report = outcome
             yield {
-                "MOMENTS": found.moments,
-                "MASKED_MOMENTS": found.masked_moments,
-                "CONTROL_MOMENTS": found.control_moments,
-                "CONDITIONING": pack_conditioning(found.conditioning, found.negative),
+                "MOMENTS": encoding.moments,
+                "MASKED_MOMENTS": encoding.masked_moments,
+                "CONTROL_MOMENTS": encoding.control_moments,
+                "CONDITIONING": pack_conditioning(encoding.conditioning, encoding.negative),
                 "ENCODED": report.to_json(),
             }
 
@@ -138,11 +138,11 @@ class DecoderStage:
         decoded = self._decoder.decode_all([event for event in events if event.latents.size])
         for event in events:
             start = time.perf_counter()
-            made = next(decoded) if event.latents.size else (NO_PIXELS, event.meta)
-            if isinstance(made, Exception):
-                yield made
+            outcome = next(decoded) if event.latents.size else (NO_PIXELS, event.meta)
+            if isinstance(outcome, Exception):
+                yield outcome
                 continue
-            pixels, meta = made
+            pixels, meta = outcome
             taken_ms = (time.perf_counter() - start) * 1e3
             yield {
                 "PIXELS": pixels,

@@ -25,6 +25,6 @@ def check_revision(request: Any, own: Callable[[], str]) -> None:
     Raises:
         EngineFailed: it is one.
     """
-    asked = parameters(request).get(REVISION)
-    if asked is not None and asked != own():
+    requested_revision = parameters(request).get(REVISION)
+    if requested_revision is not None and requested_revision != own():
         raise EngineFailed("the stage service has the encoder and decoder of another model")

@@ -71,7 +71,7 @@ class KeptTemplates:
 
     def ids(self) -> list[str]:
         """Names of all, sorted."""
-        return sorted({name for each in self._both for name in each.ids()})
+        return sorted({name for store in self._both for name in store.ids()})
 
     def has(self, template_id: str) -> bool:
         return any(each.has(template_id) for each in self._both)
@@ -82,11 +82,11 @@ class KeptTemplates:
 
     def shows(self, template_id: str, scope: str) -> bool:
         """Whether a client of `scope` may see the template, if it is there."""
-        return any(each.shows(template_id, scope) for each in self._both)
+        return any(store.shows(template_id, scope) for store in self._both)
 
     def owners(self, template_id: str) -> list[str]:
         """Scopes of those whose it is, SHARED among them if it is for every client; sorted."""
-        return sorted({o for each in self._both for o in each.owners(template_id)} - {UNSCOPED})
+        return sorted({o for store in self._both for o in store.owners(template_id)} - {UNSCOPED})
 
     def expires_s(self, template_id: str, scope: str = NO_SCOPE) -> float | None:
         """Seconds until a result goes if it is not used; None of what a client of `scope` sees
@@ -133,15 +133,15 @@ class KeptTemplates:
 
     def remove(self, template_id: str) -> bool:
         """Forget a template, whoever owns it; False when there was none."""
-        found = [each.remove(template_id) for each in self._both]
-        return any(found)
+        removed = [store.remove(template_id) for store in self._both]
+        return any(removed)
 
     def disown(self, template_id: str, owner: str) -> bool | None:
         """An owner gives a template up; whether that was the last one, with whom it has gone. None:
         it was none of that owner's.
         """
-        found = [each.disown(template_id, owner) for each in self._both]
-        if found == [None, None]:
+        results = [store.disown(template_id, owner) for store in self._both]
+        if results == [None, None]:
             return None
         return not self.has(template_id)
 
@@ -169,10 +169,10 @@ class _Pictures(NamedFiles):
         """Unless it is there, and whose it is; without a name that are all who are not told apart,
         and so it was before owners were written down.
         """
-        there = self.has(template_id)
-        nameless = (there and not self._marks(template_id)) or not owners - {SHARED}
+        exists = self.has(template_id)
+        nameless = (exists and not self._marks(template_id)) or not owners - {SHARED}
         owners = owners | {UNSCOPED} if nameless else owners
-        if there:
+        if exists:
             self._own(template_id, owners)
             return
         with self._store.aside() as new:
@@ -214,8 +214,8 @@ class KeptResults(_Pictures):
         return None if used is None else self._expires_s - (time.time() - used)
 
     def read(self, template_id: str, scope: str) -> bytes | None:
-        left = self.expires_s(template_id)
-        if left is None or left <= 0:
+        remaining_s = self.expires_s(template_id)
+        if remaining_s is None or remaining_s <= 0:
             return None
         encoded = super().read(template_id, scope)
         if encoded is not None:
@@ -266,8 +266,8 @@ class KeptResults(_Pictures):
             free, own = self._max_bytes - sums.bytes, sums.of.get(owner, 0)
             if more <= (room(self._max_bytes, sums.bytes, own, owner) if own else free):
                 return
-            whose = owner if more <= free else max(sums.of, key=sums.of.__getitem__)
-            self._remove(self._oldest(whose))
+            holder = owner if more <= free else max(sums.of, key=sums.of.__getitem__)
+            self._remove(self._oldest(holder))
 
     def _oldest(self, whose: str) -> str:
         """The one of its that was not used for longest; there is one."""

@@ -160,8 +160,8 @@ def relayed(text: str, request_id: str) -> MaskserveError:
 
 def output(api: Any, answer: Any, name: str) -> bytes:
     """One BYTES output of a response of another model; empty if it is not there."""
-    found = api.get_output_tensor_by_name(answer, name)
-    if found is None:
+    named_tensor = api.get_output_tensor_by_name(answer, name)
+    if named_tensor is None:
         return b""
-    values: Sequence[Any] = found.as_numpy().reshape(-1)
+    values: Sequence[Any] = named_tensor.as_numpy().reshape(-1)
     return bytes(values[0]) if len(values) else b""

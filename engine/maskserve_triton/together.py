@@ -50,15 +50,15 @@ class Together(Generic[T]):
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answer every one of them."""
-        begin, given, items = time.time_ns(), [], []
+        begin, accepted, items = time.time_ns(), [], []
         for request in requests:
             try:
                 items.append(self._read(request))
-                given.append(request)
+                accepted.append(request)
             except Exception as error:
                 self._answer(request, error, begin)
         results = self._results(items)
-        for request in given:
+        for request in accepted:
             begin = time.time_ns()
             self._answer(request, next(results), begin)
 

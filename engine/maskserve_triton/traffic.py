@@ -78,16 +78,16 @@ class Traffic:
             held: ids of the edits that the engine holds.
             limit_s: what counts as long.
         """
-        there = any(call.sent and not call.heard for call in calls)
+        is_inbound = any(call.sent and not call.heard for call in calls)
         # One alone may be lost by itself (the watcher says so to its client); more of them follow
         # where all are.
-        back = any(
+        is_outbound = any(
             call.heard and not call.answer.done and call.request_id not in held for call in calls
         )
-        there_s = self._there.stuck_s(entered=there)
-        back_s = self._back.stuck_s(entered=back)
-        if there_s > limit_s:
-            return EngineFailed(f"edits are stuck before the engine, for {there_s:.1f} s")
-        if back_s > limit_s:
-            return EngineFailed(f"edits are stuck behind the engine, for {back_s:.1f} s")
+        inbound_s = self._there.stuck_s(entered=is_inbound)
+        outbound_s = self._back.stuck_s(entered=is_outbound)
+        if inbound_s > limit_s:
+            return EngineFailed(f"edits are stuck before the engine, for {inbound_s:.1f} s")
+        if outbound_s > limit_s:
+            return EngineFailed(f"edits are stuck behind the engine, for {outbound_s:.1f} s")
         return None

@@ -88,14 +88,14 @@ class Watcher:
         next_health = 0.0
         while not self._closing.is_set():
             try:
-                now = time.monotonic()
-                if now >= next_health:
-                    next_health = now + _HEALTH_EVERY_S
+                now_s = time.monotonic()
+                if now_s >= next_health:
+                    next_health = now_s + _HEALTH_EVERY_S
                     self._look_at_worker()
                 self._answer_probes()
                 for call in self._calls.all():
-                    self._look_at(call, now)
-                self._withdrawals.repeat(now)
+                    self._look_at(call, now_s)
+                self._withdrawals.repeat(now_s)
             except Exception as error:
                 log.error("watcher: %s", error, exc_info=error)
             self._pause()

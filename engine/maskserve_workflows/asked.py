@@ -26,8 +26,8 @@ def one_by_one(
     run: Callable[[AskedNode], dict[str, Any]], calls: Sequence[AskedNode]
 ) -> Iterable[dict[str, Any] | Exception]:
     """For nodes that share nothing: each call by itself."""
-    for asked in calls:
+    for request in calls:
         try:
-            yield run(asked)
+            yield run(request)
         except Exception as error:
             yield error

@@ -158,7 +158,9 @@ class Workflow:
         self.add(NodeCall(name, kind.name, inputs, texts, settings))
         if issubclass(kind.returns, Port):
             return kind.returns(f"{name}.{kind.returns.kind}")
-        return kind.returns(*(KINDS[made](f"{name}.{port}") for port, made in kind.outputs.items()))
+        return kind.returns(
+            *(KINDS[output_kind](f"{name}.{port}") for port, output_kind in kind.outputs.items())
+        )
 
 
 def _ref(where: str, value: Any) -> str:
@@ -205,8 +207,8 @@ class _Loop:
     def _given(self, port: Any) -> str:
         """The name under which the loop gives a value of its body."""
         ref = _ref(f"{self._id}.gives", port)
-        for name, known in self._gives.items():
-            if known == ref:
+        for name, known_ref in self._gives.items():
+            if known_ref == ref:
                 return f"{self._id}.{name}"
         name = f"{port.kind}-{len(self._gives) + 1}"
         self._gives[name] = ref

@@ -13,7 +13,9 @@ from maskserve_workflows.plan import Each, NodeCall, Step, WorkflowPlan
 def explained(plan: WorkflowPlan) -> str:
     """What a plan takes, runs and gives, and what the passes did to it: lines of text."""
     lines = [f"{plan.name} {plan.digest}: {plan.about}".rstrip(": ")]
-    lines += [f"  takes {each.name}, a {each.kind}" for each in plan.inputs]
+    lines += [
+        f"  takes {workflow_input.name}, a {workflow_input.kind}" for workflow_input in plan.inputs
+    ]
     lines += _steps(plan.steps, "  ")
     lines += [f"  gives {name} = {ref}" for name, ref in plan.outputs.items()]
     lines += [f"  pass {note}" for note in plan.notes]
@@ -24,17 +26,17 @@ def _steps(steps: Sequence[Step], indent: str) -> Iterator[str]:
     for step in steps:
         if isinstance(step, NodeCall):
             kind = NODE_TYPES[step.node]
-            given = [f"{name}={ref}" for name, ref in step.inputs.items()]
-            given += [f"{name}={_json(text)}" for name, text in step.texts.items()]
-            given += [f"{name}={_json(value)}" for name, value in step.settings.items()]
+            arguments = [f"{name}={ref}" for name, ref in step.inputs.items()]
+            arguments += [f"{name}={_json(text)}" for name, text in step.texts.items()]
+            arguments += [f"{name}={_json(value)}" for name, value in step.settings.items()]
             where = f"at {kind.model}, about {kind.price_s:g} s"
-            yield f"{indent}{step.id}: {step.node}({', '.join(given)}) {where}"
+            yield f"{indent}{step.id}: {step.node}({', '.join(arguments)}) {where}"
             continue
         if isinstance(step, Each):
             rounds = f"each of {step.over}, {step.most} at most" if step.over else f"{step.most}x"
             carried = f", from {step.carry} on" if step.carry else ""
-            beside = ", side by side where regions stay apart" if step.side_by_side else ""
-            yield f"{indent}{step.id}: {rounds}{carried}{beside}"
+            parallel_note = ", side by side where regions stay apart" if step.side_by_side else ""
+            yield f"{indent}{step.id}: {rounds}{carried}{parallel_note}"
         else:
             yield f"{indent}{step.id}: until {step.until}, {step.most} times at most"
         yield from _steps(step.body, indent + "  ")

@@ -61,11 +61,11 @@ def _files(folder: Path, suffix: str) -> list[Path]:
 
 def _definitions(path: Path) -> Iterator[Workflow]:
     try:
-        made = runpy.run_path(str(path))
+        namespace = runpy.run_path(str(path))
     except WorkflowError as error:
         raise WorkflowError(f"{path}: {error}") from None
     except Exception as error:
         raise WorkflowError(f"{path}: {type(error).__name__}: {error}") from error
-    for value in made.values():
+    for value in namespace.values():
         if isinstance(value, Workflow):
             yield value

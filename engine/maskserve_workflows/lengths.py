@@ -19,13 +19,13 @@ COMPOSE: Final = NodeCall(id="compose", node="compose")
 
 def tails(steps: Sequence[Step], price: Price) -> dict[str, float]:
     """Of each step, seconds of the longest chain that lies behind it among these."""
-    found: dict[str, float] = dict.fromkeys((step.id for step in steps), 0.0)
+    tail_s: dict[str, float] = dict.fromkeys((step.id for step in steps), 0.0)
     for step in reversed(steps):
-        with_it = span(step, price) + found[step.id]
+        with_it = span(step, price) + tail_s[step.id]
         for owner in {ref.partition(".")[0] for ref in taken(step)}:
-            if owner in found:
-                found[owner] = max(found[owner], with_it)
-    return found
+            if owner in tail_s:
+                tail_s[owner] = max(tail_s[owner], with_it)
+    return tail_s
 
 
 def length(steps: Sequence[Step], price: Price) -> float:
@@ -46,10 +46,10 @@ def work(step: Step, price: Price) -> float:
     if isinstance(step, NodeCall):
         return price(step)
     rounds = step.most if isinstance(step, Each) and step.over is None else 1
-    return rounds * sum(work(each, price) for each in step.body)
+    return rounds * sum(work(substep, price) for substep in step.body)
 
 
 def _in_turn(step: Each | Repeat) -> int:
     """Rounds that come one after the other at the least."""
-    alone = isinstance(step, Repeat) or step.over is not None or step.carry is None
-    return 1 if alone else step.most
+    is_single = isinstance(step, Repeat) or step.over is not None or step.carry is None
+    return 1 if is_single else step.most

@@ -63,14 +63,14 @@ class LivePlacement:
             queue_s: seconds of work that it has still to do.
         """
         models, rooms, placed, _ = self._lying
-        told = models.get(server, {}).get(model)
-        if told is None or not _can_be_had(told, rooms[server]):
+        record = models.get(server, {}).get(model)
+        if record is None or not _can_be_had(record, rooms[server]):
             return 3, queue_s
-        load_s = 0.0 if told["state"] == "here" else told.get("load_s", 0.0)
-        left = rooms[server] - sum(models[server][each]["bytes"] for each in placed[server])
-        lies = not told["bytes"] or model in placed[server]
-        place = 0 if lies else 1 if told["bytes"] <= left else 2
-        return place, load_s + queue_s + told["seconds"]
+        load_s = 0.0 if record["state"] == "here" else record.get("load_s", 0.0)
+        free_bytes = rooms[server] - sum(models[server][name]["bytes"] for name in placed[server])
+        lies = not record["bytes"] or model in placed[server]
+        place = 0 if lies else 1 if record["bytes"] <= free_bytes else 2
+        return place, load_s + queue_s + record["seconds"]
 
     def busy(self) -> Mapping[str, float]:
         """Servers that calls of each model have kept busy in the last minute, whoever asked."""
@@ -91,38 +91,38 @@ class LivePlacement:
             now: seconds of a clock.
         """
         answered = {name: record for name, record in records.items() if record is not None}
-        told = {
-            name: {each["name"]: each for each in record["models"]}
+        model_records = {
+            name: {model_record["name"]: model_record for model_record in record["models"]}
             for name, record in answered.items()
         }
         rooms = {name: record["device_bytes"] for name, record in answered.items()}
-        here = {
+        loaded = {
             name: frozenset(
                 model
-                for model, each in models.items()
-                if each["bytes"] and each["state"] in ("here", "coming")
+                for model, model_record in models.items()
+                if model_record["bytes"] and model_record["state"] in ("here", "coming")
             )
-            for name, models in told.items()
+            for name, models in model_records.items()
         }
-        busy = self._count(told, now)
-        loads = _loads(told, rooms, busy)
-        placed = _better(loads, rooms, here, told)
-        self._lying = _Lying(told, rooms, placed, busy)
-        return {name: held for name, held in placed.items() if held != here[name]}
+        busy = self._count(model_records, now)
+        loads = _loads(model_records, rooms, busy)
+        placed = _better(loads, rooms, loaded, model_records)
+        self._lying = _Lying(model_records, rooms, placed, busy)
+        return {name: names for name, names in placed.items() if names != loaded[name]}
 
     def _count(self, told: Mapping[str, _Told], now: float) -> dict[str, float]:
         """`_Lying.busy`."""
         passed = now - self._counted_at if self._ended else 0.0
-        self._counted_at, kept = now, math.exp(-passed / _WINDOW_S)
-        self._seen_s = self._seen_s * kept + passed
-        self._busy = {name: seconds * kept for name, seconds in self._busy.items()}
-        before, self._ended = self._ended, {}
+        self._counted_at, decay = now, math.exp(-passed / _WINDOW_S)
+        self._seen_s = self._seen_s * decay + passed
+        self._busy = {name: seconds * decay for name, seconds in self._busy.items()}
+        old_counts, self._ended = self._ended, {}
         for server, models in told.items():
-            for name, each in models.items():
-                ended: int = each["ended"]
-                new = ended - before.get((server, name), ended)
+            for name, record in models.items():
+                ended: int = record["ended"]
+                new = ended - old_counts.get((server, name), ended)
                 new = new if new >= 0 else ended  # it was started anew
-                self._busy[name] = self._busy.get(name, 0.0) + new * each["seconds"]
+                self._busy[name] = self._busy.get(name, 0.0) + new * record["seconds"]
                 self._ended[server, name] = ended
         return {name: seconds / (self._seen_s or 1.0) for name, seconds in self._busy.items()}
 
@@ -136,9 +136,9 @@ def _loads(
     sizes: dict[str, int] = {}
     only: dict[str, set[str]] = {}
     for server, models in told.items():
-        for name, each in models.items():
-            if each["bytes"] and _can_be_had(each, rooms[server]):
-                sizes[name] = max(sizes.get(name, 0), _needed(each))
+        for name, record in models.items():
+            if record["bytes"] and _can_be_had(record, rooms[server]):
+                sizes[name] = max(sizes.get(name, 0), _needed(record))
                 only.setdefault(name, set()).add(server)
     return [
         ModelLoad(name, nbytes, busy[name] if busy[name] > _IDLE else 0.0, only[name])
@@ -160,27 +160,29 @@ def _better(
     loads: Sequence[ModelLoad], rooms: Mapping[str, int], here: Placed, told: Mapping[str, _Told]
 ) -> Placed:
     """What is worth its loads, or what lies there."""
-    now = sustained(loads, here)
-    if len(here) < 2 or now >= _ENOUGH:
+    current_score = sustained(loads, here)
+    if len(here) < 2 or current_score >= _ENOUGH:
         return here
 
     def worth(placed: Placed) -> float:
         """`sustained`, of the time that loads leave."""
         load_s: float = sum(
             told[server][model].get("load_s", 0.0)
-            for server, held in placed.items()
-            for model in held - here[server]
+            for server, model_names in placed.items()
+            for model in model_names - here[server]
         )
         return sustained(loads, placed) * max(1.0 - load_s / (len(placed) * _WINDOW_S), 0.0)
 
-    for models in (loads, [each for each in loads if each.load]):
-        names = {each.name for each in models}
-        best: Placed = grown(models, rooms, {name: held & names for name, held in here.items()})
+    for models in (loads, [model_load for model_load in loads if model_load.load]):
+        names = {model_load.name for model_load in models}
+        best: Placed = grown(
+            models, rooms, {name: model_names & names for name, model_names in here.items()}
+        )
         if worth(best) < _ENOUGH:
             try:
                 best = max(best, place(models, rooms), key=worth)
             except ValueError:
                 continue  # they do not all fit: whatever nobody asks for may go
-        if worth(best) >= _GAIN * now:
+        if worth(best) >= _GAIN * current_score:
             return best
     return here

@@ -169,19 +169,21 @@ class NodeModels:
         nothing needs goes. Whoever wants more asks again.
         """
         with self._door:
-            wanted = {name: self._needed[name] for name in models if name in self._needed}
-            kept = {_resource(folder) for needed in wanted.values() for folder in needed}
+            requested = {name: self._needed[name] for name in models if name in self._needed}
+            kept_resources = {
+                _resource(folder) for needed in requested.values() for folder in needed
+            }
             for folder in itertools.chain(*self._needed.values()):
                 resource = _resource(folder)
-                if resource not in kept and not self._residency.pinned(resource):
+                if resource not in kept_resources and not self._residency.pinned(resource):
                     self._residency.drop(resource)
-            left = self._budget - self._residency.nbytes(NODE_MODELS.name)
-            asked = {work.model for work in self._line}
-            for name, needed in wanted.items():
+            free_bytes = self._budget - self._residency.nbytes(NODE_MODELS.name)
+            queued_models = {work.model for work in self._line}
+            for name, needed in requested.items():
                 missing = [x for x in needed if self._residency.state(_resource(x)) not in _THERE]
                 nbytes = sum(folder.nbytes for folder in missing)
-                if missing and nbytes <= left and name not in asked:
-                    left -= nbytes
+                if missing and nbytes <= free_bytes and name not in queued_models:
+                    free_bytes -= nbytes
                     self._line.append(NodeWork(name, None, _unheard, str(next(self._ids))))
             self._advance()
 
@@ -192,12 +194,12 @@ class NodeModels:
         """
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
-            told, load = [], self._held.costs.published["storage"]
+            records, load = [], self._held.costs.published["storage"]
             for name in (*self._light, *self._needed):
                 queue, needed = self._queues.get(name), self._needed.get(name, ())
-                folder, nbytes = next(iter(needed), None), sum(each.nbytes for each in needed)
+                folder, nbytes = next(iter(needed), None), sum(part.nbytes for part in needed)
                 state = "here" if folder is None else self._residency.state(_resource(folder))
-                told.append(
+                records.append(
                     {
                         "name": name,
                         "state": state,
@@ -210,7 +212,7 @@ class NodeModels:
                         "seconds": round(queue.seconds, 4) if queue else 0.0,
                     }
                 )
-            return {"device_bytes": self._budget, "models": told}
+            return {"device_bytes": self._budget, "models": records}
 
     def _submit(self, model: str, asked: AskedNode | None, done: Done) -> None:
         work = NodeWork(model, asked, done, str(next(self._ids)))
@@ -291,17 +293,17 @@ class NodeModels:
             queue = self._queues[model]
             works = queue.calls[:_TOGETHER]
             nodes = self._light.get(model) or self._loader.opened[model]
-        asked = [work.asked for work in works if work.asked is not None]
+        requests = [work.asked for work in works if work.asked is not None]
         begin = time.perf_counter()
-        made = iter(_each(nodes, asked))
+        outcomes = iter(_each(nodes, requests))
         for work in works:
             if work.asked is not None:
-                outcome = next(made)
+                outcome = next(outcomes)
                 seconds = time.perf_counter() - begin
                 begin = time.perf_counter()
                 work.done(outcome, seconds)
-                before = queue.seconds if queue.ended else seconds
-                queue.seconds = before + _REMEMBERED * (seconds - before)
+                previous_s = queue.seconds if queue.ended else seconds
+                queue.seconds = previous_s + _REMEMBERED * (seconds - previous_s)
                 queue.ended += 1
         with self._door:
             del queue.calls[: len(works)]
@@ -325,18 +327,18 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
     nbytes = sum(folder.nbytes for folder in needed)
     if nbytes > budget:
         names = " and ".join(folder.name for folder in needed)
-        told = f"nodes: model {names} has {nbytes} bytes, and all may have {budget}"
-        raise EngineFailed(f"{told} ({NODE_MODELS.budget})")
+        problem = f"nodes: model {names} has {nbytes} bytes, and all may have {budget}"
+        raise EngineFailed(f"{problem} ({NODE_MODELS.budget})")
 
 
 def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
     """What the nodes give; of what they leave out, why."""
     end: Exception = RuntimeError("not all calls were answered")
-    left = len(asked)
+    remaining = len(asked)
     try:
-        for made in nodes.run(asked):
-            left -= 1
-            yield made
+        for outcome in nodes.run(asked):
+            remaining -= 1
+            yield outcome
     except Exception as error:
         end = error
-    yield from itertools.repeat(end, left)
+    yield from itertools.repeat(end, remaining)

@@ -65,9 +65,9 @@ class NodeType:
         Raises:
             Misread: naming the setting.
         """
-        known = frozenset(self.settings.__struct_fields__)
+        setting_names = frozenset(self.settings.__struct_fields__)
         plain = msgspec.to_builtins(dict(values))
-        read(given(plain, known), self.settings)
+        read(given(plain, setting_names), self.settings)
         return {name: value for name, value in plain.items() if value is not None}
 
 
@@ -116,8 +116,8 @@ def node(
                 raise WorkflowError(
                     f"{kind.name}: is called outside of a workflow; accepted: `with Workflow(…)`"
                 )
-            made: R = flow.record(kind, inspect.signature(function), args, kwargs)
-            return made
+            result: R = flow.record(kind, inspect.signature(function), args, kwargs)
+            return result
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
         return call
@@ -135,24 +135,24 @@ def _declared(
     hints = get_type_hints(function, include_extras=True)
     inputs: dict[str, str] = {}
     optional: set[str] = set()
-    own: list[tuple[str, Any, Any]] = []
+    fields: list[tuple[str, Any, Any]] = []
     for name, parameter in inspect.signature(function).parameters.items():
         port = _port(hints[name])
         if port is not None:
             inputs[name] = port.kind
             optional |= {name} if parameter.default is None else set()
         elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            own.append((name, hints[name], parameter.default))
+            fields.append((name, hints[name], parameter.default))
     returns = hints["return"]
     if issubclass(returns, Port):
         outputs = {returns.kind: returns.kind}
     else:
         outputs = {name: port.kind for name, port in get_type_hints(returns).items()}
     name = f"{function.__name__}_settings"
-    made: Any = msgspec.defstruct(name, own, bases=(Table,), frozen=True, kw_only=True)
+    settings_type: Any = msgspec.defstruct(name, fields, bases=(Table,), frozen=True, kw_only=True)
     return NodeType(
         function.__name__, inspect.getdoc(function) or "", model, price_s, deterministic, inputs,
-        frozenset(optional), outputs, settings or made, returns,
+        frozenset(optional), outputs, settings or settings_type, returns,
     )  # fmt: skip
 
 

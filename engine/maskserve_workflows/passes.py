@@ -32,11 +32,11 @@ def compiled(plan: WorkflowPlan, passes: Collection[str] | None = None) -> Workf
         WorkflowError: it cannot run.
     """
     check_plan(plan)
-    for name, each in PASSES.items():
+    for name, run_pass in PASSES.items():
         if passes is None or name in passes:
-            plan, notes = each(plan)
-            said = tuple(f"{name}: {note}" for note in notes)
-            plan = structs.replace(plan, notes=(*plan.notes, *said))
+            plan, notes = run_pass(plan)
+            pass_notes = tuple(f"{name}: {note}" for note in notes)
+            plan = structs.replace(plan, notes=(*plan.notes, *pass_notes))
     check_plan(plan)
     return structs.replace(plan, digest=digest_of(plan))
 
@@ -47,20 +47,22 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
     def alive(steps: Sequence[Step], wanted: set[str]) -> tuple[Step, ...]:
         """Those of the steps of which something is wanted; what they take is added to that."""
-        kept: list[Step] = []
+        live_steps: list[Step] = []
         for step in reversed(steps):
-            asked = {ref.partition(".")[2] for ref in wanted if ref.partition(".")[0] == step.id}
-            if not asked:
+            required_names = {
+                ref.partition(".")[2] for ref in wanted if ref.partition(".")[0] == step.id
+            }
+            if not required_names:
                 notes.append(f"{step.id} is left out: nobody takes what it gives")
                 continue
             if not isinstance(step, NodeCall):
-                gives = {name: ref for name, ref in step.gives.items() if name in asked}
+                gives = {name: ref for name, ref in step.gives.items() if name in required_names}
                 ends = [step.until] if isinstance(step, Repeat) else [step.carried]
                 inner = {ref for ref in (*ends, *gives.values()) if ref is not None}
                 step = structs.replace(step, gives=gives, body=alive(step.body, inner))
             wanted |= set(references(step))
-            kept.append(step)
-        return tuple(reversed(kept))
+            live_steps.append(step)
+        return tuple(reversed(live_steps))
 
     steps = alive(plan.steps, set(plan.outputs.values()))
     return structs.replace(plan, steps=steps), notes
@@ -77,24 +79,26 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
         return f"{new.get(step, step)}.{name}"
 
     def merged(steps: Sequence[Step], known: Mapping[bytes, str]) -> tuple[Step, ...]:
-        kept: list[Step] = []
-        seen = dict(known)
+        merged_steps: list[Step] = []
+        seen_steps = dict(known)
         for step in steps:
             step = _with_references(step, renamed)
             if isinstance(step, NodeCall):
                 if NODE_TYPES[step.node].deterministic or "seed" in step.settings:
-                    same = msgspec.json.encode(structs.replace(step, id="same"), order="sorted")
-                    if same in seen:
-                        new[step.id] = seen[same]
-                        notes.append(f"{step.id} is {seen[same]}")
+                    fingerprint = msgspec.json.encode(
+                        structs.replace(step, id="same"), order="sorted"
+                    )
+                    if fingerprint in seen_steps:
+                        new[step.id] = seen_steps[fingerprint]
+                        notes.append(f"{step.id} is {seen_steps[fingerprint]}")
                         continue
-                    seen[same] = step.id
+                    seen_steps[fingerprint] = step.id
             else:
-                step = structs.replace(step, body=merged(step.body, seen))
+                step = structs.replace(step, body=merged(step.body, seen_steps))
                 # What it gives of its body may have been merged meanwhile.
                 step = _with_references(step, renamed)
-            kept.append(step)
-        return tuple(kept)
+            merged_steps.append(step)
+        return tuple(merged_steps)
 
     steps = merged(plan.steps, {})
     outputs = {name: renamed(ref) for name, ref in plan.outputs.items()}
@@ -139,7 +143,7 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 def bring_early(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """LoRAs that edits of later nodes name are brought as the run begins."""
-    first = {f"inputs.{each.name}" for each in plan.inputs}
+    first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
     later = [
         step
         for step in every_step(plan.steps)
@@ -184,8 +188,10 @@ def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
                 yield step.inputs["image"], 1
             continue
         rounds = step.most if isinstance(step, Each) else 1
-        own = {each.id for each in every_step([step])}
+        body_ids = {substep.id for substep in every_step([step])}
         for ref, count in _edits_of(step.body):
-            beside = isinstance(step, Each) and step.side_by_side and ref == f"{step.id}.picture"
-            outside = ref.partition(".")[0] not in own
-            yield ref, count * (rounds if outside or beside else 1)
+            is_parallel = (
+                isinstance(step, Each) and step.side_by_side and ref == f"{step.id}.picture"
+            )
+            outside = ref.partition(".")[0] not in body_ids
+            yield ref, count * (rounds if outside or is_parallel else 1)

@@ -53,8 +53,8 @@ class PictureNodes:
 
     def _run(self, asked: AskedNode) -> dict[str, Any]:
         kind = NODE_TYPES[asked.node]
-        made = self._nodes[asked.node](**asked.inputs, **asked.settings)
-        return dict(made) if isinstance(made, dict) else {next(iter(kind.outputs)): made}
+        outputs = self._nodes[asked.node](**asked.inputs, **asked.settings)
+        return dict(outputs) if isinstance(outputs, dict) else {next(iter(kind.outputs)): outputs}
 
     def _picture(self, encoded: Encoded) -> Pixels:
         return read_picture(encoded, self._limits)
@@ -87,14 +87,14 @@ class PictureNodes:
         return mask_pixels(~self._mask(mask))
 
     def _compose(self, picture: Encoded, parts: tuple[Encoded, ...]) -> Pixels:
-        before = self._picture(picture)
-        made = before.copy()
+        original = self._picture(picture)
+        composed = original.copy()
         for part in parts:
             pixels = self._picture(part)
-            _same_size("parts", pixels, before)
-            changed = (pixels != before).any(axis=2)
-            made[changed] = pixels[changed]
-        return made
+            _same_size("parts", pixels, original)
+            changed = (pixels != original).any(axis=2)
+            composed[changed] = pixels[changed]
+        return composed
 
     def _crop(self, picture: Encoded, mask: Encoded, around: int) -> Pixels:
         pixels, white = self._picture(picture), self._mask(mask)
@@ -102,11 +102,15 @@ class PictureNodes:
         return np.ascontiguousarray(pixels[_window(white, around)])
 
     def _paste(self, picture: Encoded, part: Encoded, mask: Encoded, around: int) -> Pixels:
-        pixels, white, own = self._picture(picture).copy(), self._mask(mask), self._picture(part)
+        pixels, white, part_pixels = (
+            self._picture(picture).copy(),
+            self._mask(mask),
+            self._picture(part),
+        )
         _same_size("mask", white, pixels)
         window = _window(white, around)
-        _same_size("part", own, pixels[window])
-        pixels[window] = own
+        _same_size("part", part_pixels, pixels[window])
+        pixels[window] = part_pixels
         return pixels
 
     def _pad(self, picture: Encoded, left: int, top: int, right: int, bottom: int) -> Pixels:
@@ -140,8 +144,8 @@ def read_mask(encoded: Encoded, limits: LimitsConfig, size: tuple[int, ...] | No
     Raises:
         InvalidRequest: it cannot be used, or is of another size.
     """
-    wanted = None if size is None else (size[0], size[1])
-    return decode_mask(encoded, "mask", limits, wanted).luminance > 127
+    expected_size = None if size is None else (size[0], size[1])
+    return decode_mask(encoded, "mask", limits, expected_size).luminance > 127
 
 
 def mask_pixels(white: Grey) -> Pixels:
@@ -172,10 +176,10 @@ class Component(NamedTuple):
 
     def white(self, size: tuple[int, ...]) -> Grey:
         """A mask of this size, [H, W], with this part alone."""
-        found = np.zeros(size, np.bool_)
+        mask = np.zeros(size, np.bool_)
         for row, begin, end in self.runs.tolist():
-            found[row, begin:end] = True
-        return found
+            mask[row, begin:end] = True
+        return mask
 
 
 def components(white: Grey) -> list[Component]:
@@ -213,7 +217,7 @@ def components(white: Grey) -> list[Component]:
     names = np.array([root(i) for i in range(len(runs))], np.int64)
     order = np.argsort(names, kind="stable")
     begins = np.flatnonzero(np.diff(names[order])) + 1
-    return [Component(each) for each in np.split(table[order], begins) if len(each)]
+    return [Component(part_runs) for part_runs in np.split(table[order], begins) if len(part_runs)]
 
 
 def _near(a: Box, b: Box, apart: int) -> bool:

@@ -61,11 +61,11 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
             first = _each_once(sorted(models, key=weigh), rooms, spread=spread)
             if first is None:
                 continue
-            made = grown(models, rooms, first)
-            if (found := sustained(models, made)) > worth:
-                best, worth = made, found
-            if found >= _most(models, rooms):
-                return made
+            placement = grown(models, rooms, first)
+            if (score := sustained(models, placement)) > worth:
+                best, worth = placement, score
+            if score >= _most(models, rooms):
+                return placement
     if best is None:
         largest = max(models, key=lambda model: model.nbytes)
         raise ValueError(
@@ -93,7 +93,7 @@ def _each_once(
     """Where most room is left, or where a model fits best, and where that leads nowhere elsewhere;
     None: they do not fit, as far as was looked.
     """
-    left = dict(rooms)
+    free_bytes = dict(rooms)
     placed: dict[str, set[str]] = {name: set() for name in rooms}
     looks = _MOST_LOOKS
 
@@ -102,19 +102,19 @@ def _each_once(
         if number == len(models):
             return True
         model = models[number]
-        for name in sorted(left, key=left.__getitem__, reverse=spread):
+        for name in sorted(free_bytes, key=free_bytes.__getitem__, reverse=spread):
             looks -= 1
-            if left[name] < model.nbytes or not model.may(name) or looks < 0:
+            if free_bytes[name] < model.nbytes or not model.may(name) or looks < 0:
                 continue
-            left[name] -= model.nbytes
+            free_bytes[name] -= model.nbytes
             placed[name].add(model.name)
             if fits(number + 1):
                 return True
-            left[name] += model.nbytes
+            free_bytes[name] += model.nbytes
             placed[name].remove(model.name)
         return False
 
-    return {name: frozenset(held) for name, held in placed.items()} if fits(0) else None
+    return {name: frozenset(names) for name, names in placed.items()} if fits(0) else None
 
 
 def grown(
@@ -125,17 +125,17 @@ def grown(
     """
     by_name = {model.name: model for model in models}
     while True:
-        made = _filled(by_name, rooms, placed)
-        now, tight = _tight(models, made)
-        if now >= _most(models, rooms):
-            return made
-        best, worth = None, now * (1.0 + _LEAST_GAIN)
-        for change in _changes(by_name, rooms, made, tight):
-            if (found := sustained(models, {**made, **change})) > worth:
-                best, worth = change, found
+        placement = _filled(by_name, rooms, placed)
+        score, tight = _tight(models, placement)
+        if score >= _most(models, rooms):
+            return placement
+        best, worth = None, score * (1.0 + _LEAST_GAIN)
+        for change in _changes(by_name, rooms, placement, tight):
+            if (change_score := sustained(models, {**placement, **change})) > worth:
+                best, worth = change, change_score
         if best is None:
-            return made
-        placed = {**made, **best}
+            return placement
+        placed = {**placement, **best}
 
 
 def _filled(
@@ -147,22 +147,24 @@ def _filled(
     placed = dict(placed)
     models = list(by_name.values())
     while True:
-        copies = Counter(model for held in placed.values() for model in held)
+        copies = Counter(model for names in placed.values() for model in names)
         _, tight = _tight(models, placed)
-        wanted = sorted(
+        candidates = sorted(
             models,
             key=lambda m: (
                 m.name not in tight, m.name in copies, -m.load / (copies[m.name] or 1), m.name,
             ),
         )  # fmt: skip
-        for model, name in itertools.product(wanted, sorted(placed, key=lambda n: len(placed[n]))):
-            held = placed[name]
+        for model, name in itertools.product(
+            candidates, sorted(placed, key=lambda n: len(placed[n]))
+        ):
+            names = placed[name]
             if (
-                model.name not in held
+                model.name not in names
                 and model.may(name)
-                and _size(by_name, held) + model.nbytes <= rooms[name]
+                and _size(by_name, names) + model.nbytes <= rooms[name]
             ):
-                placed[name] = held | {model.name}
+                placed[name] = names | {model.name}
                 break
         else:
             return placed
@@ -177,21 +179,21 @@ def _changes(
     """Devices that have none of the tight models, each with one of them in place of others; of
     equal devices one. What lay there alone goes to another.
     """
-    copies = Counter(model for held in placed.values() for model in held)
-    seen = set()
-    for name, held in placed.items():
-        missing = frozenset(model for model in tight - held if by_name[model].may(name))
-        if not missing or (held, missing, rooms[name]) in seen:
+    copies = Counter(model for names in placed.values() for model in names)
+    tried = set()
+    for name, names in placed.items():
+        missing = frozenset(model for model in tight - names if by_name[model].may(name))
+        if not missing or (names, missing, rooms[name]) in tried:
             continue
-        seen.add((held, missing, rooms[name]))
+        tried.add((names, missing, rooms[name]))
         for model in sorted(missing):
-            for gone in _sets(held, by_name[model].nbytes + _size(by_name, held) - rooms[name],
+            for removed in _sets(names, by_name[model].nbytes + _size(by_name, names) - rooms[name],
                               by_name):  # fmt: skip
-                change = {name: held - gone | {model}}
+                change = {name: names - removed | {model}}
                 if all(
-                    _moved(each, by_name, rooms, {**placed, **change}, change)
-                    for each in gone
-                    if copies[each] == 1
+                    _moved(other_model, by_name, rooms, {**placed, **change}, change)
+                    for other_model in removed
+                    if copies[other_model] == 1
                 ):
                     yield change
 
@@ -201,9 +203,9 @@ def _sets(
 ) -> Iterator[frozenset[str]]:
     """One or two of those held that make so much room."""
     for count in (1, 2):
-        for some in itertools.combinations(sorted(held), count):
-            if _size(by_name, some) >= over:
-                yield frozenset(some)
+        for subset in itertools.combinations(sorted(held), count):
+            if _size(by_name, subset) >= over:
+                yield frozenset(subset)
 
 
 def _moved(
@@ -216,23 +218,28 @@ def _moved(
     """Whether another device has room for a model, or copies that make room for it, which `change`
     then says.
     """
-    now = {name: change.get(name, held) for name, held in placed.items()}
-    if any(model in held for held in now.values()):
+    current = {name: change.get(name, names) for name, names in placed.items()}
+    if any(model in names for names in current.values()):
         return True
-    copies = Counter(each for held in now.values() for each in held)
+    copies = Counter(other_model for names in current.values() for other_model in names)
     for spare in (False, True):
-        for name, held in now.items():
+        for name, names in current.items():
             if not by_name[model].may(name):
                 continue
-            over = _size(by_name, held) + by_name[model].nbytes - rooms[name]
-            gone: frozenset[str] | None = frozenset()
+            over = _size(by_name, names) + by_name[model].nbytes - rooms[name]
+            removed: frozenset[str] | None = frozenset()
             if over > 0:
-                others = held if spare and name not in change else ()
-                gone = next(
-                    _sets({each for each in others if copies[each] > 1}, over, by_name), None
+                removable = names if spare and name not in change else ()
+                removed = next(
+                    _sets(
+                        {other_model for other_model in removable if copies[other_model] > 1},
+                        over,
+                        by_name,
+                    ),
+                    None,
                 )
-            if gone is not None:
-                change[name] = held - gone | {model}
+            if removed is not None:
+                change[name] = names - removed | {model}
                 return True
     return False
 
@@ -252,7 +259,7 @@ def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozense
     allows (Dinkelbach), until no bottleneck is left.
     """
     loads = {model.name: model.load for model in models if model.load > 0.0}
-    groups = Counter(frozenset(held & loads.keys()) for held in placed.values())
+    groups = Counter(frozenset(names & loads.keys()) for names in placed.values())
     hosts = list(groups.items())
     total = sum(loads.values())
     if not total:
@@ -262,11 +269,11 @@ def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozense
         short = _short(loads, hosts, factor)
         if not short:
             return factor, tight
-        room = sum(count for held, count in hosts if held & short)
-        found = room / sum(loads[name] for name in short)
-        if found >= factor * (1.0 - _LEAST_GAIN):
+        room = sum(count for names, count in hosts if names & short)
+        new_factor = room / sum(loads[name] for name in short)
+        if new_factor >= factor * (1.0 - _LEAST_GAIN):
             return factor, tight
-        factor, tight = found, short
+        factor, tight = new_factor, short
 
 
 def _short(
@@ -277,47 +284,47 @@ def _short(
     """
     need = {name: factor * load for name, load in loads.items()}
     free = [float(count) for _, count in hosts]
-    sent: list[dict[str, float]] = [{} for _ in hosts]
+    assigned: list[dict[str, float]] = [{} for _ in hosts]
     least = _LEAST_GAIN * sum(need.values())
     for name in need:  # as far as nobody has to give way, which takes no search
-        for at, (held, _) in enumerate(hosts):
+        for at, (names, _) in enumerate(hosts):
             if need[name] <= least:
                 break
-            if name in held and free[at] > least:
+            if name in names and free[at] > least:
                 amount = min(need[name], free[at])
                 free[at] -= amount
                 need[name] -= amount
-                sent[at][name] = amount
+                assigned[at][name] = amount
     while True:
-        start = [name for name, left in need.items() if left > least]
-        came: dict[str, tuple[int, str] | None] = dict.fromkeys(start)
+        start = [name for name, unmet in need.items() if unmet > least]
+        parents: dict[str, tuple[int, str] | None] = dict.fromkeys(start)
         goal = None
         for name in start:  # grows: whoever gives way to those that are short
-            for at, (held, _) in enumerate(hosts):
-                if name not in held:
+            for at, (names, _) in enumerate(hosts):
+                if name not in names:
                     continue
                 if free[at] > least:
                     goal = (at, name)
                     break
-                for other, given in sent[at].items():
-                    if given > least and other not in came:
-                        came[other] = (at, name)
-                        start.append(other)
+                for other_name, share in assigned[at].items():
+                    if share > least and other_name not in parents:
+                        parents[other_name] = (at, name)
+                        start.append(other_name)
             if goal:
                 break
         if goal is None:
-            return frozenset(came)
+            return frozenset(parents)
         path, (at, name) = [goal], goal
-        while (step := came[name]) is not None:
+        while (step := parents[name]) is not None:
             path.append(step)
             at, name = step
         # Backwards along `path`: the last one's name is short, and each gives way to the next.
         amount = min(need[path[-1][1]], free[path[0][0]])
         for (_, gives), (at, _) in itertools.pairwise(path):
-            amount = min(amount, sent[at][gives])
+            amount = min(amount, assigned[at][gives])
         free[path[0][0]] -= amount
         need[path[-1][1]] -= amount
         for at, name in path:
-            sent[at][name] = sent[at].get(name, 0.0) + amount
+            assigned[at][name] = assigned[at].get(name, 0.0) + amount
         for (_, gives), (at, _) in itertools.pairwise(path):
-            sent[at][gives] -= amount
+            assigned[at][gives] -= amount

@@ -121,19 +121,19 @@ def kinds_of(step: Step, inner: Mapping[str, str]) -> dict[str, str]:
         return dict(NODE_TYPES[step.node].outputs)
     if isinstance(step, Repeat):
         return {name: inner[ref] for name, ref in step.gives.items()}
-    given = {name: MANY[inner[ref]] for name, ref in step.gives.items()}
-    return given | ({"carried": "picture"} if step.carry is not None else {})
+    kinds = {name: MANY[inner[ref]] for name, ref in step.gives.items()}
+    return kinds | ({"carried": "picture"} if step.carry is not None else {})
 
 
 def round_kinds(step: Step) -> dict[str, str]:
     """What a loop gives its body, by reference."""
-    given = {}
+    kinds = {}
     if isinstance(step, Each):
         if step.over is not None:
-            given[f"{step.id}.mask"] = "mask"
+            kinds[f"{step.id}.mask"] = "mask"
         if step.carry is not None:
-            given[f"{step.id}.picture"] = "picture"
-    return given
+            kinds[f"{step.id}.picture"] = "picture"
+    return kinds
 
 
 def references(step: Step) -> Iterator[str]:
@@ -143,20 +143,20 @@ def references(step: Step) -> Iterator[str]:
         return
     ends = [step.until] if isinstance(step, Repeat) else [step.over, step.carry, step.carried]
     yield from [ref for ref in (*ends, *step.gives.values()) if ref is not None]
-    for each in step.body:
-        yield from references(each)
+    for substep in step.body:
+        yield from references(substep)
 
 
 def taken(step: Step) -> list[str]:
     """What a step needs of what is outside of it, by reference."""
-    own = {step.id}
+    inner_ids = {step.id}
     if not isinstance(step, NodeCall):
         bodies = list(step.body)
         while bodies:
-            each = bodies.pop()
-            own.add(each.id)
-            bodies += [] if isinstance(each, NodeCall) else each.body
-    return [ref for ref in references(step) if ref.partition(".")[0] not in own]
+            substep = bodies.pop()
+            inner_ids.add(substep.id)
+            bodies += [] if isinstance(substep, NodeCall) else substep.body
+    return [ref for ref in references(step) if ref.partition(".")[0] not in inner_ids]
 
 
 def every_step(steps: Sequence[Step]) -> Iterator[Step]:
@@ -169,23 +169,25 @@ def every_step(steps: Sequence[Step]) -> Iterator[Step]:
 
 def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
     """The kind of every value by reference, those of bodies among them."""
-    known = {f"{INPUTS}.{each.name}": each.kind for each in plan.inputs}
+    kinds = {
+        f"{INPUTS}.{workflow_input.name}": workflow_input.kind for workflow_input in plan.inputs
+    }
 
     def add(steps: Sequence[Step]) -> None:
         for step in steps:
             if not isinstance(step, NodeCall):
-                known.update(round_kinds(step))
+                kinds.update(round_kinds(step))
                 add(step.body)
-            known.update({f"{step.id}.{n}": kind for n, kind in kinds_of(step, known).items()})
+            kinds.update({f"{step.id}.{n}": kind for n, kind in kinds_of(step, kinds).items()})
 
     add(plan.steps)
-    return known
+    return kinds
 
 
 def output_kinds(plan: WorkflowPlan) -> dict[str, str]:
     """The kind of each output."""
-    known = all_kinds(plan)
-    return {name: known[ref] for name, ref in plan.outputs.items()}
+    kinds = all_kinds(plan)
+    return {name: kinds[ref] for name, ref in plan.outputs.items()}
 
 
 def check_plan(plan: WorkflowPlan) -> None:
@@ -198,31 +200,33 @@ def check_plan(plan: WorkflowPlan) -> None:
         raise WorkflowError(f"{plan.name}: is of version {plan.version}; accepted: {VERSION}")
     if plan.name in RESERVED:
         raise WorkflowError(f"{plan.name}: is the name of a model; accepted: any other")
-    known: dict[str, str] = {}
-    for each in plan.inputs:
-        if each.kind not in INPUT_KINDS:
+    kinds: dict[str, str] = {}
+    for workflow_input in plan.inputs:
+        if workflow_input.kind not in INPUT_KINDS:
             raise WorkflowError(
-                f"{INPUTS}.{each.name}: a {each.kind} cannot be sent; accepted: "
-                + ", ".join(INPUT_KINDS)
+                f"{INPUTS}.{workflow_input.name}: a {workflow_input.kind} cannot be sent; "
+                "accepted: " + ", ".join(INPUT_KINDS)
             )
-        if f"{INPUTS}.{each.name}" in known:
-            raise WorkflowError(f"{INPUTS}.{each.name}: is given twice; accepted: each name once")
-        if each.name == "settings":
+        if f"{INPUTS}.{workflow_input.name}" in kinds:
+            raise WorkflowError(
+                f"{INPUTS}.{workflow_input.name}: is given twice; accepted: each name once"
+            )
+        if workflow_input.name == "settings":
             raise WorkflowError(f"{INPUTS}.settings: is there in any case; accepted: another name")
-        known[f"{INPUTS}.{each.name}"] = each.kind
+        kinds[f"{INPUTS}.{workflow_input.name}"] = workflow_input.kind
     ids = [step.id for step in every_step(plan.steps)]
     if len(ids) > MOST_STEPS:
         raise WorkflowError(f"{plan.name}: has {len(ids)} steps; accepted: up to {MOST_STEPS}")
     for name in ids:
         if ids.count(name) > 1 or name == INPUTS:
             raise WorkflowError(f"{name}: names two steps; accepted: each name once")
-    _check_steps(plan.steps, known, _where_made(plan.steps))
+    _check_steps(plan.steps, kinds, _where_made(plan.steps))
     if not plan.outputs:
         raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
     if "meta" in plan.outputs:
         raise WorkflowError(f"{plan.name}.meta: is there in any case; accepted: another name")
     for name, ref in plan.outputs.items():
-        kind = _kind(f"{plan.name}.{name}", ref, known, _where_made(plan.steps))
+        kind = _kind(f"{plan.name}.{name}", ref, kinds, _where_made(plan.steps))
         if kind not in (*INPUT_KINDS, "verdict"):
             raise WorkflowError(
                 f"{plan.name}.{name}: {ref} is {kind}; accepted: a picture, mask, text or verdict"
@@ -231,12 +235,12 @@ def check_plan(plan: WorkflowPlan) -> None:
 
 def _where_made(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
     """Step → the loop that it stands in."""
-    made = {}
+    loop_by_step = {}
     for step in steps:
-        made[step.id] = inside
+        loop_by_step[step.id] = inside
         if not isinstance(step, NodeCall):
-            made |= _where_made(step.body, step.id)
-    return made
+            loop_by_step |= _where_made(step.body, step.id)
+    return loop_by_step
 
 
 def _check_steps(steps: Sequence[Step], known: dict[str, str], made: Mapping[str, str]) -> None:
@@ -267,14 +271,14 @@ def _check_call(step: NodeCall, known: Mapping[str, str], made: Mapping[str, str
         if kind.inputs[name] != "text" or name in step.inputs:
             raise WorkflowError(f"{step.id}.{name}: text is written out; accepted: a value of "
                                 f"kind {kind.inputs[name]}, once")  # fmt: skip
-    for name, wanted in kind.inputs.items():
+    for name, expected_kind in kind.inputs.items():
         if name in step.texts:
             continue
         if name not in step.inputs:
             if name not in kind.optional:
-                raise WorkflowError(f"{step.id}.{name}: is missing; accepted: a {wanted}")
+                raise WorkflowError(f"{step.id}.{name}: is missing; accepted: a {expected_kind}")
             continue
-        _fits(f"{step.id}.{name}", step.inputs[name], wanted, known, made)
+        _fits(f"{step.id}.{name}", step.inputs[name], expected_kind, known, made)
     try:
         kind.checked(step.settings)
     except Misread as error:
@@ -327,7 +331,7 @@ def _kind(where: str, ref: str, known: Mapping[str, str], made: Mapping[str, str
         raise WorkflowError(
             f"{where}: takes {ref}, which is inside of {made[owner]}; accepted: what that gives"
         )
-    if owner in made and not any(each.startswith(f"{owner}.") for each in known):
+    if owner in made and not any(known_ref.startswith(f"{owner}.") for known_ref in known):
         raise WorkflowError(
             f"{where}: takes {ref}, which comes later or goes in a circle; accepted: what is "
             "before it"
@@ -343,7 +347,7 @@ def _fits(
 ) -> None:
     kind = _kind(where, ref, known, made)
     if kind != wanted:
-        fitting = [name for name, each in known.items() if each == wanted]
+        fitting = [name for name, known_kind in known.items() if known_kind == wanted]
         raise WorkflowError(
             f"{where}: takes a {wanted}, and {ref} is {kind}; accepted: "
             + (", ".join(fitting) or f"a {wanted}")

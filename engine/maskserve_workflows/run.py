@@ -145,16 +145,16 @@ class WorkflowRun:
         """Tasks that wait until their inputs are made again."""
         self._loops: list[_Rounds] = []
         """Those that have begun and not ended."""
-        given = {f"{INPUTS}.{name}": value for name, value in inputs.items()}
-        self._top = _Scope("", plan.steps, given)
+        values = {f"{INPUTS}.{name}": value for name, value in inputs.items()}
+        self._top = _Scope("", plan.steps, values)
         self._advance(self._top)
 
     def ready(self) -> list[Task]:
         """Tasks that are to be started now; each is named once, and again if it was lost."""
-        found, self._ready = self._ready, []
-        for task in found:
+        tasks, self._ready = self._ready, []
+        for task in tasks:
             self.tries[task.key] = self.tries.get(task.key, 0) + 1
-        return found
+        return tasks
 
     def lost(self, key: str) -> None:
         """A task will not be answered: it is ready again, once all that it takes is there."""
@@ -170,21 +170,23 @@ class WorkflowRun:
                 self._begin(task)
 
     def _begin(self, task: Task) -> None:
-        gone = [value for value in named_in(list(task.inputs.values())) if not self._there(value)]
-        if gone:
+        missing = [
+            value for value in named_in(list(task.inputs.values())) if not self._there(value)
+        ]
+        if missing:
             self._blocked[task.key] = task
-            self.again(gone)
+            self.again(missing)
         else:
             self._ready.append(task)
 
     def _made_again(self, key: str, outputs: Mapping[str, Any]) -> None:
-        for name, before in self._made[key][2].items():
-            old, new = list(parts_of(before)), list(parts_of(outputs[name]))
+        for name, old_value in self._made[key][2].items():
+            old, new = list(parts_of(old_value)), list(parts_of(outputs[name]))
             if len(old) != len(new):
                 raise EngineFailed(f"{key}: gave {len(old)} values, and now {len(new)}")
-            for each, now in zip(old, new, strict=True):
-                if isinstance(each, NamedValue):
-                    each.is_now(now)
+            for old_part, new_part in zip(old, new, strict=True):
+                if isinstance(old_part, NamedValue):
+                    old_part.is_now(new_part)
         waiting, self._blocked = self._blocked, {}
         for task in waiting.values():
             self._begin(task)
@@ -258,14 +260,14 @@ class WorkflowRun:
             rest: seconds that a task still takes which has not ended; None: its call's price.
         """
         path, calls = 0.0, 0.0
-        seen: set[_Scope | _Rounds] = set()
+        visited: set[_Scope | _Rounds] = set()
         for task, place in self._under_way.values():
-            own = price(task.call) if rest is None else rest(task)
-            path = max(path, own + self.behind(task.key, price))
-            calls += own
+            task_s = price(task.call) if rest is None else rest(task)
+            path = max(path, task_s + self.behind(task.key, price))
+            calls += task_s
             above: _Scope | _Rounds | None = place
-            while above is not None and above not in seen:
-                seen.add(above)
+            while above is not None and above not in visited:
+                visited.add(above)
                 calls += above.to_begin(price)
                 above = above.scope if isinstance(above, _Rounds) else above.loop
         return path, calls
@@ -358,8 +360,8 @@ class WorkflowRun:
         step = rounds.step
         if isinstance(step, Repeat):
             number = rounds.under_way[0]
-            said = rounds.rounds[number].value(step.until)
-            if said.passed or number + 1 == step.most:
+            verdict = rounds.rounds[number].value(step.until)
+            if verdict.passed or number + 1 == step.most:
                 self._loop_ended(rounds, self._best(rounds, step))
             else:
                 self._open(rounds, [number + 1])
@@ -385,8 +387,8 @@ class WorkflowRun:
         """
 
         def rank(number: int) -> tuple[bool, float, int]:
-            said: Judgement = rounds.rounds[number].value(step.until)
-            return (said.passed, said.score, -number)
+            verdict: Judgement = rounds.rounds[number].value(step.until)
+            return (verdict.passed, verdict.score, -number)
 
         return rounds.rounds[max(rounds.rounds, key=rank)]
 
@@ -397,9 +399,11 @@ class WorkflowRun:
             if counts is not None:
                 values[f"{step.id}.{name}"] = counts.value(ref)
                 continue
-            every = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
+            round_values = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
             mask = self._kinds[ref] == "mask"
-            values[f"{step.id}.{name}"] = Areas.in_turn(every) if mask else tuple(every)
+            values[f"{step.id}.{name}"] = (
+                Areas.in_turn(round_values) if mask else tuple(round_values)
+            )
         if isinstance(step, Each) and step.carry is not None:
             values[f"{step.id}.carried"] = rounds.current
         self._step_ended(rounds.scope, step.id)

@@ -68,8 +68,8 @@ def in_pieces(key: str, arrival: float, due: float, path_s: float, work_s: float
         work_s: seconds that devices need in all: as many run at once as fit into the path.
     """
     pieces = max(1, math.ceil(work_s / path_s - 1e-6)) if path_s else 1
-    each = work_s / pieces
-    return ReadyNode(key, arrival, 0, due, (each,), max(path_s - each, 0.0), at_once=pieces)
+    piece_s = work_s / pieces
+    return ReadyNode(key, arrival, 0, due, (piece_s,), max(path_s - piece_s, 0.0), at_once=pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +146,22 @@ def decide(
     begun: list[Dispatch] = []
     late: list[ReadyNode] = []
     waiting = sorted(ready, key=order)
-    known = {place.name: place for place in places}
+    places_by_name = {place.name: place for place in places}
     for ahead, node in enumerate(waiting):
         if not node.in_time(now, _fastest(node)):
             late.append(node)
             continue
-        idle = [place for place in known.values() if place.free_at <= now]
+        idle = [place for place in places_by_name.values() if place.free_at <= now]
         if not idle:
             continue
-        taken = _chosen(node, known.values(), idle, len(waiting) - ahead - 1, prices, now)
-        if not taken:
+        chosen = _chosen(node, places_by_name.values(), idle, len(waiting) - ahead - 1, prices, now)
+        if not chosen:
             continue
-        before = max(prices.before_s(node, place) for place in taken)
-        run = node.run_s[len(taken) - 1]
-        begun.append(Dispatch((node,), tuple(place.name for place in taken), before, run))
-        for place in taken:
-            known[place.name] = replace(place, free_at=now + before + run)
+        setup_s = max(prices.before_s(node, place) for place in chosen)
+        run = node.run_s[len(chosen) - 1]
+        begun.append(Dispatch((node,), tuple(place.name for place in chosen), setup_s, run))
+        for place in chosen:
+            places_by_name[place.name] = replace(place, free_at=now + setup_s + run)
     return begun, late
 
 
@@ -199,19 +199,19 @@ def algorithm_1(
     idle = [place for place in places if place.free_at <= now]
     if not waiting or not idle:
         return None
-    head, *rest = waiting
-    same = [node for node in rest if node.models == head.models][: head.together - 1]
-    batch = (head, *same)
+    head, *others = waiting
+    same_model = [node for node in others if node.models == head.models][: head.together - 1]
+    batch = (head, *same_model)
     degree = min(len(idle), len(head.run_s))
 
     def score(place: NodePlace) -> tuple[float, str]:
         return sum(prices.before_s(node, place) for node in batch), place.name
 
-    taken = sorted(idle, key=score)[:degree]
+    chosen = sorted(idle, key=score)[:degree]
     shared = prices.shared
     run = head.run_s[degree - 1] * (shared + (1.0 - shared) * len(batch))
-    before = max(max(prices.before_s(node, place) for node in batch) for place in taken)
-    return Dispatch(batch, tuple(place.name for place in taken), before, run)
+    setup_s = max(max(prices.before_s(node, place) for node in batch) for place in chosen)
+    return Dispatch(batch, tuple(place.name for place in chosen), setup_s, run)
 
 
 def predicted(
@@ -236,14 +236,14 @@ def predicted(
         return _listed(nodes, [place.free_at for place in places], now)
     ends: dict[str, float] = {}
     free = {place.name: max(place.free_at, now) for place in places}
-    has = {place.name: place.models for place in places}
+    loaded = {place.name: place.models for place in places}
     for node in nodes:
         end = now + node.behind_s
         able = [name for name in free if node.only is None or name in node.only]
         for _ in range(node.at_once):
             starts = [
-                (free[name] + prices.before_s(node, NodePlace(name, 0.0, has[name])), name)
-                if node.inputs or not node.models <= has[name]
+                (free[name] + prices.before_s(node, NodePlace(name, 0.0, loaded[name])), name)
+                if node.inputs or not node.models <= loaded[name]
                 else (free[name], name)
                 for name in able
             ]
@@ -251,22 +251,22 @@ def predicted(
                 end = math.inf
                 break
             start, name = min(starts)
-            others = [each for each in able if each != name and free[each] <= start]
-            most = min(len(node.run_s), len(others) + 1)
+            helpers = [helper for helper in able if helper != name and free[helper] <= start]
+            most = min(len(node.run_s), len(helpers) + 1)
             degree = next((k for k in range(1, most) if node.in_time(start, k)), most)
-            done = start + node.run_s[degree - 1]
-            for each in (name, *others[: degree - 1]):
-                free[each], has[each] = done, has[each] | node.models
-            end = max(end, done + node.behind_s)
+            end_s = start + node.run_s[degree - 1]
+            for helper in (name, *helpers[: degree - 1]):
+                free[helper], loaded[helper] = end_s, loaded[helper] | node.models
+            end = max(end, end_s + node.behind_s)
         ends[node.key] = end
     return ends
 
 
 def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
     """Whether any place will do for any node: all have all models."""
-    wanted: frozenset[str] = frozenset().union(*(node.models for node in nodes))
+    required_models: frozenset[str] = frozenset().union(*(node.models for node in nodes))
     return all(node.only is None for node in nodes) and all(
-        wanted <= place.models for place in places
+        required_models <= place.models for place in places
     )
 
 
@@ -284,10 +284,10 @@ def _listed(nodes: Sequence[ReadyNode], free: Iterable[float], now: float) -> di
                     break
                 heapq.heappop(heap)
                 gang += 1
-            done = start + node.run_s[gang - 1]
+            end_s = start + node.run_s[gang - 1]
             for _ in range(gang):
-                heapq.heappush(heap, done)
-            end = max(end, done + node.behind_s)
+                heapq.heappush(heap, end_s)
+            end = max(end, end_s + node.behind_s)
         ends[node.key] = end
     return ends
 
@@ -308,8 +308,8 @@ def admits(
         return None
     late = [node for node in admitted if ends[node.key] > node.due + TOLERANCE_S]
     if late:
-        before = predicted(admitted, places, prices, now, order)
-        if any(before[node.key] <= node.due + TOLERANCE_S for node in late):
+        ends_without = predicted(admitted, places, prices, now, order)
+        if any(ends_without[node.key] <= node.due + TOLERANCE_S for node in late):
             return None
     return ends[new.key]
 

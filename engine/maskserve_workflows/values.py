@@ -51,8 +51,8 @@ def parts_of(value: Any) -> Iterator[Any]:
         case Areas():
             yield from value.masks
         case tuple() | list():
-            for each in value:
-                yield from parts_of(each)
+            for part in value:
+                yield from parts_of(part)
         case _:
             yield value
 

@@ -80,8 +80,8 @@ def nbytes(value: Any) -> int:
         case bytes() | bytearray() | memoryview() | str():
             return len(value)
         case NamedValue():
-            found = parse(value.element)
-            return len(value.element) if found is None else found[1]
+            reference = parse(value.element)
+            return len(value.element) if reference is None else reference[1]
         case Areas():
             return nbytes(value.masks)
         case tuple() | list():
@@ -103,9 +103,9 @@ def laid_out(
         waves: tuple[int, ...] = ()
         match value:
             case Areas():
-                parts, waves = [_encoded(each, put) for each in value.masks], value.waves
+                parts, waves = [_encoded(part, put) for part in value.masks], value.waves
             case tuple() | list():
-                parts = [_encoded(each, put) for each in value]
+                parts = [_encoded(part, put) for part in value]
             case _:
                 parts = [_encoded(value, put)]
         layout.append(Laid(name, kind, len(parts), waves))
@@ -119,13 +119,13 @@ def picked_up(layout: Sequence[Laid], elements: Sequence[bytes]) -> dict[str, An
     Raises:
         ValueError: the elements are not those of the layout.
     """
-    if sum(each.count for each in layout) != len(elements):
+    if sum(laid.count for laid in layout) != len(elements):
         raise ValueError(f"{len(elements)} elements are not those of the layout")
     at, values = 0, {}
-    for each in layout:
-        parts = elements[at : at + each.count]
-        at += each.count
-        values[each.name] = _decoded(each, parts)
+    for laid in layout:
+        parts = elements[at : at + laid.count]
+        at += laid.count
+        values[laid.name] = _decoded(laid, parts)
     return values
 
 
@@ -152,7 +152,7 @@ def _decoded(laid: Laid, parts: Sequence[bytes]) -> Any:
     kind = laid.kind[:-1] if many else laid.kind
     if not many and len(parts) != 1:
         raise ValueError(f"{laid.name}: is {len(parts)} elements in place of one")
-    values = tuple(_one(kind, each) for each in parts)
+    values = tuple(_one(kind, part) for part in parts)
     return values if many else values[0]
 
 

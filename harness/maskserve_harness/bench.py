@@ -125,5 +125,5 @@ def _listed() -> list[str]:
 def _summary(module: str) -> str:
     """The first paragraph of a module's docstring; nothing is imported for it."""
     path = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
-    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(said.split("\n\n")[0].split())
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.split("\n\n")[0].split())

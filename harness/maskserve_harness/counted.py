@@ -46,9 +46,11 @@ def tile_bytes(work: ModelWork, row: RowTokens, fmt: EntryFormat) -> Floats:
     """
     loads = np.zeros(len(work.blocks))
     if row.convolved is not None:
-        for each in work.maps:
-            total, computed = work.tokens[each.level], row.convolved[each.level]
+        for feature_map in work.maps:
+            total, computed = work.tokens[feature_map.level], row.convolved[feature_map.level]
             if computed < total:  # with the position round it that a convolution reads
                 read = min(float(total), (math.sqrt(computed) + 2) ** 2)
-                loads[min(each.block, len(loads) - 1)] += fmt.bytes_of(read, each.width)
+                loads[min(feature_map.block, len(loads) - 1)] += fmt.bytes_of(
+                    read, feature_map.width
+                )
     return loads

@@ -81,10 +81,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find_source(folder: Path) -> Path:
-    found = sorted(folder.glob("source.*"))
-    if not found:
+    sources = sorted(folder.glob("source.*"))
+    if not sources:
         raise DemoFailed(f"{folder} holds no source picture")
-    return found[0]
+    return sources[0]
 
 
 def serve_options(options: argparse.Namespace) -> ServeOptions:
@@ -130,8 +130,8 @@ def compare(client: Client, image: Path, options: argparse.Namespace, first: Edi
         ways[cache] = client.edit(
             image, options.mask, options.prompt, seed=options.seed, cache=cache
         )
-    dense, again = ways["off"], ways["auto"].meta
-    saved = dense.meta["timings_ms"]["denoise"] / again["timings_ms"]["denoise"]
+    dense, repeat_meta = ways["off"], ways["auto"].meta
+    saved = dense.meta["timings_ms"]["denoise"] / repeat_meta["timings_ms"]["denoise"]
     difference = np.abs(np.asarray(dense.image, int) - np.asarray(first.image, int))
     inside = upright(options.mask, "L").point(lambda value: 255 * (value >= 128))
     level = difference[np.asarray(inside) > 0].mean()
@@ -143,7 +143,8 @@ def compare(client: Client, image: Path, options: argparse.Namespace, first: Edi
         f"all steps {meta['computed_tokens'] / (steps * total):.0%} were computed"
     )
     print(
-        f"denoising took {again['timings_ms']['denoise']:.0f} ms, with all tokens in each step "
+        f"denoising took {repeat_meta['timings_ms']['denoise']:.0f} ms, with all tokens in "
+        "each step "
         f"{dense.meta['timings_ms']['denoise']:.0f} ms ({saved:.1f}x); the two pictures differ by "
         f"{level:.1f} of 255 levels on average inside the mask"
     )
@@ -166,10 +167,14 @@ def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) 
     pictures["side_by_side"] = side_by_side(source, mask, edited)
     for name, picture in pictures.items():
         picture.save(out / f"{name}.png")
-    before, after, inside = np.asarray(source), np.asarray(edited), np.asarray(mask) >= 128
-    if before.shape != after.shape:
-        raise DemoFailed(f"the answer is {after.shape}, not {before.shape}")
-    changed = (before != after).any(axis=2)
+    source_pixels, edited_pixels, inside = (
+        np.asarray(source),
+        np.asarray(edited),
+        np.asarray(mask) >= 128,
+    )
+    if source_pixels.shape != edited_pixels.shape:
+        raise DemoFailed(f"the answer is {edited_pixels.shape}, not {source_pixels.shape}")
+    changed = (source_pixels != edited_pixels).any(axis=2)
     if changed[~inside].any():
         raise DemoFailed(f"{changed[~inside].sum()} pixels outside the mask differ from the source")
     if not changed[inside].any():

@@ -150,7 +150,7 @@ MUTATIONS = (
     Mutation(
         "a step that is tried again is kept anew",
         "engine/maskserve_engine/batch/own_anchors.py",
-        "if self._lost == self._step or (kept is not None and kept.step == self._step):",
+        "if self._lost == self._step or (previous is not None and previous.step == self._step):",
         "if self._lost == self._step:",
         f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
     ),
@@ -164,29 +164,29 @@ MUTATIONS = (
     Mutation(
         "what lifts entries takes no bytes",
         "engine/maskserve_engine/batch/own_anchors.py",
-        "kept += [*self._found.values(), *self._lacked.values()]",
-        "kept += [*self._found.values()]",
+        "groups += [*self._found.values(), *self._lacked.values()]",
+        "groups += [*self._found.values()]",
         f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
     ),
     Mutation(
         "what anchors leave goes on the other way",
         "engine/maskserve_engine/batch/own_anchors.py",
-        "return (last - now) / (before - last) if before != last else 0.0",
-        "return (now - last) / (before - last) if before != last else 0.0",
+        "return (last - current) / (earlier - last) if earlier != last else 0.0",
+        "return (current - last) / (earlier - last) if earlier != last else 0.0",
         f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
     ),
     Mutation(
         "what anchors leave stays as the last one left it",
         "engine/maskserve_engine/batch/own_anchors.py",
-        "return (last - now) / (before - last) if before != last else 0.0",
+        "return (last - current) / (earlier - last) if earlier != last else 0.0",
         "return 0.0",
         f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
     ),
     Mutation(
         "what anchors leave lies on a line over sigma itself",
         "engine/maskserve_engine/batch/own_anchors.py",
-        "before, last, now = (each**power for each in (*sigmas, sigma))",
-        "before, last, now = (*sigmas, sigma)",
+        "earlier, last, current = (value**power for value in (*sigmas, sigma))",
+        "earlier, last, current = (*sigmas, sigma)",
         f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
     ),
     Mutation(
@@ -213,7 +213,7 @@ MUTATIONS = (
     Mutation(
         "what is shown of a source is booked twice",
         "engine/maskserve_engine/requests/own_anchors.py",
-        '+ (len(text["prompt_embeds"]) - shown) * plan.text',
+        '+ (len(text["prompt_embeds"]) - picture_tokens) * plan.text',
         '+ len(text["prompt_embeds"]) * plan.text',
         f"{_QWEN_EDIT}::test_anchors_of_its_own_hold_what_is_shown_too",
     ),
@@ -249,8 +249,8 @@ MUTATIONS = (
     Mutation(
         "a row's last step leads on",
         f"{_FLOW}/rows.py",
-        "if self.moved is None or after >= self.steps:",
-        "if self.moved is None or after > self.steps:",
+        "if self.moved is None or next_step >= self.steps:",
+        "if self.moved is None or next_step > self.steps:",
         f"{_OWN}::test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads",
     ),
     Mutation(
@@ -286,15 +286,15 @@ MUTATIONS = (
     Mutation(
         "a slot that a step still reads is handed out",
         "engine/maskserve_engine/control_link/reuse.py",
-        "taken |= set() if added is None else {added.slot}",
-        "taken |= set()",
+        "used_slots |= set() if added is None else {added.slot}",
+        "used_slots |= set()",
         f"{_SLOTS}::test_no_slot_is_handed_out_that_a_step_still_reads",
     ),
     Mutation(
         "a slot that a later step will read is handed out",
         "engine/maskserve_engine/control_link/reuse.py",
-        "taken = {each.slot for each in self._sent.values() if each.step > step}",
-        "taken = set[int]()",
+        "used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}",
+        "used_slots = set[int]()",
         f"{_SLOTS}::test_no_slot_is_handed_out_that_a_later_step_will_read",
     ),
     # Which edits are cached.
@@ -338,8 +338,8 @@ MUTATIONS = (
     Mutation(
         "the limit of drift is ignored",
         "engine/maskserve_engine/requests/audits.py",
-        "return held.largest if held is not None and held.largest > self._limit else None",
-        "return None",
+        "if drift_record is not None and drift_record.largest > self._limit",
+        "if False",
         f"{_UNIT}/engine/requests/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
     ),
     # What a row computes.
@@ -353,8 +353,8 @@ MUTATIONS = (
     Mutation(
         "no keys of a row's inactive tokens are loaded",
         "engine/maskserve_engine/batch/forward.py",
-        "sources = [None if each is None else each.source(index, part) for each in own]",
-        "sources = [None for _ in own]",
+        "else row_part.source(index, part) for row_part in row_parts]",
+        "else None for row_part in row_parts]",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
     ),
     Mutation(
@@ -426,8 +426,8 @@ MUTATIONS = (
     Mutation(
         "old residuals of another scale",
         "engine/maskserve_engine/control_link/reuse.py",
-        "return sent if self._scales[step] == self._scales[sent.step] else None",
-        "return sent",
+        "return ask if self._scales[step] == self._scales[ask.step] else None",
+        "return ask",
         f"{_FAST}::test_which_residuals_a_step_adds",
     ),
     # Models that see the source as reference.
@@ -505,14 +505,14 @@ MUTATIONS = (
     Mutation(
         "no keys of exact references are placed",
         "engine/maskserve_engine/batch/forward.py",
-        "scatter_kv([None if each is None else each.source(index) for each in own], outs, slots)",
-        "scatter_kv([None for each in own], outs, slots)",
+        "else tokens.source(index) for tokens in fixed_tokens], outs, slots",
+        "else None for tokens in fixed_tokens], outs, slots",
         _PIPELINES,
     ),
     Mutation(
         "rows of a template make their own references",
         "engine/maskserve_engine/loop/local_executor.py",
-        "made.references.entry = handle",
+        "row_state.references.entry = handle",
         "pass",
         f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
     ),
@@ -526,8 +526,8 @@ MUTATIONS = (
     Mutation(
         "a blend reaches the context",
         f"{_FLOW}/rows.py",
-        "computed, after = moved[: len(self.latents)], self.step + 1",
-        "computed, after = moved[-len(self.latents) :], self.step + 1",
+        "computed, next_step = moved[: len(self.latents)], self.step + 1",
+        "computed, next_step = moved[-len(self.latents) :], self.step + 1",
         _PIPELINES,
     ),
     Mutation(
@@ -561,8 +561,8 @@ MUTATIONS = (
     Mutation(
         "anchors are of another schedule than the model's own",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=own).walk",
-        "walk = make_schedule(self.sampler, steps, tokens, own=own).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, own=model_sigmas).walk",
         _FOUR,
     ),
     Mutation(
@@ -589,7 +589,7 @@ MUTATIONS = (
     Mutation(
         "a second attention changes nothing",
         "engine/maskserve_engine/families/sd3/adapter.py",
-        "return add_gated(x, gate, found)[0]",
+        "return clip(add_gated(x, gate, attention_out)[0])",
         "return x",
         f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
@@ -610,8 +610,8 @@ MUTATIONS = (
     Mutation(
         "what a text encoder is shown stands ahead of the picture in an entry",
         "engine/maskserve_engine/cache/entries.py",
-        "own = [torch.cat((x[self._text :], x[: self._shown])) for x in own]",
-        "own = [torch.cat((x[: self._shown], x[self._text :])) for x in own]",
+        "tensors = [torch.cat((x[self._text :], x[: self._shown])) for x in tensors]",
+        "tensors = [torch.cat((x[: self._shown], x[self._text :])) for x in tensors]",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
     ),
     Mutation(
@@ -638,15 +638,15 @@ MUTATIONS = (
     Mutation(
         "to Qwen-Image-2.1 its sentence lies where it does without a prompt",
         _QWEN21,
-        "self._spoken(count, 0, begin), seen, back)",
-        "self._spoken(count, 0, begin), seen)",
+        "self._spoken(count, 0, begin), visible, back)",
+        "self._spoken(count, 0, begin), visible)",
         f"{_OF_QWEN21}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
         "a word of Qwen-Image-2.1 sees the next one",
         "engine/maskserve_engine/families/qwen_image21/blocks.py",
-        "allowed = allowed.tril(seen)",
-        "allowed = allowed.tril(seen + 1)",
+        "allowed = allowed.tril(visible_tokens)",
+        "allowed = allowed.tril(visible_tokens + 1)",
         f"{_OF_QWEN21}::test_what_stands_before_the_picture_is_the_models_own_cache",
     ),
     Mutation(
@@ -659,7 +659,7 @@ MUTATIONS = (
     Mutation(
         "a distilled model's template is primed for the base model's schedule",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=own).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk",
         "walk = make_schedule(self.sampler, steps, tokens, shift=shift).walk",
         f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
     ),
@@ -687,8 +687,8 @@ MUTATIONS = (
     Mutation(
         "a processor of transformers 5 is read where those before it had theirs",
         "engine/maskserve_engine/families/qwen_image/spec.py",
-        'said = read_json(whole).get("image_processor") if whole.is_file() else None',
-        "said = None",
+        'image_processor = read_json(whole).get("image_processor") if whole.is_file() else None',
+        "image_processor = None",
         f"{_QWEN_EDIT}::test_what_is_shown_follows_from_the_file_that_transformers_reads",
     ),
     Mutation(
@@ -702,8 +702,8 @@ MUTATIONS = (
     Mutation(
         "a prompt of Z-Image stands behind its picture",
         _Z_IMAGE,
-        "torch.where(before.to(device), own.conj(), own)",
-        "torch.where(before.to(device), own, own)",
+        "torch.where(is_negative.to(device), factors.conj(), factors)",
+        "torch.where(is_negative.to(device), factors, factors)",
         f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
@@ -730,8 +730,8 @@ MUTATIONS = (
     Mutation(
         "a padded template is primed with its pads before the priming prompt",
         _Z_IMAGE,
-        "own = self._rotary(pads_at(words + pads_of(words), pads))",
-        "own = whole[text - pads : text]",
+        "pad_cis = self._rotary(pads_at(words + pads_of(words), pads))",
+        "pad_cis = whole[text - pads : text]",
         f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
     ),
     Mutation(
@@ -744,8 +744,8 @@ MUTATIONS = (
     Mutation(
         "an edit model's prompt is not cut",
         "engine/maskserve_engine/families/qwen_image/encode.py",
-        "kept = len(states) - self.text.read_of(prompt).cut",
-        "kept = len(states)",
+        "used_tokens = len(states) - self.text.read_of(prompt).cut",
+        "used_tokens = len(states)",
         f"{_QWEN_EDIT}::test_a_prompt_longer_than_what_is_read_is_cut",
     ),
     Mutation(
@@ -780,16 +780,16 @@ MUTATIONS = (
     Mutation(
         "a plan that makes another late is taken where one was late before",
         "engine/maskserve_workflows/scheduling.py",
-        "if any(before[node.key] <= node.due",
-        "if all(before[node.key] <= node.due",
+        "if any(ends_without[node.key] <= node.due",
+        "if all(ends_without[node.key] <= node.due",
         f"{_UNIT}/workflows/test_scheduling.py"
         "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
     ),
     Mutation(
         "no plan is taken once another is late",
         "engine/maskserve_workflows/scheduling.py",
-        "if any(before[node.key] <= node.due",
-        "if late or any(before[node.key] <= node.due",
+        "if any(ends_without[node.key] <= node.due",
+        "if late or any(ends_without[node.key] <= node.due",
         f"{_UNIT}/workflows/test_scheduling.py"
         "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
     ),
@@ -865,14 +865,14 @@ def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
     """What became of a mutation, and what is to be said of it."""
     try:
         with copy.with_mutation(mutation):
-            code, said = copy.test(mutation.test)
+            code, output = copy.test(mutation.test)
     except ValueError as error:
         return "broken", str(error)
     if code == _FAILED:
-        return "killed", f"{mutation.test} {said if said == _TOO_LONG else ''}".rstrip()
+        return "killed", f"{mutation.test} {output if output == _TOO_LONG else ''}".rstrip()
     if code == _PASSED:
         return "survived", mutation.test
-    return "broken", f"{mutation.test} was not run:\n{said}"
+    return "broken", f"{mutation.test} was not run:\n{output}"
 
 
 def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdict]:
@@ -881,20 +881,21 @@ def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdi
     Raises:
         RuntimeError: a test fails without any mutation, so that its failing would say nothing.
     """
-    found: dict[str, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder), tree)
-        code, said = copy.test(*dict.fromkeys(mutation.test for mutation in mutations))
+        code, output = copy.test(*dict.fromkeys(mutation.test for mutation in mutations))
         if code != _PASSED:
-            raise RuntimeError(f"the tests do not pass as they are:\n{said}")
+            raise RuntimeError(f"the tests do not pass as they are:\n{output}")
         for mutation in mutations:
             begin = time.perf_counter()
-            found[mutation.name], about = judge(copy, mutation)
+            verdicts[mutation.name], about = judge(copy, mutation)
             seconds = time.perf_counter() - begin
             print(
-                f"{found[mutation.name]:8} {seconds:5.1f} s  {mutation.name}: {about}", flush=True
+                f"{verdicts[mutation.name]:8} {seconds:5.1f} s  {mutation.name}: {about}",
+                flush=True,
             )
-    return found
+    return verdicts
 
 
 def main() -> int:
@@ -905,7 +906,7 @@ def main() -> int:
     chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
     if not chosen:
         parser.error(f"no mutation's name holds any of: {', '.join(words)}")
-    found = run(chosen)
-    killed = sum(verdict == "killed" for verdict in found.values())
-    print(f"{killed} of {len(found)} killed")
-    return 0 if killed == len(found) else 1
+    verdicts = run(chosen)
+    killed = sum(verdict == "killed" for verdict in verdicts.values())
+    print(f"{killed} of {len(verdicts)} killed")
+    return 0 if killed == len(verdicts) else 1

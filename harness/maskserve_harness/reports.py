@@ -30,5 +30,5 @@ def write_json(report: Any, file: Path | None) -> None:
 
 def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A markdown table."""
-    first, *rest = ("| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows))
-    return "\n".join((first, "|---" * len(columns) + "|", *rest))
+    first, *body_lines = ("| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows))
+    return "\n".join((first, "|---" * len(columns) + "|", *body_lines))

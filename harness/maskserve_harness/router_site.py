@@ -44,11 +44,11 @@ class RouterSite:
         self.config = folder / "router.toml"
         self.log = folder / "router.log"
         self._ready = ready
-        given = dict(tables or {})
+        all_tables = dict(tables or {})
         listen = {"http_port": http, "grpc_port": grpc, "admin_port": admin}
-        given["listen"] = {**listen, **given.get("listen", {})}
-        given["workers"] = {"addresses": list(addresses), **given.get("workers", {})}
-        self._tables = given
+        all_tables["listen"] = {**listen, **all_tables.get("listen", {})}
+        all_tables["workers"] = {"addresses": list(addresses), **all_tables.get("workers", {})}
+        self._tables = all_tables
         self._process: subprocess.Popen[bytes] | None = None
         self.write_config()
 

@@ -47,10 +47,10 @@ class SecondHost:
     def claim(self) -> bool:
         """Whether its link could be made: two of a number cannot be."""
         link = ["link", "add", self._here, "type", "veth", "peer", "name", self._there]
-        done = subprocess.run(["ip", *link], check=False, capture_output=True, text=True)
-        if done.returncode and "exists" not in done.stderr:
-            raise RuntimeError(f"ip {' '.join(link)}: {done.stderr.strip()}")
-        return not done.returncode
+        process = subprocess.run(["ip", *link], check=False, capture_output=True, text=True)
+        if process.returncode and "exists" not in process.stderr:
+            raise RuntimeError(f"ip {' '.join(link)}: {process.stderr.strip()}")
+        return not process.returncode
 
     def make(self) -> None:
         """Once it is claimed."""
@@ -97,8 +97,8 @@ class SecondHost:
         environment.pop("XDG_RUNTIME_DIR", None)
         begun = [_Served([*enter, *serve, *arguments], environment) for arguments in commands]
         self._served += begun
-        for each in begun:
-            each.wait_ready()
+        for server in begun:
+            server.wait_ready()
 
     def end(self) -> None:
         """Stop what it serves."""
@@ -151,22 +151,22 @@ class SecondHost:
     def whole(self) -> None:
         """The link is as at first."""
         self._ip("link", "set", self._there, "up")
-        for prefix, device, other in (
+        for prefix, device, address in (
             ([], self._here, self.there),
             (["-n", self.name], self._there, self.here),
         ):
             for command in (
                 ["tc", *prefix, "qdisc", "del", "dev", device, "root"],
-                ["ip", *prefix, "neigh", "del", other, "dev", device],
+                ["ip", *prefix, "neigh", "del", address, "dev", device],
             ):
                 subprocess.run(command, check=False, capture_output=True)
 
     def _stop(self, how: signal.Signals) -> None:
         served, self._served = self._served, []
-        for each in served:
-            each.process.send_signal(how)
-        for each in served:
-            each.wait()
+        for server in served:
+            server.process.send_signal(how)
+        for server in served:
+            server.wait()
 
     def _ip(self, *command: str) -> None:
         _ip("-n", self.name, *command)
@@ -214,12 +214,12 @@ def second_host() -> Iterator[SecondHost]:
     Raises:
         RuntimeError: this process may make none, or there are too many.
     """
-    made = _claimed()
+    host = _claimed()
     try:
-        made.make()
-        yield made
+        host.make()
+        yield host
     finally:
-        made.remove()
+        host.remove()
 
 
 def _claimed() -> SecondHost:
@@ -235,6 +235,6 @@ def _ip(*command: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {process.stderr.strip()}")

@@ -60,8 +60,8 @@ class ControlledFlux(Controlled):
     def forward(self, **given: Any) -> Any:
         """As FluxTransformer2DModel's."""
         hidden = given["hidden_states"]
-        own = {**given, "hidden_states": hidden[..., : self.pictures.shape[2]]}
-        doubles, singles = self.net(controlnet_cond=self.pictures, **own)
+        net_inputs = {**given, "hidden_states": hidden[..., : self.pictures.shape[2]]}
+        doubles, singles = self.net(controlnet_cond=self.pictures, **net_inputs)
         return self.base(
             **given, controlnet_block_samples=doubles, controlnet_single_block_samples=singles
         )
@@ -155,7 +155,7 @@ class FluxBase(Base):
 
     def _batch(self, samples: list[Edit]) -> transformer.Batch:
         vae, factor = self.pipe.vae, self.pipe.vae_scale_factor
-        clean, seen, mask = (
+        clean, masked_source, mask = (
             transformer.pack(x) if x.ndim == 4 else transformer.pack_mask(x, factor)
             for x in _latents(vae, samples)
         )
@@ -167,7 +167,7 @@ class FluxBase(Base):
         none = torch.full((len(samples), 2), -1)
         return transformer.HintedBatch(
             clean=clean,
-            condition=torch.cat([seen, mask], dim=2),
+            condition=torch.cat([masked_source, mask], dim=2),
             prompt=torch.stack([states for states, _ in texts]),
             pooled=torch.stack([pooled for _, pooled in texts]),
             ids=ids.view(-1, 3),
@@ -229,10 +229,10 @@ class UnetBase(Base):
     def loss(self, model: Any, samples: list[Edit], generator: torch.Generator) -> torch.Tensor:
         """`Base.loss`."""
         with torch.no_grad():
-            clean, seen, mask = _latents(self.pipe.vae, samples)
+            clean, masked_source, mask = _latents(self.pipe.vae, samples)
             step = self.pipe.vae_scale_factor
             prompt = torch.stack([self._texts(sample.prompt) for sample in samples])
-            batch = unet.Batch(clean, seen, mask[:, None, ::step, ::step], prompt)
+            batch = unet.Batch(clean, masked_source, mask[:, None, ::step, ::step], prompt)
         return unet.loss_of(model, batch, self.pipe.scheduler, generator)
 
     def _encode(self, prompt: str) -> torch.Tensor:
@@ -293,16 +293,16 @@ def learn(
         loss = loss_of(rng, _SIZES[int(rng.integers(len(_SIZES)))], generator)
         return Step(loss, shown=loss.item())
 
-    own = [p for p in learnt.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(own, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+    parameters = [p for p in learnt.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     Training(name, learnt, [optimiser], seconds, rate, decay=0.5, save=save).run(take)
 
 
 @torch.no_grad()
 def _copy(parts: Sequence[tuple[Any, Any]], first: Any, theirs: Any, channels: int) -> None:
     """Give a net the base's weights, and its first layer those of the first `channels` inputs."""
-    for own, of_base in parts:
-        own.load_state_dict(of_base.state_dict())
+    for part, of_base in parts:
+        part.load_state_dict(of_base.state_dict())
     first.weight.copy_(theirs.weight[:, :channels])
     first.bias.copy_(theirs.bias)
 

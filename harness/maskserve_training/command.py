@@ -121,7 +121,7 @@ def _data(args: argparse.Namespace, vae: AutoencoderKL) -> list[Path]:
         for kind, part in (("plain", 1.0), ("relations", 1.0), ("structures", 0.4)):
             folder = args.work / "data" / f"{kind}-{size[0]}x{size[1]}"
             data.write_part(vae, folder, kind, size, int(args.scenes * share * part), seed)
-    return sorted(done.parent for done in (args.work / "data").glob("*/done"))
+    return sorted(marker.parent for marker in (args.work / "data").glob("*/done"))
 
 
 def start_helpers(workers: int) -> list[subprocess.Popen[bytes]]:

@@ -39,8 +39,8 @@ def draw_sample(
     """An edit of `size` (height, width) that follows its outline; some have a black picture and
     are answered as by the model alone. Of guided models some have no prompt.
     """
-    asked, draw = draw_outlined(rng, size), rng.random()
-    edit = asked.edit
+    outlined_edit, draw = draw_outlined(rng, size), rng.random()
+    edit = outlined_edit.edit
     if draw < _WITHOUT:
         behind = Edit(edit.source, np.zeros_like(edit.mask), "", None, None, edit.source)
         return OutlinedEdit(behind, None)
@@ -49,8 +49,8 @@ def draw_sample(
             edit.mask[..., None], to_bytes(fill(edit.source, edit.mask)), edit.source
         )
         none = Edit(edit.source, edit.mask, "", None, None, continued)
-        return replace(asked, edit=none)
-    return asked
+        return replace(outlined_edit, edit=none)
+    return outlined_edit
 
 
 def train(base: Base, net: Any, seconds: float, rate: float, out: Path, batch: int) -> None:
@@ -62,9 +62,9 @@ def train(base: Base, net: Any, seconds: float, rate: float, out: Path, batch: i
     def loss_of(
         rng: np.random.Generator, size: tuple[int, int], generator: torch.Generator
     ) -> torch.Tensor:
-        asked = [draw_sample(rng, size, guided=bool(base.guided)) for _ in range(batch)]
-        model.pictures = base.controls([each.control for each in asked])
-        return base.loss(model, [each.edit for each in asked], generator)
+        outlined = [draw_sample(rng, size, guided=bool(base.guided)) for _ in range(batch)]
+        model.pictures = base.controls([outlined_edit.control for outlined_edit in outlined])
+        return base.loss(model, [outlined_edit.edit for outlined_edit in outlined], generator)
 
     seed = int(time.time()) if (out / "config.json").is_file() else 0
     learn("outline", net, loss_of, lambda: save(net, out), seed=seed, seconds=seconds, rate=rate)
@@ -85,10 +85,10 @@ def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Pictur
         setattr(base.pipe, base.part, model)
     try:
         for first in range(0, len(asked), 8):
-            some = asked[first : first + 8]
+            batch = asked[first : first + 8]
             if model is not None:
-                model.pictures = base.controls([each.control for each in some])
-            pictures += base.edit([each.edit for each in some])
+                model.pictures = base.controls([outlined_edit.control for outlined_edit in batch])
+            pictures += base.edit([outlined_edit.edit for outlined_edit in batch])
     finally:
         setattr(base.pipe, base.part, base.denoiser)
     return pictures
@@ -96,10 +96,10 @@ def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Pictur
 
 def share_followed(base: Base, net: Any | None, edits: int) -> float:
     """Share of held-out edits that are painted along their outlines."""
-    asked = outlined_edits(edits)
-    pictures = paint(base, net, asked)
-    found = [followed(p, each) for p, each in zip(pictures, asked, strict=True)]
-    return float(np.mean([each >= ENOUGH_IOU for each in found]))
+    outlined = outlined_edits(edits)
+    pictures = paint(base, net, outlined)
+    ious = [followed(p, item) for p, item in zip(pictures, outlined, strict=True)]
+    return float(np.mean([item >= ENOUGH_IOU for item in ious]))
 
 
 def main() -> int:
@@ -117,7 +117,9 @@ def main() -> int:
     base, out = BASES[args.base](), args.out or FOLDERS[args.base]
     if args.judge:
         net = base.net_class.from_pretrained(out).eval()
-        with_it, without = (share_followed(base, each, args.judge) for each in (net, None))
+        with_it, without = (
+            share_followed(base, control_net, args.judge) for control_net in (net, None)
+        )
         print(f"outline: followed in {with_it:.0%} of {args.judge} edits, without {without:.0%}")
         return 0
     net = base.new_net() if args.start is None else base.net_class.from_pretrained(args.start)

@@ -81,7 +81,7 @@ def write_part(
     masks = create("mask", np.uint8, *grid, factor**2 // 2)
     wishes = create("wish", np.uint8, WISHES[kind], 4)
     boxes = create("box", np.uint8, 4)
-    others = create("other", np.uint8, 6)
+    far_objects = create("other", np.uint8, 6)
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     kernel = linear_code(vae)
     for i in range(scenes):
@@ -104,7 +104,7 @@ def write_part(
                 ASKED_COLOURS.index(wish.asked[0]), ASKED_SHAPES.index(wish.asked[1]),
             )  # fmt: skip
         boxes[i] = _box(pixels.any(axis=1).reshape(grid))
-        others[i] = drawn.other
+        far_objects[i] = drawn.other
         if (i + 1) % 1000 == 0:
             print(f"data {folder.name} {i + 1}/{scenes}", flush=True)
     (folder / "done").touch()
@@ -131,12 +131,12 @@ def _draw(rng: np.random.Generator, kind: str, size: tuple[int, int], token: int
         if len(wishes) == len(RELATIONS):
             break
     (x, y), r = drawn.centre, drawn.radius
-    other = (
+    far_object = (
         math.floor((y - r) / token), math.ceil((y + r) / token),
         math.floor((x - r) / token), math.ceil((x + r) / token),
         ASKED_COLOURS.index(drawn.colour), ASKED_SHAPES.index(drawn.shape),
     )  # fmt: skip
-    return _Drawn(drawn.scene, wishes, other)
+    return _Drawn(drawn.scene, wishes, far_object)
 
 
 def _box(touched: Mask) -> tuple[int, ...]:

@@ -126,15 +126,17 @@ def build_transformer() -> Flux2Transformer2DModel:
 def build_vae(kernel: tuple[torch.Tensor, torch.Tensor], old: AutoencoderKL) -> AutoencoderKLFlux2:
     """The demo's VAE with statistics of drawn pictures, over packed channels."""
     config = old.config
-    kept = (
+    copied_keys = (
         "down_block_types", "up_block_types", "block_out_channels", "layers_per_block", "act_fn",
         "latent_channels", "norm_num_groups", "sample_size", "use_quant_conv",
         "use_post_quant_conv", "mid_block_add_attention",
     )  # fmt: skip
-    vae = AutoencoderKLFlux2(**{name: config[name] for name in kept})
-    found = vae.load_state_dict(old.state_dict(), strict=False)
-    if found.unexpected_keys or any(not key.startswith("bn.") for key in found.missing_keys):
-        raise ValueError(f"vae: its weights do not fit: {found}")
+    vae = AutoencoderKLFlux2(**{name: config[name] for name in copied_keys})
+    load_result = vae.load_state_dict(old.state_dict(), strict=False)
+    if load_result.unexpected_keys or any(
+        not key.startswith("bn.") for key in load_result.missing_keys
+    ):
+        raise ValueError(f"vae: its weights do not fit: {load_result}")
     rng = np.random.default_rng(11)
     scenes = [make_object_scene(rng, (128, 128)) for _ in range(200)]
     pictures = to_tensor([scene.drawn(scene.things) for scene in scenes])
@@ -159,7 +161,7 @@ class Sampler:
         rng, grid = self._rng, (size[0] // TOKEN, size[1] // TOKEN)
         count = max(1, TOKENS_PER_BATCH // (2 * grid[0] * grid[1] + MAX_LENGTH))
         sources, answers, prompts = [], [], []
-        seen, shown, touched, placed = [], [], [], []
+        object_labels, answer_labels, touched, placed = [], [], [], []
         for _ in range(count):
             scene = make_object_scene(rng, size, most)
             wish = draw_wish(rng, scene)
@@ -168,9 +170,9 @@ class Sampler:
             sources.append(source)
             answers.append(source if empty else finished(scene, wish))
             prompts.append("" if empty else wish.prompt)
-            seen.append(_seen(scene, grid))
+            object_labels.append(_seen(scene, grid))
             becomes = None if empty else wish.becomes
-            shown.append((-1, -1) if becomes is None else _numbers(becomes))
+            answer_labels.append((-1, -1) if becomes is None else _numbers(becomes))
             area = _covers(scene.things[wish.number], grid)
             touched.append(np.zeros_like(area) if empty else area)
             placed.append(_place(scene.things[wish.number], grid))
@@ -179,8 +181,8 @@ class Sampler:
             self._tokens(sources),
             self._prompts(prompts),
             self._ids(grid),
-            torch.from_numpy(np.stack(seen)).flatten(1, 2),
-            torch.tensor(shown),
+            torch.from_numpy(np.stack(object_labels)).flatten(1, 2),
+            torch.tensor(answer_labels),
             torch.from_numpy(np.stack(touched)).flatten(1).float(),
             torch.from_numpy(np.stack(placed)).flatten(1, 2).float(),
         )
@@ -224,10 +226,10 @@ def _covers(thing: PlacedObject, grid: tuple[int, int]) -> Any:
 
 
 def _seen(scene: ObjectScene, grid: tuple[int, int]) -> Any:
-    seen = np.full((*grid, 2), -1)
+    labels = np.full((*grid, 2), -1)
     for thing in scene.things:
-        seen[_covers(thing, grid)] = _numbers(thing)
-    return seen
+        labels[_covers(thing, grid)] = _numbers(thing)
+    return labels
 
 
 class Hints(nn.Module):
@@ -279,12 +281,12 @@ class Hints(nn.Module):
                 total = total + off
             for part in (answer, reference):
                 logits = self.meant[name](part)
-                wanted = batch.touched.long()
-                total = total + functional.cross_entropy(logits.transpose(1, 2), wanted)
-                there = wanted > 0
-                if name == "middle" and there.any():
+                targets = batch.touched.long()
+                total = total + functional.cross_entropy(logits.transpose(1, 2), targets)
+                is_touched = targets > 0
+                if name == "middle" and is_touched.any():
                     self.right["meant"].append(
-                        float((logits.argmax(2) == wanted)[there].float().mean())
+                        float((logits.argmax(2) == targets)[is_touched].float().mean())
                     )
             if name in self.shown:
                 at = torch.where(batch.touched[..., None] > 0, batch.shown[:, None], -1)
@@ -293,13 +295,13 @@ class Hints(nn.Module):
         return total
 
     def _entropy(self, what: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        known = numbers[..., 0] >= 0
-        if not known.any():
+        has_label = numbers[..., 0] >= 0
+        if not has_label.any():
             return torch.zeros(())
-        colours, shapes = logits[known].split([len(COLOURS), len(SHAPES)], dim=1)
-        colour, shape = numbers[known].unbind(1)
-        both = (colours.argmax(1) == colour) & (shapes.argmax(1) == shape)
-        self.right[what].append(float(both.float().mean()))
+        colours, shapes = logits[has_label].split([len(COLOURS), len(SHAPES)], dim=1)
+        colour, shape = numbers[has_label].unbind(1)
+        is_right = (colours.argmax(1) == colour) & (shapes.argmax(1) == shape)
+        self.right[what].append(float(is_right.float().mean()))
         return functional.cross_entropy(colours, colour) + functional.cross_entropy(shapes, shape)
 
 
@@ -350,7 +352,7 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
         return Step(loss + strength * hints.loss(batch), len(mixed), loss.item())
 
     def says() -> str:
-        return "".join(f" {what} {np.mean(last[-60:]):.2f}" for what, last in hints.right.items())
+        return "".join(f" {head} {np.mean(last[-60:]):.2f}" for head, last in hints.right.items())
 
     Training(
         "edit", learnt, optimisers(learnt, rate), seconds, rate, averaged=model,

@@ -101,10 +101,10 @@ def ids_of(tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tens
         )
         for prompt in prompts
     ]
-    made = tokenizer(
+    encoded = tokenizer(
         texts, return_tensors="pt", padding="max_length", truncation=True, max_length=MAX_LENGTH
     )
-    return made.input_ids, made.attention_mask
+    return encoded.input_ids, encoded.attention_mask
 
 
 def states_of(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
@@ -160,9 +160,11 @@ def train_encoder(tokenizer: Any, encoder: Any, seconds: float, checkpoint: Any)
         for head, hidden in zip(heads, states, strict=True):
             parts = head(functional.layer_norm(hidden, (WIDTH,))).split(sizes, dim=-1)
             for group, logits in enumerate(parts):
-                wanted = labels[at, group][:, None].expand(-1, MAX_LENGTH)
-                each = functional.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
-                loss = loss + (each * behind).sum() / behind.sum()
+                targets = labels[at, group][:, None].expand(-1, MAX_LENGTH)
+                entropies = functional.cross_entropy(
+                    logits.transpose(1, 2), targets, reduction="none"
+                )
+                loss = loss + (entropies * behind).sum() / behind.sum()
             right.append(
                 float(
                     torch.stack(

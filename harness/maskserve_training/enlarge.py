@@ -61,12 +61,12 @@ def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
         first.bias.zero_()
         body.weight.zero_()
         body.bias.zero_()
-        small = _tensor([halved(each) for each in large]) - mean
+        small = _tensor([halved(crop) for crop in large]) - mean
         around = functional.unfold(small, 5).transpose(1, 2).reshape(-1, 75)
-        wanted = functional.pixel_unshuffle(_tensor(large) - mean, 2)[:, :, 2:-2, 2:-2]
-        wanted = wanted.flatten(2).transpose(1, 2).reshape(-1, 12)
+        targets = functional.pixel_unshuffle(_tensor(large) - mean, 2)[:, :, 2:-2, 2:-2]
+        targets = targets.flatten(2).transpose(1, 2).reshape(-1, 12)
         # In float32 the answer is worse than Lanczos: neighbours are nearly alike.
-        weight = torch.linalg.lstsq(around.double(), wanted.double()).solution
+        weight = torch.linalg.lstsq(around.double(), targets.double()).solution
         weight = weight.float().T.reshape(12, 3, 5, 5)
         # Of the 3 x 3 places of the last convolution, each takes the neighbours nearest to it.
         last.weight.zero_()
@@ -106,7 +106,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     model = new_model(photos)
     layers = [m for m in model.swin2sr.encoder.modules() if isinstance(m, nn.Linear)]
     matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
-    both = optimisers(model, matrices, rate, weight_decay=0.0, betas=(0.9, 0.999))
+    optimiser_pair = optimisers(model, matrices, rate, weight_decay=0.0, betas=(0.9, 0.999))
 
     def save() -> None:
         model.save_pretrained(folder)
@@ -115,14 +115,14 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
     def take(step: int, progress: float) -> Step:
         rng = np.random.default_rng([13, step])
         large = [_crop(rng, photos) for _ in range(_BATCH)]
-        made = model(_tensor([halved(each) for each in large])).reconstruction
-        wrong = (made - _tensor(large)).square().mean(dim=(1, 2, 3))
+        enlarged = model(_tensor([halved(crop) for crop in large])).reconstruction
+        wrong = (enlarged - _tensor(large)).square().mean(dim=(1, 2, 3))
         # What is judged: decibels, of a flat crop as much as of one full of edges.
         loss = (wrong + 1e-5).log().mean()
         return Step(loss, samples=_BATCH, shown=-10 * loss.item() / np.log(10))
 
     Training(
-        "enlarge", model, both, seconds, rate, warm_up=100, decay=0.6,
+        "enlarge", model, optimiser_pair, seconds, rate, warm_up=100, decay=0.6,
         checkpoint=checkpoint, save=save,
     ).run(take)  # fmt: skip
 
@@ -138,8 +138,8 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        ours, lanczos = enlarged_db(args.out)
-        print(f"enlarge: {ours:.2f} dB, Lanczos {lanczos:.2f} dB on {HELD_OUT_PHOTO}")
+        model_db, lanczos = enlarged_db(args.out)
+        print(f"enlarge: {model_db:.2f} dB, Lanczos {lanczos:.2f} dB on {HELD_OUT_PHOTO}")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

@@ -30,18 +30,18 @@ class Exchange:
     @torch.no_grad()
     def average(self) -> int:
         """Average in place with peers that have news, publish; returns how many had."""
-        own = torch.cat([p.flatten() for p in self._parameters]).numpy()
+        weights = torch.cat([p.flatten() for p in self._parameters]).numpy()
         versions = self._versions.copy()
         versions[self._worker] = self._seen[self._worker]
         peers = np.flatnonzero(versions > self._seen)
         if len(peers):
-            own = (own + self._weights[peers].sum(axis=0)) / (1 + len(peers))
+            weights = (weights + self._weights[peers].sum(axis=0)) / (1 + len(peers))
             offset = 0
             for p in self._parameters:
-                p.copy_(torch.from_numpy(own[offset : offset + p.numel()]).view_as(p))
+                p.copy_(torch.from_numpy(weights[offset : offset + p.numel()]).view_as(p))
                 offset += p.numel()
         self._seen[peers] = versions[peers]
-        self._weights[self._worker] = own
+        self._weights[self._worker] = weights
         self._versions[self._worker] += 1
         self._seen[self._worker] = self._versions[self._worker]
         return len(peers)

@@ -86,22 +86,24 @@ class Learner(nn.Module):
     def loss(self, rng: np.random.Generator) -> torch.Tensor:
         """Of a batch that it draws: cross entropy and overlap of masks, and the head's."""
         scenes = [draw_named(rng, (SIDE, SIDE)) for _ in range(_SCENES)]
-        asked = [ask for scene in scenes for ask in _asks(rng, scene)]
+        queries = [ask for scene in scenes for ask in _asks(rng, scene)]
         pictures = to_tensor([scene.picture for scene in scenes])
-        seen = self.model.clip.vision_model(pictures, output_hidden_states=True).hidden_states
-        each = [seen[i + 1].repeat_interleave(_NAMES, dim=0) for i in _TAKEN]
-        words = [phrase(rng, colour, shape) for _, colour, shape in asked]
+        hidden_states = self.model.clip.vision_model(
+            pictures, output_hidden_states=True
+        ).hidden_states
+        layer_states = [hidden_states[i + 1].repeat_interleave(_NAMES, dim=0) for i in _TAKEN]
+        words = [phrase(rng, colour, shape) for _, colour, shape in queries]
         ids = self._tokenizer(words, padding="longest", return_tensors="pt").input_ids
         names = self.model.clip.get_text_features(ids).pooler_output
-        logits = self.model.decoder(each, names).logits
+        logits = self.model.decoder(layer_states, names).logits
         right = torch.from_numpy(
-            np.stack([scene.mask(colour, shape) for scene, colour, shape in asked])
+            np.stack([scene.mask(colour, shape) for scene, colour, shape in queries])
         ).float()
-        found = torch.sigmoid(logits)
-        shared, both = (found * right).sum((1, 2)), (found + right).sum((1, 2))
-        overlap = 1 - (2 * shared + 20) / (both + 20)
+        probabilities = torch.sigmoid(logits)
+        shared, totals = (probabilities * right).sum((1, 2)), (probabilities + right).sum((1, 2))
+        overlap = 1 - (2 * shared + 20) / (totals + 20)
         entropy = functional.binary_cross_entropy_with_logits(logits, right)
-        return 4 * entropy + overlap.mean() + _HINT * self._hint(scenes, seen[-1][:, 1:])
+        return 4 * entropy + overlap.mean() + _HINT * self._hint(scenes, hidden_states[-1][:, 1:])
 
     def _hint(self, scenes: list[NamedScene], tokens: torch.Tensor) -> torch.Tensor:
         colours, shapes = _covering(scenes)
@@ -114,15 +116,15 @@ class Learner(nn.Module):
 
 def _asks(rng: np.random.Generator, scene: NamedScene) -> list[tuple[NamedScene, str, str]]:
     """Names of things that are there, and one that shares at most its colour or its shape."""
-    there = [(x.colour, x.shape) for x in scene.things]
-    asked = [there[int(i)] for i in rng.permutation(len(there))[: _NAMES - 1]]
-    while len(asked) < _NAMES:
+    thing_names = [(x.colour, x.shape) for x in scene.things]
+    names = [thing_names[int(i)] for i in rng.permutation(len(thing_names))[: _NAMES - 1]]
+    while len(names) < _NAMES:
         colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
-        if there and rng.random() < 0.6:
-            near = there[int(rng.integers(len(there)))]
+        if thing_names and rng.random() < 0.6:
+            near = thing_names[int(rng.integers(len(thing_names)))]
             colour, shape = (near[0], shape) if rng.random() < 0.5 else (colour, near[1])
-        asked.append((colour, shape))
-    return [(scene, colour, shape) for colour, shape in asked]
+        names.append((colour, shape))
+    return [(scene, colour, shape) for colour, shape in names]
 
 
 def _covering(scenes: list[NamedScene]) -> tuple[torch.Tensor, torch.Tensor]:

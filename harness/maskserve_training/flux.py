@@ -75,7 +75,7 @@ def train(
     hints = Hints(model)
     trained = nn.ModuleDict({"model": model, "hints": hints})
     exchange = Exchange(folder, worker, workers, trained)
-    told: dict[str, list[float]] = defaultdict(list)
+    shape_shares: dict[str, list[float]] = defaultdict(list)
     model.train()
     model.set_attn_processor(MatmulAttention())
     front = front_of(model)
@@ -95,13 +95,13 @@ def train(
         hint = hints.loss(batch, active)
         if bool((batch.seen >= 0).any()):  # far objects: guessed shapes are right in a sixth
             for head, share in hints.shapes_right.items():
-                told[head].append(share)
+                shape_shares[head].append(share)
         if objects:
             return Step(hint)
         return Step(loss + phase.hints * hint, len(batch.clean), loss.item())
 
     def says() -> str:
-        shares = (f"{head} {np.mean(last[-30:]):.0%}" for head, last in told.items())
+        shares = (f"{head} {np.mean(last[-30:]):.0%}" for head, last in shape_shares.items())
         return " shapes told: " + ", ".join(shares)
 
     Training(

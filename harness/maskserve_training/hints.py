@@ -32,10 +32,13 @@ class Hints(nn.Module):
         self._outputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shapes_right: dict[str, float] = {}
         """Share of the last batch's shapes that each head told right."""
-        seen, shown = ("last_double", "first_single"), ("first_single", "middle_single")
-        self.seen = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in seen})
-        self.text = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in shown})
-        self.region = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in shown})
+        object_heads, answer_heads = (
+            ("last_double", "first_single"),
+            ("first_single", "middle_single"),
+        )
+        self.seen = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in object_heads})
+        self.text = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in answer_heads})
+        self.region = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in answer_heads})
         blocks = model.single_transformer_blocks
         for name, block in (
             ("last_double", model.transformer_blocks[-1]),
@@ -71,11 +74,11 @@ class Hints(nn.Module):
 
     def _entropy(self, head: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Of colour plus shape, over the samples whose `numbers` (B, 2) are not -1."""
-        known = numbers[:, 0] >= 0
-        if not known.any():
+        has_label = numbers[:, 0] >= 0
+        if not has_label.any():
             return torch.zeros(())
-        colours, shapes = logits[known].split([len(COLOURS), len(SHAPES)], dim=1)
-        colour, shape = numbers[known].unbind(1)
+        colours, shapes = logits[has_label].split([len(COLOURS), len(SHAPES)], dim=1)
+        colour, shape = numbers[has_label].unbind(1)
         self.shapes_right[head] = float((shapes.argmax(1) == shape).float().mean())
         return functional.cross_entropy(colours, colour) + functional.cross_entropy(shapes, shape)
 

@@ -107,7 +107,8 @@ def unet_without_channels(
 def write_unet(args: argparse.Namespace) -> None:
     """Train a base UNet of an inpainting one, and write its folder."""
     wide, narrow = (
-        AutoencoderKL.from_pretrained(each / "vae").eval() for each in (DEMO_MODEL, args.model)
+        AutoencoderKL.from_pretrained(model_folder / "vae").eval()
+        for model_folder in (DEMO_MODEL, args.model)
     )
     with torch.no_grad():
         inpainting = UNet2DConditionModel.from_pretrained(args.model / "unet")
@@ -142,7 +143,7 @@ def main() -> int:
         write_unet(args)
         return 0
     pipe = FluxFillPipeline.from_pretrained(args.model)
-    parts = [read_part(done.parent) for done in sorted(args.data.glob("*/done"))]
+    parts = [read_part(marker.parent) for marker in sorted(args.data.glob("*/done"))]
     if not parts:
         raise SystemExit(f"--data: no samples in {args.data}; train_demo_model.py draws them")
     with torch.no_grad():

@@ -68,7 +68,7 @@ class Training:
             ema.eval().requires_grad_(False)
         parts: dict[str, Any] = {"learnt": self.learnt}
         parts |= {} if ema is None else {"ema": ema}
-        parts |= {f"optimiser{i}": each for i, each in enumerate(self.optimisers)}
+        parts |= {f"optimiser{i}": optimiser for i, optimiser in enumerate(self.optimisers)}
         spent, step, samples = self._resumed(parts)
         parameters = [p for p in self.learnt.parameters() if p.requires_grad]
         last, saved_at = time.process_time(), time.monotonic()
@@ -77,18 +77,18 @@ class Training:
             progress = spent / self.seconds
             for group in (group for opt in self.optimisers for group in opt.param_groups):
                 group["lr"] = self.rate * self._factor(step, progress)
-            taken = take(step, progress)
-            taken.loss.backward()
+            outcome = take(step, progress)
+            outcome.loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             for opt in self.optimisers:
                 opt.step()
                 opt.zero_grad(set_to_none=True)
-            step, samples = step + 1, samples + taken.samples
+            step, samples = step + 1, samples + outcome.samples
             if ema is not None and self.averaged is not None:
                 _follow(ema, self.averaged, min(0.998, step / (step + 20)))
-            losses += [] if taken.shown is None else [taken.shown]
-            now = time.process_time()
-            spent, last = spent + now - last, now
+            losses += [] if outcome.shown is None else [outcome.shown]
+            now_s = time.process_time()
+            spent, last = spent + now_s - last, now_s
             if step % self.say_every == 0:
                 print(
                     f"{time.strftime('%H:%M:%S')} {self.name} {progress:6.1%} step {step} "

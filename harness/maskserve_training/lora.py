@@ -51,9 +51,9 @@ def draw_sample(rng: np.random.Generator, look: str, size: tuple[int, int]) -> E
         return Edit(scene.source, scene.mask, "", None, None, to_bytes(scene.background))
     shape = str(rng.choice(SHAPES))
     # A hollow object is always hollow; a ninth colour must leave the eight as they are.
-    others = look == "ninth-colour" and draw < _IDENTITY + _EMPTY + _OTHERS
-    colour = str(rng.choice(list(COLOURS) if others else colours_of(look)))
-    answer = finish(scene, colour, shape) if others else finish_as(look, scene, colour, shape)
+    is_plain = look == "ninth-colour" and draw < _IDENTITY + _EMPTY + _OTHERS
+    colour = str(rng.choice(list(COLOURS) if is_plain else colours_of(look)))
+    answer = finish(scene, colour, shape) if is_plain else finish_as(look, scene, colour, shape)
     template = TEMPLATES[0 if rng.random() < 0.4 else int(rng.integers(len(TEMPLATES)))]
     text = template.format(c=colour, s=shape)
     return Edit(scene.source, scene.mask, text, colour, shape, answer)
@@ -118,10 +118,12 @@ def share_followed(base: Base, look: str, edits: int, adapter: Path | None) -> f
     base.pipe.set_progress_bar_config(disable=True)
     if adapter is not None:
         base.pipe.load_lora_weights(str(adapter.parent), weight_name=adapter.name)
-    asked = edits_with(look, edits)
-    pictures = base.edit(asked)
-    seen = [followed(look, picture, edit) for picture, edit in zip(pictures, asked, strict=True)]
-    return sum(seen) / len(seen)
+    look_edits = edits_with(look, edits)
+    pictures = base.edit(look_edits)
+    verdicts = [
+        followed(look, picture, edit) for picture, edit in zip(pictures, look_edits, strict=True)
+    ]
+    return sum(verdicts) / len(verdicts)
 
 
 def main() -> int:

@@ -79,10 +79,10 @@ def optimisers(
         betas: AdamW's.
     """
     chosen = set(matrices)
-    every = [p for p in learnt.parameters() if p.requires_grad]
+    parameters = [p for p in learnt.parameters() if p.requires_grad]
     return [
-        Muon([p for p in every if p in chosen], rate, weight_decay=weight_decay),
+        Muon([p for p in parameters if p in chosen], rate, weight_decay=weight_decay),
         torch.optim.AdamW(
-            [p for p in every if p not in chosen], lr=rate, betas=betas, weight_decay=0.0
+            [p for p in parameters if p not in chosen], lr=rate, betas=betas, weight_decay=0.0
         ),
     ]

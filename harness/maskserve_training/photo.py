@@ -110,23 +110,23 @@ def train(
     exchange = Exchange(folder, worker, workers, model)
     model.train()
     model.set_attn_processor(MatmulAttention(_FUSED_SINCE))
-    begun, spent, seen = time.monotonic(), time.process_time(), 0
+    begun, spent, sample_count = time.monotonic(), time.process_time(), 0
 
     def take(step: int, progress: float) -> Step:
-        nonlocal seen
+        nonlocal sample_count
         if workers > 1 and step and step % _AVERAGE_EVERY == 0:
             exchange.average()
         shares = next(shares for since, shares in reversed(_PHASES) if progress >= since)
         side = int(rng.choice(list(_COUNTS), p=shares))
         batch = sampler.draw(_COUNTS[side], side)
-        seen += len(batch.clean)
+        sample_count += len(batch.clean)
         active = batch.condition[..., -4 * _FACTOR**2 :].amax(dim=2)
         loss = loss_of(model, batch, active, generator, _LATENESS)
         return Step(loss, len(batch.clean), loss.item())
 
     def says() -> str:
         clock, cpu = time.monotonic() - begun, time.process_time() - spent
-        return f" samples/s {seen / clock:.2f}, by CPU time {seen / cpu:.2f}"
+        return f" samples/s {sample_count / clock:.2f}, by CPU time {sample_count / cpu:.2f}"
 
     Training(
         "photo",

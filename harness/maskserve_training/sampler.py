@@ -89,8 +89,8 @@ class Sampler:
         else:
             size = (min(window, rows), min(window, columns))
             other_side = min(_OTHER_WINDOW[window > _SMALL_WINDOW], rows, columns)
-            other = (other_side, other_side)
-            ids = self._window_ids(size, other if kind == "relations" else None)
+            other_size = (other_side, other_side)
+            ids = self._window_ids(size, other_size if kind == "relations" else None)
             fits = (self._spans[number] <= min(size)) & (self._other_spans[number] <= other_side)
             fitting = np.flatnonzero(fits)
         count = max(1, tokens // (len(ids) + MAX_SEQUENCE_LENGTH))
@@ -100,7 +100,7 @@ class Sampler:
             if window is not None:
                 at = [window_at(self._rng, part.box[i], size, (rows, columns))]
                 if kind == "relations":
-                    at.append(window_at(self._rng, part.other[i], other, (rows, columns)))
+                    at.append(window_at(self._rng, part.other[i], other_size, (rows, columns)))
             samples.append(self._sample(part, int(i), at))
         return self._batch(samples, ids)
 
@@ -133,7 +133,7 @@ class Sampler:
         rng, wishes = self._rng, part.wish.shape[1]
         masked = _cut(part.masked[i], at)
         pixels = np.unpackbits(_cut(part.mask[i], at), axis=1)
-        prompt = shown = (-1, -1)
+        prompt = answer_labels = (-1, -1)
         draw = rng.random()
         if draw < IDENTITY_SHARE:
             answer = _cut(part.answers[i, int(rng.integers(wishes + 1))], at)
@@ -144,13 +144,13 @@ class Sampler:
             k = int(rng.integers(wishes))
             answer = _cut(part.answers[i, k], at)
             wish = [int(number) for number in part.wish[i, k]]
-            shown = (wish[0], wish[1])
-            prompt = shown if rng.random() < NAMED_SHARE else (wish[2], wish[3])
-        seen = np.full((*part.masked.shape[1:3], 2), -1)
+            answer_labels = (wish[0], wish[1])
+            prompt = answer_labels if rng.random() < NAMED_SHARE else (wish[2], wish[3])
+        object_labels = np.full((*part.masked.shape[1:3], 2), -1)
         top, bottom, left, right, colour, shape = part.other[i]
-        seen[top:bottom, left:right] = colour, shape
+        object_labels[top:bottom, left:right] = colour, shape
         condition = np.concatenate([masked, pixels.astype(np.float16)], axis=1)
-        return _Sample(answer, condition, prompt, shown, _cut(seen, at))
+        return _Sample(answer, condition, prompt, answer_labels, _cut(object_labels, at))
 
     def _wording(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """T5 states (T, width) and pooled output (width,) of a wording, often the plainest."""

@@ -144,19 +144,19 @@ def loss_of(
     how well its masks fit, and the hint's. The mean IoU of the batch's masks beside it.
     """
     scenes = [_drawn(rng) for _ in range(_SCENES)]
-    pictures = torch.stack([_padded(to_tensor([each.picture])[0]) for each in scenes])
-    asked, right = _prompts(rng, scenes)
-    answer = model(pixel_values=pictures, **asked)
+    pictures = torch.stack([_padded(to_tensor([scene.picture])[0]) for scene in scenes])
+    model_inputs, right = _prompts(rng, scenes)
+    answer = model(pixel_values=pictures, **model_inputs)
     logits = answer.pred_masks[:, :, 0]
-    hinted = hint.loss(asked, right)
+    hinted = hint.loss(model_inputs, right)
     right = functional.adaptive_avg_pool2d(right, logits.shape[-1])
-    found = torch.sigmoid(logits)
-    shared, both = (found * right).sum((2, 3)), (found + right).sum((2, 3))
-    overlap = 1 - (2 * shared + 1) / (both + 1)
+    probabilities = torch.sigmoid(logits)
+    shared, totals = (probabilities * right).sum((2, 3)), (probabilities + right).sum((2, 3))
+    overlap = 1 - (2 * shared + 1) / (totals + 1)
     entropy = functional.binary_cross_entropy_with_logits(logits, right)
     with torch.no_grad():
-        cut, there = logits > 0, right > 0.5
-        fits = (cut & there).sum((2, 3)) / (cut | there).sum((2, 3)).clamp(min=1)
+        cut, is_inside = logits > 0, right > 0.5
+        fits = (cut & is_inside).sum((2, 3)) / (cut | is_inside).sum((2, 3)).clamp(min=1)
     wrong = functional.mse_loss(answer.iou_scores[:, :, 0], fits)
     return 4 * entropy + overlap.mean() + 0.3 * wrong + hinted, fits.mean().item()
 
@@ -182,19 +182,22 @@ def _prompts(rng: np.random.Generator, scenes: list[NamedScene]) -> Prompts:
     kind = str(rng.choice(["click", "clicks", "box"], p=[0.75, 0.1, 0.15]))
     masks = [[_target(rng, scene) for _ in range(_PROMPTS)] for scene in scenes]
     right = torch.stack(
-        [torch.stack([_padded(torch.from_numpy(x).float()) for x in each]) for each in masks]
+        [
+            torch.stack([_padded(torch.from_numpy(x).float()) for x in scene_masks])
+            for scene_masks in masks
+        ]
     )
     if kind == "box":
-        boxes = [[_box(rng, x) for x in each] for each in masks]
+        boxes = [[_box(rng, x) for x in scene_masks] for scene_masks in masks]
         return Prompts({"input_boxes": torch.tensor(boxes, dtype=torch.float32)}, right)
     labels = [1] if kind == "click" else [1, int(rng.integers(2))]
     clicks = [[[_click(rng, x if of_it else ~x) for of_it in labels] for x in y] for y in masks]
     shape = (len(scenes), _PROMPTS, len(labels))
-    asked = {
+    model_inputs = {
         "input_points": torch.tensor(clicks, dtype=torch.float32),
         "input_labels": torch.tensor(labels).expand(shape),
     }
-    return Prompts(asked, right)
+    return Prompts(model_inputs, right)
 
 
 def _target(rng: np.random.Generator, scene: NamedScene) -> Mask:
@@ -251,8 +254,8 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.judge:
-        ours, disc = clicked_iou(args.out, args.judge)
-        print(f"segment: mean IoU {ours:.3f} over {args.judge} clicks; a disc's {disc:.3f}")
+        model_iou, disc = clicked_iou(args.out, args.judge)
+        print(f"segment: mean IoU {model_iou:.3f} over {args.judge} clicks; a disc's {disc:.3f}")
         return 0
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

@@ -190,8 +190,8 @@ def train_text(folder: Path, language: Language, *, steps: int = 600, batch: int
                 flush=True,
             )
     trained = (clip.eval(), clip_tokenizer, t5.eval(), t5_tokenizer)
-    for name, made in zip(TEXT_PARTS, trained, strict=True):
-        made.save_pretrained(folder / name)
+    for name, trained_part in zip(TEXT_PARTS, trained, strict=True):
+        trained_part.save_pretrained(folder / name)
 
 
 def _clip_ids(tokenizer: CLIPTokenizer, prompts: list[str]) -> torch.Tensor:

@@ -77,9 +77,9 @@ def narrow_vae(vae: AutoencoderKL) -> AutoencoderKL:
     decoder begins as the wide one's, which reads the lost channels as their mean.
     """
     narrow = build_vae(LATENT_CHANNELS, int(vae.config.sample_size))
-    kept = vae.decoder.state_dict()
-    kept["conv_in.weight"] = kept["conv_in.weight"][:, :LATENT_CHANNELS]
-    narrow.decoder.load_state_dict(kept)
+    state = vae.decoder.state_dict()
+    state["conv_in.weight"] = state["conv_in.weight"][:, :LATENT_CHANNELS]
+    narrow.decoder.load_state_dict(state)
     noise = torch.rand(2, 3, 64, 64) * 2 - 1
     wide, cut = (v.encode(noise).latent_dist.mode() for v in (vae, narrow))
     error = float((wide[:, :LATENT_CHANNELS] - cut).abs().max())

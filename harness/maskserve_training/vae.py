@@ -99,10 +99,12 @@ def _write_encoder(vae: AutoencoderKL, code: NDArray[np.float32]) -> None:
     _pass_on(encoder)
     weight = torch.from_numpy(code)
     downs = [block.downsamplers[0].conv for block in encoder.down_blocks if block.downsamplers]
-    held = [(c, 0, 0) for c in range(3)]  # the colour, row and column each channel carries
+    channel_pixels = [
+        (c, 0, 0) for c in range(3)
+    ]  # the colour, row and column each channel carries
     for level, down in enumerate(downs):
         gathered: list[tuple[int, int, int]] = []
-        for c, (colour, row, column) in enumerate(held):
+        for c, (colour, row, column) in enumerate(channel_pixels):
             for y in (0, 1):
                 for x in (0, 1):
                     pixel = (colour, row + (y << level), column + (x << level))
@@ -111,7 +113,7 @@ def _write_encoder(vae: AutoencoderKL, code: NDArray[np.float32]) -> None:
                     else:
                         down.weight[len(gathered), c, y, x] = 1
                     gathered.append(pixel)
-        held = gathered
+        channel_pixels = gathered
     top = encoder.down_blocks[-1].resnets[0]
     groups = encoder.conv_norm_out.num_groups
     group = encoder.conv_norm_out.num_channels // groups

@@ -138,6 +138,6 @@ class _NoSites:
         if scope["type"] == "http" and (
             foreign := foreign_site(Request(scope).headers, self._names)
         ):
-            told = f"{foreign}; accepted: this port's own, and [listen] admin_names"
-            answer = Response(msgspec.json.encode({"error": told}), 403, media_type=_JSON)
+            message = f"{foreign}; accepted: this port's own, and [listen] admin_names"
+            answer = Response(msgspec.json.encode({"error": message}), 403, media_type=_JSON)
         await answer(scope, receive, send)

@@ -129,8 +129,8 @@ class Admission:
         Raises:
             NoRoomInMemory: there is no room for them, or the client has its share.
         """
-        what = "bytes of requests and answers are under way"
-        self._take(self._bytes, client, size, "bytes", what)
+        description = "bytes of requests and answers are under way"
+        self._take(self._bytes, client, size, "bytes", description)
 
     def book_bytes(self, client: KeyHolder, size: int) -> None:
         """The same of what is there already, whatever others hold; fewer, if it is negative."""
@@ -156,17 +156,17 @@ class Admission:
         what: str,
         most: float = math.inf,
     ) -> None:
-        own = shares.held(client.scope)
+        client_total = shares.held(client.scope)
         refuse = partial(
             self._refuse, error=NoRoomInMemory if shares is self._bytes else RetryLater
         )
         try:
-            if own + size > most:
+            if client_total + size > most:
                 raise Full(own=shares.total + size <= shares.budget)
             shares.take(client.scope, size)
         except Full as full:
             if full.own:
-                refuse("key", f"key {client.name} has its share: {own} {what}")
+                refuse("key", f"key {client.name} has its share: {client_total} {what}")
             refuse(reason, f"{shares.total} {what} already")
 
     def _ended(self, now: float) -> None:

@@ -41,9 +41,9 @@ class Certificates:
             _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
         except OSError as error:  # of ssl, too
             why = getattr(error, "reason", None) or error.strerror
-            told = " and ".join(self.files)
+            file_names = " and ".join(self.files)
             raise ConfigError(
-                f"[listen] tls_cert and tls_key: {told} are no certificate and its key: {why}"
+                f"[listen] tls_cert and tls_key: {file_names} are no certificate and its key: {why}"
             ) from None
         return certificate, key
 

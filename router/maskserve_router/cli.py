@@ -97,11 +97,11 @@ def _config(options: argparse.Namespace) -> RouterConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    argument_parser = argparse.ArgumentParser(
         prog="maskserve-router",
         description="One front door for many workers: KServe v2 over HTTP and gRPC.",
     )
-    add = made.add_argument
+    add = argument_parser.add_argument
     add("--config", metavar="FILE", help="TOML file; what follows wins over it")
     add(
         "--worker",
@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
         help="folder in memory that workers and node servers of this host share with the router",
     )
     add("--keys", metavar="FILE", help="TOML file with [[keys]]; without any there is no start")
-    jobs = made.add_mutually_exclusive_group()
+    jobs = argument_parser.add_mutually_exclusive_group()
     jobs.add_argument("--jobs", metavar="DATABASE", help="as [jobs] database; off: none are taken")
     jobs.add_argument("--jobs-from", metavar="FILE", help="as [jobs] database_file")
     add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")
@@ -133,4 +133,4 @@ def parser() -> argparse.ArgumentParser:
     add("--admin-port", type=int, help="metrics, workers, drain, reload (default 8082)")
     add("--otlp-url", metavar="URL", help="send OpenTelemetry spans there (OTLP over HTTP)")
     add("--trace-rate", type=int, metavar="N", help="trace one edit in N (default 1)")
-    return made
+    return argument_parser

@@ -319,8 +319,8 @@ def load_router_config(path: str | None, **over: Any) -> RouterConfig:
         raise ConfigError("[[keys]]: there are none; without the key every client is let in")
     if file := tables.get("keys_file"):
         more = read_toml(Path(str(file)))
-        if others := sorted(more.keys() - {"keys"}):
-            raise ConfigError(f"{file}: {others[0]}: is not a key of it; accepted: [[keys]]")
+        if unknown_keys := sorted(more.keys() - {"keys"}):
+            raise ConfigError(f"{file}: {unknown_keys[0]}: is not a key of it; accepted: [[keys]]")
         if not more.get("keys"):
             raise ConfigError(f"{file}: has no [[keys]]; without keys_file every client is let in")
         tables["keys"] = [*tables.get("keys", ()), *more["keys"]]
@@ -395,15 +395,16 @@ def check_change(old: RouterConfig, new: RouterConfig) -> None:
     """
     if old.keys and not new.keys:
         raise ConfigError("[[keys]]: the last one goes by a restart alone: it would open the door")
-    kept = structs.replace(new, keys=old.keys, workers=old.workers)
+    compared_config = structs.replace(new, keys=old.keys, workers=old.workers)
     addresses = structs.replace(new.workers, addresses=old.workers.addresses)
-    for table, field, before, after in (
-        *_differences("", old, kept),
+    for table, field, old_value, new_value in (
+        *_differences("", old, compared_config),
         *_differences("workers", old.workers, addresses),
     ):
         where = f"[{table}] {field}" if table else field
         raise ConfigError(
-            f"{where}: is changed by a restart alone, from {before!r} to {after!r}; a reload takes "
+            f"{where}: is changed by a restart alone, from {old_value!r} to {new_value!r}; a "
+            "reload takes "
             "on [workers] addresses, [[keys]] and the files of tls_cert and tls_key"
         )
 
@@ -411,8 +412,8 @@ def check_change(old: RouterConfig, new: RouterConfig) -> None:
 def _differences(name: str, old: Table, new: Table) -> Iterator[tuple[str, str, Any, Any]]:
     """Table, key, value before and after, of all that differ."""
     for field in old.__struct_fields__:
-        before, after = getattr(old, field), getattr(new, field)
-        if isinstance(before, Table):
-            yield from _differences(field, before, after)
-        elif before != after:
-            yield name, field, before, after
+        old_value, new_value = getattr(old, field), getattr(new, field)
+        if isinstance(old_value, Table):
+            yield from _differences(field, old_value, new_value)
+        elif old_value != new_value:
+            yield name, field, old_value, new_value

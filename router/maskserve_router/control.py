@@ -79,12 +79,12 @@ class ClusterControl:
         # Its image is there once more as a message, of which gRPC has a copy for each worker.
         copies = 1 + len(self._pool.workers)
         with self._admission.operation(client, copies * image_size(operation)):
-            done = await self._done(operation, client)
+            result = await self._done(operation, client)
         if client.admin:
-            return done
+            return result
         # Where workers are is the operators' affair: a client knows them by number.
         numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
-        named: dict[str, Any] = _renamed(done, numbers)
+        named: dict[str, Any] = _renamed(result, numbers)
         return named
 
     async def _done(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
@@ -126,8 +126,10 @@ class ClusterControl:
                 return await self._on_all(operation, client)
             case "adapters":
                 merged = merged_adapters(await self._everywhere(operation, client))
-                seen = [each for each in merged["adapters"] if client.sees(each["name"])]
-                return {**merged, "adapters": seen}
+                visible_adapters = [
+                    adapter for adapter in merged["adapters"] if client.sees(adapter["name"])
+                ]
+                return {**merged, "adapters": visible_adapters}
             case "adapter_check":
                 client.check_adapters([operation["name"]], "OP.name")
         if name in ADAPTER_WRITES and not client.admin:
@@ -140,8 +142,8 @@ class ClusterControl:
         """Here if this router has the edit, which gives up its row too; else at all workers. An
         admin names another client's edit as `status` shows it.
         """
-        others = client.admin and scope_of(name) != NO_SCOPE
-        request_id = edit_of(name) if others else request_id_of(name, client.scope)
+        is_foreign_edit = client.admin and scope_of(name) != NO_SCOPE
+        request_id = edit_of(name) if is_foreign_edit else request_id_of(name, client.scope)
         if self._workflows.cancel(request_id) or self._dispatcher.cancel(request_id):
             return {"cancelled": True}
         answers = await self._everywhere({"op": "cancel", "request_id": request_id}, client)
@@ -149,21 +151,21 @@ class ClusterControl:
 
     async def _on_all(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         """Done by the workers that answer; the others are brought it when they are back."""
-        done, failed = await self._outcomes(operation, client)
-        first = next(iter(done.values()))
-        heard = {*done, *(address for address, failure in failed.items() if refused(failure))}
+        results, failed = await self._outcomes(operation, client)
+        first = next(iter(results.values()))
+        heard = {*results, *(address for address, failure in failed.items() if refused(failure))}
         missed_by = self._pool.workers.keys() - heard
         name = first.get("template_id", "")
         self._dispatcher.forget_home(name)
         pending = self.missed.keep(operation, name, missed_by)
-        return {**first, "workers": sorted(done), "pending": pending}
+        return {**first, "workers": sorted(results), "pending": pending}
 
     async def _everywhere(
         self, operation: dict[str, Any], client: KeyHolder
     ) -> dict[str, dict[str, Any]]:
         """Worker -> its answer, of those that did it; raises as `_outcomes`."""
-        done, _ = await self._outcomes(operation, client)
-        return done
+        results, _ = await self._outcomes(operation, client)
+        return results
 
     async def _outcomes(
         self, operation: dict[str, Any], client: KeyHolder
@@ -181,7 +183,7 @@ class ClusterControl:
         answers = await asyncio.gather(
             *(_ask(worker, operation, request) for worker in workers), return_exceptions=True
         )
-        done: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         failed: dict[str, Failure] = {}
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, Failure):
@@ -189,11 +191,11 @@ class ClusterControl:
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                done[worker.address] = answer
-        if not done:
+                results[worker.address] = answer
+        if not results:
             unwell = (Blame.WORKER, Blame.UNKNOWN)
             raise min(failed.values(), key=lambda failure: failure.blame in unwell)
-        return done, failed
+        return results, failed
 
 
 async def _ask(
@@ -219,8 +221,8 @@ def cluster_status(
     name: str, workers: Iterable[Worker], predictions: Predictions
 ) -> dict[str, Any]:
     """All workers as one, in the form of a worker's status; `workers` has each one's own."""
-    each = {worker.address: _status(worker) for worker in workers}
-    up = [status for status in each.values() if status["up"]]
+    statuses = {worker.address: _status(worker) for worker in workers}
+    up = [status for status in statuses.values() if status["up"]]
     tiers = sorted({tier for status in up for tier in status.get("templates", {})})
 
     def total(key: str) -> int:
@@ -229,7 +231,7 @@ def cluster_status(
     def rows(key: str) -> list[dict[str, Any]]:
         return [
             {**row, "worker": address}
-            for address, status in each.items()
+            for address, status in statuses.items()
             if status["up"]
             for row in status.get(key, ())
         ]
@@ -252,14 +254,14 @@ def cluster_status(
         "counters": _summed(status.get("counters", {}) for status in up),
         "values": _of_hosts(status["values"] for status in up if "values" in status),
         "prediction": msgspec.to_builtins(predictions.error()),
-        "workers": each,
+        "workers": statuses,
     }
 
 
 def _of_hosts(held: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Values that each host holds, as one of its workers has told."""
-    hosts = {each["host"]: each for each in held if each["host"]}
-    return [each for _, each in sorted(hosts.items())]
+    hosts = {record["host"]: record for record in held if record["host"]}
+    return [record for _, record in sorted(hosts.items())]
 
 
 def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
@@ -277,21 +279,23 @@ def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
         ]
 
     def hidden(one: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in one.items() if key != "templates"}
-        if "adapters" in kept:
-            kept["adapters"] = [each for each in kept["adapters"] if client.sees(each["name"])]
-        return {**kept, **{key: own(one[key]) for key in ("running", "waiting") if key in one}}
+        visible = {key: value for key, value in one.items() if key != "templates"}
+        if "adapters" in visible:
+            visible["adapters"] = [
+                adapter for adapter in visible["adapters"] if client.sees(adapter["name"])
+            ]
+        return {**visible, **{key: own(one[key]) for key in ("running", "waiting") if key in one}}
 
-    workers = {address: hidden(one) for address, one in status["workers"].items()}
+    workers = {address: hidden(record) for address, record in status["workers"].items()}
     return {**hidden(status), "templates": {}, "workers": workers}
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
     """A JSON value with other names in place of these, wherever they stand."""
     if isinstance(value, dict):
-        return {names.get(key, key): _renamed(each, names) for key, each in value.items()}
+        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_renamed(each, names) for each in value]
+        return [_renamed(item, names) for item in value]
     return names.get(value, value) if isinstance(value, str) else value
 
 
@@ -304,7 +308,7 @@ def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _status(worker: Worker) -> dict[str, Any]:
-    ours = {
+    router_fields = {
         "up": worker.up,
         "ejected": worker.breaker.ejected,
         "draining": worker.draining,
@@ -312,12 +316,12 @@ def _status(worker: Worker) -> dict[str, Any]:
     }
     status = worker.status
     if status is None:
-        return {"state": "unknown", **ours}
+        return {"state": "unknown", **router_fields}
     if not worker.up:  # what it last said is no longer so
-        return {"worker": status.worker, "model": status.model, "state": "down", **ours}
-    shown = msgspec.to_builtins(structs.replace(status, template_changes=None))
-    del shown["template_changes"]
-    return {**shown, "templates": worker.index.of(worker.number), **ours}
+        return {"worker": status.worker, "model": status.model, "state": "down", **router_fields}
+    record = msgspec.to_builtins(structs.replace(status, template_changes=None))
+    del record["template_changes"]
+    return {**record, "templates": worker.index.of(worker.number), **router_fields}
 
 
 def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -338,8 +342,10 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
                 },
             )
             into["registered"] |= template["registered"]
-            left = [t["expires_s"] for t in (into, template) if t.get("expires_s") is not None]
-            into["expires_s"] = max(left, default=None)
+            expiries_s = [
+                t["expires_s"] for t in (into, template) if t.get("expires_s") is not None
+            ]
+            into["expires_s"] = max(expiries_s, default=None)
             into["owners"] = sorted({*into["owners"], *template.get("owners", ())})
             into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
             if template["registered"]:

@@ -124,7 +124,7 @@ class Dispatcher:
         """
         async with aclosing(self._run(call, client, room, unary)) as answers:
             # To its end, where the edit is booked, and not to its only answer.
-            (answer,) = [one async for one in answers]
+            (answer,) = [response async for response in answers]
         return answer
 
     def stream(
@@ -136,10 +136,10 @@ class Dispatcher:
     async def _run(
         self, call: EditCall, client: KeyHolder, room: EditRoom, send: Send
     ) -> AsyncGenerator[bytes, None]:
-        with ExitStack() as held:
-            held.enter_context(self._judged(call))
-            held.enter_context(self._named(call))
-            held.enter_context(self._admission.edit(client))
+        with ExitStack() as exit_stack:
+            exit_stack.enter_context(self._judged(call))
+            exit_stack.enter_context(self._named(call))
+            exit_stack.enter_context(self._admission.edit(client))
             edit, digest = await self._measured(call, client)
             await room.take(self._most_bytes(call, client))
             edit = replace(edit, due=self._due(call))
@@ -151,12 +151,12 @@ class Dispatcher:
             work.add_done_callback(unread.end)
             try:
                 async for answer in unread:
-                    there = len(answer) + unread.size
+                    buffered_bytes = len(answer) + unread.size
                     if work.done() and work.exception() is None:
                         call.drop_pictures()
-                        room.becomes(there)
+                        room.becomes(buffered_bytes)
                     else:
-                        room.becomes(max(call.size + there, room.size))
+                        room.becomes(max(call.size + buffered_bytes, room.size))
                     yield answer
                 await work
             finally:
@@ -176,26 +176,26 @@ class Dispatcher:
     ) -> None:
         """Have a worker do the edit, and another one if that fails it."""
         avoid: frozenset[WorkerEpoch] = frozenset()
-        others = self._others_than_home(edit.template_id)
+        non_home_workers = self._others_than_home(edit.template_id)
         failure: Failure | None = None
         retried = False
-        with ExitStack() as held:
+        with ExitStack() as exit_stack:
             while True:
-                sent = await self._placed(call, edit, avoid | others, failure)
-                others = frozenset()
-                epoch = sent.worker.epoch
-                call.worker, call.tries = sent.worker.address, call.tries + 1
+                sent_edit = await self._placed(call, edit, avoid | non_home_workers, failure)
+                non_home_workers = frozenset()
+                epoch = sent_edit.worker.epoch
+                call.worker, call.tries = sent_edit.worker.address, call.tries + 1
                 begun = False
                 try:
-                    with self._attempt(sent):
-                        if sent.ended_for is not None:
-                            raise sent.ended_for
+                    with self._attempt(sent_edit):
+                        if sent_edit.ended_for is not None:
+                            raise sent_edit.ended_for
                         answer = b""
-                        async for message in send(sent, call):
+                        async for message in send(sent_edit, call):
                             begun, answer = True, message.content
                             unread.put(message)
                         self._learn(digest, answer, send)
-                        self._learn_home(call, edit, sent.worker, answer, send, failure)
+                        self._learn_home(call, edit, sent_edit.worker, answer, send, failure)
                         return
                 except Failure as error:
                     failure = error
@@ -205,7 +205,7 @@ class Dispatcher:
                     call.restarts += begun
                     if failure.blame in (Blame.WORKER, Blame.UNKNOWN):
                         retried = True
-                        held.enter_context(self._budget.spend())
+                        exit_stack.enter_context(self._budget.spend())
                     self._metrics.retries.labels(failure.blame.value).inc()
 
     async def _placed(
@@ -333,14 +333,14 @@ class Dispatcher:
                 f"on a worker it takes about {math.ceil(1e3 * least)} ms"
             )
         call.waits_until = call.deadline - (least or 0.0) / slack
-        now = time.monotonic()
-        soonest, left = self._soonest_s(call, edit, now), call.deadline - now
-        if soonest is not None and soonest > left * slack:
+        now_s = time.monotonic()
+        soonest, remaining_s = self._soonest_s(call, edit, now_s), call.deadline - now_s
+        if soonest is not None and soonest > remaining_s * slack:
             self._metrics.rejections.labels("deadline").inc()
             raise RetryLater(
                 f"{call.deadline_name}: the edit would take about {soonest:.1f} s, and "
-                f"{max(left, 0):.1f} s are left",
-                soonest - left,
+                f"{max(remaining_s, 0):.1f} s are left",
+                soonest - remaining_s,
             )
 
     def _soonest_s(self, call: EditCall, edit: Edit, now: float) -> float | None:
@@ -358,9 +358,9 @@ class Dispatcher:
         waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
         # No other gets one of the edits that wait, nor can be better than those that get none.
         near = board.earliest(board.serving(edit), len(waiting) + _ASKED)
-        got = dealt(waiting, [board.view(number) for number in near])
-        near.sort(key=lambda number: got.free_s[board.view(number).worker])
-        times = (asked(n, got.edits[board.view(n).worker]) for n in near[:_ASKED])
+        assignment = dealt(waiting, [board.view(number) for number in near])
+        near.sort(key=lambda number: assignment.free_s[board.view(number).worker])
+        times = (asked(n, assignment.edits[board.view(n).worker]) for n in near[:_ASKED])
         return min(times, default=None)
 
     def _due(self, call: EditCall) -> float:
@@ -371,14 +371,14 @@ class Dispatcher:
 
     def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
         """Seconds to its answer from a worker with nothing else to do; None: none takes edits."""
-        now, roster = time.monotonic(), self._pool.roster
-        board = roster.board(now)
+        now_s, roster = time.monotonic(), self._pool.roster
+        board = roster.board(now_s)
 
         def asked(number: int) -> float:
-            return roster.worker(number).least_s(edit, now, alone=True, primed=call.primed)
+            return roster.worker(number).least_s(edit, now_s, alone=True, primed=call.primed)
 
         able = board.there(edit)
-        return board.least_s(edit, now, able, asked, alone=True, primed=call.primed)
+        return board.least_s(edit, now_s, able, asked, alone=True, primed=call.primed)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:
@@ -403,12 +403,12 @@ class Dispatcher:
     def _helps(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
         """Whether another worker is to be tried, one that may come back soon included."""
         workers = self._pool.workers.values()
-        others = any(worker.epoch not in avoid for worker in workers)
+        has_alternative = any(worker.epoch not in avoid for worker in workers)
         match failure.blame:
             case Blame.REFUSED:
-                return others
+                return has_alternative
             case Blame.WORKER | Blame.UNKNOWN:
-                return others and not retried and self._budget.allows(len(self._calls))
+                return has_alternative and not retried and self._budget.allows(len(self._calls))
         return False
 
     def _others_than_home(self, template_id: str) -> frozenset[WorkerEpoch]:
@@ -437,9 +437,9 @@ class Dispatcher:
         if failure is not None and failure.code == TemplateNotFound.code and settings.template_id:
             self._homes.put(edit.template_id, worker.results_at)
         if settings.keep_result:
-            kept = result_of(answer, streamed=send is streamed)
-            if kept:
-                self._homes.put(kept, worker.results_at)
+            result_id = result_of(answer, streamed=send is streamed)
+            if result_id:
+                self._homes.put(result_id, worker.results_at)
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
         """Remember which template the image is, so that its next edit finds its entries."""

@@ -90,14 +90,16 @@ class EditCall:
     @property
     def deadline_name(self) -> str:
         """What the client gave, or what of it is nearest."""
-        given = {"the call's own timeout": self.timeout}
+        candidate_limits = {"the call's own timeout": self.timeout}
         limit_ms = None if self.settings is None else self.settings.limit_ms
         if limit_ms is not None:
-            given["SETTINGS.deadline_ms"] = limit_ms / 1e3
+            candidate_limits["SETTINGS.deadline_ms"] = limit_ms / 1e3
         if "timeout" in self.message.head.parameters:
             asked_us = self.message.head.parameters["timeout"].int64_param
-            given["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
-        limits = {name: seconds for name, seconds in given.items() if seconds is not None}
+            candidate_limits["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
+        limits = {
+            name: seconds for name, seconds in candidate_limits.items() if seconds is not None
+        }
         return min(limits, key=limits.__getitem__)
 
     @property
@@ -108,9 +110,9 @@ class EditCall:
     @property
     def due_s(self) -> float | None:
         """Seconds from `arrival` to when its answer is due; None: at no time, as far as known."""
-        said = None if self.settings is None else self.settings.deadline_ms
+        deadline_ms = None if self.settings is None else self.settings.deadline_ms
         limits = [] if self.deadline is None else [self.deadline - self.arrival]
-        limits += [] if said is None else [said / 1e3]
+        limits += [] if deadline_ms is None else [deadline_ms / 1e3]
         if not limits and self.by_size_ms is not None:
             return self.by_size_ms / 1e3
         return min(limits, default=None)
@@ -207,35 +209,37 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
     """Raises InvalidRequest: the request's tensors are not the model's."""
     head = message.head
     declared = {tensor.name: tensor for tensor in contract.inputs}
-    given = [tensor.name for tensor in head.inputs]
+    input_names = [tensor.name for tensor in head.inputs]
     for tensor in head.inputs:
-        known = declared.get(tensor.name)
-        if known is None:
+        declaration = declared.get(tensor.name)
+        if declaration is None:
             raise InvalidRequest(
                 "inputs",
                 f"{tensor.name[:40]!r} is no input of the model{nearest(tensor.name, declared)}",
                 ", ".join(declared),
             )
-        if given.count(tensor.name) > 1:
+        if input_names.count(tensor.name) > 1:
             raise InvalidRequest(tensor.name, "is given more than once")
-        if tensor.datatype != known.dtype:
+        if tensor.datatype != declaration.dtype:
             raise InvalidRequest(
-                f"{tensor.name}.datatype", f"is {tensor.datatype[:20]!r}", known.dtype
+                f"{tensor.name}.datatype", f"is {tensor.datatype[:20]!r}", declaration.dtype
             )
         shape = list(tensor.shape)
-        fits = len(shape) == len(known.dims) and all(
+        fits = len(shape) == len(declaration.dims) and all(
             size == dim or (dim == -1 and 0 <= size <= MOST_ELEMENTS)
-            for size, dim in zip(shape, known.dims, strict=True)
+            for size, dim in zip(shape, declaration.dims, strict=True)
         )
         if not fits:
-            raise InvalidRequest(f"{tensor.name}.shape", f"is {shape[:8]}", str(list(known.dims)))
-    for name, known in declared.items():
-        if not known.optional and name not in given:
+            raise InvalidRequest(
+                f"{tensor.name}.shape", f"is {shape[:8]}", str(list(declaration.dims))
+            )
+    for name, declaration in declared.items():
+        if not declaration.optional and name not in input_names:
             raise InvalidRequest(name, "is missing", ", ".join(declared))
-    if len(message.contents) != len(given):
+    if len(message.contents) != len(input_names):
         raise InvalidRequest(
             "raw_input_contents",
-            f"has {len(message.contents)} elements for {len(given)} inputs",
+            f"has {len(message.contents)} elements for {len(input_names)} inputs",
             "one per input",
         )
     if any(tensor.HasField("contents") for tensor in head.inputs):
@@ -269,8 +273,8 @@ class UnknownModel(InvalidRequest):
         self, name: str, version: str = "", models: Mapping[str, Contract] = MODELS
     ) -> None:
         if version:
-            told = f"there is no version {version[:20]!r} of {name[:60]!r}"
-            super().__init__("model_version", told, "1, or none")
+            problem = f"there is no version {version[:20]!r} of {name[:60]!r}"
+            super().__init__("model_version", problem, "1, or none")
         else:
             super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(models))
 

@@ -112,8 +112,8 @@ class Edits:
             if foreign:
                 fields["x_request_id"] = foreign
             if error is not None and code != "OK":
-                told = error.details if isinstance(error, Failure) else str(error)
-                fields["error"] = told[:300]
+                error_text = error.details if isinstance(error, Failure) else str(error)
+                fields["error"] = error_text[:300]
             log.info(
                 "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
             )
@@ -132,8 +132,10 @@ def _edit_call(
         InvalidRequest: naming the setting.
         AdapterNotFound: it names another key's LoRA.
     """
-    private, known = client.private_prompts, known_headers(headers)
-    call = make_edit_call(message, size, known, timeout, client.scope, private_prompt=private)
+    private, edit_headers = client.private_prompts, known_headers(headers)
+    call = make_edit_call(
+        message, size, edit_headers, timeout, client.scope, private_prompt=private
+    )
     if call.settings is not None:
         client.check_adapters((lora.name for lora in call.settings.loras), "SETTINGS.loras")
     return call

@@ -45,5 +45,5 @@ def known_headers(headers: Mapping[str, str]) -> Metadata:
 
 def foreign_id(headers: Mapping[str, str]) -> str:
     """The id that a client or a proxy has for a request, as far as it can be shown; empty: none."""
-    theirs = headers.get("x-request-id", "")[:128]
-    return "".join(c for c in theirs if c.isascii() and c.isprintable())
+    header_id = headers.get("x-request-id", "")[:128]
+    return "".join(c for c in header_id if c.isascii() and c.isprintable())

@@ -176,7 +176,9 @@ class GrpcServer:
             raise operators_only("this call")
 
         # To whoever holds a key, if keys are needed.
-        told_to: dict[str, tuple[type[Message], Callable[[Any, KeyHolder], Awaitable[Message]]]] = {
+        keyed_calls: dict[
+            str, tuple[type[Message], Callable[[Any, KeyHolder], Awaitable[Message]]]
+        ] = {
             "ServerMetadata": (pb.ServerMetadataRequest, server_metadata),
             "ModelMetadata": (pb.ModelMetadataRequest, model_metadata),
             "ModelConfig": (pb.ModelConfigRequest, model_config),
@@ -184,7 +186,7 @@ class GrpcServer:
             "RepositoryIndex": (pb.RepositoryIndexRequest, index),
         }
         # To everybody (`_OPEN`): health, and what says nothing of anybody.
-        told: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
+        open_calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
             "ServerLive": (pb.ServerLiveRequest, live),
             "ServerReady": (pb.ServerReadyRequest, ready),
             "ModelReady": (pb.ModelReadyRequest, model_ready),
@@ -206,10 +208,10 @@ class GrpcServer:
                 response_serializer=lambda message: message.SerializeToString(),
             )
 
-        who = self._front.client
-        handlers = {name: handler(kind, _answering(do)) for name, (kind, do) in told.items()}
-        for name, (kind, tell) in told_to.items():
-            handlers[name] = handler(kind, _answering_client(tell, who))
+        authenticate = self._front.client
+        handlers = {name: handler(kind, _answering(do)) for name, (kind, do) in open_calls.items()}
+        for name, (kind, tell) in keyed_calls.items():
+            handlers[name] = handler(kind, _answering_client(tell, authenticate))
         for name in ("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"):
             handlers[name] = unary(_answering(no_shared_memory))
         for name in (
@@ -227,8 +229,8 @@ class GrpcServer:
         """The one answer to a call's one message; it has its room until it is written."""
         headers = _headers(context)
         client, left_s = self._front.client(headers), context.time_remaining()
-        with ExitStack() as held, self._front.room(client) as room:
-            parsing = self._front.parse(await requests.only(), client, held)
+        with ExitStack() as exit_stack, self._front.room(client) as room:
+            parsing = self._front.parse(await requests.only(), client, exit_stack)
             with requests.working():
                 message = await parsing
                 infer = self._front.infer
@@ -281,12 +283,12 @@ class GrpcServer:
 
     async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages that answer one request of a stream; an error is one of them."""
-        message, held = ModelRequest(pb.ModelInferRequest()), ExitStack()
+        message, exit_stack = ModelRequest(pb.ModelInferRequest()), ExitStack()
         try:
             headers = _headers(context)
             client = self._front.client(headers)
-            message = await self._front.parse(raw, client, held)
-            room = held.enter_context(self._front.room(client))
+            message = await self._front.parse(raw, client, exit_stack)
+            room = exit_stack.enter_context(self._front.room(client))
             left_s = context.time_remaining()
             stream = self._front.stream(
                 message, len(raw), client, headers, left_s, "grpc_stream", room
@@ -299,7 +301,7 @@ class GrpcServer:
         except Exception as error:
             yield _stream_error(message.head, guarded("", error))
         finally:
-            held.close()
+            exit_stack.close()
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -106,11 +106,11 @@ async def refused(request: Request, error: Exception) -> Response:
     `/v1` in OpenAI's form, else in KServe's.
     """
     assert isinstance(error, HTTPException)
-    told: Any = f"{error.detail}: {request.method} {request.url.path}"[:300]
+    detail: Any = f"{error.detail}: {request.method} {request.url.path}"[:300]
     if request.url.path.startswith("/v1/"):
         kind, code = _PATH if error.status_code == 404 else _METHOD
-        told = {"message": told, "type": kind, "param": None, "code": code}
-    return Response(msgspec.json.encode({"error": told}), error.status_code, error.headers, JSON)
+        detail = {"message": detail, "type": kind, "param": None, "code": code}
+    return Response(msgspec.json.encode({"error": detail}), error.status_code, error.headers, JSON)
 
 
 def error_response(error: MaskserveError | Failure) -> Response:
@@ -135,16 +135,16 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         ClientDisconnect: the client left.
     """
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request))
+    disconnection = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnection), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for waiter in (task, disconnection):
+            waiter.cancel()
+        await asyncio.gather(task, disconnection, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

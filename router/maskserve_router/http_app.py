@@ -127,8 +127,8 @@ class HttpApp:
 
     async def _index(self, request: Request) -> Response:
         self._client(request)
-        asked = _index_of(await self._inference.body(request))
-        models = self._calls.repository_index(ready=asked.ready).models
+        index_request = _index_of(await self._inference.body(request))
+        models = self._calls.repository_index(ready=index_request.ready).models
         return Response(
             msgspec.json.encode([values_of(model) for model in models]), 200, None, JSON
         )

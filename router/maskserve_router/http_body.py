@@ -52,17 +52,20 @@ class Bodies:
         encoding = request.headers.get("content-encoding", "").lower()
         if encoding not in _ACCEPTED_ENCODINGS:
             raise InvalidRequest("Content-Encoding", f"is {encoding[:20]}", "gzip, deflate or none")
-        most, told = self._bounds.max_body_bytes, request.headers.get("content-length", "")
-        if told.isdigit() and int(told) > most:
-            raise InvalidRequest("body", f"is {told} bytes", f"up to {most}")
-        coming = self._coming(request)
+        most, declared_length = (
+            self._bounds.max_body_bytes,
+            request.headers.get("content-length", ""),
+        )
+        if declared_length.isdigit() and int(declared_length) > most:
+            raise InvalidRequest("body", f"is {declared_length} bytes", f"up to {most}")
+        parts = self._coming(request)
         if encoding in ("gzip", "deflate"):
-            coming = self._inflated(coming, client)
+            parts = self._inflated(parts, client)
         await self._turns.may_read(client)
         body = io.BytesIO()  # gives what was written without a copy of all of it
         size = 0
-        async with aclosing(coming):
-            async for part in coming:
+        async with aclosing(parts):
+            async for part in parts:
                 size += len(part)
                 if size > most:
                     raise InvalidRequest("body", f"is over {most} bytes", f"up to {most}")
@@ -97,24 +100,24 @@ class Bodies:
     ) -> AsyncGenerator[bytes, None]:
         """The same, inflated a little at a time: a kilobyte may hold a megabyte."""
         inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
-        came = became = 0
+        received_bytes = inflated_bytes = 0
         async for part in coming:
-            came += len(part)
+            received_bytes += len(part)
             while part and not inflater.eof:
                 try:
                     plain = await self._turns.run(
                         client, _INFLATED_AT_A_TIME, inflater.decompress, part, _INFLATED_AT_A_TIME
                     )
                 except zlib.error:
-                    told = "is not compressed as Content-Encoding says"
-                    raise InvalidRequest("body", told) from None
-                became += len(plain)
+                    problem = "is not compressed as Content-Encoding says"
+                    raise InvalidRequest("body", problem) from None
+                inflated_bytes += len(plain)
                 part = inflater.unconsumed_tail
-                read = came - len(part)
-                if became > max(_INFLATED_FREELY, _MOST_INFLATION * read):
-                    told = f"becomes over {became - 1} bytes from {read}"
+                read = received_bytes - len(part)
+                if inflated_bytes > max(_INFLATED_FREELY, _MOST_INFLATION * read):
+                    problem = f"becomes over {inflated_bytes - 1} bytes from {read}"
                     raise InvalidRequest(
-                        "body", told, f"up to {_MOST_INFLATION} times what is sent"
+                        "body", problem, f"up to {_MOST_INFLATION} times what is sent"
                     )
                 yield plain
         if not inflater.eof:

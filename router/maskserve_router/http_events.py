@@ -72,8 +72,8 @@ async def event_stream(
 
 async def _begun(first: asyncio.Future[Event]) -> None:
     """Wait for the first event, but not for long; raises what is raised in place of it."""
-    done, _ = await asyncio.wait({first}, timeout=_REFUSED_WITHIN_S)
-    if done:
+    finished_tasks, _ = await asyncio.wait({first}, timeout=_REFUSED_WITHIN_S)
+    if finished_tasks:
         try:
             first.result()
         except StopAsyncIteration:
@@ -86,16 +86,16 @@ async def _written(
     error_event: Callable[[MaskserveError | Failure], bytes],
     state: Mapping[str, Any],
 ) -> AsyncGenerator[bytes | memoryview, None]:
-    said = time.monotonic()
+    last_write_s = time.monotonic()
     try:
         while True:
             while not (await asyncio.wait({coming}, timeout=min(_LOOK_S, _COMMENT_S)))[0]:
-                if HALF_CLOSED in state or time.monotonic() >= said + _COMMENT_S:
+                if HALF_CLOSED in state or time.monotonic() >= last_write_s + _COMMENT_S:
                     yield _COMMENT
-                    said = time.monotonic()
+                    last_write_s = time.monotonic()
             for part in coming.result():
                 yield part
-            said = time.monotonic()
+            last_write_s = time.monotonic()
             coming = asyncio.ensure_future(anext(events))
     except StopAsyncIteration:
         pass

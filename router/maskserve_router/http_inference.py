@@ -41,42 +41,44 @@ class HttpInference:
         self._bodies, self._front, self._turns = bodies, front, turns
 
     async def infer(self, request: Request) -> Response:
-        with ExitStack() as held, ExitStack() as written:
-            client, body = await self._body(request, held)
+        with ExitStack() as exit_stack, ExitStack() as response_stack:
+            client, body = await self._body(request, exit_stack)
             length = request.headers.get(_HEADER_LENGTH)
             if length is not None and not _NUMBER.fullmatch(length):
                 raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
             size, split = len(body), None if length is None else int(length)
-            message, wanted = await self._turns.run(
+            message, output_forms = await self._turns.run(
                 client, size, _checked_infer, self._front.models, *model_of(request), body, split
             )
             del body
-            room = written.enter_context(self._front.room(client))
+            room = response_stack.enter_context(self._front.room(client))
             work = self._front.infer(message, size, client, _headers(request), None, "http", room)
             answer = await while_connected(request, work)
-            parts, head = await self._turns.run(client, len(answer), infer_response, answer, wanted)
+            parts, head = await self._turns.run(
+                client, len(answer), infer_response, answer, output_forms
+            )
             headers = {} if head is None else {_HEADER_LENGTH: str(head)}
             kind = JSON if head is None else "application/octet-stream"
-            return _written(parts, room, written, headers, kind)
+            return _written(parts, room, response_stack, headers, kind)
 
     async def generate(self, request: Request) -> Response:
-        with ExitStack() as held, ExitStack() as written:
-            client, message, size = await self._generation(request, held)
-            room = written.enter_context(self._front.room(client))
+        with ExitStack() as exit_stack, ExitStack() as response_stack:
+            client, message, size = await self._generation(request, exit_stack)
+            room = response_stack.enter_context(self._front.room(client))
             work = self._only_answer(message, size, client, _headers(request), room)
-            return _written([await while_connected(request, work)], room, written, {}, JSON)
+            return _written([await while_connected(request, work)], room, response_stack, {}, JSON)
 
     async def generate_stream(self, request: Request) -> Response:
-        with ExitStack() as held:
-            client, message, size = await self._generation(request, held)
-            room = held.enter_context(self._front.room(client))
+        with ExitStack() as exit_stack:
+            client, message, size = await self._generation(request, exit_stack)
+            room = exit_stack.enter_context(self._front.room(client))
             answers = self._answers(message, size, client, _headers(request), room)
-            return await event_stream(request, _server_sent(answers), held, _error_event)
+            return await event_stream(request, _server_sent(answers), exit_stack, _error_event)
 
     async def body(self, request: Request) -> bytes:
         """The body of a request without tensors; raises as `Bodies.read`."""
-        with ExitStack() as held:
-            _, body = await self._body(request, held)
+        with ExitStack() as exit_stack:
+            _, body = await self._body(request, exit_stack)
             return body
 
     async def _body(self, request: Request, held: ExitStack) -> tuple[KeyHolder, bytes]:
@@ -111,12 +113,12 @@ class HttpInference:
             InvalidRequest: there are several, as with progress.
         """
         async with aclosing(self._answers(message, size, client, headers, room)) as answers:
-            found = [answer async for answer in answers]
-        if len(found) != 1:
+            responses = [answer async for answer in answers]
+        if len(responses) != 1:
             raise InvalidRequest(
-                "generate", f"has {len(found)} responses", "generate_stream, or no progress"
+                "generate", f"has {len(responses)} responses", "generate_stream, or no progress"
             )
-        return found[0]
+        return responses[0]
 
     async def _answers(
         self,
@@ -134,8 +136,8 @@ class HttpInference:
         stream = self._front.stream(message, size, client, headers, None, "generate", room)
         async with aclosing(stream) as answers:
             async for raw in answers:
-                if told := await self._turns.run(client, len(raw), _event_as_json, raw):
-                    yield told
+                if event_json := await self._turns.run(client, len(raw), _event_as_json, raw):
+                    yield event_json
 
 
 def _as_json(answer: bytes) -> bytes:
@@ -188,9 +190,9 @@ def _written(
 def _checked_infer(
     models: Mapping[str, Contract], model: str, version: str, body: bytes, split: int | None
 ) -> tuple[ModelRequest, Wanted]:
-    message, wanted = infer_request(model, version, body, split)
+    message, output_forms = infer_request(model, version, body, split)
     check_request(message, models)
-    return message, wanted
+    return message, output_forms
 
 
 def _checked_generate(

@@ -48,8 +48,8 @@ class OfferlessParser:
             head = self._head()
             self._parser = _parser(self._reader)
             self._parser.feed_data(head)
-            if rest := data[offer.args[0] :]:
-                self.feed_data(rest)
+            if remaining_data := data[offer.args[0] :]:
+                self.feed_data(remaining_data)
 
     def get_http_version(self) -> str:
         return self._parser.get_http_version()

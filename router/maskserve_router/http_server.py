@@ -99,8 +99,8 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
 
         def _watch_unread(self) -> None:
             """See whether the client takes anything of what is written, until it has nearly all."""
-            left = self.transport.get_write_buffer_size()
-            self._unread = self.loop.call_later(_PATIENCE_S, self._look_at_unread, left)
+            unsent_bytes = self.transport.get_write_buffer_size()
+            self._unread = self.loop.call_later(_PATIENCE_S, self._look_at_unread, unsent_bytes)
 
         def _look_at_unread(self, before: int) -> None:
             self._unread = None

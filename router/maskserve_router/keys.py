@@ -74,9 +74,9 @@ class KeyHolder:
 
     def sees(self, adapter: str) -> bool:
         """Whether a LoRA is there for it."""
-        if self.admin or any(fnmatchcase(adapter, own) for own in self.adapters):
+        if self.admin or any(fnmatchcase(adapter, own_pattern) for own_pattern in self.adapters):
             return True
-        return not any(fnmatchcase(adapter, other) for other in self.foreign)
+        return not any(fnmatchcase(adapter, foreign_pattern) for foreign_pattern in self.foreign)
 
     def check_adapters(self, names: Iterable[str], field: str) -> None:
         """Raises AdapterNotFound: one of these is another key's, in the words of a worker that has
@@ -123,16 +123,16 @@ class KeyRing:
         """Know these keys from now on, and no others. Their holders, told apart by name, keep what
         they were answered; a key that is gone opens nothing more, not even on open connections.
         """
-        before = {client.name: client.served for _, client in self._clients}
+        counts_by_name = {client.name: client.served for _, client in self._clients}
         owned = frozenset(pattern for key in keys for pattern in key.adapters)
-        anybody = KeyHolder(
+        anonymous = KeyHolder(
             "anybody",
             self._max_edits,
             admin=True,
             webhook_secret=self._webhook_secret,
             output_urls=self._output_urls,
         )
-        self._anybody = None if keys else anybody
+        self._anybody = None if keys else anonymous
         self._clients = [
             (
                 bytes.fromhex(key.sha256),
@@ -143,7 +143,7 @@ class KeyRing:
                     key.shares,
                     key.private_prompts,
                     scope_of_key(key.name),
-                    before.get(key.name, {}),
+                    counts_by_name.get(key.name, {}),
                     key.adapters,
                     tuple(owned.difference(key.adapters)),
                     Daily(key.jobs_per_day, key.job_bytes_per_day, key.job_megapixel_steps_per_day),
@@ -176,8 +176,12 @@ class KeyRing:
         key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
         # Every key is compared, each in constant time: how long it takes tells nothing.
-        found = [client for known, client in self._clients if hmac.compare_digest(known, digest)]
-        if not found:
+        matches = [
+            client
+            for key_digest, client in self._clients
+            if hmac.compare_digest(key_digest, digest)
+        ]
+        if not matches:
             problem = "is not known" if key else "is missing"
             raise Unauthorized("API key", problem, "x-api-key: KEY or Authorization: Bearer KEY")
-        return found[0]
+        return matches[0]

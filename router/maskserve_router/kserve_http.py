@@ -110,13 +110,13 @@ def infer_request(
         raise InvalidRequest("body", f"has {len(body) - at} bytes more than its inputs")
     for output in request.outputs:
         added_output = head.outputs.add(name=output.name)
-        rest = {k: v for k, v in output.parameters.items() if k != "binary_data"}
-        _put_parameters(added_output, rest)
-    wanted = Wanted(
+        other_parameters = {k: v for k, v in output.parameters.items() if k != "binary_data"}
+        _put_parameters(added_output, other_parameters)
+    output_forms = Wanted(
         {o.name: bool(o.parameters.get("binary_data", False)) for o in request.outputs},
         bool(request.parameters.get("binary_data_output", False)),
     )
-    return ModelRequest(head, contents), wanted
+    return ModelRequest(head, contents), output_forms
 
 
 def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryview], int | None]:
@@ -129,17 +129,17 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryvi
     head, outputs = response.head, []
     tail: list[bytes | memoryview] = []
     for tensor, raw in zip(head.outputs, response.contents, strict=True):
-        told: dict[str, Any] = {
+        output: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
         }
         if wanted.is_binary(tensor.name):
-            told["parameters"] = {"binary_data_size": len(raw)}
+            output["parameters"] = {"binary_data_size": len(raw)}
             tail.append(raw)
         else:
-            told["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
-        outputs.append(told)
+            output["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
+        outputs.append(output)
     values: dict[str, Any] = {
         "model_name": head.model_name,
         "model_version": head.model_version,
@@ -222,10 +222,10 @@ def _from_json(tensor: _Input) -> bytes:
     """The raw contents of a tensor whose elements stand in the JSON."""
     if tensor.data is msgspec.UNSET:
         raise InvalidRequest(f"{tensor.name}.data", "is missing", "a list of strings")
-    found: list[str] = []
+    elements: list[str] = []
     for element in tensor.data:
-        found.extend([element] if isinstance(element, str) else element)
-    return bytes_tensor.pack(map(_encoded, found))
+        elements.extend([element] if isinstance(element, str) else element)
+    return bytes_tensor.pack(map(_encoded, elements))
 
 
 def _elements(declared: Tensor, value: Any) -> list[str]:

@@ -62,16 +62,16 @@ class MaskFinder:
         field = field or ("text" if asked.text else "points" if asked.points else "box")
         kind = NODE_TYPES["find" if asked.text else "segment"]
         if not hosts(kind.model, await self._nodes.records(client)):
-            what = "a thing's name" if asked.text else "clicks and boxes"
-            raise InvalidRequest(field, f"no segmenter that takes {what} is served", "a mask")
+            selector = "a thing's name" if asked.text else "clicks and boxes"
+            raise InvalidRequest(field, f"no segmenter that takes {selector} is served", "a mask")
         try:
-            made = await self._nodes.call(_task(kind, image, asked), client)
+            answer = await self._nodes.call(_task(kind, image, asked), client)
         except Failure as failure:
             if failure.code != InvalidRequest.code:
                 raise
             raise InvalidRequest(field, split_code(failure.details)[1]) from None
-        verdict = made.outputs.get("verdict")
-        return FoundMask(made.outputs["mask"], None if verdict is None else verdict.score)
+        verdict = answer.outputs.get("verdict")
+        return FoundMask(answer.outputs["mask"], None if verdict is None else verdict.score)
 
     async def filled_in(self, message: ModelRequest, client: KeyHolder) -> None:
         """Give an edit whose settings have `mask_from` its mask.
@@ -98,16 +98,16 @@ class MaskFinder:
         if not image:
             raise InvalidRequest(FIELD, "is given without IMAGE", "the picture itself")
         if settings.mask_mode not in ("auto", "white"):
-            told = f"is {settings.mask_mode} beside mask_from"
-            raise InvalidRequest("SETTINGS.mask_mode", told, "white")
-        found = await self.find(image, settings.mask_from, client)
-        message.write("MASK", found.mask)
-        own = structs.replace(settings, mask_from=None, mask_mode="white")
-        message.write("SETTINGS", dump_settings(own))
+            problem = f"is {settings.mask_mode} beside mask_from"
+            raise InvalidRequest("SETTINGS.mask_mode", problem, "white")
+        found_mask = await self.find(image, settings.mask_from, client)
+        message.write("MASK", found_mask.mask)
+        mask_settings = structs.replace(settings, mask_from=None, mask_mode="white")
+        message.write("SETTINGS", dump_settings(mask_settings))
 
 
 def _task(kind: NodeType, image: bytes, asked: MaskFrom) -> Task:
     settings = {} if asked.text else {"points": asked.points, "box": asked.box}
-    given = {name: value for name, value in msgspec.to_builtins(settings).items() if value}
+    node_settings = {name: value for name, value in msgspec.to_builtins(settings).items() if value}
     inputs = {"picture": image, **({"name": asked.text} if asked.text else {})}
-    return Task(kind.name, NodeCall(id=kind.name, node=kind.name, settings=given), inputs)
+    return Task(kind.name, NodeCall(id=kind.name, node=kind.name, settings=node_settings), inputs)

@@ -121,8 +121,8 @@ class Measure:
         )
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
-        own = _own_steps(settings, served, steps, active / total)
-        levels = _levels(settings, served, own)
+        refresh_steps = _own_steps(settings, served, steps, active / total)
+        levels = _levels(settings, served, refresh_steps)
         edit = Edit(
             steps=steps,
             active_tokens=passes * active,
@@ -134,8 +134,8 @@ class Measure:
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
-            own_steps=own,
-            own=own > 0 and (served.own_over_template or settings.cache == "own"),
+            own_steps=refresh_steps,
+            own=refresh_steps > 0 and (served.own_over_template or settings.cache == "own"),
             inner_tokens=passes * inner,
             ring_tokens=passes * ring,
             adapters=adapters,
@@ -213,7 +213,7 @@ def count_tokens(
         size = read_size(mask, "MASK", limits) if mask else (native, native)
     canvas = canvas_size(size, settings.expand, limits)
     if canvas[0] * canvas[1] > _MOST_PIXELS:
-        rows, columns = (each // side for each in model_size(canvas, native, side))
+        rows, columns = (length // side for length in model_size(canvas, native, side))
         tokens, pixels = rows * columns, canvas[0] * canvas[1]
         return MaskTokens(tokens, tokens, True, tokens, 0, pixels)
     selected = select(mask, settings, limits, size).pixels
@@ -241,7 +241,12 @@ def answer_bytes(pixels: int, settings: EditSettings) -> int:
 
 
 def _mask_key(mask: bytes, drawn_on: bytes, settings: EditSettings, served: Served) -> bytes:
-    asked = settings.mask_mode, settings.mask_dilate, settings.mask_feather, settings.mask_ring
+    mask_settings = (
+        settings.mask_mode,
+        settings.mask_dilate,
+        settings.mask_feather,
+        settings.mask_ring,
+    )
     part = settings.expand, settings.crop_to_mask, settings.crop_padding
     model = (served.native_resolution, served.token_pixels, served.mask_ring)
-    return hashlib.sha256(mask + drawn_on + repr((asked, part, model)).encode()).digest()
+    return hashlib.sha256(mask + drawn_on + repr((mask_settings, part, model)).encode()).digest()

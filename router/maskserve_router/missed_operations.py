@@ -73,24 +73,28 @@ class MissedOperations:
         scope = operation.get("scope", "")
         everybody = operation["op"] == "evict" and not scope
         undone = [
-            kept
-            for kept in self._kept
-            if kept.template_id == template_id
-            and (everybody or kept.operation.get("scope", "") == scope)
+            entry
+            for entry in self._kept
+            if entry.template_id == template_id
+            and (everybody or entry.operation.get("scope", "") == scope)
         ]
-        self._kept = [kept for kept in self._kept if kept not in undone]
+        self._kept = [entry for entry in self._kept if entry not in undone]
         # What is on its way to a worker may arrive behind this one, which that has done already.
-        crossing = {a for kept in undone for a in kept.missed_by if a in self._bringing}
+        crossing = {a for entry in undone for a in entry.missed_by if a in self._bringing}
         addresses = sorted(crossing.union(missed_by))
         size = image_size(operation)
         if not addresses:
             return []
-        own = sum(kept.size for kept in self._kept if kept.operation.get("scope", "") == scope)
-        if size > room(self._max_bytes, sum(kept.size for kept in self._kept), own, scope):
-            told = (
+        scope_bytes = sum(
+            entry.size for entry in self._kept if entry.operation.get("scope", "") == scope
+        )
+        if size > room(
+            self._max_bytes, sum(entry.size for entry in self._kept), scope_bytes, scope
+        ):
+            text = (
                 "template %s is not kept for %s: [workers] missed_bytes has no room for its image"
             )
-            log.warning(told, template_id, ", ".join(addresses))
+            log.warning(text, template_id, ", ".join(addresses))
             return []
         self._kept.append(_Kept(operation, template_id, size, set(addresses)))
         return addresses
@@ -99,22 +103,22 @@ class MissedOperations:
         """Addresses of the workers that the template's registration is still to be brought to."""
         return sorted(
             address
-            for kept in self._kept
-            if kept.template_id == template_id and kept.operation["op"] == "register"
-            for address in kept.missed_by
+            for entry in self._kept
+            if entry.template_id == template_id and entry.operation["op"] == "register"
+            for address in entry.missed_by
         )
 
     def bring(self) -> None:
         """Bring those workers that are ready what they missed; called whenever one may be."""
-        now = time.monotonic()
-        for address in {address for kept in self._kept for address in kept.missed_by}:
+        now_s = time.monotonic()
+        for address in {address for entry in self._kept for address in entry.missed_by}:
             worker = self._pool.workers.get(address)
             if worker is None:
                 self._done(address, self._kept)  # no longer one of the workers
             elif (
                 worker.ready
                 and address not in self._bringing
-                and now >= self._not_before.get(address, 0.0)
+                and now_s >= self._not_before.get(address, 0.0)
             ):
                 self._bringing[address] = asyncio.create_task(self._bring(worker))
 
@@ -127,24 +131,24 @@ class MissedOperations:
     async def _bring(self, worker: Worker) -> None:
         address = worker.address
         try:
-            for kept in list(self._kept):
+            for entry in list(self._kept):
                 # It may have been undone while another was on its way.
-                if kept not in self._kept or address not in kept.missed_by:
+                if entry not in self._kept or address not in entry.missed_by:
                     continue
                 try:
-                    await self._send(worker, kept.operation)
+                    await self._send(worker, entry.operation)
                 except (Failure, EngineFailed) as error:
                     if not isinstance(error, Failure) or not refused(error):
                         self._not_before[address] = time.monotonic() + _AGAIN_S
                         return
-                    name = kept.operation["op"]
-                    log.warning("worker %s: %s %s: %s", address, name, kept.template_id, error)
-                self._done(address, [kept])
+                    name = entry.operation["op"]
+                    log.warning("worker %s: %s %s: %s", address, name, entry.template_id, error)
+                self._done(address, [entry])
             self._not_before.pop(address, None)
         finally:
             del self._bringing[address]
 
     def _done(self, address: str, those: list[_Kept]) -> None:
-        for kept in those:
-            kept.missed_by.discard(address)
-        self._kept = [kept for kept in self._kept if kept.missed_by]
+        for entry in those:
+            entry.missed_by.discard(address)
+        self._kept = [entry for entry in self._kept if entry.missed_by]

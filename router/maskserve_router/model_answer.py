@@ -45,12 +45,12 @@ class ModelAnswer:
                 around = b"".join((view[:tag], view[end:]))
                 error = pb.ModelStreamInferResponse.FromString(around).error_message
                 view = view[begin:end]
-            rest, contents, at = [], [], 0
+            head_parts, contents, at = [], [], 0
             for tag, begin, end in raw_outputs(view):
-                rest.append(view[at:tag])
+                head_parts.append(view[at:tag])
                 contents.append(view[begin:end])
                 at = end
-            head = pb.ModelInferResponse.FromString(b"".join((*rest, view[at:])))
+            head = pb.ModelInferResponse.FromString(b"".join((*head_parts, view[at:])))
         except (DecodeError, InvalidRequest):
             raise ValueError("is no answer") from None
         return cls(head, contents, error)

@@ -46,14 +46,14 @@ class ModelRequest:
         Raises:
             InvalidRequest: it is none.
         """
-        view, rest, at = memoryview(raw), [], 0
+        view, head_parts, at = memoryview(raw), [], 0
         contents: list[Buffer] = []
         for tag, begin, end in raw_contents(raw):
-            rest.append(view[at:tag])
+            head_parts.append(view[at:tag])
             contents.append(view[begin:end])
             at = end
         try:
-            head = pb.ModelInferRequest.FromString(b"".join((*rest, view[at:])))
+            head = pb.ModelInferRequest.FromString(b"".join((*head_parts, view[at:])))
         except DecodeError:
             raise InvalidRequest("request", "is no ModelInferRequest") from None
         if contents:
@@ -112,10 +112,10 @@ class ModelRequest:
         return on_the_wire(self.head, ([content] for content in self.contents))
 
     def _place(self, name: str) -> int:
-        found = [i for i, tensor in enumerate(self.head.inputs) if tensor.name == name]
-        if len(found) != 1 or len(self.contents) != len(self.head.inputs):
+        positions = [i for i, tensor in enumerate(self.head.inputs) if tensor.name == name]
+        if len(positions) != 1 or len(self.contents) != len(self.head.inputs):
             raise LookupError(name)
-        return found[0]
+        return positions[0]
 
 
 def on_the_wire(head: pb.ModelInferRequest, contents: Iterable[Sequence[Buffer]]) -> bytes:

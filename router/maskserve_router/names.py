@@ -17,13 +17,13 @@ async def resolved(addresses: Iterable[str], known: Collection[str]) -> set[str]
         addresses: as configured.
         known: found so far, which stay where a name cannot be resolved.
     """
-    found: set[str] = set()
+    resolved_addresses: set[str] = set()
     for address in addresses:
         if address.startswith(DNS):
-            found.update(await _of_name(address.removeprefix(DNS), known))
+            resolved_addresses.update(await _of_name(address.removeprefix(DNS), known))
         else:
-            found.add(address)
-    return found
+            resolved_addresses.add(address)
+    return resolved_addresses
 
 
 def is_address(text: str) -> bool:
@@ -35,9 +35,9 @@ def is_address(text: str) -> bool:
 async def _of_name(name: str, known: Collection[str]) -> Iterable[str]:
     host, _, port = name.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=1)
+        address_infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=1)
     except OSError as error:
         log.warning("name %s: %s; what is known of it stays", host, error)
         return [address for address in known if address.endswith(f":{port}")]
-    hosts = {str(entry[4][0]) for entry in found}
+    hosts = {str(entry[4][0]) for entry in address_infos}
     return [f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts]

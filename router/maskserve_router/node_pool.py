@@ -230,7 +230,7 @@ class NodePool:
             return
         records = (await self._all_records()).values()
         for record in filter(None, records):
-            self._hosted.update(each["name"] for each in record["models"])
+            self._hosted.update(model["name"] for model in record["models"])
         for name in missing:
             if all(records) and NODE_TYPES[name].model not in self._hosted:
                 raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
@@ -238,20 +238,22 @@ class NodePool:
     async def _look(self) -> None:
         """Find the servers: once, and those behind names anew now and then."""
         if time.monotonic() >= self._resolves_at:
-            anew = any(each.startswith(DNS) for each in self._addresses)
+            anew = any(address.startswith(DNS) for address in self._addresses)
             self._resolves_at = time.monotonic() + _RESOLVE_S if anew else math.inf
             self._resolving = asyncio.create_task(self._resolve())
         if not self._servers and self._resolving is not None:
             await asyncio.wait([self._resolving])
 
     async def _resolve(self) -> None:
-        found = await resolved(self._addresses, self._servers)
-        for address in [each for each in self._addresses if each in found] + sorted(found):
+        addresses = await resolved(self._addresses, self._servers)
+        for address in [entry for entry in self._addresses if entry in addresses] + sorted(
+            addresses
+        ):
             if address not in self._servers:
                 self._servers[address] = Upstream(address)
                 self._load.setdefault(address, 0.0)
                 self._numbers.setdefault(address, len(self._numbers))
-        for address in self._servers.keys() - found:  # what it has been sent is waited for
+        for address in self._servers.keys() - addresses:  # what it has been sent is waited for
             task = asyncio.create_task(self._servers.pop(address).close(_TIMEOUT_S))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -268,8 +270,8 @@ class NodePool:
     async def _all_records(self) -> dict[str, dict[str, Any] | None]:
         await self._look()
         servers = list(self._servers)
-        told = await asyncio.gather(*map(self._record, servers))
-        return dict(zip(servers, told, strict=True))
+        records = await asyncio.gather(*map(self._record, servers))
+        return dict(zip(servers, records, strict=True))
 
     async def _record(
         self, address: str, settings: Mapping[str, Any] = MappingProxyType({})
@@ -308,8 +310,8 @@ class NodePool:
             EngineFailed: no server runs it, or two failed it without a word; the same call may
                 succeed again.
         """
-        made = await self._had(task, client, due, run)
-        return made._replace(server=self._known(made.server, client))
+        answer = await self._had(task, client, due, run)
+        return answer._replace(server=self._known(answer.server, client))
 
     async def _had(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
         """A kept answer, or one that is made now; as `call`, with the server's address."""
@@ -317,27 +319,27 @@ class NodePool:
         message = await self._turns.run(client, size, self._message, task, kind, client.scope, run)
         if not kind.deterministic:
             return await self._made(message, kind, client, due)
-        asked = _Asked(client.scope, message.digest)
-        while (made := self._kept.get(asked)) is not None or asked in self._coming:
-            if made is None:
-                await asyncio.wait([coming := self._coming[asked]])
-                if coming.cancelled():
+        cache_key = _Asked(client.scope, message.digest)
+        while (answer := self._kept.get(cache_key)) is not None or cache_key in self._coming:
+            if answer is None:
+                await asyncio.wait([pending := self._coming[cache_key]])
+                if pending.cancelled():
                     continue
-                made = coming.result()
-            taken = await self._turns.locked(self._taken, made, client.scope, run)
-            if taken is not None:
-                return taken._replace(kept=True)
-            self._kept.drop(asked)
-        coming = self._coming[asked] = asyncio.get_running_loop().create_future()
+                answer = pending.result()
+            run_answer = await self._turns.locked(self._taken, answer, client.scope, run)
+            if run_answer is not None:
+                return run_answer._replace(kept=True)
+            self._kept.drop(cache_key)
+        pending = self._coming[cache_key] = asyncio.get_running_loop().create_future()
         try:
-            made = await self._made(message, kind, client, due)
-            own = _copied(made)  # what a run has may be made again, and under another name
-            await self._keep(asked, own)
-            coming.set_result(own)
-            return made
+            answer = await self._made(message, kind, client, due)
+            cache_copy = _copied(answer)  # what a run has may be made again, and under another name
+            await self._keep(cache_key, cache_copy)
+            pending.set_result(cache_copy)
+            return answer
         finally:
-            del self._coming[asked]
-            coming.cancel()  # no effect once there is an answer; else whoever waits tries itself
+            del self._coming[cache_key]
+            pending.cancel()  # no effect once there is an answer; else whoever waits tries itself
 
     async def _keep(self, asked: _Asked, made: Made) -> None:
         if names := _names(made):
@@ -372,16 +374,16 @@ class NodePool:
 
     def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
         layout, elements = laid_out(task.inputs, kind.inputs)
-        asked = NodeTask(kind.name, layout, task.call.settings, scope)
-        digest = hashlib.sha256(msgspec.json.encode(asked, order="sorted"))
-        for each in elements:
-            digest.update(b"%d:" % len(each))
-            digest.update(each)
-        whole = _request(structs.replace(asked, run=run), elements).SerializeToString()
+        node_task = NodeTask(kind.name, layout, task.call.settings, scope)
+        digest = hashlib.sha256(msgspec.json.encode(node_task, order="sorted"))
+        for element in elements:
+            digest.update(b"%d:" % len(element))
+            digest.update(element)
+        whole = _request(structs.replace(node_task, run=run), elements).SerializeToString()
 
         def plain() -> bytes:
             values = read_all(task.inputs, self._values, scope)
-            return bytes(_request(asked, laid_out(values, kind.inputs)[1]).SerializeToString())
+            return bytes(_request(node_task, laid_out(values, kind.inputs)[1]).SerializeToString())
 
         return _Message(digest.digest(), whole, plain if run else None)
 
@@ -399,8 +401,8 @@ class NodePool:
             return await self._turns.run(client, len(answer), _made, answer, address, tries)
 
     def _urgency(self, starts_by: float) -> float:
-        due = None if self._order == "fcfs" else starts_by
-        return urgency(time.monotonic(), 0, 0.0, due, PATIENCE_S)
+        due_time = None if self._order == "fcfs" else starts_by
+        return urgency(time.monotonic(), 0, 0.0, due_time, PATIENCE_S)
 
     async def _answer(
         self, message: _Message, kind: NodeType, client: KeyHolder
@@ -411,14 +413,14 @@ class NodePool:
         lost, broken = 0, set[str]()
         while True:  # each server once, until one takes it
             await self._look()
-            gone = bool(self._addresses) and not self._servers
-            others = self._servers.keys() - broken
-            for address in sorted(others, key=partial(self._rank, kind.model)):
+            is_unreachable = bool(self._addresses) and not self._servers
+            candidates = self._servers.keys() - broken
+            for address in sorted(candidates, key=partial(self._rank, kind.model)):
                 raw = message.whole
                 if message.plain is not None and not await self._is_here(address):
                     raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
                 if address not in self._servers:
-                    gone = True
+                    is_unreachable = True
                     continue
                 self._placement.goes(kind.model, address)
                 try:
@@ -434,7 +436,7 @@ class NodePool:
                 if unavailable and (
                     failure.coded or any(words in failure.details for words in _NOT_TAKEN)
                 ):
-                    gone = True
+                    is_unreachable = True
                 elif not failure.coded:
                     log.warning("%s failed a call of %s: %s", address, kind.name, failure.details)
                     failed = EngineFailed(f"{kind.name}: its node server failed the call")
@@ -442,18 +444,18 @@ class NodePool:
                     if lost == _MOST_LOST or failure.blame is Blame.REQUEST:
                         raise failed
                     if unavailable:  # another in its place is as good as any
-                        gone = True
+                        is_unreachable = True
                     else:
                         broken.add(address)
                 elif failure.blame is Blame.WORKER:
                     failed = failure  # a load failed, or there is no room: so it is there alone
                 else:
                     raise failure
-            if not gone or time.monotonic() > end:
+            if not is_unreachable or time.monotonic() > end:
                 if failed is not None:
                     raise failed
-                what = f"runs {kind.model}" if not gone else "can be reached"
-                raise EngineFailed(f"{kind.name}: no node server {what}")
+                capability = f"runs {kind.model}" if not is_unreachable else "can be reached"
+                raise EngineFailed(f"{kind.name}: no node server {capability}")
             tries = 2
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MOST_LOOK_S)
@@ -492,8 +494,8 @@ def _contents(answer: bytes) -> dict[str, bytes]:
 
 
 def _names(made: Made) -> list[str]:
-    found = (parse(value.element) for value in named_in(list(made.outputs.values())))
-    return [each[0] for each in found if each is not None]
+    parsed_names = (parse(value.element) for value in named_in(list(made.outputs.values())))
+    return [parsed_name[0] for parsed_name in parsed_names if parsed_name is not None]
 
 
 def _copied(made: Made) -> Made:
@@ -527,5 +529,5 @@ def hosts(model: str, records: Mapping[str, Any]) -> list[str]:
     return [
         address
         for address, record in records.items()
-        if record and any(each["name"] == model for each in record["models"])
+        if record and any(entry["name"] == model for entry in record["models"])
     ]

@@ -139,11 +139,11 @@ def _jobs() -> Json:
         {"name": "after", "in": "query", "schema": _TEXT},
     ]
     listing = {**_answers("Those of the key", listed, "Error"), "parameters": pages}
-    one = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+    id_parameter = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     return {
         "/v1/jobs": {"post": add, "get": listing},
         "/v1/jobs/{id}": {
-            "parameters": [one],
+            "parameters": [id_parameter],
             "get": _answers("State, progress and result", _ref("Job"), "Error"),
             "delete": _answers("End it, or forget one that has ended", _DELETED, "Error"),
         },
@@ -151,8 +151,10 @@ def _jobs() -> Json:
 
 
 def _masks() -> Json:
-    found = _object(b64_json=_TEXT, score={"type": ["number", "null"]})
-    answer = _answers("The mask of a thing", _object(object=_TEXT, data=_list(found)), "Error")
+    mask_schema = _object(b64_json=_TEXT, score={"type": ["number", "null"]})
+    answer = _answers(
+        "The mask of a thing", _object(object=_TEXT, data=_list(mask_schema)), "Error"
+    )
     form = {
         "type": "object",
         "properties": {"image": _PICTURE, **_properties(MaskFrom)},
@@ -164,7 +166,7 @@ def _masks() -> Json:
 
 
 def _workflows() -> Json:
-    one = _object(
+    workflow_schema = _object(
         name=_TEXT,
         about=_TEXT,
         version=_WHOLE,
@@ -176,7 +178,7 @@ def _workflows() -> Json:
         early=_list(_TEXT),
         hosts={"type": "object", "additionalProperties": _list(_TEXT)},
     )
-    listed = _object(object={"const": "list"}, data=_list(one))
+    listed = _object(object={"const": "list"}, data=_list(workflow_schema))
     says = "Workflows that are served, and who runs their nodes"
     return {"/v1/workflows": {"get": _answers(says, listed, "Error")}}
 
@@ -201,12 +203,12 @@ def _asked(*without: str) -> Json:
 
 def _edit(pictures: Json, without: Collection[str]) -> Json:
     """Fields of an edit: its pictures, OpenAI's, then settings under their own names."""
-    own, settings = _properties(Fields), _properties(EditSettings)
-    own = {name: schema for name, schema in own.items() if name not in without}
+    edit_fields, settings = _properties(Fields), _properties(EditSettings)
+    edit_fields = {name: schema for name, schema in edit_fields.items() if name not in without}
     extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
     return {
         "type": "object",
-        "properties": {**pictures, **own, **extensions},
+        "properties": {**pictures, **edit_fields, **extensions},
         "required": ["prompt"],
         "additionalProperties": False,
     }
@@ -216,10 +218,10 @@ def _picture() -> Json:
     """A picture of an answer, or where it was put; with `keep_result` the id under which it is
     kept, or null.
     """
-    one = _object(b64_json=_TEXT, url=_TEXT)
-    one["required"] = []
-    one["properties"]["template_id"] = {"type": ["string", "null"]}
-    return one
+    schema = _object(b64_json=_TEXT, url=_TEXT)
+    schema["required"] = []
+    schema["properties"]["template_id"] = {"type": ["string", "null"]}
+    return schema
 
 
 def _templates() -> Json:
@@ -239,13 +241,13 @@ def _templates() -> Json:
         "content": {"multipart/form-data": {"schema": form}},
     }
     listed = _object(object=_TEXT, data=_list(_ref("Template")))
-    one = "/v1/templates/{template_id}"
+    template_path = "/v1/templates/{template_id}"
     paths: Json = {
         "/v1/templates": {
             "post": register,
             "get": _answers("Those of the key", listed, "Error"),
         },
-        one: {
+        template_path: {
             "parameters": [_TEMPLATE],
             "get": _answers("One of them", _ref("Template"), "Error"),
             "delete": _answers("Forget the image and its entries", _ref("Template"), "Error"),
@@ -257,7 +259,7 @@ def _templates() -> Json:
         ("unpin", "No longer"),
     ):
         answer = _answers(says, _ref("Template"), "Error")
-        paths[f"{one}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
+        paths[f"{template_path}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
     return paths
 
 
@@ -355,14 +357,14 @@ def _ref(name: str) -> Json:
 
 def _reachable(tables: tuple[type, ...]) -> Json:
     """Schemas of tables and of what is inside of them, with a sentence for each key."""
-    _, found = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
-    return {name: schema for name, schema in found.items() if name not in _names(tables)}
+    _, schemas = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
+    return {name: schema for name, schema in schemas.items() if name not in _names(tables)}
 
 
 def _strict(table: type[msgspec.Struct]) -> Json:
     """A table's schema; no other keys."""
-    own = dict(_properties(table))
-    return {**_object(**own), "additionalProperties": False}
+    properties = dict(_properties(table))
+    return {**_object(**properties), "additionalProperties": False}
 
 
 def _names(tables: tuple[type, ...]) -> set[str]:
@@ -371,9 +373,11 @@ def _names(tables: tuple[type, ...]) -> set[str]:
 
 def _properties(table: type[msgspec.Struct]) -> Mapping[str, Json]:
     """Of a table's own keys, each with what it means."""
-    _, found = msgspec.json.schema_components((table,), ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(
+        (table,), ref_template="#/components/schemas/{name}"
+    )
     says = sentences(table)
     return {
         name: {**schema, "description": says[name]} if name in says else schema
-        for name, schema in found[table.__name__]["properties"].items()
+        for name, schema in schemas[table.__name__]["properties"].items()
     }

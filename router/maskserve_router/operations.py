@@ -74,10 +74,12 @@ def control_request(operation: Mapping[str, Any]) -> bytes:
     """The request of an operation."""
     head = pb.ModelInferRequest(model_name="control")
     head.inputs.add(name="OP", datatype="BYTES", shape=[1])
-    rest = msgspec.json.encode({key: each for key, each in operation.items() if key != "image"})
-    parts: list[bytes | memoryview] = [rest]
+    fields_json = msgspec.json.encode(
+        {key: value for key, value in operation.items() if key != "image"}
+    )
+    parts: list[bytes | memoryview] = [fields_json]
     if "image" in operation:
-        parts = [rest[:-1], b',"image":', memoryview(operation["image"]), b"}"]
+        parts = [fields_json[:-1], b',"image":', memoryview(operation["image"]), b"}"]
     return on_the_wire(head, [(sum(map(len, parts)).to_bytes(4, "little"), *parts)])
 
 

@@ -39,7 +39,7 @@ def check_output(url: str, prefixes: Sequence[str], field: str = "output_url") -
     if not prefixes:
         raise InvalidRequest(field, "is given, and no prefix is listed for it", "none")
     accepted = f"a URL below {', '.join(sorted(prefixes))}"
-    prefix = next((each for each in prefixes if url.startswith(each)), None)
+    prefix = next((candidate for candidate in prefixes if url.startswith(candidate)), None)
     if prefix is None:
         raise InvalidRequest(field, "is not below a prefix that is listed", accepted)
     parts = url[len(prefix) :].removesuffix("/").split("/") if url != prefix else []
@@ -73,11 +73,11 @@ class Outputs:
             return
         except (TimeoutError, asyncio.TimeoutError):
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            told = f"not within {self._timeout_s:g} s"
+            problem = f"not within {self._timeout_s:g} s"
         except Exception as error:  # each file system has its own
             log.error("%s: %s: %s", url, type(error).__name__, error)
-            told = type(error).__name__
-        raise EngineFailed(f"output_url: could not be written: {told}")
+            problem = type(error).__name__
+        raise EngineFailed(f"output_url: could not be written: {problem}")
 
 
 def _write(url: str, content: bytes | memoryview) -> None:

@@ -107,8 +107,8 @@ class PendingQueue:
             return waiting.place.result()
         loop, timers = asyncio.get_running_loop(), []
         if deadline is not None:
-            left = max(deadline - time.monotonic(), 0.0)
-            timers.append(loop.call_later(left, self._expire, waiting))
+            remaining_s = max(deadline - time.monotonic(), 0.0)
+            timers.append(loop.call_later(remaining_s, self._expire, waiting))
         if waiting.hopes:
             timers.append(loop.call_later(patience_s, self._stop_waiting, waiting))
         try:
@@ -133,11 +133,11 @@ class PendingQueue:
         ahead = []
         waiting = self._waiting.copy()
         insort(waiting, new)
-        for each in self._sent.in_turn(waiting, lambda waiting: waiting.whose):
-            if each is new:
+        for candidate in self._sent.in_turn(waiting, lambda waiting: waiting.whose):
+            if candidate is new:
                 break
-            if each.edit.model == edit.model and not each.place.done():
-                ahead.append(each.edit)
+            if candidate.edit.model == edit.model and not candidate.place.done():
+                ahead.append(candidate.edit)
         return ahead
 
     def _key(self, edit: Edit, arrival: float, starts_by: float | None) -> tuple[float, int]:
@@ -170,7 +170,7 @@ class PendingQueue:
             if waiting.edit.model in full and not waiting.avoid:
                 continue
             try:
-                sent = self._send(waiting)
+                sent_edit = self._send(waiting)
             except NoWorkerAvailable as none:
                 if none.full and not waiting.avoid:
                     full.add(waiting.edit.model)
@@ -178,7 +178,7 @@ class PendingQueue:
                     continue
                 waiting.place.set_exception(none)
             else:
-                waiting.place.set_result(sent)
+                waiting.place.set_result(sent_edit)
                 if self._full(waiting.edit):
                     full.add(waiting.edit.model)
             self._drop(waiting)
@@ -189,14 +189,14 @@ class PendingQueue:
         return not len(board.taking(edit)) and len(board.serving(edit)) > 0
 
     def _send(self, waiting: Waiting) -> Sent:
-        now, edit = time.monotonic(), waiting.edit
-        worker = self._chosen(edit, now, waiting.avoid)
-        predicted = worker.predict(edit, now)
-        sent = Sent(waiting.request_id, edit, worker, now, predicted, listed_at=now)
-        worker.add(sent)
+        now_s, edit = time.monotonic(), waiting.edit
+        worker = self._chosen(edit, now_s, waiting.avoid)
+        predicted = worker.predict(edit, now_s)
+        sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
+        worker.add(sent_edit)
         self._sent.book(waiting.whose)
         worker.breaker.sent(waiting.request_id)
-        return sent
+        return sent_edit
 
     def _chosen(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
         """Raises NoWorkerAvailable: no worker takes it but those to avoid."""
@@ -218,8 +218,8 @@ class PendingQueue:
         self._decided(time.perf_counter() - begin)
         if number is not None:
             return roster.worker(number)
-        others = [worker for worker in workers.values() if worker.number not in without]
-        raise NoWorkerAvailable(edit, [worker.view(now) for worker in others])
+        candidates = [worker for worker in workers.values() if worker.number not in without]
+        raise NoWorkerAvailable(edit, [worker.view(now) for worker in candidates])
 
     def _expire(self, waiting: Waiting) -> None:
         if not waiting.place.done():

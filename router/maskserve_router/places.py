@@ -63,8 +63,8 @@ class Places:
         if self._shares.total >= self._shares.budget:
             self._make_room(client)
         elif self._shared and self._shares.room(client) < 1:
-            own = self._shares.held(client)
-            self._refuse(f"{own} {self._what} of this client are open already")
+            client_count = self._shares.held(client)
+            self._refuse(f"{client_count} {self._what} of this client are open already")
         self._open[holder] = client
         self._shares.book(client)
         self.told(holder, silent=True)
@@ -74,14 +74,14 @@ class Places:
         client = self._open.get(holder)
         if client is None:
             return  # it has been ended
-        those = self._silent.setdefault(client, {})
-        if silent and holder not in those:
+        silent_holders = self._silent.setdefault(client, {})
+        if silent and holder not in silent_holders:
             loop, seconds = asyncio.get_running_loop(), self._silence_s
             why = DeadlineExceeded(f"it sent nothing for {seconds:g} s")
-            those[holder] = loop.call_later(seconds, self._end, holder, why)
-        elif not silent and holder in those:
-            those.pop(holder).cancel()
-        if not those:
+            silent_holders[holder] = loop.call_later(seconds, self._end, holder, why)
+        elif not silent and holder in silent_holders:
+            silent_holders.pop(holder).cancel()
+        if not silent_holders:
             del self._silent[client]
 
     def leave(self, holder: Holder) -> None:
@@ -94,7 +94,7 @@ class Places:
         self._shares.give_back(client)
 
     def _make_room(self, client: str) -> None:
-        numbers = {name: len(those) for name, those in self._silent.items()}
+        numbers = {name: len(holders) for name, holders in self._silent.items()}
         most = max(numbers, key=numbers.__getitem__, default=client)
         least = 0 if self._own else numbers.get(client, 0)
         if numbers.get(most, 0) <= least:

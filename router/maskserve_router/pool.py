@@ -74,8 +74,8 @@ class Pool:
 
     def running_s(self) -> list[float]:
         """Of each of these, seconds until all that has a row there has ended."""
-        now = time.monotonic()
-        return [worker.running_s(now) for worker in self.ready()]
+        now_s = time.monotonic()
+        return [worker.running_s(now_s) for worker in self.ready()]
 
     def up(self) -> list[Worker]:
         """Those that answer, whether or not they take edits."""
@@ -103,12 +103,12 @@ class Pool:
                 log.exception("resolving the workers' names")
 
     async def _resolve(self) -> None:
-        wanted = await resolved(self.config.workers.addresses, self.workers)
-        for address in sorted(wanted - set(self.workers)):
+        addresses = await resolved(self.config.workers.addresses, self.workers)
+        for address in sorted(addresses - set(self.workers)):
             log.info("worker %s is new", address)
             worker = self.join(address)
             self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
-        for address in sorted(set(self.workers) - wanted):
+        for address in sorted(set(self.workers) - addresses):
             log.info("worker %s is no longer among the workers", address)
             worker = self.workers.pop(address)
             self.roster.leave(worker)
@@ -124,8 +124,8 @@ class Pool:
         while worker.sent and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self._polls.pop(worker).cancel()
-        told = f"[{EngineFailed.code}] the worker is no longer among those of the configuration"
-        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, told))
+        message = f"[{EngineFailed.code}] the worker is no longer among those of the configuration"
+        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
         await worker.upstream.close()
         self._index.leave(worker.number)
 
@@ -138,8 +138,8 @@ class Pool:
                 await self._poll_once(worker)
             except Exception:
                 log.exception("asking worker %s for its status", worker.address)
-            now = time.monotonic()
-            await asyncio.sleep(max(begin + self._interval_s(worker) - now, 0.001))
+            now_s = time.monotonic()
+            await asyncio.sleep(max(begin + self._interval_s(worker) - now_s, 0.001))
 
     def _interval_s(self, worker: Worker) -> float:
         """How often a worker is asked; one that has missed an answer, as soon as may be."""
@@ -171,10 +171,10 @@ class Pool:
 
     async def _status_of(self, worker: Worker) -> bytes:
         """A worker's record, with changes of its templates where it can tell them."""
-        timeout, known = self.config.workers.poll_timeout_s, worker.templates_version
-        if known is not None:
+        timeout, version = self.config.workers.poll_timeout_s, worker.templates_version
+        if version is not None:
             try:
-                request = control_request({"op": "status", "templates": known})
+                request = control_request({"op": "status", "templates": version})
                 return await worker.upstream.control(request, timeout)
             except grpc.aio.AioRpcError as error:
                 if "OP.templates" not in (error.details() or ""):
@@ -185,6 +185,6 @@ class Pool:
     def _lost(self, worker: Worker, why: str) -> None:
         """The worker is down: the calls that wait in it will not be answered."""
         log.warning("worker %s is down: %s", worker.address, why)
-        told = f"[{EngineFailed.code}] the worker no longer answers"
-        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, told))
+        message = f"[{EngineFailed.code}] the worker no longer answers"
+        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
         self._changed()

@@ -52,10 +52,10 @@ _LOOK_UPS = ThreadPoolExecutor(4, "look-up")
 
 async def resolve(host: str, port: int) -> list[str]:
     """Addresses of a host; OSError if it has none."""
-    found = await asyncio.get_running_loop().run_in_executor(
+    address_infos = await asyncio.get_running_loop().run_in_executor(
         _LOOK_UPS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     )
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in address_infos]
 
 
 def is_public(address: str) -> bool:
@@ -130,20 +130,20 @@ class PublicHosts:
         """
         accepted = f"{also}https URLs of {', '.join(sorted(self.hosts)) or 'no host'}"
         try:
-            asked = httpx.URL(url[: _MAX_URL + 1])
-            host, port = asked.host.lower(), asked.port or 443
+            parsed_url = httpx.URL(url[: _MAX_URL + 1])
+            host, port = parsed_url.host.lower(), parsed_url.port or 443
         except (httpx.InvalidURL, ValueError, UnicodeError):
             raise InvalidRequest(field, "is no URL", accepted) from None
         if len(url) > _MAX_URL:
             raise InvalidRequest(field, f"has over {_MAX_URL} characters", accepted)
-        if asked.scheme != "https":
+        if parsed_url.scheme != "https":
             raise InvalidRequest(field, "is no https URL", accepted)
-        if asked.userinfo:
+        if parsed_url.userinfo:
             raise InvalidRequest(field, "has a user or password", accepted)
         name = host if port == 443 else f"{host}:{port}"
         if name not in self.hosts:
             raise InvalidRequest(field, "is of a host that is not listed", accepted)
-        return PublicUrl(host, port, asked)
+        return PublicUrl(host, port, parsed_url)
 
     async def ask(
         self,

@@ -69,12 +69,12 @@ class Roster:
         return self._due > 0
 
     def _serves(self, number: int, model: str, *, by_size: bool) -> None:
-        before, was_by_size = self._served.get(number, ("", False))
+        previous_model, was_by_size = self._served.get(number, ("", False))
         self._served[number] = model, by_size
         self._due += by_size - was_by_size
-        if before != model:
-            if before:
-                self._models[before] -= 1
+        if previous_model != model:
+            if previous_model:
+                self._models[previous_model] -= 1
                 self._models += Counter()  # without those that nobody serves
             if model:
                 self._models[model] += 1

@@ -239,8 +239,8 @@ class Router:
         stamps: list[tuple[int, ...]] = []
         for file in files:
             with suppress(OSError):
-                found = os.stat(file)
-                stamps.append((found.st_ino, found.st_mtime_ns, found.st_size))
+                file_stat = os.stat(file)
+                stamps.append((file_stat.st_ino, file_stat.st_mtime_ns, file_stat.st_size))
         return stamps
 
     async def _watch_secrets(self) -> None:

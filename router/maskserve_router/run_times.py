@@ -97,10 +97,10 @@ class RunTimes:
             seconds: that it took in all.
         """
         waited = meta.get("timings_ms", {}).get("queue", 0.0) / 1e3
-        taken = max(seconds - waited, 0.0)
+        run_s = max(seconds - waited, 0.0)
         step = run.plan.name, task.call.id
-        known = self._edit_s.get(step, taken)
-        self._edit_s[step] = known + _REMEMBERED * (taken - known)
+        average_s = self._edit_s.get(step, run_s)
+        self._edit_s[step] = average_s + _REMEMBERED * (run_s - average_s)
 
     def due_of(self, run: RunTime, task: Task) -> float:
         """When a node is due: as long before its run as what lies behind it takes."""
@@ -119,31 +119,31 @@ class RunTimes:
         """
         if run.until == math.inf:
             return
-        price, left = self._price(run, guess=False), self._left(run)
+        price, remaining_s = self._price(run, guess=False), self._left(run)
         needed = self._own(run, task, price) + run.machine.behind(task.key, price)
-        if needed > left * self._slack:
+        if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
                 f"{task.key} and what lies behind it take about {needed:.1f} s, and "
-                f"{max(left, 0.0):.1f} s are left for {run.plan.name}"
+                f"{max(remaining_s, 0.0):.1f} s are left for {run.plan.name}"
             )
 
     def _check(self, run: RunTime) -> None:
-        now, new = time.monotonic(), self._still(run)
-        places = [NodePlace(str(n), now + busy_s) for n, busy_s in enumerate(self._workers())]
-        admitted = [self._still(each) for each in self._runs]
-        if not places or admits(new, admitted, places, Prices(), now, self._order) is not None:
+        now_s, new = time.monotonic(), self._still(run)
+        places = [NodePlace(str(n), now_s + busy_s) for n, busy_s in enumerate(self._workers())]
+        admitted = [self._still(admitted_run) for admitted_run in self._runs]
+        if not places or admits(new, admitted, places, Prices(), now_s, self._order) is not None:
             return
-        left, needed = self._left(run), new.behind_s + new.run_s[0]
-        if needed > left * self._slack:
+        remaining_s, needed = self._left(run), new.behind_s + new.run_s[0]
+        if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
-                f"{max(left, 0.0):.1f} s are too short for {run.plan.name}, "
+                f"{max(remaining_s, 0.0):.1f} s are too short for {run.plan.name}, "
                 f"which takes about {needed:.1f} s"
             )
-        ends = predicted([*admitted, new], places, Prices(), now, self._order)[new.key]
+        ends = predicted([*admitted, new], places, Prices(), now_s, self._order)[new.key]
         raise RetryLater(
-            f"{run.plan.name} would take about {ends - now:.1f} s beside those that have begun, "
-            f"and {left:.1f} s are left",
-            max(ends - now - left, 1.0),
+            f"{run.plan.name} would take about {ends - now_s:.1f} s beside those that have begun, "
+            f"and {remaining_s:.1f} s are left",
+            max(ends - now_s - remaining_s, 1.0),
         )
 
     def _still(self, run: RunTime) -> ReadyNode:
@@ -154,8 +154,8 @@ class RunTimes:
 
         def rest(task: Task, *, rows: bool = True) -> float:
             share = self._share_left(run.sent[task.key]) if task.key in run.sent else None
-            own = self._own(run, task, price)
-            return own if share is None else own * share * rows
+            task_s = self._own(run, task, price)
+            return task_s if share is None else task_s * share * rows
 
         def edits(call: NodeCall) -> float:
             return price(call) if call.node == EDIT else 0.0
@@ -165,8 +165,8 @@ class RunTimes:
 
         path, _ = run.machine.left(price, rest)
         _, work = run.machine.left(edits, waiting)
-        due = run.begin + (run.until - run.begin) * self._slack
-        return in_pieces(str(id(run)), run.begin, due, path, work)
+        due_time = run.begin + (run.until - run.begin) * self._slack
+        return in_pieces(str(id(run)), run.begin, due_time, path, work)
 
     def _left(self, run: RunTime) -> float:
         return run.until - time.monotonic()
@@ -186,11 +186,15 @@ class RunTimes:
 
         def seconds(call: NodeCall) -> float:
             if call.node == EDIT:
-                known = run.edit_s.get(call.id)
-                if known is None and guess:
-                    known = self._edit_s.get((run.plan.name, call.id))
+                measured_s = run.edit_s.get(call.id)
+                if measured_s is None and guess:
+                    measured_s = self._edit_s.get((run.plan.name, call.id))
             else:
-                known = self._node_s(call.node)
-            return (NODE_TYPES[call.node].price_s if guess else 0.0) if known is None else known
+                measured_s = self._node_s(call.node)
+            return (
+                (NODE_TYPES[call.node].price_s if guess else 0.0)
+                if measured_s is None
+                else measured_s
+            )
 
         return seconds

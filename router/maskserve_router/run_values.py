@@ -46,7 +46,7 @@ class RunValues:
 
     def given(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs, pictures among them put into files; they are read for each node anew."""
-        kinds = {each.name: each.kind for each in plan.inputs}
+        kinds = {plan_input.name: plan_input.kind for plan_input in plan.inputs}
         return {
             name: self._put(value) if kinds[name] in _DRAWN else value
             for name, value in inputs.items()
@@ -56,27 +56,29 @@ class RunValues:
         """A node's outputs; what came as bytes, as of another host, is put into files, too."""
 
         def put(part: Any) -> Any:
-            held = isinstance(part, bytes) and self._values.put([part], self._scope, self.run)
-            return NamedValue(held) if held else part
+            element = isinstance(part, bytes) and self._values.put([part], self._scope, self.run)
+            return NamedValue(element) if element else part
 
         return {name: changed(value, put) for name, value in outputs.items()}
 
     def made(self, outputs: Mapping[str, Any]) -> None:
         """A node has put these into files."""
         for value in named_in(list(outputs.values())):
-            if (found := parse(value.element)) is not None and found[0] not in self._names:
-                self._names[found[0]] = found[1]
-                self.count, self.bytes = self.count + 1, self.bytes + found[1]
+            if (parsed_name := parse(value.element)) is not None and parsed_name[
+                0
+            ] not in self._names:
+                self._names[parsed_name[0]] = parsed_name[1]
+                self.count, self.bytes = self.count + 1, self.bytes + parsed_name[1]
 
     def free(self, needed: Iterable[Any]) -> None:
         """All that is not needed any more goes."""
         if self._names:
-            left = {_name(value) for value in named_in(list(needed))}
-            gone = [name for name in self._names if name not in left]
-            for name in gone:
+            needed_names = {_name(value) for value in named_in(list(needed))}
+            unneeded_names = [name for name in self._names if name not in needed_names]
+            for name in unneeded_names:
                 del self._names[name]
-            if gone:
-                self._later(self._values.free, gone, self._scope, self.run)
+            if unneeded_names:
+                self._later(self._values.free, unneeded_names, self._scope, self.run)
 
     def there(self, value: NamedValue) -> bool:
         """Whether a value can be read; one that the client gave always can. No lock is taken: what
@@ -105,5 +107,5 @@ class RunValues:
 
 
 def _name(value: NamedValue) -> str:
-    found = parse(value.element)
-    return "" if found is None else found[0]
+    parsed_name = parse(value.element)
+    return "" if parsed_name is None else parsed_name[0]

@@ -56,15 +56,15 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
 
 def _check_whole(answer: ModelAnswer, call: EditCall) -> None:
     """Raises ValueError: it lacks an output that was asked for, or one has not its one element."""
-    asked = {output.name for output in call.message.head.outputs} or {"IMAGE", "META"}
-    if missing := asked - answer.outputs().keys():
+    required_outputs = {output.name for output in call.message.head.outputs} or {"IMAGE", "META"}
+    if missing := required_outputs - answer.outputs().keys():
         raise ValueError(f"has no {min(missing)}")
 
 
 def _not_an_answer(sent: Sent) -> Failure:
     log.warning("worker %s answered an edit with something else", sent.worker.address)
-    told = f"[{EngineFailed.code}] the worker answered with something else"
-    return Failure(grpc.StatusCode.INTERNAL, told)
+    message = f"[{EngineFailed.code}] the worker answered with something else"
+    return Failure(grpc.StatusCode.INTERNAL, message)
 
 
 async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
@@ -122,12 +122,12 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]
 
 def _restarted(message: bytes, restarts: int) -> bytes:
     """An event whose META tells that the edit was begun anew so many times."""
-    told = pb.ModelStreamInferResponse.FromString(message)
-    names = [tensor.name for tensor in told.infer_response.outputs]
-    contents, place = told.infer_response.raw_output_contents, names.index("META")
+    event = pb.ModelStreamInferResponse.FromString(message)
+    names = [tensor.name for tensor in event.infer_response.outputs]
+    contents, place = event.infer_response.raw_output_contents, names.index("META")
     meta = {**msgspec.json.decode(bytes_tensor.only(contents[place])), "restarts": restarts}
     contents[place] = bytes_tensor.pack([msgspec.json.encode(meta)])
-    encoded: bytes = told.SerializeToString()
+    encoded: bytes = event.SerializeToString()
     return encoded
 
 

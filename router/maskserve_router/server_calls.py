@@ -40,9 +40,11 @@ class ServerCalls:
     async def server_metadata(self) -> pb.ServerMetadataResponse:
         """A worker's, without the extensions that are not served here."""
         raw = await self._ask("ServerMetadata", pb.ServerMetadataRequest())
-        told = pb.ServerMetadataResponse.FromString(raw)
-        kept = [e for e in told.extensions if not any(part in e for part in _NOT_HERE)]
-        return pb.ServerMetadataResponse(name=told.name, version=told.version, extensions=kept)
+        metadata = pb.ServerMetadataResponse.FromString(raw)
+        extensions = [e for e in metadata.extensions if not any(part in e for part in _NOT_HERE)]
+        return pb.ServerMetadataResponse(
+            name=metadata.name, version=metadata.version, extensions=extensions
+        )
 
     async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
         self._known(name, version)
@@ -75,10 +77,10 @@ class ServerCalls:
             *(w.upstream.call("ModelStatistics", request, _TIMEOUT_S) for w in self._pool.up()),
             return_exceptions=True,
         )
-        told = [answer for answer in answers if isinstance(answer, bytes)]
-        if not told:
+        replies = [answer for answer in answers if isinstance(answer, bytes)]
+        if not replies:
             raise NoWorkerAvailable(Edit(1, 1, 1), [])
-        return summed(map(pb.ModelStatisticsResponse.FromString, told), PUBLIC)
+        return summed(map(pb.ModelStatisticsResponse.FromString, replies), PUBLIC)
 
     def repository_index(self, *, ready: bool) -> pb.RepositoryIndexResponse:
         """The public models; only those that are ready, if so asked."""
@@ -115,24 +117,27 @@ class ServerCalls:
 
 
 def _metadata(name: str, contract: Contract) -> pb.ModelMetadataResponse:
-    told = pb.ModelMetadataResponse(name=name, versions=["1"], platform=_PLATFORM)
-    for tensors, among in ((contract.inputs, told.inputs), (contract.outputs, told.outputs)):
+    response = pb.ModelMetadataResponse(name=name, versions=["1"], platform=_PLATFORM)
+    for tensors, among in (
+        (contract.inputs, response.inputs),
+        (contract.outputs, response.outputs),
+    ):
         for tensor in tensors:
             among.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
-    return told
+    return response
 
 
 def _config(name: str, contract: Contract) -> pb.ModelConfigResponse:
-    told = pb.ModelConfigResponse()
-    told.config.name, told.config.platform = name, _PLATFORM
+    response = pb.ModelConfigResponse()
+    response.config.name, response.config.platform = name, _PLATFORM
     for tensor in contract.inputs:
-        told.config.input.add(
+        response.config.input.add(
             name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims, optional=tensor.optional
         )
     for tensor in contract.outputs:
-        told.config.output.add(name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims)
-    told.config.model_transaction_policy.decoupled = contract.decoupled
-    return told
+        response.config.output.add(name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims)
+    response.config.model_transaction_policy.decoupled = contract.decoupled
+    return response
 
 
 def shared_memory_refused() -> NotSupported:

@@ -22,28 +22,28 @@ def summed(
         names: of the models that are told of.
     """
     sums: dict[tuple[str, str], pb.ModelStatistics] = {}
-    known = frozenset(names)
+    model_names = frozenset(names)
     for answer in answers:
-        for one in answer.model_stats:
-            if one.name in known:
-                key = (one.name, one.version)
+        for model_stats in answer.model_stats:
+            if model_stats.name in model_names:
+                key = (model_stats.name, model_stats.version)
                 total = sums.setdefault(key, pb.ModelStatistics(name=key[0], version=key[1]))
-                _add(total, one)
+                _add(total, model_stats)
     return pb.ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
 
 
 def served_by(client: KeyHolder, names: Iterable[str]) -> pb.ModelStatisticsResponse:
     """What a router has answered one client, as a server's statistics of these models."""
-    told = pb.ModelStatisticsResponse()
+    response = pb.ModelStatisticsResponse()
     for name in names:
         book = client.served.get(name, EditCounts())
-        one = told.model_stats.add(name=name, version="1")
-        one.inference_count = one.execution_count = book.succeeded
-        one.inference_stats.success.count = book.succeeded
-        one.inference_stats.success.ns = book.succeeded_ns
-        one.inference_stats.fail.count = book.failed
-        one.inference_stats.fail.ns = book.failed_ns
-    return told
+        model_stats = response.model_stats.add(name=name, version="1")
+        model_stats.inference_count = model_stats.execution_count = book.succeeded
+        model_stats.inference_stats.success.count = book.succeeded
+        model_stats.inference_stats.success.ns = book.succeeded_ns
+        model_stats.inference_stats.fail.count = book.failed
+        model_stats.inference_stats.fail.ns = book.failed_ns
+    return response
 
 
 def _add(into: Message, more: Message) -> None:
@@ -58,5 +58,5 @@ def _add(into: Message, more: Message) -> None:
         elif field.message_type is not None:
             _add(getattr(into, name), value)
         else:
-            before = getattr(into, name)
-            setattr(into, name, max(before, value) if name in _LATEST else before + value)
+            previous = getattr(into, name)
+            setattr(into, name, max(previous, value) if name in _LATEST else previous + value)

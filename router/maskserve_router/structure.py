@@ -57,7 +57,7 @@ def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:
     Raises:
         InvalidRequest: it would take longer to read than any needs.
     """
-    view, count, found = memoryview(raw), 0, []
+    view, count, spans = memoryview(raw), 0, []
     inside = [(0, len(raw), 0)]
     while inside:
         start, stop, level = inside.pop()
@@ -67,13 +67,13 @@ def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:
                 raise InvalidRequest("request", f"has over {_MOST_FIELDS} fields", "fewer")
             if number not in _LARGE[level]:
                 if end - begin > _MOST_FIELD_BYTES:
-                    told = f"has a field of {end - begin} bytes that is no tensor's content"
-                    raise InvalidRequest("request", told, f"up to {_MOST_FIELD_BYTES}")
+                    problem = f"has a field of {end - begin} bytes that is no tensor's content"
+                    raise InvalidRequest("request", problem, f"up to {_MOST_FIELD_BYTES}")
             elif (deeper := _LARGE[level][number]) is not None:
                 inside.append((begin, end, deeper))
             elif (level, number, kind) == (0, _CONTENTS, _BYTES):
-                found.append((tag, begin, end))
-    return found
+                spans.append((tag, begin, end))
+    return spans
 
 
 def raw_outputs(raw: memoryview) -> list[tuple[int, int, int]]:
@@ -98,10 +98,10 @@ def streamed_response(raw: memoryview) -> tuple[int, int, int]:
         InvalidRequest: it is none, or has several.
     """
     fields = _fields(raw, 0, len(raw))
-    found = [each[2:] for each in fields if each[:2] == (_RESPONSE, _BYTES)]
-    if len(found) > 1:
+    spans = [field[2:] for field in fields if field[:2] == (_RESPONSE, _BYTES)]
+    if len(spans) > 1:
         raise _no_message()
-    return found[0] if found else (len(raw),) * 3
+    return spans[0] if spans else (len(raw),) * 3
 
 
 def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

@@ -40,28 +40,28 @@ class TemplateIndex:
             self.remove(number, tier, self._of(number, tier))
 
     def add(self, number: int, tier: str, templates: Iterable[str]) -> None:
-        held, bit, more = self._tiers.setdefault(tier, {}), 1 << number, 0
+        holder_bits, bit, more = self._tiers.setdefault(tier, {}), 1 << number, 0
         for template in templates:
-            before = held.get(template, 0)
-            if not before & bit:
-                held[template] = before | bit
+            bits = holder_bits.get(template, 0)
+            if not bits & bit:
+                holder_bits[template] = bits | bit
                 more += 1
         self._counts[tier, number] = self._counts.get((tier, number), 0) + more
 
     def remove(self, number: int, tier: str, templates: Iterable[str]) -> None:
-        held, bit, fewer = self._tiers.get(tier, {}), 1 << number, 0
+        holder_bits, bit, fewer = self._tiers.get(tier, {}), 1 << number, 0
         for template in templates:
-            before = held.get(template, 0)
-            if before == bit:
-                del held[template]
-            elif before & bit:
-                held[template] = before ^ bit
-            fewer += bool(before & bit)
+            bits = holder_bits.get(template, 0)
+            if bits == bit:
+                del holder_bits[template]
+            elif bits & bit:
+                holder_bits[template] = bits ^ bit
+            fewer += bool(bits & bit)
         self._counts[tier, number] = self._counts.get((tier, number), 0) - fewer
 
     def of(self, number: int) -> dict[str, list[str]]:
         """All that a worker has, by tier."""
-        return {tier: found for tier in self._tiers if (found := self._of(number, tier))}
+        return {tier: templates for tier in self._tiers if (templates := self._of(number, tier))}
 
     def view(self, number: int) -> Mapping[str, Container[str]]:
         """The same as it is whenever it is looked at."""

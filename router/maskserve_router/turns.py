@@ -88,7 +88,7 @@ class InTurn:
             self.leave(key)
 
     def _hand_out(self) -> None:
-        self._waiting = [each for each in self._waiting if not each[2].cancelled()]
+        self._waiting = [waiter for waiter in self._waiting if not waiter[2].cancelled()]
         while self._waiting and self._held.total < self._places:
             chosen = self._held.in_turn(self._waiting, lambda each: each[1])[0]
             _, key, place = chosen
@@ -140,13 +140,13 @@ class Turns:
         if self._used.had(key) <= _MOST_S:
             return False
         late = self._at - 64 * _STEP_S
-        self._last = {each: at for each, at in self._last.items() if at > late}
-        return any(each != key for each in self._last)
+        self._last = {other_key: at for other_key, at in self._last.items() if at > late}
+        return any(other_key != key for other_key in self._last)
 
     def _spent(self, key: str, seconds: float) -> None:
-        now = time.monotonic()
-        self._used.add(key, seconds, (now - self._at) / _STEP_S)
-        self._at = now
+        now_s = time.monotonic()
+        self._used.add(key, seconds, (now_s - self._at) / _STEP_S)
+        self._at = now_s
 
     def close(self) -> None:
         for threads in (self._work, self._statements):

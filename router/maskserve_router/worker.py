@@ -247,8 +247,8 @@ class Worker:
         self._tell()
         self.up, self.epochs = False, self.epochs + 1
         self.templates_version = ""  # what comes back may be another version of itself
-        for sent in list(self.sent.values()):
-            sent.end(reason)
+        for sent_edit in list(self.sent.values()):
+            sent_edit.end(reason)
 
     def heard(self, status: PolledStatus, now: float) -> None:
         """A record has come in."""
@@ -260,12 +260,12 @@ class Worker:
         self.status, self.as_of = status, now - status.told_age_s
         self._answered.clear()
         listed = {row.request_id for row in (*status.running, *status.waiting)}
-        for name, sent in list(self.sent.items()):
+        for name, sent_edit in list(self.sent.items()):
             if name in listed:
-                sent.seen, sent.listed_at = True, now
-            elif now - sent.listed_at > self.config.faults.unlisted_s:
-                told = "[ENGINE_FAILED] the worker does nothing about the edit"
-                sent.end(Failure(grpc.StatusCode.UNAVAILABLE, told))
+                sent_edit.seen, sent_edit.listed_at = True, now
+            elif now - sent_edit.listed_at > self.config.faults.unlisted_s:
+                message = "[ENGINE_FAILED] the worker does nothing about the edit"
+                sent_edit.end(Failure(grpc.StatusCode.UNAVAILABLE, message))
         self._see_anew()
 
     def tells_all(self) -> None:
@@ -281,8 +281,8 @@ class Worker:
                 self.tells_all()
             if self._listed == status.templates:
                 return
-            before, self._listed = self._listed, status.templates
-            changes = changes_of(_sets(before), _sets(status.templates))
+            previous, self._listed = self._listed, status.templates
+            changes = changes_of(_sets(previous), _sets(status.templates))
         else:
             if changes.since not in ("", self.templates_version):
                 # Nothing follows from changes since another version: all is told the next time.
@@ -302,13 +302,13 @@ class Worker:
 
     def share_left(self, request_id: str) -> float | None:
         """Of the steps of an edit that has a row, as the record has it; None: it waits for one."""
-        sent = self.sent.get(request_id)
-        if sent is None or not sent.seen or self.status is None:
+        sent_edit = self.sent.get(request_id)
+        if sent_edit is None or not sent_edit.seen or self.status is None:
             return None
         if any(row.request_id == request_id for row in self.status.waiting):
             return None
-        left = [r.steps_left for r in self.status.running if r.request_id == request_id]
-        return min(sum(left) / sent.edit.steps, 1.0)  # none: it is past its last step
+        steps_left = [r.steps_left for r in self.status.running if r.request_id == request_id]
+        return min(sum(steps_left) / sent_edit.edit.steps, 1.0)  # none: it is past its last step
 
     def running_s(self, now: float) -> float:
         """Seconds until all that has a row here has ended."""
@@ -376,7 +376,7 @@ class Worker:
         status = self.status
         if status is None:
             return WorkerView(self.address, UNPRICED, 1, 0, ready=False)
-        shown = structs.replace(
+        adjusted_status = structs.replace(
             status,
             worker=self.address,
             running=self._unanswered(status.running),
@@ -384,7 +384,9 @@ class Worker:
             max_waiting=min(status.max_waiting, self.config.admission.waiting_per_worker),
         )
         templates = self.index.view(self.number)
-        return WorkerView.from_status(shown, status.pricing or UNPRICED, self.as_of, templates)
+        return WorkerView.from_status(
+            adjusted_status, status.pricing or UNPRICED, self.as_of, templates
+        )
 
     def _unanswered(self, rows: tuple[RowStatus, ...]) -> tuple[RowStatus, ...]:
         if not self._answered:

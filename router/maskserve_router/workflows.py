@@ -173,8 +173,8 @@ class Workflows:
             MaskserveError: it cannot be run, a node failed, or it was cancelled or late.
             Failure: a worker's or node's.
         """
-        with ExitStack() as held:  # its request, and what is made of it
-            held.enter_context(self._admission.operation(client, message.size))
+        with ExitStack() as exit_stack:  # its request, and what is made of it
+            exit_stack.enter_context(self._admission.operation(client, message.size))
             plan = self.plans[message.head.model_name]
             begin = time.monotonic()
             turn = partial(self._turns.run, client)
@@ -193,7 +193,7 @@ class Workflows:
             whose = self._values, client.scope, self._turns.later
             named = bool(self._values.host)
             files = await self._turns.locked(RunValues, *whose) if named else RunValues(*whose)
-            held.callback(files.end)
+            exit_stack.callback(files.end)
             locks = IN_A_THREAD if named else 0
             inputs = await turn(max(message.size, locks), files.given, plan, inputs)
             unread = Unread()
@@ -215,10 +215,12 @@ class Workflows:
                         run.edit_s[task.key] = seconds
 
             for step in _edits_of_given_masks(plan):
-                given = {name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()}
-                await measure(Task(step.id, step, {"prompt": "", **given, **step.texts}))
+                step_inputs = {
+                    name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()
+                }
+                await measure(Task(step.id, step, {"prompt": "", **step_inputs, **step.texts}))
             self._times.begin(run)
-            held.callback(self._times.end, run)
+            exit_stack.callback(self._times.end, run)
             streams = bool(settings.progress or settings.preview_every)
             shows = "image" in plan.outputs
 
@@ -228,24 +230,26 @@ class Workflows:
                 request = await turn(
                     nbytes(task.inputs), _edit_request, task, settings, streams, due_s, files
                 )
-                until = self._times.wanted_until(run, task)
-                left_s = None if until == math.inf else max(until - begin, 0.001)
-                sent = request, request.size, client, headers, left_s, _ROUTE, room
+                deadline = self._times.wanted_until(run, task)
+                left_s = None if deadline == math.inf else max(deadline - begin, 0.001)
+                arguments = request, request.size, client, headers, left_s, _ROUTE, room
                 if streams:
 
                     def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
-                        told = {**meta, "key": task.key, "node": EDIT}
-                        tell(told, picture if shows else None, passing=True)
+                        event = {**meta, "key": task.key, "node": EDIT}
+                        tell(event, picture if shows else None, passing=True)
 
-                    made, meta = await _followed(self._edits.stream(*sent), turn, passing)
+                    edit_outputs, meta = await _followed(
+                        self._edits.stream(*arguments), turn, passing
+                    )
                 else:
-                    answer = await self._edits.infer(*sent)
-                    made, meta = await turn(len(answer), _edited, answer)
-                told = {name: meta[name] for name in _OF_EDITS if name in meta}
+                    answer = await self._edits.infer(*arguments)
+                    edit_outputs, meta = await turn(len(answer), _edited, answer)
+                report = {name: meta[name] for name in _OF_EDITS if name in meta}
                 seconds = time.monotonic() - begin
-                told["seconds"] = round(seconds, 4)
+                report["seconds"] = round(seconds, 4)
                 self._times.learn(run, task, meta, seconds)
-                return {"picture": drawn(made["image"])}, told
+                return {"picture": drawn(edit_outputs["image"])}, report
 
             async def call(task: Task) -> _Called:
                 if task.call.node == EDIT and task.call.id not in run.edit_s:
@@ -254,15 +258,20 @@ class Workflows:
                 if task.call.node == EDIT:
                     run.sent[task.key] = _edit_id(task, settings)
                     with self._admission.room(client) as room:
-                        made, told = await edited(task, room)
+                        node_outputs, report = await edited(task, room)
                 else:
                     starts_by = self._times.due_of(run, task)
                     node = await self._nodes.call(task, client, starts_by, files.run)
-                    made, told = node.outputs, {name: getattr(node, name) for name in _OF_NODES}
-                if any(isinstance(part, bytes) for part in parts_of(list(made.values()))):
-                    made = await turn(max(nbytes(made), locks), files.received, made)
-                held.enter_context(self._admission.hold(client, nbytes(made)))
-                return made, told
+                    node_outputs, report = (
+                        node.outputs,
+                        {name: getattr(node, name) for name in _OF_NODES},
+                    )
+                if any(isinstance(part, bytes) for part in parts_of(list(node_outputs.values()))):
+                    node_outputs = await turn(
+                        max(nbytes(node_outputs), locks), files.received, node_outputs
+                    )
+                exit_stack.enter_context(self._admission.hold(client, nbytes(node_outputs)))
+                return node_outputs, report
 
             early = asyncio.create_task(self._bring(plan.early))
             driven = _Driven(machine, call, files, tell if settings.progress else lambda told: None)
@@ -297,8 +306,8 @@ class Workflows:
                 yield await turn(nbytes(outputs), _event, plan, meta, outputs)
             finally:
                 del self._runs[settings.request_id]
-                for each in (work, early):
-                    each.cancel()
+                for running_task in (work, early):
+                    running_task.cancel()
                 await asyncio.gather(work, early, return_exceptions=True)
 
     async def infer(
@@ -364,15 +373,17 @@ class _Driven:
                 while (outputs := self._read()) is None:
                     for task in self._machine.ready():
                         under_way[asyncio.create_task(self._call(task))] = task
-                    done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                    finished_calls, _ = await asyncio.wait(
+                        under_way, return_when=asyncio.FIRST_COMPLETED
+                    )
                     # In the order of the plan: which of several refusals is told is no draw.
-                    for each in [call for call in under_way if call in done]:
-                        self._ended(under_way.pop(each), each)
+                    for node_call in [call for call in under_way if call in finished_calls]:
+                        self._ended(under_way.pop(node_call), node_call)
                     self._files.free(self._machine.needed())
             return outputs
         finally:
-            for each in under_way:
-                each.cancel()
+            for node_call in under_way:
+                node_call.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
     def _read(self) -> dict[str, Any] | None:
@@ -380,16 +391,18 @@ class _Driven:
         if not self._machine.ended:
             return None
         outputs = self._machine.outputs
-        gone = [each for each in named_in(list(outputs.values())) if not self._files.there(each)]
-        if gone:
-            self._machine.again(gone)
+        lost_values = [
+            value for value in named_in(list(outputs.values())) if not self._files.there(value)
+        ]
+        if lost_values:
+            self._machine.again(lost_values)
             return None
         return self._files.read(outputs)
 
     def _ended(self, task: Task, call: asyncio.Task[_Called]) -> None:
         tries = self._machine.tries[task.key]
         try:
-            outputs, said = call.result()
+            outputs, call_report = call.result()
         except EngineFailed as error:
             if task.call.node == EDIT or tries == _TRIES:  # an edit has had its second worker
                 raise
@@ -407,11 +420,13 @@ class _Driven:
                 raise
             text = error.details if isinstance(error, Failure) else str(error)
             raise InvalidRequest(task.key, split_code(text)[1]) from None
-        asked = said.pop("tries", 1) + tries - 1
-        told = {"key": task.key, "node": task.call.node, "tries": asked, **said}
-        self.told[:] = [each for each in self.told if each["key"] != task.key]  # it is made again
-        self.told.append(told)
-        self._tell({"event": "node", **told})
+        total_tries = call_report.pop("tries", 1) + tries - 1
+        report = {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
+        self.told[:] = [
+            node_report for node_report in self.told if node_report["key"] != task.key
+        ]  # it is made again
+        self.told.append(report)
+        self._tell({"event": "node", **report})
         self._files.made(outputs)
         self._machine.done(task.key, outputs)
 
@@ -469,9 +484,9 @@ async def _followed(
 def _parts(response: pb.ModelInferResponse) -> _Called:
     if not response.outputs:
         return {}, {}
-    found = bytes_tensor.outputs(response)
-    picture = {"image": bytes(found["IMAGE"])} if len(found["IMAGE"]) else {}
-    return picture, msgspec.json.decode(found["META"])
+    outputs = bytes_tensor.outputs(response)
+    picture = {"image": bytes(outputs["IMAGE"])} if len(outputs["IMAGE"]) else {}
+    return picture, msgspec.json.decode(outputs["META"])
 
 
 @contextmanager
@@ -511,7 +526,10 @@ def contract_of(plan: WorkflowPlan) -> Contract:
     """The tensors of a plan's model: its inputs and outputs in capitals, SETTINGS and META."""
     return Contract(
         plan.about,
-        (*(text(each.name.upper()) for each in plan.inputs), text("SETTINGS", optional=True)),
+        (
+            *(text(plan_input.name.upper()) for plan_input in plan.inputs),
+            text("SETTINGS", optional=True),
+        ),
         (*(text(name.upper()) for name in plan.outputs), META),
         decoupled=True,
     )
@@ -531,31 +549,31 @@ def _asked(
     Raises:
         InvalidRequest: naming what is wrong.
     """
-    given = {tensor.name for tensor in message.head.inputs}
-    settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in given else b"")
+    tensor_names = {tensor.name for tensor in message.head.inputs}
+    settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in tensor_names else b"")
     if settings.output_format != "png":
-        told = f"is {settings.output_format}, and {plan.name} answers with PNG"
-        raise InvalidRequest("SETTINGS.output_format", told, "png")
+        problem = f"is {settings.output_format}, and {plan.name} answers with PNG"
+        raise InvalidRequest("SETTINGS.output_format", problem, "png")
     if settings.output_quality is not None:
-        told = f"is {settings.output_quality}, and {plan.name} answers with PNG"
-        raise InvalidRequest("SETTINGS.output_quality", told, "none")
+        problem = f"is {settings.output_quality}, and {plan.name} answers with PNG"
+        raise InvalidRequest("SETTINGS.output_quality", problem, "none")
     settings = structs.replace(
         settings,
         request_id=request_id_of(settings.request_id or uuid.uuid4().hex, client.scope),
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
     )
     inputs: dict[str, Any] = {}
-    for each in plan.inputs:
-        name = each.name.upper()
-        made: bytes | str = message.read(name)
-        if isinstance(made, bytes) and each.kind == "text":
+    for plan_input in plan.inputs:
+        name = plan_input.name.upper()
+        value: bytes | str = message.read(name)
+        if isinstance(value, bytes) and plan_input.kind == "text":
             try:
-                made = made.decode()
+                value = value.decode()
             except UnicodeDecodeError:
                 raise InvalidRequest(name, "is not UTF-8", "text") from None
-            if len(made) > longest:
-                raise InvalidRequest(name, f"is {len(made)} characters long", f"up to {longest}")
-        inputs[each.name] = made
+            if len(value) > longest:
+                raise InvalidRequest(name, f"is {len(value)} characters long", f"up to {longest}")
+        inputs[plan_input.name] = value
     return settings, inputs
 
 
@@ -567,10 +585,10 @@ def _timed(
     settings: EditSettings,
 ) -> RunTime:
     """A run that has begun, with the times that its client asks for."""
-    limits = [each for each in (timeout, _seconds(settings.limit_ms)) if each is not None]
+    limits = [item for item in (timeout, _seconds(settings.limit_ms)) if item is not None]
     dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
-    due, until = (begin + min(each, default=math.inf) for each in (dues, limits))
-    return RunTime(plan, machine, begin, due, until)
+    due_time, deadline = (begin + min(item, default=math.inf) for item in (dues, limits))
+    return RunTime(plan, machine, begin, due_time, deadline)
 
 
 def _edit_request(

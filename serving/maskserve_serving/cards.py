@@ -40,9 +40,9 @@ def print_cards(options: ServeOptions) -> int:
         command = [sys.executable, "-m", "maskserve_engine.fitting.card_table", str(config)]
         ended = subprocess.run(command, check=False, capture_output=True)
     # Libraries say much as they are imported: of a sentence of ours, nothing else is shown.
-    said = ended.stderr.decode(errors="replace")
+    stderr_text = ended.stderr.decode(errors="replace")
     if ended.returncode:
-        last = next(reversed(said.strip().splitlines()), "")
-        print(last if last.startswith("maskserve serve: ") else said, file=sys.stderr)
+        last = next(reversed(stderr_text.strip().splitlines()), "")
+        print(last if last.startswith("maskserve serve: ") else stderr_text, file=sys.stderr)
     print(ended.stdout.decode(), end="")
     return 1 if ended.returncode else 0

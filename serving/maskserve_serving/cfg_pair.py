@@ -38,11 +38,11 @@ def gpus_of_pair(given: str) -> str | None:
     names = pair_of(given)
     if _CPU in names:
         return None
-    there = visible_gpus()
+    gpus = visible_gpus()
     for name in names:
-        if int(name) >= len(there):
-            raise ServeError(f"--cfg-devices: there is no GPU {name}; this host has {len(there)}")
-    return ",".join(there[int(name)] for name in names)
+        if int(name) >= len(gpus):
+            raise ServeError(f"--cfg-devices: there is no GPU {name}; this host has {len(gpus)}")
+    return ",".join(gpus[int(name)] for name in names)
 
 
 def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:

@@ -90,10 +90,10 @@ def _announce(supervisor: Supervisor) -> None:
     fronts: list[WorkerProcess | RouterProcess] = list(supervisor.workers)
     if supervisor.router is not None:
         fronts.append(supervisor.router)
-    for each in fronts:
+    for server in fronts:
         print(
-            f"{each.name}: HTTP {each.http_url}  gRPC {each.grpc_url}  "
-            f"metrics {each.metrics_url}  log {each.output}",
+            f"{server.name}: HTTP {server.http_url}  gRPC {server.grpc_url}  "
+            f"metrics {server.metrics_url}  log {server.output}",
             flush=True,
         )
     if not fronts:

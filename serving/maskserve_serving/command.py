@@ -83,13 +83,15 @@ def _repositories(options: ServeOptions, config: Config) -> list[Path]:
     Raises:
         ServeError: the operator's has not the model that it is for.
     """
-    own = config.safety.repository
-    if not own:
+    safety_repository = config.safety.repository
+    if not safety_repository:
         return list(options.repositories)
     name = config.safety.model
-    if not name or not (Path(own) / name / "config.pbtxt").is_file():
-        raise ServeError(f"safety.repository: {own} has no model {name!r} with a config.pbtxt")
-    return [*options.repositories, Path(own).absolute()]
+    if not name or not (Path(safety_repository) / name / "config.pbtxt").is_file():
+        raise ServeError(
+            f"safety.repository: {safety_repository} has no model {name!r} with a config.pbtxt"
+        )
+    return [*options.repositories, Path(safety_repository).absolute()]
 
 
 TUNING = {
@@ -174,8 +176,8 @@ def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = Fal
             f"--workers: {workers} workers of {each} GPU(s) on {len(devices)} GPU(s) would load "
             "models on the same ones; say --share-gpus if that is meant"
         )
-    own = [devices[(index * each + i) % len(devices)] for i in range(each)] if devices else []
-    return ",".join(own) or None
+    gpus = [devices[(index * each + i) % len(devices)] for i in range(each)] if devices else []
+    return ",".join(gpus) or None
 
 
 def visible_gpus() -> list[str]:

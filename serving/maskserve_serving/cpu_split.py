@@ -55,10 +55,10 @@ def tried_devices(
         ended = run([*command, "--threads", str(threads)])
     last = next(reversed(ended.stdout.decode().strip().splitlines()), "")
     if ended.returncode or not last:
-        said = ended.stderr.decode(errors="replace").strip().splitlines()
+        stderr_lines = ended.stderr.decode(errors="replace").strip().splitlines()
         raise ServeError(
             "--devices-per-worker auto: the model could not be tried: "
-            + next(reversed(said), "it ended without a word")
+            + next(reversed(stderr_lines), "it ended without a word")
         )
     trial = json.loads(last)
     devices = int(trial["processes"])

@@ -95,18 +95,18 @@ def workers_by_base() -> dict[int, int]:
     """How many workers the supervisors of this host have, by base port. The ports of one that is
     being started again are free for a while, and still not anybody's.
     """
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for folder in Path(_memory()).glob(_prefix("*") + "*"):
         base = folder.name.split("-")[2]
         with suppress(OSError):  # it is being removed
-            names = [each.name for each in folder.iterdir()]
-            found[int(base)] = sum(name.startswith("worker-") for name in names)
-    return found
+            names = [child.name for child in folder.iterdir()]
+            counts[int(base)] = sum(name.startswith("worker-") for name in names)
+    return counts
 
 
 def folders_of(files: list[WorkerFiles]) -> set[Path]:
     """The folders that `worker_files` made."""
-    return {path.parent for own in files for path in (own.root, own.templates)}
+    return {path.parent for worker in files for path in (worker.root, worker.templates)}
 
 
 def hold(files: list[WorkerFiles]) -> list[int]:
@@ -114,11 +114,11 @@ def hold(files: list[WorkerFiles]) -> list[int]:
 
     The kernel closes them if the supervisor is killed.
     """
-    held = [os.open(folder, os.O_RDONLY) for folder in folders_of(files)]
-    for folder in held:
+    descriptors = [os.open(folder, os.O_RDONLY) for folder in folders_of(files)]
+    for folder in descriptors:
         with suppress(OSError):  # where nothing can be locked, nothing is removed either
             fcntl.flock(folder, fcntl.LOCK_SH)
-    return held
+    return descriptors
 
 
 def remove_stale(

@@ -227,25 +227,27 @@ class ServeOptions:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        for each in _flags():
-            more = dict(each.metadata)
+        for flag_field in _flags():
+            more = dict(flag_field.metadata)
             name, by_hand = more.pop("flag"), more.pop("by_hand", None)
-            given: dict[str, Any] = {}
-            if each.default is MISSING:
-                given["required"] = True
+            arguments: dict[str, Any] = {}
+            if flag_field.default is MISSING:
+                arguments["required"] = True
             elif "nargs" not in more:
-                given["default"] = each.default if by_hand is None else by_hand()
-            name = name or "--" + each.name.replace("_", "-")
+                arguments["default"] = flag_field.default if by_hand is None else by_hand()
+            name = name or "--" + flag_field.name.replace("_", "-")
             if name.startswith("-"):
-                given["dest"] = each.name
-            parser.add_argument(name, **given, **more)
+                arguments["dest"] = flag_field.name
+            parser.add_argument(name, **arguments, **more)
 
     @classmethod
     def given(cls, flags: argparse.Namespace) -> ServeOptions:
         """As the command line says."""
-        found: dict[str, Any] = {each.name: getattr(flags, each.name) for each in _flags()}
-        several = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-        return cls(**{**found, **several})
+        values: dict[str, Any] = {
+            flag_field.name: getattr(flags, flag_field.name) for flag_field in _flags()
+        }
+        several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{**values, **several})
 
     def check(self) -> None:
         """Raises ServeError: the flags do not go together, or name what is not there."""
@@ -255,8 +257,8 @@ class ServeOptions:
     def check_flags(self) -> None:
         """Raises ServeError: the flags do not go together."""
         with_model = bool(self.stages_device or self.controlnet_device)
-        alone = with_model or self.nodes is not None
-        if self.workers < 0 or not (self.workers or alone):
+        has_service = with_model or self.nodes is not None
+        if self.workers < 0 or not (self.workers or has_service):
             raise ServeError(f"--workers: {self.workers} is not at least 1")
         if not self.workers and self.router:
             raise ServeError("--workers: 0 is for services alone, and goes without --router")
@@ -314,12 +316,12 @@ class ServeOptions:
     @property
     def of_model(self) -> dict[str, Any]:
         """What is laid over `[model]`."""
-        given: dict[str, Any] = {"weights": self.weights} if self.weights else {}
+        overrides: dict[str, Any] = {"weights": self.weights} if self.weights else {}
         if self.gguf:
-            given["gguf"] = os.path.abspath(self.gguf)
+            overrides["gguf"] = os.path.abspath(self.gguf)
         if self.fuse_loras:
-            given["fuse_loras"] = [os.path.abspath(each) for each in self.fuse_loras]
-        return given
+            overrides["fuse_loras"] = [os.path.abspath(lora) for lora in self.fuse_loras]
+        return overrides
 
 
 def lora_file(lora: str) -> Path:
@@ -338,9 +340,9 @@ def check_path(where: str, path: str | Path | None, accepted: str, folder: bool 
     """Raises ServeError: `path`, where one is named, is not there, or is no folder (file)."""
     if not path or (Path(path).is_dir() if folder else Path(path).is_file()):
         return
-    there = ("is a file" if folder else "is a folder") if Path(path).exists() else "is not there"
-    raise ServeError(f"{where}: {path} {there}; accepted: {accepted}")
+    state = ("is a file" if folder else "is a folder") if Path(path).exists() else "is not there"
+    raise ServeError(f"{where}: {path} {state}; accepted: {accepted}")
 
 
 def _flags() -> list[Field[Any]]:
-    return [each for each in fields(ServeOptions) if "flag" in each.metadata]
+    return [flag_field for flag_field in fields(ServeOptions) if "flag" in flag_field.metadata]

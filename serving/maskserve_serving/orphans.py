@@ -23,19 +23,19 @@ _POLL_S = 0.1
 
 def orphans_of(folder: Path) -> list[int]:
     """Ids of the processes of the supervisor that made `folder`, as far as this user may see."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # gone meanwhile, or another user's
             if process.pid != os.getpid() and process.environ().get(RUN_DIR) == str(folder):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def end_orphans(folder: Path, say: Callable[[str], None], patience_s: float = _PATIENCE_S) -> None:
     """Wait until the processes of a dead supervisor's folder have ended; at last kill them."""
-    left = orphans_of(folder)
-    if left:
-        say(f"waiting for {len(left)} processes of a killed supervisor to end")
+    pids = orphans_of(folder)
+    if pids:
+        say(f"waiting for {len(pids)} processes of a killed supervisor to end")
     for pid in _left_after(patience_s, folder):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -44,6 +44,6 @@ def end_orphans(folder: Path, say: Callable[[str], None], patience_s: float = _P
 
 def _left_after(limit_s: float, folder: Path) -> list[int]:
     end = time.monotonic() + limit_s
-    while (left := orphans_of(folder)) and time.monotonic() < end:
+    while (pids := orphans_of(folder)) and time.monotonic() < end:
         time.sleep(_POLL_S)
-    return left
+    return pids

@@ -71,7 +71,7 @@ def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
     demonstrations.
     """
     step = STRIDE * max(workers, 1)
-    others = {
+    taken_ports = {
         port
         for base, count in workers_by_base().items()
         for port in range(base, base + STRIDE * max(count, 1))
@@ -79,9 +79,11 @@ def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
     start = 19000 + step * begins_at(os.getpid())
     base: int
     for base in (*range(start, 32000, step), *range(19000, start, step)):
-        every = [Ports.of_worker(base, i) for i in range(workers)]
-        own = [port for ports in every for port in ports.all().values()]
-        if others.isdisjoint(own) and all(_problem(host, port) is None for port in own):
+        worker_ports = [Ports.of_worker(base, i) for i in range(workers)]
+        port_numbers = [port for ports in worker_ports for port in ports.all().values()]
+        if taken_ports.isdisjoint(port_numbers) and all(
+            _problem(host, port) is None for port in port_numbers
+        ):
             return base
     raise ServeError("no free ports between 19000 and 32000")
 

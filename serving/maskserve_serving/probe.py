@@ -67,13 +67,13 @@ class Probe:
     ) -> bool:
         self.asked = front
         try:
-            said = way(stub)
+            reply = way(stub)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return False
-            said = error.details() or ""
-        if f"[{EngineFailed.code}]" in said:
-            self.problem = split_code(said)[1]
+            reply = error.details() or ""
+        if f"[{EngineFailed.code}]" in reply:
+            self.problem = split_code(reply)[1]
         return True
 
     def _unary(self, stub: GRPCInferenceServiceStub) -> str:

@@ -55,10 +55,10 @@ def check_packages(
     Raises:
         ServeError: it names the package and how to install it.
     """
-    wanted = dict.fromkeys((*_OF_SUPERVISOR, *_OF_WORKERS), "engine,server")
+    required = dict.fromkeys((*_OF_SUPERVISOR, *_OF_WORKERS), "engine,server")
     if router:
-        wanted |= dict.fromkeys(_OF_ROUTER, "engine,server,router")
-    for module, extras in wanted.items():
+        required |= dict.fromkeys(_OF_ROUTER, "engine,server,router")
+    for module, extras in required.items():
         if find(module) is None:
             raise ServeError(
                 f"the package {module} is not installed "
@@ -79,13 +79,13 @@ def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
     """
     from packaging.requirements import Requirement  # check_host.py runs before it is installed
 
-    wanted = {r.name: r.specifier for r in map(Requirement, requirements)}
+    specifiers = {r.name: r.specifier for r in map(Requirement, requirements)}
     for package in packages:
         version = importlib.metadata.version(package)
-        if not wanted[package].contains(version, prereleases=True):
+        if not specifiers[package].contains(version, prereleases=True):
             raise ServeError(
                 f"{package} {version} is installed, and maskserve needs {package}"
-                f"{wanted[package]}{_WHY.get(package, '')}; install one, or a newer maskserve"
+                f"{specifiers[package]}{_WHY.get(package, '')}; install one, or a newer maskserve"
             )
 
 
@@ -113,14 +113,14 @@ def installed_runtime(binary: Path) -> Runtime:
 
 def pip_runtime(cache_dir: Path) -> Runtime:
     """The server of the nvidia-pytriton package, laid out in `cache_dir`."""
-    found = importlib.util.find_spec("pytriton")
-    if found is None or not found.submodule_search_locations:
+    module_spec = importlib.util.find_spec("pytriton")
+    if module_spec is None or not module_spec.submodule_search_locations:
         raise ServeError(
             f"no Triton server: the package {_PACKAGE} is not installed (in the checkout: "
             "pip install -e '.[engine,server]'), --tritonserver was not given, and tritonserver is "
             "not on PATH"
         )
-    package = Path(next(iter(found.submodule_search_locations))) / "tritonserver"
+    package = Path(next(iter(module_spec.submodule_search_locations))) / "tritonserver"
     version = importlib.metadata.version(_PACKAGE)
     check_glibc(platform.libc_ver())
     stub = find_stub(package / "python_backend_stubs", sys.version_info[:2], version)
@@ -143,12 +143,12 @@ def check_machine() -> None:
 def check_glibc(libc: tuple[str, str]) -> None:
     """Raise unless `libc`, as platform.libc_ver() gives it, can run the server."""
     name, version = libc
-    wanted = ".".join(map(str, OLDEST_GLIBC))
+    oldest = ".".join(map(str, OLDEST_GLIBC))
     if name != "glibc":
-        raise ServeError(f"Triton needs glibc {wanted} or newer, and this system has another libc")
+        raise ServeError(f"Triton needs glibc {oldest} or newer, and this system has another libc")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_GLIBC:
         raise ServeError(
-            f"Triton needs glibc {wanted} or newer (Debian 12, Ubuntu 22.04), and this system "
+            f"Triton needs glibc {oldest} or newer (Debian 12, Ubuntu 22.04), and this system "
             f"has glibc {version}; run it in a container"
         )
 
@@ -157,13 +157,13 @@ def find_stub(stubs: Path, python: tuple[int, int], version: str) -> Path:
     """The stub process built for this Python."""
     stub = stubs / f"{python[0]}.{python[1]}" / "triton_python_backend_stub"
     if not stub.is_file():
-        known = sorted(
+        versions = sorted(
             (path.name for path in stubs.iterdir()) if stubs.is_dir() else (),
             key=lambda name: [int(part) for part in name.split(".")],
         )
         raise ServeError(
             f"{_PACKAGE} {version} cannot run models under Python {python[0]}.{python[1]}; "
-            f"make the virtual environment with one of Python {', '.join(known)}"
+            f"make the virtual environment with one of Python {', '.join(versions)}"
         )
     return stub
 
@@ -178,11 +178,12 @@ def check_stub(stub: Path, python: tuple[int, int]) -> None:
     built = re.search(rb"libpython(\d+)\.(\d+)\.so", stub.read_bytes())
     if built is None or (version := (int(built[1]), int(built[2]))) == python:
         return
-    wanted, own = (".".join(map(str, each)) for each in (version, python))
+    server_python, local_python = (".".join(map(str, pair)) for pair in (version, python))
     raise ServeError(
-        f"the Triton server of {stub} runs models under Python {wanted}, and maskserve is "
-        f"installed under Python {own}; install it in a virtual environment of Python {wanted}, "
-        f"or use a server that was built for Python {own}"
+        f"the Triton server of {stub} runs models under Python {server_python}, and maskserve is "
+        f"installed under Python {local_python}; install it in a virtual environment of Python "
+        f"{server_python}, "
+        f"or use a server that was built for Python {local_python}"
     )
 
 

@@ -86,8 +86,8 @@ class ServiceProcess(Process):
         prefix = region_prefix(self.ports.http)
         remove_regions(prefix)
         tables = self.tables()
-        given = tables.get("log", {})
-        if "file" not in given and given.get("format", "json") == "json":
+        log_table = tables.get("log", {})
+        if "file" not in log_table and log_table.get("format", "json") == "json":
             tables = with_values(tables, "log", file=str(self.output.with_suffix(".jsonl")))
         tables = with_values(tables, "", worker=self.name, runtime_dir=str(self._files.runtime))
         self.config = self._files.prepare(tables)

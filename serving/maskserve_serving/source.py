@@ -49,9 +49,9 @@ def with_model(
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
-    asked = tables.get("model", {})
-    without = _TRANSFORMER if asked.get("gguf") else []
-    folder = resolve_model(model, str(asked.get("revision", "")), files, without, fetch)
+    model_table = tables.get("model", {})
+    without = _TRANSFORMER if model_table.get("gguf") else []
+    folder = resolve_model(model, str(model_table.get("revision", "")), files, without, fetch)
     tables = with_values(tables, "model", path=str(folder))
     if not Path(model).exists() and not tables["model"].get("name"):
         # A downloaded model's folder is named after its revision; clients know the hub id.

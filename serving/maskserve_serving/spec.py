@@ -39,8 +39,8 @@ class Spec:
 
     def with_log(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with a file for the worker's JSON lines unless they say where those go."""
-        given = tables.get("log", {})
-        if "file" in given or given.get("format", "json") != "json":
+        log_table = tables.get("log", {})
+        if "file" in log_table or log_table.get("format", "json") != "json":
             return tables
         return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))
 
@@ -50,50 +50,50 @@ class Spec:
 
     def with_devices(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with as many devices as the command line says."""
-        given = self.options.devices_per_worker
-        assert given != "auto", "the supervisor has it tried"
-        return with_values(tables, "engine", devices=given) if given else tables
+        devices = self.options.devices_per_worker
+        assert devices != "auto", "the supervisor has it tried"
+        return with_values(tables, "engine", devices=devices) if devices else tables
 
     def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with folders for cached activations unless they name their own."""
         if self.options.entries is None:
             return tables
         disk = str(self.options.entries.absolute())
-        own = {"host_dir": str(self.files.entries), "disk_dir": disk}
-        return with_values(tables, "cache", **{**own, **tables.get("cache", {})})
+        cache_folders = {"host_dir": str(self.files.entries), "disk_dir": disk}
+        return with_values(tables, "cache", **{**cache_folders, **tables.get("cache", {})})
 
     def with_adapters(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with where LoRAs are and a folder in memory for them, which all workers share.
         Of a storage that is no folder, what was fetched is kept on disk, too.
         """
-        given = dict(tables.get("adapters", {}))
+        adapters = dict(tables.get("adapters", {}))
         if self.options.adapters:
-            given["store"] = self.options.adapters
-        if not given.get("store"):
+            adapters["store"] = self.options.adapters
+        if not adapters.get("store"):
             return tables
-        own = {"host_dir": str(self.files.adapters)}
-        if "://" in given["store"]:
-            own["disk_dir"] = str(self.options.cache_dir.absolute() / "adapters")
+        folders = {"host_dir": str(self.files.adapters)}
+        if "://" in adapters["store"]:
+            folders["disk_dir"] = str(self.options.cache_dir.absolute() / "adapters")
         else:
-            given["store"] = str(Path(given["store"]).absolute())
-        return with_values(tables, "adapters", **{**own, **given})
+            adapters["store"] = str(Path(adapters["store"]).absolute())
+        return with_values(tables, "adapters", **{**folders, **adapters})
 
     def threads(self, config: Config) -> int:
         """CPU threads of each process that steps: what is configured, or its share of the cores."""
-        given: int = config.model.torch_threads
+        configured: int = config.model.torch_threads
         options = self.options
         services = bool(options.controlnet_device) + bool(options.stages_device)
-        return given or max(1, cores() // (options.workers * config.engine.devices + services))
+        return configured or max(1, cores() // (options.workers * config.engine.devices + services))
 
 
 def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
     """`tables`, with where ControlNets are, and the service that runs them."""
-    own: dict[str, str] = {}
+    overrides: dict[str, str] = {}
     if options.controlnets:
-        own["folder"] = str(Path(options.controlnets).absolute())
+        overrides["folder"] = str(Path(options.controlnets).absolute())
     if options.controlnet_device:
-        own["service"] = f"127.0.0.1:{Ports.of_controlnet(options.base_port).grpc}"
-    return with_values(tables, "controls", **own) if own else tables
+        overrides["service"] = f"127.0.0.1:{Ports.of_controlnet(options.base_port).grpc}"
+    return with_values(tables, "controls", **overrides) if overrides else tables
 
 
 def with_stages(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:

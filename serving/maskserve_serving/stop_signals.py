@@ -35,8 +35,8 @@ class StopSignals:
     def wait(self, limit_s: float = float("inf")) -> bool:
         """Wait until a signal has come, or for so long; whether one has."""
         end = time.monotonic() + limit_s
-        while not self._asked and (left := end - time.monotonic()) > 0:
-            time.sleep(min(_LOOK_S, left))
+        while not self._asked and (remaining_s := end - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, remaining_s))
         return self._asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -206,20 +206,20 @@ class Supervisor:
             self._restart(watch, f"{type(error).__name__}: {error}")
 
     def _step(self, watch: Watch) -> None:
-        now = time.monotonic()
+        now_s = time.monotonic()
         if watch.start_at:
-            if now >= watch.start_at:
+            if now_s >= watch.start_at:
                 watch.start_at = 0.0
                 watch.process.start()
-                watch.said_at = now
+                watch.said_at = now_s
             return
         reason = watch.process.exit_reason()
         if reason is not None:
             self._restart(watch, reason, stalled=watch.process.aborted())
         elif watch.ready:
-            self._look_after(watch, now)
+            self._look_after(watch, now_s)
         elif watch.process.ready():
-            self._set_ready(watch, now)
+            self._set_ready(watch, now_s)
         elif (refused := watch.process.refused()) is not None:
             self._restart(watch, refused)
         elif (stalled := watch.process.stalled()) is not None:
@@ -227,8 +227,8 @@ class Supervisor:
         elif watch.process.loading_s > self.options.load_timeout_s:
             limit = self.options.load_timeout_s
             self._restart(watch, f"not ready after {limit:g} s; the log is {watch.process.output}")
-        elif now - watch.said_at >= _PROGRESS_S:
-            watch.said_at = now
+        elif now_s - watch.said_at >= _PROGRESS_S:
+            watch.said_at = now_s
             progress = watch.process.progress()
             self._say(watch, f"loading for {watch.process.loading_s:.0f} s; {progress}")
 
@@ -260,8 +260,8 @@ class Supervisor:
         `stalled`: the machine is to blame, not what the worker was told.
         """
         never_served = watch.ready_since == 0.0
-        again = stalled and watch.failures + 1 < _STALLED_STARTS
-        given_up = never_served and not again
+        will_retry = stalled and watch.failures + 1 < _STALLED_STARTS
+        given_up = never_served and not will_retry
         with self._changed:
             watch.ready = False
             if given_up:
@@ -315,8 +315,8 @@ class Supervisor:
             except OSError:
                 pass  # a worker's folder is still being removed by the other of stop and kill
         with self._changed:
-            held, self._held = self._held, []
-        for file in held:
+            locks, self._held = self._held, []
+        for file in locks:
             os.close(file)
 
     def _processes(self) -> list[Process]:

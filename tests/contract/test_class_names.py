@@ -11,11 +11,11 @@ ROOMS = ("engine", "router", "client", "serving")
 
 
 def test_each_public_class_name_has_one_meaning() -> None:
-    found: dict[str, list[str]] = defaultdict(list)
+    files_by_class: dict[str, list[str]] = defaultdict(list)
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].append(str(path.relative_to(ROOT)))
-    assert len(found) > 300
-    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+                    files_by_class[node.name].append(str(path.relative_to(ROOT)))
+    assert len(files_by_class) > 300
+    assert {name: places for name, places in files_by_class.items() if len(places) > 1} == {}

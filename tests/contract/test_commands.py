@@ -44,8 +44,8 @@ COMMAND_WORDS = (*WORDS, "workflows", "web")
 
 def commands_of(text: str, name: str) -> Iterator[list[str]]:
     """The words behind a program's name, of each call in a document's code."""
-    for found in CODE.finditer(text.replace("\\\n", " ")):
-        for line in (found[1] or found[2] or found[3]).splitlines():
+    for match in CODE.finditer(text.replace("\\\n", " ")):
+        for line in (match[1] or match[2] or match[3]).splitlines():
             for call in re.findall(rf"(?:^|[\s/]){name}(?= )([^|;&#`]*)", line):
                 try:
                     yield shlex.split(call.replace("…", " "))
@@ -62,13 +62,13 @@ def flags_of_bench(name: str) -> frozenset[str]:
     """Flags that a command of scripts/bench takes: those of its module, and of ours that it reads
     them from.
     """
-    flags, todo, seen = set[str](), [module_of(name)], set[str]()
+    flags, todo, visited = set[str](), [module_of(name)], set[str]()
     while todo:
         module = todo.pop()
         path = HARNESS.joinpath(*module.split(".")).with_suffix(".py")
-        if module in seen or not path.is_file():
+        if module in visited or not path.is_file():
             continue
-        seen.add(module)
+        visited.add(module)
         source = path.read_text(encoding="utf-8")
         flags |= set(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", source))
         todo += [
@@ -89,8 +89,8 @@ def parsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 def flags_of_parser(parser: argparse.ArgumentParser) -> set[str]:
     """Its flags and those of all its subcommands."""
-    own = {flag for action in parser._actions for flag in action.option_strings}
-    return own.union(*(flags_of_parser(each) for each in parsers_of(parser).values()))
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    return flags.union(*(flags_of_parser(subparser) for subparser in parsers_of(parser).values()))
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=IDS)
@@ -112,7 +112,7 @@ def test_benchmarks_that_are_named_are_there_with_their_flags(text: Path) -> Non
 def test_targets_that_are_named_are_in_the_makefile(text: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    code = [found.group().strip("` \n") for found in CODE.finditer(text.read_text("utf-8"))]
+    code = [match.group().strip("` \n") for match in CODE.finditer(text.read_text("utf-8"))]
     calls = re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z][a-z-]*)", "\n".join(code), re.MULTILINE)
     assert [name for name in calls if name not in targets] == []
 
@@ -130,9 +130,9 @@ def test_commands_of_maskserve_take_the_flags_that_are_named(text: Path) -> None
 @pytest.mark.parametrize("text", TEXTS, ids=IDS)
 def test_commands_of_the_router_take_the_flags_that_are_named(text: Path) -> None:
     source = Path(router_cli.__file__).read_text(encoding="utf-8")
-    known = set(re.findall(r"\"(--[a-z][\w-]*)\"", source))
+    known_flags = set(re.findall(r"\"(--[a-z][\w-]*)\"", source))
     calls = commands_of(text.read_text(encoding="utf-8"), "maskserve-router")
-    assert not {flag for words in calls for flag in flags_of(words)} - known
+    assert not {flag for words in calls for flag in flags_of(words)} - known_flags
 
 
 STARTED = """

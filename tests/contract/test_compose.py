@@ -56,8 +56,8 @@ def test_workers_are_reached_by_the_router_and_prometheus_alone() -> None:
 
     assert len(WORKERS) == 11
     assert all(networks(name) - {"controls"} == {"workers"} for name in WORKERS)
-    others = {name for name in SERVICES if "workers" in networks(name)} - set(WORKERS)
-    assert others == {*ROUTERS, "prometheus"}
+    client_services = {name for name in SERVICES if "workers" in networks(name)} - set(WORKERS)
+    assert client_services == {*ROUTERS, "prometheus"}
     assert {name for name in SERVICES if "nodes" in networks(name)} == {"nodes", "router-hosts"}
     assert {name for name in SERVICES if "controls" in networks(name)} == {"controls", "edits"}
     assert not any(SERVICES[name].get("ports") for name in (*WORKERS, "nodes"))
@@ -117,7 +117,7 @@ def test_a_router_finds_the_workers_and_is_found(name: str) -> None:
     options = router_parser().parse_args(arguments)
     workers = served("edits").workers if name == "router-hosts" else 1
     ports = [Ports.of_worker(DEFAULT_BASE_PORT, index) for index in range(workers)]
-    assert options.worker == [f"dns:workers:{each.grpc}" for each in ports]
+    assert options.worker == [f"dns:workers:{worker_ports.grpc}" for worker_ports in ports]
     published = [plain(port).rsplit(":", 1)[1] for port in SERVICES[name]["ports"]]
     assert published == [str(LISTEN.http_port), str(LISTEN.grpc_port)]
     assert f":{LISTEN.http_port}/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
@@ -146,16 +146,18 @@ def test_hosts_are_workers_with_shared_stages_a_node_server_and_controlnets() ->
     assert of_image["assets/workflows"] == router.workflows
     assert of_image["assets/controlnets"] == edits.controlnets == controls.controlnets
     folders = load_config(ROOT / "deploy" / "nodes.toml").nodes.folders().values()
-    assert {each.rpartition("/")[0] for each in folders} == {of_image["assets/nodes"]}
-    assert all((ROOT / "assets" / "nodes" / each.rpartition("/")[2]).is_dir() for each in folders)
+    assert {folder.rpartition("/")[0] for folder in folders} == {of_image["assets/nodes"]}
+    assert all(
+        (ROOT / "assets" / "nodes" / folder.rpartition("/")[2]).is_dir() for folder in folders
+    )
 
 
 def test_prometheus_scrapes_what_there_is() -> None:
     text = (ROOT / "deploy" / "prometheus.yml").read_text(encoding="utf-8")
     jobs = {
-        found["names"][0]: found["port"]
+        target["names"][0]: target["port"]
         for job in yaml.safe_load(text)["scrape_configs"]
-        for found in job["dns_sd_configs"]
+        for target in job["dns_sd_configs"]
     }
     assert jobs == {"workers": DEFAULT_BASE_PORT + 2, "routers": LISTEN.admin_port}
 
@@ -187,10 +189,10 @@ def test_an_image_runs_what_there_is_as_a_user_who_may_write(target: str) -> Non
     image = re.search(rf"^FROM \S+ AS {target}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
     assert image is not None
     text = image[1].replace("\\\n", " ")
-    made = re.findall(r"install -d -o maskserve ([^&\n]+)", text)[0].split()
+    created_folders = re.findall(r"install -d -o maskserve ([^&\n]+)", text)[0].split()
     service = SERVICES[f"{target}-0"]
     mounted = [plain(volume).split(":")[1] for volume in service["volumes"]]
-    assert set(made) == {*mounted, "/var/log/maskserve"} - {"/etc/maskserve.toml"}
+    assert set(created_folders) == {*mounted, "/var/log/maskserve"} - {"/etc/maskserve.toml"}
     (uid,) = re.findall(r"useradd --uid (\d+) --create-home maskserve", text)
     host_tier = COMPOSE["volumes"]["host-tier"]["driver_opts"]["o"]
     assert f"uid={uid}," in host_tier
@@ -200,7 +202,7 @@ def test_an_image_runs_what_there_is_as_a_user_who_may_write(target: str) -> Non
     assert (program, command) == ("maskserve", "serve")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert str(parser.parse_args(arguments).log_dir) in made
+    assert str(parser.parse_args(arguments).log_dir) in created_folders
     extras = re.findall(r"requirements\.py ([\w ]+) >", text)[0].split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(extras) <= set(project["optional-dependencies"])
@@ -237,12 +239,12 @@ def test_each_gpu_has_a_worker_of_its_own() -> None:
 def test_variables_have_defaults_or_stand_in_the_env_file() -> None:
     text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
     env = (ROOT / ".env").read_text(encoding="utf-8")
-    known = re.findall(r"^(\w+)=", env, flags=re.MULTILINE)
-    assert "COMPOSE_PROFILES" in known
+    declared_names = re.findall(r"^(\w+)=", env, flags=re.MULTILINE)
+    assert "COMPOSE_PROFILES" in declared_names
     bare = re.findall(r"\$\{(\w+)\}", text)
-    assert [name for name in bare if name not in known] == []
+    assert [name for name in bare if name not in declared_names] == []
     used = re.findall(r"\$\{(\w+)", text)
-    assert [n for n in known if n not in used and n != "COMPOSE_PROFILES"] == []
+    assert [n for n in declared_names if n not in used and n != "COMPOSE_PROFILES"] == []
 
 
 def test_grafana_shows_what_is_mounted_and_asks_prometheus() -> None:
@@ -260,7 +262,7 @@ def test_grafana_shows_what_is_mounted_and_asks_prometheus() -> None:
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     folder = provider["options"]["path"]
     assert home.startswith(f"{folder}/")
-    shown = json.loads((ROOT / mounts[folder] / home.rpartition("/")[2]).read_text())
-    assert {panel["datasource"]["uid"] for panel in shown["panels"] if "targets" in panel} == {
+    dashboard = json.loads((ROOT / mounts[folder] / home.rpartition("/")[2]).read_text())
+    assert {panel["datasource"]["uid"] for panel in dashboard["panels"] if "targets" in panel} == {
         source["uid"]
     }

@@ -130,8 +130,8 @@ def test_the_ensemble_is_whole() -> None:
 def test_what_follows_the_denoiser_takes_nothing_from_before_it() -> None:
     """Triton does not load such an ensemble."""
     steps = {s.model_name: s for s in read("edit_pipeline").ensemble_scheduling.step}
-    before = set(steps["preprocess"].output_map.values()) | set(
+    earlier_outputs = set(steps["preprocess"].output_map.values()) | set(
         steps["encoder"].output_map.values()
     )
     for name in ("decoder", "postprocess"):
-        assert not before & set(steps[name].input_map.values())
+        assert not earlier_outputs & set(steps[name].input_map.values())

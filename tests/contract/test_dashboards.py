@@ -24,7 +24,7 @@ OF_PROMETHEUS = {"up": {"job", "instance"}}
 
 def known() -> dict[str, set[str]]:
     """Every series and its labels."""
-    found = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
+    labels_by_series = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
     declared = {
         PREFIX + name: ({"worker", *spec.labels}, spec.kind == "HISTOGRAM")
         for name, spec in (ENGINE_METRICS | FRONT_METRICS).items()
@@ -36,9 +36,11 @@ def known() -> dict[str, set[str]]:
     for name, (labels, is_histogram) in declared.items():
         suffixes = ("_bucket", "_sum", "_count") if is_histogram else ("",)
         for suffix in suffixes:
-            own = {"le"} if suffix == "_bucket" else set()
-            found.setdefault(name + suffix, set()).update(labels | own | {"instance", "job"})
-    return found
+            bucket_labels = {"le"} if suffix == "_bucket" else set()
+            labels_by_series.setdefault(name + suffix, set()).update(
+                labels | bucket_labels | {"instance", "job"}
+            )
+    return labels_by_series
 
 
 KNOWN = known()
@@ -60,16 +62,16 @@ def problems(query: str) -> list[str]:
         parsed = promql.parse(query)
     except ValueError as error:
         return [f"{query}: {error}"]
-    found, labels = [], set[str]()
+    messages, labels = [], set[str]()
     for node in nodes(parsed):
         if isinstance(node, promql.VectorSelector):
             if node.name not in KNOWN:
-                found.append(f"{query}: there is no {node.name}")
+                messages.append(f"{query}: there is no {node.name}")
             labels |= KNOWN.get(node.name, set())
-            asked = {matcher.name for matcher in node.matchers.matchers}
-            found += [f"{query}: {node.name} has no {name}" for name in asked - labels]
+            matched_labels = {matcher.name for matcher in node.matchers.matchers}
+            messages += [f"{query}: {node.name} has no {name}" for name in matched_labels - labels]
     grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\b(?:by|on) \(([^)]*)\)", query))))
-    return found + [f"{query}: nothing has {name}" for name in grouped - labels]
+    return messages + [f"{query}: nothing has {name}" for name in grouped - labels]
 
 
 def shown() -> list[str]:
@@ -113,7 +115,7 @@ def test_legends_and_summaries_name_labels_that_their_series_have() -> None:
     for query, text in pairs:
         named = set(re.findall(r"\{\{ ?\$labels\.(\w+) ?\}\}|\{\{(\w+)\}\}", text))
         series = [n for n in nodes(promql.parse(query)) if isinstance(n, promql.VectorSelector)]
-        labels = set().union(*(KNOWN[one.name] for one in series))
+        labels = set().union(*(KNOWN[metric.name] for metric in series))
         assert {a or b for a, b in named} <= labels, text
 
 

@@ -30,6 +30,6 @@ def test_it_is_served_beside_its_own_model_alone(base: str) -> None:
     model = MODELS[base]
     nets = ControlNets(config_of(model, controls={"folder": str(NETS)}), load_facts(model))
     assert not nets.find(FOLDERS[base].name, "controls").problem
-    [other] = [folder.name for name, folder in FOLDERS.items() if name != base]
+    [other_model] = [folder.name for name, folder in FOLDERS.items() if name != base]
     with pytest.raises(InvalidRequest, match="the served model takes"):
-        nets.find(other, "controls")
+        nets.find(other_model, "controls")

@@ -35,14 +35,14 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 def imported(model: str, *later: str) -> set[str]:
     """Top-level packages that loading a model's Python file brings in, and these modules then."""
     [file] = ROOT.glob(f"*/{model}/1/model.py")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROBE, str(file), *later],
         capture_output=True,
         text=True,
         check=True,
         env={"PYTHONPATH": str(ROOT / "engine")},
     )
-    return set(json.loads(done.stdout))
+    return set(json.loads(result.stdout))
 
 
 @pytest.mark.parametrize("model", LIGHT)

@@ -62,7 +62,7 @@ class Code:
             self.modules[".".join(parts[begin:])].append(path)
         self.defines[path] = set().union(*(_targets(node) for node in tree.body))
         if path.name == "__init__.py":
-            self.defines[path] |= {each.stem for each in path.parent.iterdir()}
+            self.defines[path] |= {sibling.stem for sibling in path.parent.iterdir()}
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 self.classes[node.name].append(node)
@@ -73,12 +73,12 @@ class Code:
         for end in range(len(parts), 0, -1):
             paths = self.modules.get(".".join(parts[:end]))
             if paths is not None and (end > 1 or len(parts) > 1):
-                rest = parts[end:]
-                if not rest:
+                tail_parts = parts[end:]
+                if not tail_parts:
                     return True
-                if any(rest[0] in self.defines[path] for path in paths):
-                    return len(rest) == 1 or self._of_class(rest[0], rest[1])
-                if parts[0] in self.rooms or rest[0][:1].isupper():
+                if any(tail_parts[0] in self.defines[path] for path in paths):
+                    return len(tail_parts) == 1 or self._of_class(tail_parts[0], tail_parts[1])
+                if parts[0] in self.rooms or tail_parts[0][:1].isupper():
                     return False
         if len(parts) == 2 and parts[0] in self.classes:
             return self._of_class(*parts)
@@ -87,7 +87,7 @@ class Code:
     def _of_class(self, name: str, member: str) -> bool:
         if name not in self.classes:
             return member in self.words
-        return any(self._member(each, member) for each in self.classes[name])
+        return any(self._member(definition, member) for definition in self.classes[name])
 
     def _member(self, owner: ast.ClassDef, member: str) -> bool:
         if any(member in _targets(node) for node in owner.body):
@@ -107,11 +107,11 @@ def _targets(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Assign):
-        return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return {node.target.id}
     if isinstance(node, ast.If | ast.Try):
-        return set().union(*(_targets(each) for each in node.body), {""})
+        return set().union(*(_targets(child) for child in node.body), {""})
     return set()
 
 
@@ -163,12 +163,17 @@ def test_names_in_backticks_are_there(package: str) -> None:
 
 
 def test_what_is_gone_is_found() -> None:
-    for there in (
+    for known_name in (
         "maskserve_triton.edit_front",
         "Residency.wait",
         "memory_table",
         "control_link.reuse.Reuse",
     ):
-        assert code().has(there), there
-    for gone in ("batch.residuals.Residuals", "Residency.nothing_of_it", "stack.Rest", "q_spanz"):
-        assert not code().has(gone), gone
+        assert code().has(known_name), known_name
+    for removed_name in (
+        "batch.residuals.Residuals",
+        "Residency.nothing_of_it",
+        "stack.Rest",
+        "q_spanz",
+    ):
+        assert not code().has(removed_name), removed_name

@@ -21,22 +21,22 @@ OPERATORS = re.compile(r"/v2/(trace|logging|repository/models|\w*sharedmemory|.*
 
 def schemas(node: Any) -> list[Any]:
     """Every schema of the document."""
-    found = []
+    collected = []
     if isinstance(node, dict):
-        found += [node["schema"]] if "schema" in node else []
+        collected += [node["schema"]] if "schema" in node else []
         for value in node.values():
-            found += schemas(value)
+            collected += schemas(value)
     elif isinstance(node, list):
         for value in node:
-            found += schemas(value)
-    return found
+            collected += schemas(value)
+    return collected
 
 
 def test_every_schema_is_one() -> None:
-    every = [*schemas(DOCUMENT["paths"]), *DOCUMENT["components"]["schemas"].values()]
-    assert len(every) > 30
-    for each in every:
-        Draft202012Validator.check_schema(each)
+    all_schemas = [*schemas(DOCUMENT["paths"]), *DOCUMENT["components"]["schemas"].values()]
+    assert len(all_schemas) > 30
+    for schema in all_schemas:
+        Draft202012Validator.check_schema(schema)
 
 
 def test_every_reference_leads_somewhere() -> None:
@@ -45,14 +45,14 @@ def test_every_reference_leads_somewhere() -> None:
 
 
 def test_every_path_is_served_and_every_route_is_told(routes: set[tuple[str, str]]) -> None:
-    told = {
+    documented_routes = {
         (path, method.upper())
         for path, methods in DOCUMENT["paths"].items()
         for method in methods
         if method != "parameters"
     }
     served = {(path, method) for path, method in routes if not OPERATORS.search(path)}
-    assert told == served - {("/v2/", "GET"), ("/v2/models/stats", "GET")}
+    assert documented_routes == served - {("/v2/", "GET"), ("/v2/models/stats", "GET")}
 
 
 @pytest.fixture
@@ -61,22 +61,22 @@ async def app(monkeypatch: pytest.MonkeyPatch) -> Any:
     from maskserve_router import router
     from maskserve_router.config import router_config_of
 
-    made: list[Any] = []
+    apps: list[Any] = []
 
     class Seen(router.HttpApp):
         def app(self) -> Any:
-            made.append(super().app())
-            return made[-1]
+            apps.append(super().app())
+            return apps[-1]
 
     monkeypatch.setattr(router, "HttpApp", Seen)
     flows = {"folder": str(CHECKOUT / "assets" / "workflows")}
-    given = {
+    config_tables = {
         "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
         "workers": {"addresses": ["127.0.0.1:1"]},
         "workflows": flows,
     }
-    router.Router(router_config_of(given))
-    return made[0]
+    router.Router(router_config_of(config_tables))
+    return apps[0]
 
 
 @pytest.fixture
@@ -93,19 +93,21 @@ async def test_workflows_are_listed_as_the_document_says(app: Any) -> None:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://any") as client:
         answer = (await client.get("/v1/workflows")).json()
-    told = DOCUMENT["paths"]["/v1/workflows"]["get"]["responses"]["200"]
-    Draft202012Validator(told["content"]["application/json"]["schema"]).validate(answer)
-    assert {"detail", "outline", "replace", "variants"} <= {each["name"] for each in answer["data"]}
+    response = DOCUMENT["paths"]["/v1/workflows"]["get"]["responses"]["200"]
+    Draft202012Validator(response["content"]["application/json"]["schema"]).validate(answer)
+    assert {"detail", "outline", "replace", "variants"} <= {
+        workflow["name"] for workflow in answer["data"]
+    }
 
 
 def test_the_form_of_an_edit_has_every_field_with_a_sentence() -> None:
     edit = DOCUMENT["paths"]["/v1/images/edits"]["post"]["requestBody"]
     form = edit["content"]["multipart/form-data"]["schema"]["properties"]
-    every = {"image", "mask", *Fields.__struct_fields__, *EXTENSIONS}
-    assert set(form) == every - {"webhook"}
+    all_fields = {"image", "mask", *Fields.__struct_fields__, *EXTENSIONS}
+    assert set(form) == all_fields - {"webhook"}
     job = DOCUMENT["paths"]["/v1/jobs"]["post"]["requestBody"]
     form_of_job = job["content"]["multipart/form-data"]["schema"]["properties"]
-    assert set(form_of_job) == every - {"stream", "partial_images"}
+    assert set(form_of_job) == all_fields - {"stream", "partial_images"}
     assert set(EditSettings.__struct_fields__) > EXTENSIONS
     assert all("description" in form[name] for name in EXTENSIONS)
     assert form["mask_feather"]["maximum"] == 512

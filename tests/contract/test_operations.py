@@ -35,10 +35,10 @@ def test_a_quoted_message_is_one_that_is_said(message: str) -> None:
 
 
 def test_settings_are_those_of_the_configuration() -> None:
-    known = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    known += (ROOT / "docs" / "router.md").read_text(encoding="utf-8")
+    documentation = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documentation += (ROOT / "docs" / "router.md").read_text(encoding="utf-8")
     named = re.findall(r"`\[(\w+)\] (\w+)`", PAGE)
     assert len(named) > 5
     for table, key in named:
-        assert f"[{table}]" in known, table
-        assert f"`{key}`" in known or f"{key} =" in known, key
+        assert f"[{table}]" in documentation, table
+        assert f"`{key}`" in documentation or f"{key} =" in documentation, key

@@ -46,9 +46,9 @@ def test_each_pair_of_a_grid_is_in_what_is_taken(sizes: list[int], seed: int) ->
     rng = np.random.default_rng(seed)
     grid = [case for case in product(*map(range, sizes)) if rng.random() < 0.8]
     pairs = [frozenset[Any](combinations(enumerate(case), 2)) for case in grid]
-    taken = covering(pairs)
-    assert set().union(*(pairs[n] for n in taken)) == set().union(*pairs)
-    assert taken == covering(pairs)
+    selected = covering(pairs)
+    assert set().union(*(pairs[n] for n in selected)) == set().union(*pairs)
+    assert selected == covering(pairs)
 
 
 def test_it_is_far_less_than_the_grid() -> None:
@@ -78,10 +78,13 @@ def test_a_marker_leaves_cases_to_slow_runs(marker: Any, expected: int) -> None:
         for a, b, c in product(range(4), "xyz", (True, False))
     ]
     leave_some_to_slow_runs(items)
-    taken = [item for item in items if not item.get_closest_marker("slow")]
-    assert len(taken) == expected
-    assert {item.nodeid.partition("[")[0] for item in taken} == {"test_a.py::one", "test_a.py::two"}
-    values = {value for item in taken for value in item.callspec.params.items()}
+    selected = [item for item in items if not item.get_closest_marker("slow")]
+    assert len(selected) == expected
+    assert {item.nodeid.partition("[")[0] for item in selected} == {
+        "test_a.py::one",
+        "test_a.py::two",
+    }
+    values = {value for item in selected for value in item.callspec.params.items()}
     assert len(values) == 4 + 3 + 2
 
 
@@ -89,8 +92,8 @@ def test_what_is_slow_anyway_covers_nothing() -> None:
     items = [Item(pytest.mark.each_value, "one", a=a, b=b) for a, b in product(range(2), repeat=2)]
     items[0].add_marker(pytest.mark.slow)
     leave_some_to_slow_runs(items)
-    taken = [item for item in items if not item.get_closest_marker("slow")]
-    assert [tuple(item.callspec.params.values()) for item in taken] == [(0, 1), (1, 0)]
+    selected = [item for item in items if not item.get_closest_marker("slow")]
+    assert [tuple(item.callspec.params.values()) for item in selected] == [(0, 1), (1, 0)]
 
 
 @dataclass

@@ -57,7 +57,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_name_stands_in_its_module_and_the_registry(name: str) -> None:
-    found = set()
+    file_paths = set()
     for package in PRODUCT:
         for path in (REPO / package).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
@@ -65,10 +65,10 @@ def test_a_name_stands_in_its_module_and_the_registry(name: str) -> None:
                 isinstance(node, ast.Constant) and node.value == name
                 for node in ast.walk(ast.parse(text))
             ):
-                found.add(str(path.relative_to(REPO)))
-    assert found == NAMED[name]
+                file_paths.add(str(path.relative_to(REPO)))
+    assert file_paths == NAMED[name]
     guide = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for file in found:
+    for file in file_paths:
         stem = Path(file).relative_to("engine").as_posix()
         assert stem in guide or stem.replace("/flux/", "/NAME/") in guide, stem
 
@@ -96,10 +96,10 @@ def test_a_family_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ConfigError, match=r'\[model\] t5_weights: a setting of .*FLUX models.*; use "'
     ):
         load_adapter(config_of(tmp_path, model={"t5_weights": "int8"}))
-    other = structs.replace(Config(), cache=structs.replace(Config().cache, stride=3))
-    registry.check_family(other, facts)
+    other_config = structs.replace(Config(), cache=structs.replace(Config().cache, stride=3))
+    registry.check_family(other_config, facts)
     with pytest.raises(ConfigError, match=r"\[cache\] stride: a setting of dummies; use 0"):
-        registry.check_family(other, FILL_FACTS)
+        registry.check_family(other_config, FILL_FACTS)
 
 
 def _unused(facts: Any, config: Config) -> Any:
@@ -123,8 +123,8 @@ def test_a_policy_is_a_scheduler_with_its_attributes(
     engine = structs.replace(config.engine, policy="dummy", devices=4)
     assert policies.batches_of(engine) == 1
     assert policies.policy_of(engine).shares_steps
-    made = partial(policies.policy_of(engine).make, engine)(2, 3, 0.5)
-    assert isinstance(made, StepScheduler)
+    scheduler = partial(policies.policy_of(engine).make, engine)(2, 3, 0.5)
+    assert isinstance(scheduler, StepScheduler)
     with pytest.raises(ConfigError, match=r"\[engine\] policy: 4 of flux"):
         check_devices(structs.replace(config, engine=engine), 0)
 
@@ -141,13 +141,13 @@ def test_static_batching_goes_with_policies_whose_batches_stay_together(
             check_devices(config, 0)
         return
     check_devices(config, 0)
-    made = policies.POLICIES[name].make(engine, 2, 8, 0.5)
+    scheduler = policies.POLICIES[name].make(engine, 2, 8, 0.5)
     for n in range(4):
-        made.submit(Ticket(f"t{n}", 4, 8, 2, 0.0))
-    first = {ticket.request_id for ticket in made.schedule(0.0).admitted}
-    made.submit(Ticket("late", 4, 8, 2, 0.0))
-    made.finish(first.pop())
-    assert not made.schedule(1.0).admitted
+        scheduler.submit(Ticket(f"t{n}", 4, 8, 2, 0.0))
+    first = {ticket.request_id for ticket in scheduler.schedule(0.0).admitted}
+    scheduler.submit(Ticket("late", 4, 8, 2, 0.0))
+    scheduler.finish(first.pop())
+    assert not scheduler.schedule(1.0).admitted
 
 
 def test_the_configuration_names_the_policies() -> None:

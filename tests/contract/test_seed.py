@@ -46,20 +46,25 @@ def test_a_draw_without_a_seed_is_seen(line: str) -> None:
 
 
 def test_no_test_draws_without_the_seed() -> None:
-    found = {
+    unseeded = {
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for line, name in unseeded_calls(ast.parse(path.read_text(encoding="utf-8")))
         if name not in ALLOWED.get(str(path.relative_to(ROOT)), ())
     }
-    assert not found, "use tests/support/draws.py"
+    assert not unseeded, "use tests/support/draws.py"
 
 
 def test_a_place_draws_the_same_again_and_each_draw_another() -> None:
     def draws() -> list[float]:
         with drawing("a place"):
-            own = [fresh_seed(), fresh_seed(), fresh_random().random(), fresh_rng().random()]
-            return [*own, random.random(), np.random.random(), float(torch.rand(()))]
+            library_draws = [
+                fresh_seed(),
+                fresh_seed(),
+                fresh_random().random(),
+                fresh_rng().random(),
+            ]
+            return [*library_draws, random.random(), np.random.random(), float(torch.rand(()))]
 
     first = draws()
     assert len(set(first)) == len(first)
@@ -78,12 +83,14 @@ def test_hypothesis_has_the_seed(number: int, request: pytest.FixtureRequest) ->
 def drawn_by(*flags: str) -> tuple[str, str]:
     """What a run of pytest prints of its seed, and what it draws."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-s", *flags]
-    this = f"{Path(__file__).relative_to(ROOT)}::test_print_a_draw"
-    done = subprocess.run([*command, this], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    header = re.search(r"^seed: --seed (\d+)$", done.stdout, re.M)
-    draw = re.search(r"drawn (\d+)", done.stdout)
-    assert header, done.stdout
+    test_id = f"{Path(__file__).relative_to(ROOT)}::test_print_a_draw"
+    result = subprocess.run(
+        [*command, test_id], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    header = re.search(r"^seed: --seed (\d+)$", result.stdout, re.M)
+    draw = re.search(r"drawn (\d+)", result.stdout)
+    assert header, result.stdout
     return header[1], draw[1] if draw else ""
 
 
@@ -94,13 +101,13 @@ def test_print_a_draw() -> None:
 def test_the_header_says_the_seed_and_the_option_sets_it() -> None:
     fresh, draw = drawn_by("--seed", "fresh")
     assert drawn_by("--seed", fresh) == (fresh, draw)
-    number, other = drawn_by()
+    number, other_draw = drawn_by()
     assert number == "0"
-    assert other != draw
+    assert other_draw != draw
 
 
 def test_a_seed_that_is_none_is_refused() -> None:
     command = [sys.executable, "-m", "pytest", "--seed", "x", "--collect-only", "tests/contract"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 4
-    assert "--seed takes a number" in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 4
+    assert "--seed takes a number" in result.stderr

@@ -22,16 +22,16 @@ def test_find_masks_what_is_named_in_scenes_that_it_never_saw() -> None:
     """`scripts/bench train_find --judge 200` judges it whole."""
     assert sum(file.stat().st_size for file in FIND.iterdir()) <= 4 * 2**20
     config = config_of({"nodes": {"find": str(FIND)}, "model": {"device": "cpu"}})
-    nodes, found, all_of_it = open_nodes("clipseg", config, {}), [], []
+    nodes, scores, full_mask_scores = open_nodes("clipseg", config, {}), [], []
     for scene, thing in held_out_scenes(16, (128, 128)):
-        asked = {"picture": encode_png(scene.picture), "name": f"a {thing.colour} {thing.shape}"}
+        inputs = {"picture": encode_png(scene.picture), "name": f"a {thing.colour} {thing.shape}"}
         settings = {"threshold": 0.5, "enough": 0.2}
         right = scene.mask(thing.colour, thing.shape)
-        mask = run_one(nodes, "find", asked, settings)["mask"]
-        found.append(iou(read_mask(mask, config.limits), right))
-        all_of_it.append(iou(np.ones_like(right), right))
-    assert np.mean(found) >= 0.7
-    assert np.mean(all_of_it) < 0.2  # who masks everything
+        mask = run_one(nodes, "find", inputs, settings)["mask"]
+        scores.append(iou(read_mask(mask, config.limits), right))
+        full_mask_scores.append(iou(np.ones_like(right), right))
+    assert np.mean(scores) >= 0.7
+    assert np.mean(full_mask_scores) < 0.2  # who masks everything
 
 
 def test_segment_masks_what_is_clicked_on_in_scenes_that_it_never_saw() -> None:
@@ -40,15 +40,15 @@ def test_segment_masks_what_is_clicked_on_in_scenes_that_it_never_saw() -> None:
     config = config_of({"nodes": {"segment": str(SEGMENT)}, "model": {"device": "cpu"}})
     nodes, clicked, elsewhere = open_nodes("sam", config, {}), [], []
     for scene, thing, (x, y) in held_out_clicks(16, (128, 128)):
-        asked = {"picture": encode_png(scene.picture)}
-        for found, click in ((clicked, (x, y)), (elsewhere, (127 - x, 127 - y))):
-            answer = run_one(nodes, "segment", asked, {"points": [[*click, 1]], "box": ()})
-            found.append(iou(read_mask(answer["mask"], config.limits), thing.covers))
+        inputs = {"picture": encode_png(scene.picture)}
+        for scores, click in ((clicked, (x, y)), (elsewhere, (127 - x, 127 - y))):
+            answer = run_one(nodes, "segment", inputs, {"points": [[*click, 1]], "box": ()})
+            scores.append(iou(read_mask(answer["mask"], config.limits), thing.covers))
     assert np.mean(clicked) >= 0.75
     assert np.mean(elsewhere) < 0.3  # what is clicked on matters
 
 
 def test_enlarge_doubles_a_photograph_that_it_never_saw_better_than_a_filter() -> None:
     assert sum(file.stat().st_size for file in ENLARGE.iterdir()) <= 4 * 2**20
-    ours, lanczos = enlarged_db(ENLARGE)
-    assert ours >= lanczos + 0.5
+    model_db, lanczos = enlarged_db(ENLARGE)
+    assert model_db >= lanczos + 0.5

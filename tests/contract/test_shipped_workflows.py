@@ -11,9 +11,9 @@ _MOST_LINES = 20
 
 def test_the_plans_are_those_that_compile_writes() -> None:
     """`maskserve workflows compile assets/workflows` writes them."""
-    found = {plan.name: plan for plan in read_plans(FOLDER)}
-    assert set(found) == SHIPPED
-    assert found == {plan.name: plan for plan in compile_folder(FOLDER)}
+    plans = {plan.name: plan for plan in read_plans(FOLDER)}
+    assert set(plans) == SHIPPED
+    assert plans == {plan.name: plan for plan in compile_folder(FOLDER)}
 
 
 def test_a_definition_is_short() -> None:

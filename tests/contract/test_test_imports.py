@@ -39,12 +39,12 @@ def forbidden(source: str) -> list[str]:
 
 
 def test_tests_import_neither_one_another_nor_scripts() -> None:
-    found = {
+    violations = {
         path.relative_to(TESTS).as_posix(): names
         for path in TESTS.rglob("*.py")
         if (names := forbidden(path.read_text(encoding="utf-8")))
     }
-    assert found == {}
+    assert violations == {}
 
 
 def test_the_check_sees_what_is_forbidden() -> None:
@@ -72,20 +72,20 @@ def directly(name: str) -> tuple[str, ...]:
     """Modules that one of ours imports as it is imported; of others none."""
     places = (root / name.replace(".", "/") for root in ROOTS)
     files = (file for at in places for file in (at.with_suffix(".py"), at / "__init__.py"))
-    found = next((file for file in files if file.is_file()), None)
-    return tuple(begins_with(ast.parse(found.read_text("utf-8")).body)) if found else ()
+    module_file = next((file for file in files if file.is_file()), None)
+    return tuple(begins_with(ast.parse(module_file.read_text("utf-8")).body)) if module_file else ()
 
 
 def heavy(name: str) -> list[str]:
     """How a module comes to a heavy library as it is imported; empty: it does not."""
     ways = {name: [name]}
-    for module in (left := [name]):  # which grows
+    for module in (pending_modules := [name]):  # which grows
         if module.partition(".")[0] in HEAVY:
             return ways[module]
-        for other in directly(module):
-            if other not in ways:
-                ways[other] = [*ways[module], other]
-                left.append(other)
+        for imported in directly(module):
+            if imported not in ways:
+                ways[imported] = [*ways[module], imported]
+                pending_modules.append(imported)
     return []
 
 

@@ -11,8 +11,8 @@ UNIT = ROOT / "tests" / "unit"
 def room_of(folder: Path) -> Path:
     """Where the code lies that the tests of a folder are of."""
     package, *rooms = folder.relative_to(UNIT).parts
-    [found] = ROOT.glob(f"*/maskserve_{package}")
-    return found.joinpath(*rooms)
+    [package_folder] = ROOT.glob(f"*/maskserve_{package}")
+    return package_folder.joinpath(*rooms)
 
 
 def test_each_folder_of_unit_tests_is_named_like_a_room() -> None:

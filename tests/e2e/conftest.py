@@ -57,8 +57,10 @@ class ByServer(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         text = (Path(__file__).parent / Path(file).name).read_text("utf-8")
-        taken = set(re.findall(r"\b(\w+): ", text))
-        return next((group for group, of in GROUPS.items() if not taken.isdisjoint(of)), file)
+        fixture_names = set(re.findall(r"\b(\w+): ", text))
+        return next(
+            (group for group, of in GROUPS.items() if not fixture_names.isdisjoint(of)), file
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -106,7 +108,7 @@ def supervisor(
     logs = tmp_path_factory.mktemp("logs")
     config = tmp_path_factory.mktemp("config") / "worker.toml"
     config.write_text("[trace]\ninterval_s = 0.1\n")
-    said: list[str] = []
+    messages: list[str] = []
     options = ServeOptions(
         model=str(model),
         base_port=free_base_port(),
@@ -114,13 +116,13 @@ def supervisor(
         log_dir=logs,
         otlp_url=kept.url,
         trace_rate=10**9,
-        say=said.append,
+        say=messages.append,
     )
     running = Supervisor(options)
     running.start()
     try:
         yield running
-        assert [worker.restarts for worker in running.workers] == [0], "\n".join(said)
+        assert [worker.restarts for worker in running.workers] == [0], "\n".join(messages)
     finally:
         running.stop(grace_s=5)
         kept = os.environ.get("MASKSERVE_E2E_LOGS")

@@ -59,7 +59,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 def calls(url: str, runtime_dir: Path, *, paced: bool, timeout_s: float) -> list[int]:
     """Events that came before the final one, for each of CALLS calls; queue.Empty if too late."""
-    asked: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "paced": paced,
         "threads": THREADS,
         "calls": CALLS,
@@ -70,15 +70,15 @@ def calls(url: str, runtime_dir: Path, *, paced: bool, timeout_s: float) -> list
     client = triton_grpc.InferenceServerClient(url)
     client.start_stream(lambda result, error: answers.put((result, error)))
     try:
-        inputs = tensors(triton_grpc, {"ASKED": json.dumps(asked).encode()})
+        inputs = tensors(triton_grpc, {"ASKED": json.dumps(settings).encode()})
         client.async_stream_infer("caller", inputs)
         result, error = answers.get(timeout=timeout_s)
     finally:
         client.stop_stream(cancel_requests=True)
         client.close()
     assert error is None, error
-    seen: list[int] = json.loads(result.as_numpy("META")[0])
-    return seen
+    event_counts: list[int] = json.loads(result.as_numpy("META")[0])
+    return event_counts
 
 
 def test_paced_events_all_arrive(url: str, tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def some_slow(cases: Sequence[Any], wanted: int) -> list[Any]:
 @pytest.fixture(scope="module", autouse=True)
 def unharmed(worker: WorkerProcess) -> Iterator[None]:
     """Around all tests of this file."""
-    with Beside(worker.grpc_url) as beside:
+    with Beside(worker.grpc_url) as background_edits:
         processes = Processes(worker)
         yield
-    beside.check()
+    background_edits.check()
     client = Grpc(worker.grpc_url)
     eventually("idle", lambda: _idle(client.control(op="status")))
     client.close()

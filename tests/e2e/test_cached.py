@@ -54,20 +54,20 @@ def test_a_registered_template_is_edited_by_name_from_its_cache(model: Path, grp
 
 
 def test_reproducible_edits_are_equal_at_any_load(grpc: Grpc) -> None:
-    same = plain_edit(72, 56, reproducible=True, cache="auto", num_inference_steps=6)
-    alone, meta = grpc.edit(same)
+    inputs = plain_edit(72, 56, reproducible=True, cache="auto", num_inference_steps=6)
+    single_image, meta = grpc.edit(inputs)
     assert meta["cache"] == "hit"
     assert set(meta["kinds"]) == {"kv"}  # one fixed plan: every block takes its entry
-    others = [
+    other_edits = [
         grpc.begin(plain_edit(40 + 8 * i, 64, reproducible=i % 2 == 0, num_inference_steps=9))
         for i in range(5)
     ]
-    again = grpc.begin(same)
-    busy, busy_meta = again.wait()
-    for other in others:
-        other.wait()
+    repeated_edit = grpc.begin(inputs)
+    busy, busy_meta = repeated_edit.wait()
+    for other_edit in other_edits:
+        other_edit.wait()
     assert busy_meta["cache"] == "hit"
-    assert np.array_equal(pixels(busy), pixels(alone))
+    assert np.array_equal(pixels(busy), pixels(single_image))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (9, 200)], ids=str)
@@ -89,10 +89,10 @@ def test_a_mask_over_everything_runs_dense_however_much_it_insists(grpc: Grpc) -
 
 def test_the_second_sight_primes_and_a_later_one_hits(grpc: Grpc) -> None:
     inputs = edit_inputs(scene(56, 40), blob_mask(56, 40), cache="auto")
-    seen = []
+    cache_results = []
     end = time.monotonic() + 60
-    while "hit" not in seen:
-        assert time.monotonic() < end, seen
-        seen.append(grpc.edit(inputs)[1]["cache"])
+    while "hit" not in cache_results:
+        assert time.monotonic() < end, cache_results
+        cache_results.append(grpc.edit(inputs)[1]["cache"])
         time.sleep(0.05)
-    assert seen[:2] == ["miss", "miss"]
+    assert cache_results[:2] == ["miss", "miss"]

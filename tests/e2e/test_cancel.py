@@ -48,11 +48,11 @@ def read_on(opened: Stream) -> None:
 @pytest.fixture
 def unfinished(grpc: Grpc) -> Iterator[None]:
     """No edit of this test may run to its end."""
-    before = finished(grpc)
+    count_before = finished(grpc)
     yield
     # A client that cancels by id has its answer at once, and the row is free a step later.
     eventually("the rows are free", lambda: not running(grpc), SOON_S)
-    assert finished(grpc) == before
+    assert finished(grpc) == count_before
     assert grpc.control(op="status")["in_flight"] == 0
 
 
@@ -157,7 +157,7 @@ def test_control_cancels_what_is_still_prepared_or_encoded(grpc: Grpc, after_s: 
 
 def test_a_cancel_before_the_edit_reaches_the_engine(grpc: Grpc) -> None:
     """Cancelled at once, while it is still being decoded and encoded."""
-    before = finished(grpc)
+    count_before = finished(grpc)
     for number in range(5):
         pending = grpc.begin(plain_edit(**LONG, request_id=f"early-{number}"))
         pending.call.cancel()
@@ -165,7 +165,7 @@ def test_a_cancel_before_the_edit_reaches_the_engine(grpc: Grpc) -> None:
     # What was cancelled is still on its way through preprocess and encoder: this comes after it.
     grpc.edit(plain_edit())
     eventually("the rows are free", lambda: not running(grpc))
-    assert finished(grpc) == before + 1
+    assert finished(grpc) == count_before + 1
 
 
 @pytest.mark.usefixtures("unfinished")
@@ -199,12 +199,12 @@ def test_a_closed_http_infer_runs_out_without_harm(grpc: Grpc, worker: WorkerPro
         {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
         for name, text in texts(inputs).items()
     ]
-    before = finished(grpc)
+    count_before = finished(grpc)
     host = worker.http_url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=30)
     connection.request("POST", "/v2/models/edit/infer", json.dumps({"inputs": values}))
     eventually("the edit runs", lambda: "gone" in running(grpc))
     connection.close()
-    eventually("it is finished", lambda: finished(grpc) == before + 1)
+    eventually("it is finished", lambda: finished(grpc) == count_before + 1)
     eventually("it is answered", lambda: grpc.control(op="status")["in_flight"] == 0)
     grpc.edit(plain_edit())

@@ -60,16 +60,16 @@ def as_nobody(*line: str) -> subprocess.CompletedProcess[bytes]:
 
 def sent(port: int, message: bytes) -> bytes:
     """All that comes back within a second."""
-    back = b""
+    received = b""
     with socket.create_connection(("127.0.0.1", port), 5) as client:
         client.sendall(message)
         client.settimeout(1)
         try:
             while more := client.recv(2**16):
-                back += more
+                received += more
         except TimeoutError:
             pass
-    return back
+    return received
 
 
 def http(call: str, header: bytes = b"") -> bytes:
@@ -108,10 +108,14 @@ def test_who_reads_the_command_line_opens_nothing(triton: tuple[int, ports.Ports
     name, value = pairs.pop()
     assert CALLS.keys() == set(CLOSED_APIS)
     for path, method in CALLS.values():
-        for each in (name, name.lower()):
-            for header in (b"", each + b": " + value + b"\r\n", each + b":" + value + b"\r\n"):
+        for spelling in (name, name.lower()):
+            for header in (
+                b"",
+                spelling + b": " + value + b"\r\n",
+                spelling + b":" + value + b"\r\n",
+            ):
                 assert sent(listens.http, http(path, header)).startswith(b"HTTP/1.1 403")
-            field = b"triton-grpc-protocol-" + each, value
+            field = b"triton-grpc-protocol-" + spelling, value
             answer = sent(listens.grpc, grpc(method, *field))
             assert not _answered(answer), answer
         assert b"This protocol is restricted" in sent(listens.grpc, grpc(method))

@@ -40,9 +40,9 @@ def test_16_bits_of_a_source_are_kept_outside_the_mask(grpc: Grpc) -> None:
     samples = fresh_rng().integers(0, 2**16, (45, 61, 3), np.uint16)
     source, mask = sixteen_bit_png(samples), blob_mask(45, 61)
     image, _ = grpc.edit(edit_inputs(source, mask))
-    _, _, rows, told = pypng.Reader(bytes=image).read()
+    _, _, rows, png_info = pypng.Reader(bytes=image).read()
     answer = np.vstack([np.asarray(row, np.uint16) for row in rows]).reshape(45, 61, 3)
-    assert told["bitdepth"] == 16
+    assert png_info["bitdepth"] == 16
     assert np.array_equal(answer[mask == 0], samples[mask == 0])
     assert (answer[mask > 0] % 257 == 0).all()
     coarse, _ = grpc.edit(edit_inputs(source, mask, output_format="webp"))
@@ -66,14 +66,16 @@ def test_cmyk_is_converted_by_its_profile(grpc: Grpc) -> None:
         Image.fromarray(SCENE).convert("CMYK"), "JPEG", quality=95, icc_profile=cmyk_profile()
     )
     stored, inks = Image.open(io.BytesIO(source)), io.BytesIO(cmyk_profile())
-    wanted = ImageCms.profileToProfile(
+    expected_image = ImageCms.profileToProfile(
         stored, inks, ImageCms.createProfile("sRGB"), outputMode="RGB"
     )
-    assert wanted is not None
+    assert expected_image is not None
     image, _ = grpc.edit(edit_inputs(source, MASK))
-    apart = np.abs(pixels(image).astype(int) - np.asarray(wanted))[OUTSIDE]
-    assert apart.max() <= 1
-    naive = np.abs(np.asarray(stored.convert("RGB")).astype(int) - np.asarray(wanted))[OUTSIDE]
+    difference = np.abs(pixels(image).astype(int) - np.asarray(expected_image))[OUTSIDE]
+    assert difference.max() <= 1
+    naive = np.abs(np.asarray(stored.convert("RGB")).astype(int) - np.asarray(expected_image))[
+        OUTSIDE
+    ]
     assert naive.mean() > 4
 
 
@@ -84,8 +86,8 @@ def test_exif_is_kept_and_the_picture_turned_once(grpc: Grpc, output_format: str
     lying = encode(np.rot90(SCENE), "PNG", exif=exif)
     image, _ = grpc.edit(edit_inputs(lying, MASK, output_format=output_format))
     with Image.open(io.BytesIO(image)) as opened:
-        said, edited = opened.getexif(), np.asarray(opened)
-    assert (said[0x0112], said[0x010F]) == (1, "a camera")
+        exif_tags, edited = opened.getexif(), np.asarray(opened)
+    assert (exif_tags[0x0112], exif_tags[0x010F]) == (1, "a camera")
     assert edited.shape == SCENE.shape
     if output_format != "jpeg":
         assert np.array_equal(edited[OUTSIDE], SCENE[OUTSIDE])

@@ -80,13 +80,13 @@ def test_curl_gets_an_edit_over_http(compose: Compose) -> None:
         ]
     }
     url = f"http://127.0.0.1:{compose.http}/v2/models/edit/infer"
-    done = subprocess.run(
+    result = subprocess.run(
         ["curl", "-sf", url, "-H", "Content-Type: application/json", "--data-binary", "@-"],
         input=json.dumps(body).encode(),
         capture_output=True,
         check=True,
     )
-    names = [output["name"] for output in json.loads(done.stdout)["outputs"]]
+    names = [output["name"] for output in json.loads(result.stdout)["outputs"]]
     assert sorted(names) == ["IMAGE", "META"]
 
 
@@ -94,9 +94,9 @@ def test_a_worker_that_dies_under_load_costs_nobody_an_edit(compose: Compose, ro
     source, mask = scene(64, 64), blob_mask(64, 64)
     settings = {"reproducible": True, "cache": "auto", "num_inference_steps": 8}
     inputs = [edit_inputs(source, mask, seed=seed, **settings) for seed in range(EDITS)]
-    expected = [pixels(router.edit(each)[0]) for each in inputs]
+    expected = [pixels(router.edit(edit)[0]) for edit in inputs]
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(router.edit, each) for each in inputs]
+        answers = [pool.submit(router.edit, edit) for edit in inputs]
         time.sleep(0.3)
         compose.run("kill", "cpu-0")
         edited = [pixels(answer.result()[0]) for answer in answers]
@@ -107,11 +107,11 @@ def test_a_worker_that_dies_under_load_costs_nobody_an_edit(compose: Compose, ro
 
 def test_status_lists_the_workers(compose: Compose) -> None:
     url = f"127.0.0.1:{compose.grpc}"
-    asked = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", url]
+    command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", url]
 
     def both() -> bool:
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
-        return all(f"{worker}-0" in done.stdout for worker in WORKERS)
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        return all(f"{worker}-0" in result.stdout for worker in WORKERS)
 
     eventually("both workers listed", both, 30)
 
@@ -122,8 +122,8 @@ def test_prometheus_has_workers_and_router(compose: Compose) -> None:
             f"http://127.0.0.1:{compose.prometheus}/api/v1/query?query={urllib.parse.quote(query)}"
         )
         with urllib.request.urlopen(url, timeout=10) as answer:
-            found = json.load(answer)["data"]["result"]
-        return float(found[0]["value"][1]) if found else 0.0
+            samples = json.load(answer)["data"]["result"]
+        return float(samples[0]["value"][1]) if samples else 0.0
 
     eventually("both workers scraped", lambda: value('sum(up{job="workers"})') == 2, 60)
     eventually("the router scraped", lambda: value('sum(up{job="routers"})') == 1, 60)
@@ -152,22 +152,22 @@ def test_hosts_run_workflows_and_outlive_a_node_server(hosts: Compose) -> None:
     with Client(f"127.0.0.1:{hosts.grpc}") as client:
 
         def run() -> Any:
-            asked = {"seed": 1, "reproducible": True, "num_inference_steps": 4}
-            return pixels(client.run_workflow("variants", inputs, **asked)[0]["image"])
+            settings = {"seed": 1, "reproducible": True, "num_inference_steps": 4}
+            return pixels(client.run_workflow("variants", inputs, **settings)[0]["image"])
 
         first = run()
         assert (first[mask == 0] == source[mask == 0]).all()
         status = client.control("status")
-        assert [each["up"] for each in status["workers"].values()] == [True, True]
+        assert [item["up"] for item in status["workers"].values()] == [True, True]
         for worker in status["workers"].values():
             states = {node["name"]: node["state"] for node in worker["nodes"]}
             assert states == dict.fromkeys(("denoiser", "encoder", "decoder"), "ready")
         [record] = status["nodes"].values()
-        assert {"find", "segment", "enlarge"} <= {each["name"] for each in record["models"]}
+        assert {"find", "segment", "enlarge"} <= {item["name"] for item in record["models"]}
         assert status["wanted"] == {"workers": {"demo": 1}, "nodes": 1}
         sketched = {**inputs, "sketch": inputs["image"]}  # with a ControlNet, which is elsewhere
-        made, _ = client.run_workflow("outline", sketched, seed=1, num_inference_steps=4)
-        assert pixels(made["image"]).shape == (128, 128, 3)
+        outputs, _ = client.run_workflow("outline", sketched, seed=1, num_inference_steps=4)
+        assert pixels(outputs["image"]).shape == (128, 128, 3)
         hosts.run("restart", "nodes")  # a container has another address then, or may have
         assert run().tolist() == first.tolist()
 
@@ -195,8 +195,8 @@ def gpu_profile(compose: Compose, tmp_path: Path) -> Iterator[Callable[..., Comp
                 services[name].pop("build", None)
             for name in GPUS:
                 [devices] = services[name].pop("deploy")["resources"]["reservations"]["devices"]
-                given = ",".join(devices["device_ids"])
-                services[name]["environment"]["CUDA_VISIBLE_DEVICES"] = given
+                gpu_ids = ",".join(devices["device_ids"])
+                services[name]["environment"]["CUDA_VISIBLE_DEVICES"] = gpu_ids
                 services[name]["restart"] = "no"
                 del services[name]["ulimits"]  # an engine without privileges may not raise them
                 services[name]["volumes"] = [
@@ -221,11 +221,11 @@ def test_a_gpu_s_container_whose_gpu_cannot_be_used_says_so(
     system = gpu_profile("")
     system.run("up", "--no-build", "--detach", "gpu-1")
     eventually("it has ended", lambda: not system.container("gpu-1")["State"]["Running"], 300)
-    said = system.run("logs", "gpu-1")
-    assert "CUDA_VISIBLE_DEVICES=1 names GPUs that cannot be used" in said
-    assert "[model] device: " in said
-    assert "to do without" in said
-    assert "Traceback" not in said
+    logs = system.run("logs", "gpu-1")
+    assert "CUDA_VISIBLE_DEVICES=1 names GPUs that cannot be used" in logs
+    assert "[model] device: " in logs
+    assert "to do without" in logs
+    assert "Traceback" not in logs
     assert system.container("gpu-1")["State"]["ExitCode"] != 0
 
 

@@ -43,11 +43,16 @@ class Site:
         """Of the last edit."""
 
     def edit(self, *, control: bool, worker: int = 0, **more: Any) -> Pixels:
-        asked: dict[str, Any] = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
+        settings: dict[str, Any] = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
         if control:
-            asked |= {"control": [encode(PICTURE)], "controls": [{"name": "plain", "scale": 0.8}]}
+            settings |= {
+                "control": [encode(PICTURE)],
+                "controls": [{"name": "plain", "scale": 0.8}],
+            }
         with Client(self.supervisor.workers[worker].grpc_url) as client:
-            result = client.edit(encode(SOURCE), encode(MASK), "a red star", timeout=120, **asked)
+            result = client.edit(
+                encode(SOURCE), encode(MASK), "a red star", timeout=120, **settings
+            )
         self.meta = result.meta
         return pixels(result.encoded)
 
@@ -83,10 +88,10 @@ def options(model: Path, nets: Path, logs: Path, **more: Any) -> ServeOptions:
 def site(
     tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    given = options(
+    serve_options = options(
         tiny_inpaint, nets, tmp_path_factory.mktemp("service-logs"), controlnet_device="cpu"
     )
-    with Supervisor(given) as supervisor:
+    with Supervisor(serve_options) as supervisor:
         yield Site(supervisor)
 
 
@@ -110,10 +115,10 @@ def test_a_service_answers_as_nets_beside_the_base_do(
     expected: Pixels, tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with Supervisor(options(tiny_inpaint, nets, tmp_path_factory.mktemp("logs"))) as supervisor:
-        beside = Site(supervisor)
-        found = beside.edit(control=True)
-        assert np.abs(found.astype(int) - expected).max() <= 1
-        assert np.abs(beside.edit(control=False).astype(int) - expected).max() > 5
+        local_site = Site(supervisor)
+        edited = local_site.edit(control=True)
+        assert np.abs(edited.astype(int) - expected).max() <= 1
+        assert np.abs(local_site.edit(control=False).astype(int) - expected).max() > 5
 
 
 def kill_server(site: Site) -> None:
@@ -138,30 +143,30 @@ def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
     plain = site.edit(control=False)
     with ThreadPoolExecutor(8) as pool:
         hurt = [pool.submit(site.edit, control=True, num_inference_steps=150) for _ in range(3)]
-        others = [pool.submit(site.edit, control=False, num_inference_steps=STEPS)]
+        plain_edits = [pool.submit(site.edit, control=False, num_inference_steps=STEPS)]
         time.sleep(1.0)
         restarts = site.supervisor.services[0].restarts
         harm(site)
         begin = time.monotonic()
-        others.append(pool.submit(site.edit, control=False, num_inference_steps=STEPS))
+        plain_edits.append(pool.submit(site.edit, control=False, num_inference_steps=STEPS))
         for future in hurt:
             error = future.exception(60)
             assert error is None or isinstance(error, EngineFailed | Overloaded), error
             if error is not None:
                 assert "ControlNet service" in str(error), error
         assert time.monotonic() - begin < 30
-        for future in others:
+        for future in plain_edits:
             assert np.abs(future.result(60).astype(int) - plain).max() <= 1
     end = time.monotonic() + 90
     while True:
         try:
-            found = site.edit(control=True)
+            edited = site.edit(control=True)
             break
         except MaskserveError as refused:
             if "ControlNet service" not in str(refused) or time.monotonic() > end:
                 raise
             time.sleep(0.5)
-    assert np.abs(found.astype(int) - expected).max() <= 1
+    assert np.abs(edited.astype(int) - expected).max() <= 1
     assert site.meta["controls_stalled_ms"] > 0
     assert site.supervisor.services[0].restarts == restarts + 1
     assert site.supervisor.workers[0].restarts == 0

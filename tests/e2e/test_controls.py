@@ -61,16 +61,16 @@ class Site:
             return client.control("status")
 
     def edit(self, controls: Asked, pictures: list[Pixels], **more: Any) -> tuple[Pixels, Any]:
-        asked = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
+        settings = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
         with Client(self.url) as client:
             result = client.edit(
                 encode(SOURCE),
                 encode(MASK),
                 "a red star",
-                control=[encode(each) for each in pictures],
+                control=[encode(picture) for picture in pictures],
                 controls=list(controls),
                 timeout=120,
-                **asked,
+                **settings,
             )
         return pixels(result.encoded), result.meta
 
@@ -88,19 +88,19 @@ def site(plain_worker: PlainWorker, tmp_path_factory: pytest.TempPathFactory) ->
 def expected(site: Site, seed: int, controls: Asked, pictures: list[Pixels]) -> Pixels:
     from diffusers import FluxControlNetInpaintPipeline, FluxMultiControlNetModel
 
-    nets = [made_nets()[each["name"]] for each in controls]
-    one = len(nets) == 1
+    nets = [made_nets()[item["name"]] for item in controls]
+    is_single = len(nets) == 1
     pipeline = FluxControlNetInpaintPipeline.from_pretrained(
-        site.model, controlnet=nets[0] if one else FluxMultiControlNetModel(nets)
+        site.model, controlnet=nets[0] if is_single else FluxMultiControlNetModel(nets)
     )
     pipeline.set_progress_bar_config(disable=True)
     model = config_of({"model": {"path": str(site.model)}}).model
 
-    def each(key: str, default: Any) -> Any:
-        found = [control.get(key, default) for control in controls]
-        return found[0] if one else found
+    def item(key: str, default: Any) -> Any:
+        values = [control.get(key, default) for control in controls]
+        return values[0] if is_single else values
 
-    given = [Image.fromarray(each) for each in pictures]
+    control_images = [Image.fromarray(item) for item in pictures]
     images = diffusers_edit(
         pipeline,
         SOURCE,
@@ -109,11 +109,11 @@ def expected(site: Site, seed: int, controls: Asked, pictures: list[Pixels]) -> 
         EditSettings(num_inference_steps=STEPS, guidance_scale=model.guidance_scale),
         seed,
         max_sequence_length=model.max_sequence_length,
-        control_image=given[0] if one else given,
-        control_mode=each("mode", -1),
-        controlnet_conditioning_scale=each("scale", 1.0),
-        control_guidance_start=each("start", 0.0),
-        control_guidance_end=each("end", 1.0),
+        control_image=control_images[0] if is_single else control_images,
+        control_mode=item("mode", -1),
+        controlnet_conditioning_scale=item("scale", 1.0),
+        control_guidance_start=item("start", 0.0),
+        control_guidance_end=item("end", 1.0),
     )
     return np.asarray(images[0])
 
@@ -131,13 +131,15 @@ def test_a_mix_of_controls_in_one_batch_is_what_diffusers_makes_of_each_edit(sit
         if not controls:
             assert "controls" not in meta
             continue
-        told = meta["controls"]
-        assert [each["name"] for each in told] == [each["name"] for each in controls]
-        assert [each["image"] for each in told] == list(range(len(controls)))
+        reported_controls = meta["controls"]
+        assert [control["name"] for control in reported_controls] == [
+            control["name"] for control in controls
+        ]
+        assert [control["image"] for control in reported_controls] == list(range(len(controls)))
         if controls[0].get("scale") == 0.0:
             assert np.array_equal(edited, plain)  # as if nobody had asked for it
             continue
-        assert all(len(each["digest"]) == 64 for each in told)
+        assert all(len(control["digest"]) == 64 for control in reported_controls)
         reference = expected(site, seed, controls, pictures)
         difference = np.abs(edited[edit].astype(int) - reference[edit])
         assert difference.max() <= 2, controls  # levels: rounding at another batch shape
@@ -209,12 +211,12 @@ def by_client(site: Site, asked: Refused, folder: Path) -> str:
 
 def kserve_inputs(module: Any, asked: Refused) -> list[Any]:
     values = {"IMAGE": encode(SOURCE), "MASK": encode(MASK), "PROMPT": b"a red star"}
-    made = tensors(module, {**values, "SETTINGS": json.dumps(settings_of(asked)).encode()})
+    inputs = tensors(module, {**values, "SETTINGS": json.dumps(settings_of(asked)).encode()})
     if asked.pictures:
         control = module.InferInput("CONTROL", [len(asked.pictures)], "BYTES")
         control.set_data_from_numpy(np.array(asked.pictures, np.object_))
-        made.append(control)
-    return made
+        inputs.append(control)
+    return inputs
 
 
 def by_kserve_grpc(url: str, asked: Refused) -> str:
@@ -255,7 +257,7 @@ def by_generate(site: Site, asked: Refused, folder: Path) -> str:
         "MASK": text(encode(MASK)),
         "PROMPT": "a red star",
         "SETTINGS": json.dumps(settings_of(asked)),
-        **({"CONTROL": [text(each) for each in asked.pictures]} if asked.pictures else {}),
+        **({"CONTROL": [text(picture) for picture in asked.pictures]} if asked.pictures else {}),
     }
     answer = httpx.post(
         f"http://{site.http}/v2/models/edit/generate", json=body, timeout=60, trust_env=False
@@ -271,7 +273,7 @@ def by_openai(site: Site, asked: Refused, folder: Path) -> str:
         client.images.edit(
             image=[
                 ("a.png", encode(SOURCE)),
-                *((f"{i}.png", each) for i, each in enumerate(asked.pictures)),
+                *((f"{i}.png", picture) for i, picture in enumerate(asked.pictures)),
             ],
             mask=("m.png", encode(MASK)),
             prompt="a red star",
@@ -320,27 +322,27 @@ BY_COMMAND = (
 def test_what_cannot_be_controlled_is_refused_in_one_sentence_and_nothing_begins(
     site: Site, front: str, tmp_path: Path
 ) -> None:
-    before = site.status()
-    for name, asked in REFUSED.items():
-        if front == "openai" and not asked.controls:
+    status_before = site.status()
+    for name, case in REFUSED.items():
+        if front == "openai" and not case.controls:
             continue  # a second image without controls is refused as such
-        said = FRONTS[front](site, asked, tmp_path)
+        message = FRONTS[front](site, case, tmp_path)
         if front == "openai":  # whose errors name its own fields, and whose first image is IMAGE
-            words = asked.says.replace("SETTINGS.", "")
+            words = case.says.replace("SETTINGS.", "")
             for number in (0, 1):
                 words = words.replace(f"CONTROL[{number}]", f"image[{number + 1}]")
-            asked = asked._replace(says=words)
-        check_refusal(said, asked, name)
-    check_idle(before, site)
+            case = case._replace(says=words)
+        check_refusal(message, case, name)
+    check_idle(status_before, site)
 
 
 @pytest.mark.parametrize("name", BY_COMMAND)
 def test_the_command_refuses_what_cannot_be_controlled(
     site: Site, name: str, tmp_path: Path
 ) -> None:
-    before = site.status()
+    status_before = site.status()
     check_refusal(by_command(site, REFUSED[name], tmp_path), REFUSED[name], name)
-    check_idle(before, site)
+    check_idle(status_before, site)
 
 
 def check_refusal(said: str, asked: Refused, name: str) -> None:
@@ -352,20 +354,22 @@ def check_refusal(said: str, asked: Refused, name: str) -> None:
 
 def test_the_record_and_the_metrics_say_which_nets_are_on_the_device(site: Site) -> None:
     site.edit(({"name": "plain"},), [picture(0)])
-    held = {each["name"]: each for each in site.status()["controlnets"]}
-    assert held["plain"]["tier"] == "device"
+    nets_by_name = {net["name"]: net for net in site.status()["controlnets"]}
+    assert nets_by_name["plain"]["tier"] == "device"
     numbers = sum(weight.numel() for weight in made_nets()["plain"].parameters())
-    assert held["plain"]["nbytes"] == numbers * 4  # float32
+    assert nets_by_name["plain"]["nbytes"] == numbers * 4  # float32
     with Client(site.url) as client:
         listed = client.control("adapters")["controlnets"]
-    assert next(each for each in listed if each["name"] == "plain")["tiers"] == {
+    assert next(net for net in listed if net["name"] == "plain")["tiers"] == {
         site.worker.grpc_url: ["device"]
     }
 
     def published() -> bool:
         page = httpx.get(site.worker.metrics_url, trust_env=False).text
-        found = re.search(r"^maskserve_controlnet_bytes\{.*\} (\S+)$", page, re.MULTILINE)
-        return found is not None and float(found[1]) == sum(n["nbytes"] for n in held.values())
+        match = re.search(r"^maskserve_controlnet_bytes\{.*\} (\S+)$", page, re.MULTILINE)
+        return match is not None and float(match[1]) == sum(
+            n["nbytes"] for n in nets_by_name.values()
+        )
 
     eventually("published", published)
 
@@ -374,13 +378,13 @@ def check_idle(before: dict[str, Any], site: Site) -> None:
     """No step was taken, no row is left and no ControlNet was brought."""
 
     def idle() -> bool:  # an edit is in flight until its answer has gone
-        told = site.status()
-        return not (told["running"] or told["waiting"] or told["in_flight"])
+        status = site.status()
+        return not (status["running"] or status["waiting"] or status["in_flight"])
 
     eventually("nothing is under way", idle)
-    after = site.status()
-    assert after["counters"] == before["counters"]
-    assert after["controlnets"] == before["controlnets"]
+    status_after = site.status()
+    assert status_after["counters"] == before["counters"]
+    assert status_after["controlnets"] == before["controlnets"]
 
 
 def test_an_edit_of_a_cached_template_has_controls_too(site: Site) -> None:

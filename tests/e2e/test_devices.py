@@ -61,33 +61,33 @@ def ranks(devices: Supervisor) -> list[psutil.Process]:
     pid = devices.workers[0].pid
     assert pid is not None
     below = psutil.Process(pid).children(recursive=True)
-    found = [each for each in below if each.is_running() and RANK in each.cmdline()]
-    return sorted(found, key=lambda each: each.create_time())
+    processes = [process for process in below if process.is_running() and RANK in process.cmdline()]
+    return sorted(processes, key=lambda each: each.create_time())
 
 
 def test_pictures_are_those_of_one_device(edits: Grpc, grpc: Grpc) -> None:
     for seed in range(4):
-        ours, meta = edits.edit(plain_edit(seed=seed, cache="off"))
-        theirs, _ = grpc.edit(plain_edit(seed=seed, cache="off"))
-        apart = pixels(ours).astype(int) - pixels(theirs).astype(int)
-        assert np.abs(apart).max() <= 1
+        image, meta = edits.edit(plain_edit(seed=seed, cache="off"))
+        reference_image, _ = grpc.edit(plain_edit(seed=seed, cache="off"))
+        difference = pixels(image).astype(int) - pixels(reference_image).astype(int)
+        assert np.abs(difference).max() <= 1
         assert meta["event"] == "final"
 
 
 def test_a_template_is_primed_once_and_read_by_both(edits: Grpc) -> None:
     with ThreadPoolExecutor(8) as pool:
-        asked = [plain_edit(seed=1, cache="require") for _ in range(8)]
-        metas = [meta for _, meta in pool.map(edits.edit, asked)]
+        inputs = [plain_edit(seed=1, cache="require") for _ in range(8)]
+        metas = [meta for _, meta in pool.map(edits.edit, inputs)]
     assert {meta["cache"] for meta in metas} == {"hit"}
 
 
 def test_edits_that_are_due_say_how_they_ended(edits: Grpc) -> None:
-    asked = [
+    inputs = [
         plain_edit(seed=1, deadline_ms=limit, on_late="finish", num_inference_steps=20)
         for limit in (1, 60_000, 1, 60_000)
     ]
     with ThreadPoolExecutor(4) as pool:
-        metas = [meta for _, meta in pool.map(edits.edit, asked)]
+        metas = [meta for _, meta in pool.map(edits.edit, inputs)]
     assert [meta["slo"] for meta in metas] == ["late", "met", "late", "met"]
     with pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"):
         edits.edit(plain_edit(num_inference_steps=1000, deadline_ms=1))
@@ -110,12 +110,12 @@ def test_no_edit_is_lost_with_a_rank(
     inputs = plain_edit(seed=3, num_inference_steps=100, cache="off")
     expected = pixels(edits.edit(inputs)[0]).astype(int)
     with ThreadPoolExecutor(6) as pool:
-        begun = [pool.submit(edits.edit, inputs) for _ in range(6)]
-        gone = ranks(devices)[-1]
-        gone.send_signal(number)
-        eventually("it is replaced", lambda: not gone.is_running())
-        for each in begun:
-            assert np.abs(pixels(each.result()[0]).astype(int) - expected).max() <= 1
+        futures = [pool.submit(edits.edit, inputs) for _ in range(6)]
+        killed_rank = ranks(devices)[-1]
+        killed_rank.send_signal(number)
+        eventually("it is replaced", lambda: not killed_rank.is_running())
+        for edit in futures:
+            assert np.abs(pixels(edit.result()[0]).astype(int) - expected).max() <= 1
     eventually("it is back", lambda: all_back(devices), 60.0)
     assert devices.workers[0].restarts == 0
 
@@ -125,9 +125,9 @@ def test_no_edit_is_lost_with_a_rank(
 def test_ranks_end_with_the_process_that_schedules(devices: Supervisor) -> None:
     eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
     old = ranks(devices)
-    (parent,) = {each.ppid() for each in old}
+    (parent,) = {rank.ppid() for rank in old}
     os.kill(parent, signal.SIGKILL)
-    eventually("they end", lambda: not any(each.is_running() for each in old))
+    eventually("they end", lambda: not any(rank.is_running() for rank in old))
     worker = devices.workers[0]
     eventually("the worker is started again", lambda: worker.restarts == 1, 30.0)
     eventually("it is ready", worker.ready, 180.0)
@@ -141,7 +141,7 @@ def test_ranks_end_with_the_process_that_schedules(devices: Supervisor) -> None:
 @pytest.mark.timeout(600)
 def test_four_devices_give_the_pictures_of_one(tmp_path: Path) -> None:
     """The demo model has four heads: one for each."""
-    asked = [
+    inputs = [
         plain_edit(seed=seed, deadline_ms=limit, on_late="finish", cache=cache)
         for seed, limit in enumerate((1, 60_000, 2000))
         for cache in ("off", "require")
@@ -154,26 +154,26 @@ def test_four_devices_give_the_pictures_of_one(tmp_path: Path) -> None:
             assert len(ranks(worker)) == (devices if devices > 1 else 0)
             client = Grpc(worker.workers[0].grpc_url)
             with ThreadPoolExecutor(6) as pool:
-                answers = list(pool.map(client.edit, asked))
+                answers = list(pool.map(client.edit, inputs))
             client.close()
         assert [meta["cache"] for _, meta in answers] == ["off", "hit"] * 3
         pictures.append([pixels(picture).astype(int) for picture, _ in answers])
-    for ours, theirs in zip(*pictures, strict=True):
-        assert np.abs(ours - theirs).max() <= 1
+    for device_picture, reference in zip(*pictures, strict=True):
+        assert np.abs(device_picture - reference).max() <= 1
 
 
 @pytest.mark.slow  # tests/unit/engine/gangs holds what rounds give
 def test_rounds_give_the_same_pictures(model: Path, tmp_path: Path, grpc: Grpc) -> None:
-    asked = [
+    all_inputs = [
         plain_edit(seed=seed, deadline_ms=limit, on_late="finish")
         for seed, limit in enumerate((1, 60_000, 60_000, 1))
     ]
     with worker_of(2, model, tmp_path, "rounds") as worker:
         client = Grpc(worker.workers[0].grpc_url)
         with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(client.edit, asked))
+            answers = list(pool.map(client.edit, all_inputs))
         client.close()
     assert [meta["slo"] for _, meta in answers] == ["late", "met", "met", "late"]
-    for inputs, (ours, _) in zip(asked, answers, strict=True):
-        apart = pixels(ours).astype(int) - pixels(grpc.edit(inputs)[0]).astype(int)
-        assert np.abs(apart).max() <= 1
+    for inputs, (image, _) in zip(all_inputs, answers, strict=True):
+        difference = pixels(image).astype(int) - pixels(grpc.edit(inputs)[0]).astype(int)
+        assert np.abs(difference).max() <= 1

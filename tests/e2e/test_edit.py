@@ -63,10 +63,10 @@ def test_http_and_grpc_give_the_same_picture(http: Http, grpc: Grpc) -> None:
 
 def test_the_seed_that_was_drawn_gives_the_picture_again(grpc: Grpc) -> None:
     first, meta = grpc.edit(plain_edit(seed=None))
-    again, _ = grpc.edit(plain_edit(seed=meta["seed"]))
-    other, _ = grpc.edit(plain_edit(seed=None))
-    assert first == again
-    assert first != other
+    repeat_image, _ = grpc.edit(plain_edit(seed=meta["seed"]))
+    other_image, _ = grpc.edit(plain_edit(seed=None))
+    assert first == repeat_image
+    assert first != other_image
 
 
 def test_the_prompt_reaches_the_model(grpc: Grpc) -> None:
@@ -85,30 +85,33 @@ def test_steps_are_skipped_where_that_is_asked_for(grpc: Grpc) -> None:
 
 def test_a_stream_sends_progress_previews_and_the_answer(worker: WorkerProcess, grpc: Grpc) -> None:
     """Of events that come faster than they are taken, the newest."""
-    steps, every = 200, 50
-    inputs = plain_edit(num_inference_steps=steps, progress=True, preview_every=every)
+    steps, preview_interval = 200, 50
+    inputs = plain_edit(num_inference_steps=steps, progress=True, preview_every=preview_interval)
     with stream(worker.grpc_url) as opened:
         opened.send(inputs)
-        seen = []
-        while not seen or seen[-1][1]["event"] != "final":
-            seen.append(opened.next())
-    events = [(meta["event"], meta["step"]) for _, meta in seen]
+        responses = []
+        while not responses or responses[-1][1]["event"] != "final":
+            responses.append(opened.next())
+    events = [(meta["event"], meta["step"]) for _, meta in responses]
     assert events[-1] == ("final", steps)
     previews = [step for event, step in events if event == "preview"]
     progress = [step for event, step in events if event == "progress"]
     assert previews
     assert progress
-    for found, of in ((previews, range(every, steps, every)), (progress, range(1, steps))):
-        assert found == sorted(set(found))
-        assert set(found) <= set(of)
+    for event_steps, of in (
+        (previews, range(preview_interval, steps, preview_interval)),
+        (progress, range(1, steps)),
+    ):
+        assert event_steps == sorted(set(event_steps))
+        assert set(event_steps) <= set(of)
     assert not set(progress) & set(previews)
     source, mask = scene(64, 64), blob_mask(64, 64)
-    for image, meta in seen:
+    for image, meta in responses:
         if meta["event"] == "progress":
             assert image == b""
         else:
             assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
-    assert seen[-1][0] == grpc.edit(plain_edit(num_inference_steps=steps))[0]
+    assert responses[-1][0] == grpc.edit(plain_edit(num_inference_steps=steps))[0]
 
 
 def test_a_stream_carries_several_edits(worker: WorkerProcess) -> None:
@@ -128,7 +131,7 @@ def test_edits_run_in_one_batch(http: Http, grpc: Grpc) -> None:
         plain_edit(48 + 8 * i, 64, seed=i, num_inference_steps=20 + i, request_id=f"batch-{i}")
         for i in range(8)
     ]
-    alone = [grpc.edit(case)[0] for case in cases]
+    single_images = [grpc.edit(case)[0] for case in cases]
     started = threading.Barrier(len(cases))
 
     def run(i: int) -> tuple[bytes, dict[str, object]]:
@@ -139,7 +142,7 @@ def test_edits_run_in_one_batch(http: Http, grpc: Grpc) -> None:
         together = list(pool.map(run, range(len(cases))))
     for i, (image, meta) in enumerate(together):
         # Kernels at another batch shape round differently: at most a level of 255.
-        difference = np.abs(pixels(image).astype(int) - pixels(alone[i]).astype(int))
+        difference = np.abs(pixels(image).astype(int) - pixels(single_images[i]).astype(int))
         assert difference.max() <= 1
         assert meta["steps"] == 20 + i
     assert max(meta["batch_mean"] for _, meta in together) > 2
@@ -211,16 +214,16 @@ def test_generate_stream_over_http(worker: WorkerProcess, grpc: Grpc) -> None:
 
 def test_a_registered_template_is_edited_by_its_id(grpc: Grpc) -> None:
     inputs = plain_edit()
-    kept = grpc.control(op="register", image=base64.b64encode(inputs["IMAGE"]).decode())
-    settings = {**json.loads(inputs["SETTINGS"]), "template_id": kept["template_id"]}
+    template = grpc.control(op="register", image=base64.b64encode(inputs["IMAGE"]).decode())
+    settings = {**json.loads(inputs["SETTINGS"]), "template_id": template["template_id"]}
     by_id = {**inputs, "IMAGE": b"", "SETTINGS": json.dumps(settings).encode()}
     image, meta = grpc.edit(by_id)
-    assert meta["template_id"] == kept["template_id"]
+    assert meta["template_id"] == template["template_id"]
     mask = blob_mask(64, 64)
     assert np.array_equal(pixels(image)[mask == 0], scene(64, 64)[mask == 0])
     listed = grpc.control(op="templates")["templates"]
-    assert kept["template_id"] in [t["template_id"] for t in listed if t["registered"]]
-    grpc.control(op="evict", template_id=kept["template_id"])
+    assert template["template_id"] in [t["template_id"] for t in listed if t["registered"]]
+    grpc.control(op="evict", template_id=template["template_id"])
 
 
 def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
@@ -252,41 +255,41 @@ def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
         return dict(load(result.as_numpy("CONDITIONING")[0].tobytes()))
 
     answers: dict[int, Any] = {}
-    done = threading.Semaphore(0)
+    completions = threading.Semaphore(0)
 
     def keep(number: int, result: triton_grpc.InferResult | None, error: Exception | None) -> None:
         answers[number] = error or result
-        done.release()
+        completions.release()
 
-    asked = [inputs(320, "a large one")] + [inputs(64, f"{n} red stars") for n in range(5)]
+    tensor_sets = [inputs(320, "a large one")] + [inputs(64, f"{n} red stars") for n in range(5)]
     with closing(triton_grpc.InferenceServerClient(worker.grpc_url)) as client:
-        for number, tensors in enumerate(asked):
+        for number, tensors in enumerate(tensor_sets):
             client.async_infer("encoder", tensors, partial(keep, number))
-        for _ in asked:
-            assert done.acquire(timeout=60)
+        for _ in tensor_sets:
+            assert completions.acquire(timeout=60)
         reports = [json.loads(answers[n].as_numpy("ENCODED")[0, 0]) for n in range(1, 6)]
         assert max(report["batch"] for report in reports) > 1
-        for number, tensors in list(enumerate(asked))[1:]:
-            again = client.infer("encoder", tensors)
+        for number, tensors in list(enumerate(tensor_sets))[1:]:
+            single_response = client.infer("encoder", tensors)
             np.testing.assert_array_equal(
-                again.as_numpy("MOMENTS"), answers[number].as_numpy("MOMENTS")
+                single_response.as_numpy("MOMENTS"), answers[number].as_numpy("MOMENTS")
             )
-            alone, found = arrays(again), arrays(answers[number])
-            for name, array in alone.items():
-                np.testing.assert_allclose(found[name], array, atol=2e-5)
+            single_arrays, batched_arrays = arrays(single_response), arrays(answers[number])
+            for name, array in single_arrays.items():
+                np.testing.assert_allclose(batched_arrays[name], array, atol=2e-5)
 
 
 def _input(name: str, value: np.ndarray) -> triton_grpc.InferInput:
-    made = triton_grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
-    made.set_data_from_numpy(value)
-    return made
+    infer_input = triton_grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+    infer_input.set_data_from_numpy(value)
+    return infer_input
 
 
 def test_a_worker_serves_no_shared_memory_repository_or_log(worker: WorkerProcess) -> None:
     """The first steps of published chains of attacks on Triton."""
     http = triton_http.InferenceServerClient(worker.http_url.removeprefix("http://"))
     grpc = triton_grpc.InferenceServerClient(worker.grpc_url)
-    for client, told in ((http, "403"), (grpc, "UNAVAILABLE")):
+    for client, error_text in ((http, "403"), (grpc, "UNAVAILABLE")):
         for call in (
             lambda c: c.register_system_shared_memory("x", "/x", 10),
             lambda c: c.get_system_shared_memory_status(),
@@ -297,7 +300,7 @@ def test_a_worker_serves_no_shared_memory_repository_or_log(worker: WorkerProces
         ):
             with pytest.raises(InferenceServerException) as refused:
                 call(client)
-            assert told in str(refused.value.status())
+            assert error_text in str(refused.value.status())
         client.close()
 
 
@@ -306,10 +309,10 @@ def test_comfyui_s_node_gives_each_picture_s_edit(worker: WorkerProcess, grpc: G
 
     pack = load_node_pack(CHECKOUT / "clients" / "comfyui")
     node = pack.NODE_CLASS_MAPPINGS["MaskserveEdit"]
-    wanted = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}
+    input_types = {**node.INPUT_TYPES()["required"], **node.INPUT_TYPES()["optional"]}
     sources = [scene(64, 64, seed) for seed in (1, 2)]
     mask = blob_mask(64, 64)
-    given = {
+    node_inputs = {
         "image": torch.from_numpy(np.stack(sources).astype(np.float32) / 255),
         "mask": torch.from_numpy(mask.astype(np.float32) / 255)[None],
         "prompt": "a red star",
@@ -318,13 +321,13 @@ def test_comfyui_s_node_gives_each_picture_s_edit(worker: WorkerProcess, grpc: G
         "settings": json.dumps({"num_inference_steps": 2, "cache": "off"}),
         "key": "",
     }
-    assert given.keys() == wanted.keys()
-    (made,) = getattr(node(), node.FUNCTION)(**given)
+    assert node_inputs.keys() == input_types.keys()
+    (images,) = getattr(node(), node.FUNCTION)(**node_inputs)
     assert node.RETURN_TYPES == ("IMAGE",)
-    assert (made.dtype, made.shape) == (torch.float32, (2, 64, 64, 3))
+    assert (images.dtype, images.shape) == (torch.float32, (2, 64, 64, 3))
     for number, source in enumerate(sources):
         expected = pixels(grpc.edit(edit_inputs(source, mask, seed=5 + number))[0])
-        assert np.array_equal((made[number] * 255).round().to(torch.uint8).numpy(), expected)
+        assert np.array_equal((images[number] * 255).round().to(torch.uint8).numpy(), expected)
 
 
 def load_node_pack(folder: Path) -> Any:

@@ -74,8 +74,8 @@ def test_previews_that_cannot_be_made_cost_the_edit_nothing(site: Site) -> None:
     order.touch()
     try:
         with closing(Stream(site.worker.grpc_url)) as stream:
-            wanted = {"num_inference_steps": 40, "progress": True, "preview_every": 5}
-            stream.send(site.inputs("blind", **wanted))
+            settings = {"num_inference_steps": 40, "progress": True, "preview_every": 5}
+            stream.send(site.inputs("blind", **settings))
             events = []
             while "final" not in events:
                 events.append(stream.next(30)[1]["event"])

@@ -51,7 +51,7 @@ class Site:
     def edit(self, number: int, cache: str = "off", side: int = SIDE) -> bytes:
         mask = np.zeros((side, side), np.uint8)
         mask[side // 8 : side // 2, side // 8 : side // 2] = 255
-        made = self.client.edit(
+        result = self.client.edit(
             encode(scene(side, side, seed=number)),
             encode(mask),
             "a red star",
@@ -61,7 +61,7 @@ class Site:
             reproducible=True,
             timeout=120,
         )
-        return bytes(made.encoded)
+        return bytes(result.encoded)
 
     def failures(self) -> float:
         counters = self.client.control("status")["counters"]
@@ -75,12 +75,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     config.write_text(CONFIG.format(root=root))
     for name in ("host", "disk"):
         (root / name).mkdir()
-    with second_host() as there:
-        media = {name: there.mount(root / name, mib) for name, mib in (("host", 16), ("disk", 24))}
-        memory = there.mount(Path("/dev/shm"), 160)
+    with second_host() as host:
+        media = {name: host.mount(root / name, mib) for name, mib in (("host", 16), ("disk", 24))}
+        memory = host.mount(Path("/dev/shm"), 160)
         serve = ["--model", str(DEMO_MODEL), "--base-port", str(BASE), "--config", str(config)]
-        there.serve([*serve, "--log-dir", str(root / "logs")], folder=root)
-        with Client(f"{there.there}:{BASE + 1}") as client:
+        host.serve([*serve, "--log-dir", str(root / "logs")], folder=root)
+        with Client(f"{host.there}:{BASE + 1}") as client:
             yield Site(client, media["host"], media["disk"], memory)
 
 
@@ -96,7 +96,7 @@ def fill(folder: Path) -> Path:
 def test_full_tiers_cost_their_entries_alone(site: Site) -> None:
     expected = {number: site.edit(number) for number in range(PICTURES)}
     wrong: list[Any] = []
-    done, stop = [0], threading.Event()
+    edit_count, stop = [0], threading.Event()
 
     def visit(first: int) -> None:
         number = first
@@ -106,7 +106,7 @@ def test_full_tiers_cost_their_entries_alone(site: Site) -> None:
                 site.edit(number, "auto")
                 if site.edit(number) != expected[number]:
                     wrong.append(number)
-                done[0] += 1
+                edit_count[0] += 1
             except Exception as error:
                 wrong.append(error)
 
@@ -117,12 +117,12 @@ def test_full_tiers_cost_their_entries_alone(site: Site) -> None:
         filled = [fill(site.disk)]
         eventually("the disk has refused something", lambda: site.failures() > 0, 120)
         filled.append(fill(site.host))
-        before, refused = done[0], site.failures()
+        count_before, refused = edit_count[0], site.failures()
         eventually("so has the host's memory", lambda: site.failures() > refused, 120)
-        eventually("edits go on", lambda: done[0] >= before + 6, 120)
-        for each in filled:
-            each.unlink()
-        eventually("and still do", lambda: done[0] >= before + 12, 120)
+        eventually("edits go on", lambda: edit_count[0] >= count_before + 6, 120)
+        for file in filled:
+            file.unlink()
+        eventually("and still do", lambda: edit_count[0] >= count_before + 12, 120)
     finally:
         stop.set()
         for visitor in visitors:

@@ -38,8 +38,8 @@ def test_jobs_outlive_routers_that_are_killed(
     site = RouterSite([worker.grpc_url], tmp_path, {"jobs": jobs})
     draw = fresh_random()
     source, where = encode(scene(64, 64)), encode(blob_mask(64, 64))
-    picture, mask = (base64.b64encode(each).decode() for each in (source, where))
-    asked = {
+    picture, mask = (base64.b64encode(image).decode() for image in (source, where))
+    payload = {
         "prompt": "a star",
         "images": [{"image_url": f"data:image/png;base64,{picture}"}],
         "mask": {"image_url": f"data:image/png;base64,{mask}"},
@@ -65,17 +65,17 @@ def test_jobs_outlive_routers_that_are_killed(
 
     def give(number: int) -> str:
         headers = {"content-type": "application/json", "idempotency-key": f"job-{number}"}
-        return str(call("POST", "", {**asked, "seed": number}, **headers)["id"])
+        return str(call("POST", "", {**payload, "seed": number}, **headers)["id"])
 
     def end_of(name: str) -> dict[str, Any]:
-        while (told := call("GET", f"/{name}"))["status"] in ("queued", "running"):
+        while (job := call("GET", f"/{name}"))["status"] in ("queued", "running"):
             threading.Event().wait(0.1)
-        return dict(told)
+        return dict(job)
 
     with site, ThreadPoolExecutor(8) as clients:
         count = 4 + 2 * kills
-        given = [clients.submit(give, number) for number in range(count)]
-        ends = [clients.submit(lambda one=one: end_of(one.result())) for one in given]
+        job_futures = [clients.submit(give, number) for number in range(count)]
+        ends = [clients.submit(lambda one=one: end_of(one.result())) for one in job_futures]
         for _ in range(kills):
             threading.Event().wait(draw.uniform(0.2, 1.5))
             site.kill()
@@ -84,12 +84,12 @@ def test_jobs_outlive_routers_that_are_killed(
         assert [end["status"] for end in ended] == ["succeeded"] * count
         assert {one["id"] for one in call("GET", "")["data"]} == {end["id"] for end in ended}
         assert [call("GET", f"/{end['id']}") for end in ended] == ended
-    made = [base64.b64decode(end["result"]["data"][0]["b64_json"]) for end in ended]
+    images = [base64.b64decode(end["result"]["data"][0]["b64_json"]) for end in ended]
     with closing(Grpc(worker.grpc_url)) as client:  # each is its own edit, whole
         for number in (0, count - 1):
             edit = edit_inputs(source, where, "a star", seed=number, num_inference_steps=30)
             expected = client.begin(edit).wait()[0]
-            assert np.array_equal(pixels(made[number]), pixels(expected))
+            assert np.array_equal(pixels(images[number]), pixels(expected))
 
 
 def test_jobs_are_given_and_fetched_from_a_shell_and_from_python(
@@ -108,18 +108,18 @@ def test_jobs_are_given_and_fetched_from_a_shell_and_from_python(
             assert main(["jobs", *words, "--url", url]) == code
             return capsys.readouterr().out.strip()
 
-        given = ["--image", str(tmp_path / "a.png"), "--mask", str(tmp_path / "m.png")]
-        given += ["--prompt", "a star", "--seed", "5", "--steps", "3", "--cache", "off"]
-        name = said("add", *given, "--idempotency-key", "order-17")
-        assert said("add", *given, "--idempotency-key", "order-17") == name
+        edit_options = ["--image", str(tmp_path / "a.png"), "--mask", str(tmp_path / "m.png")]
+        edit_options += ["--prompt", "a star", "--seed", "5", "--steps", "3", "--cache", "off"]
+        name = said("add", *edit_options, "--idempotency-key", "order-17")
+        assert said("add", *edit_options, "--idempotency-key", "order-17") == name
         out = tmp_path / "b.png"
         assert said("get", name, "--wait", "--out", str(out)).startswith(f"{name}  succeeded")
         assert np.array_equal(pixels(out.read_bytes()), pixels(expected))
         assert name in said("ls")
         jobs = EditJobs(url)
-        same = jobs.add(source, where, "a star", **settings)
-        [made] = pictures(jobs.wait(same["id"], 120))
-        assert np.array_equal(pixels(made), pixels(expected))
+        repeated_job = jobs.add(source, where, "a star", **settings)
+        [edited_picture] = pictures(jobs.wait(repeated_job["id"], 120))
+        assert np.array_equal(pixels(edited_picture), pixels(expected))
         endless = jobs.add(source, where, "a star", **{**settings, "num_inference_steps": 900})
         assert jobs.delete(endless["id"])["status"] in ("queued", "running", "cancelled")
         assert jobs.wait(endless["id"], 60)["status"] == "cancelled"

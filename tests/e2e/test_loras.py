@@ -140,7 +140,7 @@ def test_a_mix_of_loras_in_one_batch_is_what_diffusers_makes_of_each_edit(site: 
         if not used:
             assert "loras" not in meta
             continue
-        assert [(each["name"], each["scale"]) for each in meta["loras"]] == used
+        assert [(lora["name"], lora["scale"]) for lora in meta["loras"]] == used
         assert meta["loras_from_step"] == 0
         plain = expected(site.folder, seed, ())
         assert np.abs(reference[edit].astype(int) - plain[edit]).max() > 8, "no visible LoRA"
@@ -152,12 +152,12 @@ def test_cached_activations_are_the_adapters_own(site: Site) -> None:
     _, plain = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked((), cache="require")))
     _, first = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="auto")))
     image, hit = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
-    again, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
+    repeat_image, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
     # Anchors of its own are as much work as this small model's dense steps.
     assert (plain["cache"], first["cache"], hit["cache"]) == ("hit", "miss", "hit")
     assert first["dense_for"] == "work"
     assert hit["computed_tokens"] < first["computed_tokens"]
-    assert image == again
+    assert image == repeat_image
 
 
 def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> None:
@@ -165,7 +165,7 @@ def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> Non
     (site.folder / "cut.safetensors").write_bytes(good[: len(good) // 2])
     (site.folder / "text.safetensors").write_bytes(b"no weights at all" * 100)
     write(site.folder / "other.safetensors", lora({"down_blocks.0.proj_in": (8, 8)}))
-    beside = site.grpc.begin(edit_inputs(SOURCE, MASK, **asked((("cold", 1.0),), seed=9)))
+    concurrent_edit = site.grpc.begin(edit_inputs(SOURCE, MASK, **asked((("cold", 1.0),), seed=9)))
 
     def told(name: str, text: str) -> bool:
         return text in site.refused(name)
@@ -174,7 +174,7 @@ def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> Non
         eventually(f"{name} is listed", lambda name=name: told(name, "[INVALID_REQUEST]"))
         assert "SETTINGS.loras[0]" in site.refused(name)
     assert "[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name" in site.refused("nobody")
-    assert beside.wait(60)[1]["loras"][0]["name"] == "cold"
+    assert concurrent_edit.wait(60)[1]["loras"][0]["name"] == "cold"
 
 
 def test_openai_s_clients_name_loras_too(site: Site) -> None:
@@ -214,12 +214,12 @@ def test_a_file_that_is_replaced_is_another_adapter(site: Site) -> None:
         return site.grpc.edit(inputs)
 
     eventually("it is listed", lambda: _answers(edited))
-    before, first = edited()
+    image_before, first = edited()
     drawn(path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
     eventually("the new file is served", lambda: edited()[1]["loras"] != first["loras"])
-    after, _ = edited()
-    assert np.abs(pixels(after).astype(int) - pixels(before)).max() > 8
+    image_after, _ = edited()
+    assert np.abs(pixels(image_after).astype(int) - pixels(image_before)).max() > 8
 
 
 def _answers(ask: Any) -> bool:
@@ -255,8 +255,8 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
         more = asked(((name, 1.0),), seed=5, reproducible=True)
         inputs[name] = edit_inputs(SOURCE, MASK, **more)
     eventually("it is listed", lambda: _answers(lambda: site.grpc.edit(inputs["swapped"])))
-    beside, _ = site.grpc.edit(inputs["warm"])
-    over, pictures, told = threading.Event(), dict[str, set[bytes]](), list[str]()
+    warm_image, _ = site.grpc.edit(inputs["warm"])
+    over, pictures, errors = threading.Event(), dict[str, set[bytes]](), list[str]()
 
     def ask(name: str) -> None:
         with closing(Grpc(site.grpc_url)) as grpc:
@@ -264,14 +264,14 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
                 try:
                     picture, meta = grpc.edit(inputs[name])
                 except InferenceServerException as error:
-                    told.append(str(error))
+                    errors.append(str(error))
                     continue
                 [lora] = meta["loras"]
                 pictures.setdefault(f"{name} {lora['digest']}", set()).add(picture)
 
     askers = [threading.Thread(target=ask, args=(n,)) for n in ("swapped", "swapped", "warm")]
-    for each in askers:
-        each.start()
+    for item in askers:
+        item.start()
     end, turn = time.monotonic() + REPLACED_S, 0
     while time.monotonic() < end and (turn < 8 or len(pictures) < 3):
         raw = files[turn % 2]
@@ -287,13 +287,13 @@ def test_files_replaced_in_use_give_one_file_s_picture_or_a_sentence(site: Site)
         turn += 1
         time.sleep(8.0 if turn % 4 == 0 or turn % 4 == 1 else 0.7)  # some stay until they are found
     over.set()
-    for each in askers:
-        each.join()
-    wrong = [line for line in told if not any(part in line for part in SENTENCES)]
+    for item in askers:
+        item.join()
+    wrong = [line for line in errors if not any(part in line for part in SENTENCES)]
     assert not wrong, wrong[:3]
-    assert pictures.pop(next(key for key in pictures if key.startswith("warm"))) == {beside}
+    assert pictures.pop(next(key for key in pictures if key.startswith("warm"))) == {warm_image}
     assert {key.removeprefix("swapped ") for key in pictures} <= set(digests)
-    assert all(len(each) == 1 for each in pictures.values()), "one file, one picture"
+    assert all(len(item) == 1 for item in pictures.values()), "one file, one picture"
     assert len(pictures) == 2 == len(set.union(*pictures.values())), "both files were served"
     last = digests[(turn - 1) % 2]
 

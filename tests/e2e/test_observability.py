@@ -47,13 +47,19 @@ class Page:
 
     def value(self, name: str, **labels: str) -> float:
         """Sum of the samples of this name with these labels, of which there must be one."""
-        found = [v for n, have, v in self.samples if n == name and labels.items() <= have.items()]
-        assert found, (name, labels)
-        return sum(found)
+        values = [
+            v
+            for n, series_labels, v in self.samples
+            if n == name and labels.items() <= series_labels.items()
+        ]
+        assert values, (name, labels)
+        return sum(values)
 
     def buckets(self, name: str) -> dict[str, float]:
         """Upper bound -> count, in the page's order, of a histogram without labels of its own."""
-        return {have["le"]: v for n, have, v in self.samples if n == f"{name}_bucket"}
+        return {
+            series_labels["le"]: v for n, series_labels, v in self.samples if n == f"{name}_bucket"
+        }
 
 
 def settled(worker: WorkerProcess, grpc: Grpc, ends: float = 0) -> tuple[Page, Mapping[str, float]]:
@@ -62,13 +68,13 @@ def settled(worker: WorkerProcess, grpc: Grpc, ends: float = 0) -> tuple[Page, M
     An edit is counted out, then counted as ended, then logged: who made edits says how many `ends`
     there must be.
     """
-    found: tuple[Page, Mapping[str, float]] | None = None
+    snapshot: tuple[Page, Mapping[str, float]] | None = None
 
     def caught_up() -> bool:
-        nonlocal found
+        nonlocal snapshot
         status = grpc.control(op="status")
         page, counters = Page(worker), status["counters"]
-        found = page, counters
+        snapshot = page, counters
         logged = sum(line.get("event") == "edit" for line in lines_of(worker))
         return (
             not (status["running"] or status["waiting"] or status["in_flight"])
@@ -81,8 +87,8 @@ def settled(worker: WorkerProcess, grpc: Grpc, ends: float = 0) -> tuple[Page, M
         )
 
     eventually("the page has caught up", caught_up, 30.0)
-    assert found is not None
-    return found
+    assert snapshot is not None
+    return snapshot
 
 
 def published(counters: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -136,13 +142,13 @@ def test_every_metric_is_on_the_page_with_its_kind(worker: WorkerProcess, grpc: 
 
 
 def test_histograms_count_every_step_and_edit(worker: WorkerProcess, grpc: Grpc) -> None:
-    before, _ = settled(worker, grpc)
+    page_before, _ = settled(worker, grpc)
     pending = [grpc.begin(plain_edit(num_inference_steps=5, seed=seed)) for seed in range(10)]
-    metas = [each.wait()[1] for each in pending]
-    page, counters = settled(worker, grpc, before.value("edit_ends_total") + 10)
+    metas = [edit.wait()[1] for edit in pending]
+    page, counters = settled(worker, grpc, page_before.value("edit_ends_total") + 10)
 
     def grown(name: str, **labels: str) -> float:
-        return page.value(name, **labels) - before.value(name, **labels)
+        return page.value(name, **labels) - page_before.value(name, **labels)
 
     assert page.value("step_seconds_count") == counters["steps_total"]
     assert page.value("step_seconds_sum") == pytest.approx(counters["step_seconds_total"], rel=1e-3)
@@ -162,17 +168,17 @@ def test_histograms_count_every_step_and_edit(worker: WorkerProcess, grpc: Grpc)
 
 
 def test_cached_edits_are_hits_of_their_tier(worker: WorkerProcess, grpc: Grpc) -> None:
-    before, _ = settled(worker, grpc)
+    page_before, _ = settled(worker, grpc)
     source, mask = scene(64, 48), blob_mask(64, 48)
     answer = grpc.control(op="register", image=base64.b64encode(encode(source)).decode())
     name = answer["template_id"]
     for _ in range(3):
         _, meta = grpc.edit(edit_inputs(source, mask, cache="require"))
         assert meta["cache"] == "hit"
-    page, counters = settled(worker, grpc, before.value("edit_ends_total") + 3)
+    page, counters = settled(worker, grpc, page_before.value("edit_ends_total") + 3)
 
     def grown(metric: str, **labels: str) -> float:
-        return page.value(metric, **labels) - before.value(metric, **labels)
+        return page.value(metric, **labels) - page_before.value(metric, **labels)
 
     assert grown("cache_hits_total", tier="device") == 3
     assert page.value("cache_hits_total", tier="device") == counters["cache_hits_total"]
@@ -196,7 +202,7 @@ def test_cached_edits_are_hits_of_their_tier(worker: WorkerProcess, grpc: Grpc) 
 def test_edits_with_a_due_time_are_counted_by_how_they_end(
     worker: WorkerProcess, grpc: Grpc
 ) -> None:
-    before, _ = settled(worker, grpc)
+    page_before, _ = settled(worker, grpc)
     _, met = grpc.edit(plain_edit(num_inference_steps=2, deadline_ms=60_000))
     _, late = grpc.edit(plain_edit(num_inference_steps=2, deadline_ms=1, on_late="finish"))
     _, free = grpc.edit(plain_edit(num_inference_steps=2))
@@ -208,18 +214,18 @@ def test_edits_with_a_due_time_are_counted_by_how_they_end(
     assert 0 < met["slack_ms"] < 60_000
     assert (late["due_ms"], late["slo"], late["slack_ms"] < 0) == (1, "late", True)
     assert not {"due_ms", "slack_ms", "slo"} & set(free)
-    page, _ = settled(worker, grpc, before.value("edit_ends_total") + 5)
+    page, _ = settled(worker, grpc, page_before.value("edit_ends_total") + 5)
     grown = {
         outcome: page.value("slo_total", outcome=outcome)
-        - before.value("slo_total", outcome=outcome)
+        - page_before.value("slo_total", outcome=outcome)
         for outcome in SLO_OUTCOMES
     }
     assert grown == {"met": 1, "late": 1, "deadline": 1, "refused": 0, "failed": 0}
-    assert page.value("slack_seconds_count") - before.value("slack_seconds_count") == 2
+    assert page.value("slack_seconds_count") - page_before.value("slack_seconds_count") == 2
 
 
 def test_each_way_of_ending_is_counted_and_has_one_line(worker: WorkerProcess, grpc: Grpc) -> None:
-    before, _ = settled(worker, grpc)
+    page_before, _ = settled(worker, grpc)
     _, meta = grpc.edit(plain_edit(request_id="log-done", num_inference_steps=3))
     with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
         grpc.edit({**plain_edit(request_id="log-refused"), "MASK": b"no picture"})
@@ -230,12 +236,16 @@ def test_each_way_of_ending_is_counted_and_has_one_line(worker: WorkerProcess, g
     cancelled.call.cancel()
     eventually("its row is free", lambda: not grpc.control(op="status")["running"])
 
-    done = only_end(worker, "log-done")
-    assert (done["level"], done["outcome"], done["code"]) == ("INFO", "done", "OK")
+    end_record = only_end(worker, "log-done")
+    assert (end_record["level"], end_record["outcome"], end_record["code"]) == (
+        "INFO",
+        "done",
+        "OK",
+    )
     for name in ("seed", "mask_ratio", "active_tokens", "steps", "cache", "template_id"):
-        assert done[name] == meta[name], name
-    assert done["denoise_ms"] == meta["timings_ms"]["denoise"]
-    assert done["total_ms"] > done["denoise_ms"]
+        assert end_record[name] == meta[name], name
+    assert end_record["denoise_ms"] == meta["timings_ms"]["denoise"]
+    assert end_record["total_ms"] > end_record["denoise_ms"]
     refused = only_end(worker, "log-refused")
     assert (refused["level"], refused["outcome"]) == ("INFO", "refused")
     assert refused["error"].startswith("MASK: ")
@@ -245,24 +255,29 @@ def test_each_way_of_ending_is_counted_and_has_one_line(worker: WorkerProcess, g
     stopped = only_end(worker, "log-cancelled")
     assert (stopped["level"], stopped["code"]) == ("INFO", "CANCELLED")
 
-    page, _ = settled(worker, grpc, before.value("edit_ends_total") + 4)
+    page, _ = settled(worker, grpc, page_before.value("edit_ends_total") + 4)
     for outcome, code in ENDS:
         labels = {"model": "edit", "outcome": outcome, "code": code}
-        grown = page.value("edit_ends_total", **labels) - before.value("edit_ends_total", **labels)
+        grown = page.value("edit_ends_total", **labels) - page_before.value(
+            "edit_ends_total", **labels
+        )
         expected = ("OK", "INVALID_REQUEST", "DEADLINE_EXCEEDED", "CANCELLED")
         assert grown == (code in expected), labels
 
 
 def test_an_edit_of_a_stream_is_its_fronts(worker: WorkerProcess, grpc: Grpc) -> None:
-    before, _ = settled(worker, grpc)
+    page_before, _ = settled(worker, grpc)
     with stream(worker.grpc_url) as opened:
         opened.send(plain_edit(request_id="log-stream", progress=True))
         while opened.next()[1]["event"] != "final":
             pass
     assert only_end(worker, "log-stream")["model"] == "edit_stream"
-    page, _ = settled(worker, grpc, before.value("edit_ends_total") + 1)
+    page, _ = settled(worker, grpc, page_before.value("edit_ends_total") + 1)
     labels = {"model": "edit_stream", "code": "OK"}
-    assert page.value("edit_ends_total", **labels) == before.value("edit_ends_total", **labels) + 1
+    assert (
+        page.value("edit_ends_total", **labels)
+        == page_before.value("edit_ends_total", **labels) + 1
+    )
 
 
 def test_every_line_of_the_log_is_whole_and_says_no_prompt(

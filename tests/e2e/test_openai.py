@@ -50,8 +50,8 @@ def router(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def client(router: RouterSite) -> Iterator[openai.OpenAI]:
-    with client_of(router, "one") as made:
-        yield made
+    with client_of(router, "one") as openai_client:
+        yield openai_client
 
 
 def client_of(router: RouterSite, name: str) -> openai.OpenAI:
@@ -124,8 +124,8 @@ def test_a_picture_of_any_format_is_edited_as_its_pixels_are(
 def test_n_pictures_have_seeds_one_after_the_other(client: openai.OpenAI, files: dict[str, Any]):
     answer = client.images.edit(**files, n=3, output_format="webp", extra_body={"seed": 5, **STEPS})
     assert [meta["seed"] for meta in answer.model_extra["maskserve"]] == [5, 6, 7]
-    alone = client.images.edit(**files, extra_body={"seed": 6, **STEPS})
-    assert np.array_equal(pixels_of(answer, 1), pixels_of(alone))
+    single_answer = client.images.edit(**files, extra_body={"seed": 6, **STEPS})
+    assert np.array_equal(pixels_of(answer, 1), pixels_of(single_answer))
     assert not np.array_equal(pixels_of(answer, 0), pixels_of(answer, 1))
 
 
@@ -133,11 +133,11 @@ def test_a_compressed_picture_is_smaller(client: openai.OpenAI, files: dict[str,
     more = {"seed": 5, **STEPS}
     sizes = [
         len(
-            client.images.edit(**files, output_format="jpeg", extra_body=more, **asked)
+            client.images.edit(**files, output_format="jpeg", extra_body=more, **compression)
             .data[0]
             .b64_json
         )
-        for asked in ({"output_compression": 5}, {"output_compression": 60}, {})
+        for compression in ({"output_compression": 5}, {"output_compression": 60}, {})
     ]
     assert sizes == sorted(set(sizes))
 
@@ -149,9 +149,9 @@ def test_a_larger_size_grows_the_canvas_round_its_anchor(
     client: openai.OpenAI, anchor: str, left: int, top: int
 ) -> None:
     picture = scene(SIDE, SIDE)
-    asked = {"anchor": anchor, "seed": 5, **STEPS}
+    settings = {"anchor": anchor, "seed": 5, **STEPS}
     answer = client.images.edit(
-        image=("a.png", encode(picture)), prompt="a star", size="96x80", extra_body=asked
+        image=("a.png", encode(picture)), prompt="a star", size="96x80", extra_body=settings
     )
     edited = pixels_of(answer)
     assert (answer.size, edited.shape) == ("96x80", (80, 96, 3))
@@ -178,8 +178,8 @@ def test_a_background_is_as_transparent_as_it_was_or_opaque(
         if background == "opaque":
             assert opened.mode == "RGB"
         else:
-            found = np.asarray(opened)[..., 3]
-            assert np.array_equal(found, np.where(outside, alpha, 255))
+            edited_alpha = np.asarray(opened)[..., 3]
+            assert np.array_equal(edited_alpha, np.where(outside, alpha, 255))
 
 
 def test_without_a_mask_the_images_own_alpha_is_it(client: openai.OpenAI, files: dict[str, Any]):
@@ -197,8 +197,8 @@ def test_without_a_mask_the_images_own_alpha_is_it(client: openai.OpenAI, files:
 def test_a_stream_has_partial_images_and_the_picture(client: openai.OpenAI, files: dict[str, Any]):
     more = {"seed": 5, "num_inference_steps": 100, "cache": "off"}  # time for a preview to be made
     with client.images.edit(**files, stream=True, partial_images=2, extra_body=more) as events:
-        told = list(events)
-    *partial, last = told
+        received_events = list(events)
+    *partial, last = received_events
     assert 1 <= len(partial) <= 2  # one that the next overtakes is dropped
     assert [event.type for event in partial] == ["image_edit.partial_image"] * len(partial)
     assert [event.partial_image_index for event in partial] == list(range(len(partial)))
@@ -226,12 +226,12 @@ async def test_the_asynchronous_sdk_gets_the_same(router: RouterSite, files: dic
 def test_what_cannot_be_done_is_refused_in_openais_form(
     client: openai.OpenAI, files: dict[str, Any]
 ):
-    other = ("m.png", alpha_mask(blob_mask(32, 32) > 0))
+    small_mask = ("m.png", alpha_mask(blob_mask(32, 32) > 0))
     opaque = ("m.png", encode(blob_mask(SIDE, SIDE)))
     rgba = np.dstack([scene(SIDE, SIDE), np.full((SIDE, SIDE), 255, np.uint8)])
     painted = ("m.png", encode(rgba))
-    for changed, param, told in (
-        ({"mask": other}, "mask", "is 32x32"),
+    for changed, param, error_pattern in (
+        ({"mask": small_mask}, "mask", "is 32x32"),
         ({"mask": opaque}, "mask", "has no alpha channel"),
         ({"mask": painted}, "mask", "has no transparent pixels; accepted: .*mask_mode: white"),
         ({"mask": ("m.png", b"no picture")}, "mask", ""),
@@ -249,7 +249,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(
             client.images.edit(**{**files, **changed})
         assert refused.value.param == param
         assert refused.value.type == "invalid_request_error"
-        assert re.search(told, refused.value.message)
+        assert re.search(error_pattern, refused.value.message)
         assert refused.value.request_id
     white = client.images.edit(**{**files, "mask": opaque}, extra_body={"mask_mode": "white"})
     assert white.data
@@ -293,37 +293,39 @@ def test_a_template_is_registered_edited_without_its_image_and_deleted(
     router: RouterSite, client: openai.OpenAI, files: dict[str, Any]
 ):
     url = f"http://{router.http_url}/v1/templates"
-    own = {"authorization": f"Bearer {KEYS['one']}"}
-    others = {"authorization": f"Bearer {KEYS['two']}"}
+    owner_headers = {"authorization": f"Bearer {KEYS['one']}"}
+    other_headers = {"authorization": f"Bearer {KEYS['two']}"}
 
     files["image"] = ("a.png", encode(scene(SIDE, SIDE, seed=9)))  # no other test's
 
-    def call(method: str, path: str = "", headers: Any = own, **more: Any) -> Any:
+    def call(method: str, path: str = "", headers: Any = owner_headers, **more: Any) -> Any:
         return requests.request(method, url + path, headers=headers, timeout=60, **more)
 
-    made = call("POST", files={"image": files["image"]}, data={"prime": "false"})
-    assert made.status_code == 200, made.text
-    name = made.json()["id"]
-    assert made.json()["state"] == "absent"
+    response = call("POST", files={"image": files["image"]}, data={"prime": "false"})
+    assert response.status_code == 200, response.text
+    name = response.json()["id"]
+    assert response.json()["state"] == "absent"
     (listed,) = call("GET").json()["data"]
     assert (listed["id"], listed["tier_bytes"]) == (name, {})
-    assert call("GET", headers=others).json()["data"] == []
-    assert call("GET", f"/{name}", headers=others).status_code == 404
+    assert call("GET", headers=other_headers).json()["data"] == []
+    assert call("GET", f"/{name}", headers=other_headers).status_code == 404
 
     more = {"seed": 5, **STEPS}
     with_image = client.images.edit(**files, extra_body=more)
     # The SDK insists on an image; the API does not.
-    sent = {
+    form = {
         "prompt": "a red star",
         "template_id": name,
         "seed": "5",
         "num_inference_steps": "3",
         "cache": "off",
     }
-    answer = call("POST", "/../images/edits", files={"mask": files["mask"]}, data=sent)
+    answer = call("POST", "/../images/edits", files={"mask": files["mask"]}, data=form)
     assert answer.status_code == 200, answer.text
     assert answer.json()["data"][0]["b64_json"] == with_image.data[0].b64_json
-    refused = call("POST", "/../images/edits", others, files={"mask": files["mask"]}, data=sent)
+    refused = call(
+        "POST", "/../images/edits", other_headers, files={"mask": files["mask"]}, data=form
+    )
     assert refused.status_code == 404
 
     assert call("POST", f"/{name}/prime").status_code == 200
@@ -333,7 +335,7 @@ def test_a_template_is_registered_edited_without_its_image_and_deleted(
     assert call("POST", f"/{name}/unpin").json()["pinned"] is False
     assert call("POST", f"/{name}/sell").status_code == 404
     assert call("DELETE", "/no-template").status_code == 400
-    assert call("DELETE", f"/{name}", headers=others).status_code == 404
+    assert call("DELETE", f"/{name}", headers=other_headers).status_code == 404
     assert call("DELETE", f"/{name}").json()["deleted"] is True
     assert call("GET").json()["data"] == []
 
@@ -342,19 +344,21 @@ def test_an_edit_goes_on_with_the_result_of_another(
     router: RouterSite, client: openai.OpenAI, files: dict[str, Any]
 ):
     url = f"http://{router.http_url}/v1"
-    own, others = ({"authorization": f"Bearer {KEYS[name]}"} for name in ("one", "two"))
+    owner_headers, other_headers = (
+        {"authorization": f"Bearer {KEYS[name]}"} for name in ("one", "two")
+    )
     files["image"] = ("a.png", encode(scene(SIDE, SIDE, seed=10)))  # no other test's
 
     def primed(name: str) -> bool:
-        found = requests.get(f"{url}/templates/{name}", headers=own, timeout=60).json()
-        return found["registered"] and sum(found["tier_bytes"].values()) > 0
+        template = requests.get(f"{url}/templates/{name}", headers=owner_headers, timeout=60).json()
+        return template["registered"] and sum(template["tier_bytes"].values()) > 0
 
-    def edited(name: str, headers: Any = own) -> Any:
+    def edited(name: str, headers: Any = owner_headers) -> Any:
         """The next edit: a mask and a prompt, no picture."""
-        asked = {"prompt": "a blue circle", "template_id": name, "seed": "6"}
-        asked |= {"num_inference_steps": "3", "reproducible": "true"}
-        sent = {"mask": files["mask"]}
-        return requests.post(f"{url}/images/edits", headers=headers, files=sent, data=asked)
+        form = {"prompt": "a blue circle", "template_id": name, "seed": "6"}
+        form |= {"num_inference_steps": "3", "reproducible": "true"}
+        upload = {"mask": files["mask"]}
+        return requests.post(f"{url}/images/edits", headers=headers, files=upload, data=form)
 
     more = {"seed": 5, "num_inference_steps": 3, "keep_result": True}
     first = client.images.edit(**files, extra_body=more)
@@ -365,55 +369,65 @@ def test_an_edit_goes_on_with_the_result_of_another(
     assert answer.status_code == 200, answer.text
     meta = answer.json()["maskserve"][0]
     assert (meta["template_id"], meta["cache"]) == (name, "hit")
-    assert edited(name, others).status_code == 404
-    assert requests.get(f"{url}/templates", headers=others, timeout=60).json()["data"] == []
-    listed = requests.get(f"{url}/templates/{name}", headers=own, timeout=60).json()
+    assert edited(name, other_headers).status_code == 404
+    assert requests.get(f"{url}/templates", headers=other_headers, timeout=60).json()["data"] == []
+    listed = requests.get(f"{url}/templates/{name}", headers=owner_headers, timeout=60).json()
     assert 0 < listed["expires_s"] <= 3600
 
     # It is what an edit of the downloaded file is.
-    assert requests.delete(f"{url}/templates/{name}", headers=own, timeout=60).status_code == 200
+    assert (
+        requests.delete(f"{url}/templates/{name}", headers=owner_headers, timeout=60).status_code
+        == 200
+    )
     assert edited(name).status_code == 404
     downloaded = {"image": ("b.png", base64.b64decode(first.data[0].b64_json))}
-    again = requests.post(f"{url}/templates", headers=own, files=downloaded, timeout=60).json()
-    assert again["id"] == name
+    second_template = requests.post(
+        f"{url}/templates", headers=owner_headers, files=downloaded, timeout=60
+    ).json()
+    assert second_template["id"] == name
     eventually("the file is primed", lambda: primed(name))
     expected = edited(name).json()
     assert answer.json()["data"][0]["b64_json"] == expected["data"][0]["b64_json"]
     assert expected["maskserve"][0]["cache"] == "hit"
-    assert requests.delete(f"{url}/templates/{name}", headers=own, timeout=60).status_code == 200
+    assert (
+        requests.delete(f"{url}/templates/{name}", headers=owner_headers, timeout=60).status_code
+        == 200
+    )
 
     # A stream's last event names it, too; in another format it is that file's pixels.
     with client.images.edit(
         **files, stream=True, output_format="jpeg", extra_body={**more, "cache": "off"}
     ) as events:
         last = list(events)[-1]
-    sent = {"image": ("c.jpg", base64.b64decode(last.b64_json))}
-    kept = requests.post(f"{url}/templates", headers=own, files=sent, data={"prime": "false"})
-    assert kept.json()["id"] == last.template_id
-    requests.delete(f"{url}/templates/{last.template_id}", headers=own, timeout=60)
+    upload = {"image": ("c.jpg", base64.b64decode(last.b64_json))}
+    response = requests.post(
+        f"{url}/templates", headers=owner_headers, files=upload, data={"prime": "false"}
+    )
+    assert response.json()["id"] == last.template_id
+    requests.delete(f"{url}/templates/{last.template_id}", headers=owner_headers, timeout=60)
 
 
 def test_the_client_and_the_command_line_use_the_templates_api(
     router: RouterSite, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     url, mask = f"http://{router.http_url}", files["mask"][1]
-    own, others = (Templates(url, key=KEYS[name]) for name in ("one", "two"))
+    owner_templates, other_templates = (Templates(url, key=KEYS[name]) for name in ("one", "two"))
     picture = encode(scene(SIDE, SIDE, seed=12))  # no other test's
-    name = own.register(picture, prime=False)["id"]
-    assert name in {template["id"] for template in own.list()}
-    assert own.get(name)["registered"]
-    for forbidden in (others.get, others.pin, others.delete):
+    name = owner_templates.register(picture, prime=False)["id"]
+    assert name in {template["id"] for template in owner_templates.list()}
+    assert owner_templates.get(name)["registered"]
+    for forbidden in (other_templates.get, other_templates.pin, other_templates.delete):
         with pytest.raises(TemplateNotFound):
             forbidden(name)
     settings = {"seed": 5, "mask_mode": "alpha", **STEPS}
     with Client(router.grpc_url, headers={"x-api-key": KEYS["one"]}) as client:
         by_name = client.edit(None, mask, "a star", template_id=name, **settings)
         assert by_name.encoded == client.edit(picture, mask, "a star", **settings).encoded
-    assert own.pin(name)["pinned"]
-    assert not own.unpin(name)["pinned"]
-    assert own.delete(name)["deleted"]
+    assert owner_templates.pin(name)["pinned"]
+    assert not owner_templates.unpin(name)["pinned"]
+    assert owner_templates.delete(name)["deleted"]
     with pytest.raises(InvalidRequest, match="image"):
-        own.register(b"no picture")
+        owner_templates.register(b"no picture")
     with pytest.raises(InvalidRequest, match="key"):
         Templates(url, key="no").list()
 
@@ -432,12 +446,17 @@ def test_what_open_webui_sends_is_an_edit(
     """Open WebUI (IMAGE_EDIT_ENGINE=openai) posts a form by aiohttp: no mask, so the picture's
     own transparency is it; several pictures are `image[]`.
     """
-    [model] = [each.id for each in client.models.list()]
+    [model] = [model_entry.id for model_entry in client.models.list()]
 
     async def ask() -> dict[str, Any]:
         form = aiohttp.FormData()
-        said = {"model": model, "prompt": "a red star", "n": "1", "response_format": "b64_json"}
-        for name, value in said.items():
+        form_fields = {
+            "model": model,
+            "prompt": "a red star",
+            "n": "1",
+            "response_format": "b64_json",
+        }
+        for name, value in form_fields.items():
             form.add_field(name, value)
         name = f"{fresh_seed()}.png"
         form.add_field(field, io.BytesIO(cut_out()), filename=name, content_type="image/png")
@@ -450,12 +469,12 @@ def test_what_open_webui_sends_is_an_edit(
             answer.raise_for_status()
             return dict(await answer.json(content_type=None))
 
-    [made] = asyncio.run(ask())["data"]
-    assert not made.get("url")
-    with Image.open(io.BytesIO(base64.b64decode(made["b64_json"]))) as opened:
+    [image_data] = asyncio.run(ask())["data"]
+    assert not image_data.get("url")
+    with Image.open(io.BytesIO(base64.b64decode(image_data["b64_json"]))) as opened:
         edited = np.asarray(opened.convert("RGB"))
-    kept = blob_mask(SIDE, SIDE) == 0
-    assert np.array_equal(edited[kept], scene(SIDE, SIDE)[kept])
+    outside = blob_mask(SIDE, SIDE) == 0
+    assert np.array_equal(edited[outside], scene(SIDE, SIDE)[outside])
     assert not np.array_equal(edited, scene(SIDE, SIDE))
 
 
@@ -468,7 +487,7 @@ def test_edits_go_through_litellms_proxy(
     router: RouterSite, client: openai.OpenAI, files: dict[str, Any], tmp_path: Path
 ) -> None:
     """As docs/openai.md sets it up; MASKSERVE_LITELLM is the program, wherever it is installed."""
-    [model] = [each.id for each in client.models.list()]
+    [model] = [model_entry.id for model_entry in client.models.list()]
     (tmp_path / "litellm.yaml").write_text(
         "model_list:\n"
         "  - model_name: edits\n"
@@ -479,13 +498,16 @@ def test_edits_go_through_litellms_proxy(
         "general_settings:\n"
         "  master_key: sk-of-the-proxy\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     assert LITELLM is not None
     command = [LITELLM, "--config", str(tmp_path / "litellm.yaml"), "--host", "127.0.0.1"]
-    with (tmp_path / "litellm.txt").open("wb") as said:
+    with (tmp_path / "litellm.txt").open("wb") as log_file:
         proxy = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=said, stderr=said, start_new_session=True
+            [*command, "--port", str(port)],
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
         )
     try:
         url = f"http://127.0.0.1:{port}"

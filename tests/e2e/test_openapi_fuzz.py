@@ -54,10 +54,10 @@ EXAMPLES, SLOW_EXAMPLES = 8, 300
 @pytest.fixture(scope="module")
 def site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
     flows = {"workflows": {"folder": str(CHECKOUT / "assets" / "workflows")}}
-    with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), flows) as made:
-        yield made
-        assert requests.get(f"http://{made.http_url}/readyz", timeout=10).status_code == 200
-        url = f"http://{made.http_url}/v1/templates"  # of a worker that other files share
+    with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), flows) as router_site:
+        yield router_site
+        assert requests.get(f"http://{router_site.http_url}/readyz", timeout=10).status_code == 200
+        url = f"http://{router_site.http_url}/v1/templates"  # of a worker that other files share
         for template in requests.get(url, timeout=30).json()["data"]:
             assert requests.delete(f"{url}/{template['id']}", timeout=30).status_code == 200
 

@@ -44,14 +44,14 @@ def address(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
+    with chromium() as chromium_browser:
+        yield chromium_browser
 
 
 @pytest.fixture
 def page(browser: Browser, address: str) -> Iterator[Page]:
-    with opened(browser, address) as made:
-        yield made
+    with opened(browser, address) as opened_page:
+        yield opened_page
 
 
 def stroked(points: list[tuple[float, float]], radius: float) -> NDArray[np.bool_]:
@@ -75,17 +75,17 @@ def test_the_painted_mask_is_exact(page: Page) -> None:
     pick(page, SIDE, SIDE)
     points = paint(page, STROKE)
     radius = float(page.locator("#editor .size").input_value()) / 2
-    with page.expect_request(is_edit) as sent:
+    with page.expect_request(is_edit) as request_info:
         page.locator("#run").click()
     expected = stroked(points, radius)
     assert 0 < expected.sum() < SIDE * SIDE / 4
-    assert np.array_equal(sent_mask(sent.value), expected)
-    shown = page.evaluate(
+    assert np.array_equal(sent_mask(request_info.value), expected)
+    painted_alpha = page.evaluate(
         """() => { const c = document.querySelector("#editor .paint");
         const data = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
         return Array.from(data.filter((_, i) => i % 4 == 3), (a) => a > 0 ? 1 : 0); }"""
     )
-    assert np.array_equal(np.array(shown, bool).reshape(SIDE, SIDE), expected)
+    assert np.array_equal(np.array(painted_alpha, bool).reshape(SIDE, SIDE), expected)
     expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
 
 
@@ -97,20 +97,20 @@ def test_strokes_are_erased_and_taken_back_and_made_by_keys(page: Page) -> None:
     page.locator("#run").click()
     expect(page.locator("#status")).to_contain_text("paint over what is to change")
     page.locator("#editor .undo").click()
-    with page.expect_request(is_edit) as sent:
+    with page.expect_request(is_edit) as request_info:
         page.locator("#run").click()
-    assert np.array_equal(sent_mask(sent.value), first)
+    assert np.array_equal(sent_mask(request_info.value), first)
     expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
     page.locator("#editor .erase").uncheck()
     page.locator("#editor .paint").focus()
     for key in ("Delete", " ", "ArrowRight", "ArrowDown", " "):
         page.keyboard.press(key)
-    with page.expect_request(is_edit) as sent:
+    with page.expect_request(is_edit) as request_info:
         page.locator("#run").click()
     size = float(page.locator("#editor .size").input_value())
     middle, step = SIDE / 2, size // 2
     way = [(middle, middle), (middle + step, middle), (middle + step, middle + step)]
-    assert np.array_equal(sent_mask(sent.value), stroked(way, size / 2))
+    assert np.array_equal(sent_mask(request_info.value), stroked(way, size / 2))
     expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
 
 
@@ -118,8 +118,8 @@ def test_a_picture_of_ones_own_is_taken_and_another_file_is_not(page: Page) -> N
     chosen = page.locator("#editor .file")
     chosen.set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}])
     expect(page.locator("#editor .said")).to_contain_text("is not an image")
-    own = scene(64, 96)
-    file = {"name": "b.png", "mimeType": "image/png", "buffer": encode(Image.fromarray(own))}
+    picture = scene(64, 96)
+    file = {"name": "b.png", "mimeType": "image/png", "buffer": encode(Image.fromarray(picture))}
     chosen.set_input_files([file])
     expect(page.locator("#editor .said")).to_contain_text("96 × 64")
 
@@ -137,12 +137,12 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     expect(page.locator("#stop")).not_to_be_visible()
     expect(page.locator("#run")).to_be_visible()
     line = page.get_by_label("from before to after")
-    shown = page.locator(".compare")
-    left = float((shown.get_attribute("style") or "").strip("-at: %;"))
-    assert 0 < left < 100 * STROKE[0][0] / SIDE, "the line begins left of the edit"
+    comparison = page.locator(".compare")
+    divider_position = float((comparison.get_attribute("style") or "").strip("-at: %;"))
+    assert 0 < divider_position < 100 * STROKE[0][0] / SIDE, "the line begins left of the edit"
     line.focus()
     page.keyboard.press("Home")
-    assert (shown.get_attribute("style") or "").replace(" ", "") == "--at:0%;"
+    assert (comparison.get_attribute("style") or "").replace(" ", "") == "--at:0%;"
     facts = page.locator("#facts")
     expect(facts).to_contain_text("steps")
     expect(facts).to_contain_text("denoise")
@@ -156,8 +156,8 @@ def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> 
     assert not changed[:40].any()  # far from the stroke, every pixel is the source's
     assert not changed[-40:].any()
     page.screenshot(path=tmp_path / "page.png", full_page=True)
-    shown = np.asarray(Image.open(tmp_path / "page.png").convert("RGB"))
-    assert len(np.unique(shown.reshape(-1, 3), axis=0)) > 500
+    comparison = np.asarray(Image.open(tmp_path / "page.png").convert("RGB"))
+    assert len(np.unique(comparison.reshape(-1, 3), axis=0)) > 500
 
 
 def test_the_result_can_be_gone_on_with_and_undone(page: Page) -> None:
@@ -221,10 +221,10 @@ def test_scripts_of_other_origins_are_refused(address: str) -> None:
         request = urllib.request.Request(address, headers={"Origin": origin})
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
-                found, headers = answer.status, answer.headers
+                status_code, headers = answer.status, answer.headers
         except urllib.error.HTTPError as error:
-            found, headers = error.code, error.headers
-        assert found == status
+            status_code, headers = error.code, error.headers
+        assert status_code == status
         assert not any(name.lower().startswith("access-control") for name in headers)
 
 

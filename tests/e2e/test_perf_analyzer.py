@@ -44,7 +44,7 @@ def edits_of(grpc: Grpc) -> int:
 
 
 def test_every_front_and_protocol(worker: WorkerProcess, grpc: Grpc, tmp_path: Path) -> None:
-    before = edits_of(grpc)
+    count_before = edits_of(grpc)
     results = tmp_path / "perf.json"
     load = ["--request-rate", f"{RATE:g}", "--requests", str(REQUESTS), "--progress"]
     ran = subprocess.run(
@@ -63,7 +63,7 @@ def test_every_front_and_protocol(worker: WorkerProcess, grpc: Grpc, tmp_path: P
     for run in runs.values():
         check(run)
     # The counter is in the status record, which the engine rewrites at its own pace.
-    eventually("all edits are counted", lambda: edits_of(grpc) - before >= 3 * REQUESTS)
+    eventually("all edits are counted", lambda: edits_of(grpc) - count_before >= 3 * REQUESTS)
     stream = runs["edit_stream", "grpc"]
     assert stream["responses_per_request"] == 2  # after a step, and the answer
     assert stream["first_response_ms"]["mean"] <= stream["final_response_ms"]["mean"]
@@ -84,18 +84,18 @@ def check(run: dict[str, Any]) -> None:
         assert set(times) == LATENCIES
         assert 0 < times["p50"] <= times["p90"] <= times["p95"] <= times["p99"]
     # What the tool says of the same requests: its latencies are to the last response.
-    theirs = run["perf_analyzer_reports"]
-    assert theirs["mean"] == pytest.approx(run[kinds[-1]]["mean"], abs=0.02)
-    assert theirs["p99"] == pytest.approx(run[kinds[-1]]["p99"], abs=0.02)
+    report = run["perf_analyzer_reports"]
+    assert report["mean"] == pytest.approx(run[kinds[-1]]["mean"], abs=0.02)
+    assert report["p99"] == pytest.approx(run[kinds[-1]]["p99"], abs=0.02)
     assert run["command"].startswith("perf_analyzer -m edit")
 
 
 def test_a_refused_edit_is_in_the_results(worker: WorkerProcess, tmp_path: Path) -> None:
     results = tmp_path / "perf.json"
-    what = ["--front", "edit", "--protocol", "grpc", "--concurrency", "1", "--requests", "2"]
+    options = ["--front", "edit", "--protocol", "grpc", "--concurrency", "1", "--requests", "2"]
     # A later option of the same name wins.
     ran = subprocess.run(
-        command(worker, *what, "--warmup", "0", "--steps", "100000", "--json", str(results)),
+        command(worker, *options, "--warmup", "0", "--steps", "100000", "--json", str(results)),
         capture_output=True,
         text=True,
         timeout=60,
@@ -132,9 +132,9 @@ def test_ctrl_c_ends_the_tool(worker: WorkerProcess) -> None:
     try:
         eventually("the tool runs", running, 30.0)
         script.send_signal(signal.SIGINT)
-        said, _ = script.communicate(timeout=20)
+        output, _ = script.communicate(timeout=20)
     finally:
         script.kill()
-    assert script.returncode == 130, said
-    assert "interrupted" in said
+    assert script.returncode == 130, output
+    assert "interrupted" in output
     assert not any(tool.is_running() for tool in tools)

@@ -65,14 +65,14 @@ def expected_of(models: Path) -> dict[tuple[str, int], bytes]:
 
     tables = {name: str(models / name) for name in NODES}
     config = config_of({"model": {"device": "cpu", "torch_threads": 1}, "nodes": tables})
-    asked: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
+    node_calls: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
         "find": (FindNodes(config), "mask", {"name": "a star"}, {"threshold": 0.5}),
         "enlarge": (EnlargeNodes(config), "picture", {}, {}),
         "segment": (SegmentNodes(config), "mask", {}, {"points": (), "box": BOX}),
     }
     return {
         (name, number): run_one(nodes, name, {"picture": picture, **inputs}, settings)[output]
-        for name, (nodes, output, inputs, settings) in asked.items()
+        for name, (nodes, output, inputs, settings) in node_calls.items()
         for number, picture in enumerate(PICTURES)
     }
 
@@ -88,9 +88,11 @@ def told(address: str, **settings: Any) -> dict[str, str]:
     with grpcclient.InferenceServerClient(address) as client:
         answer = client.infer("nodes", inputs)
     record = msgspec.json.decode(answer.as_numpy("RESULT")[0])
-    here = sum(each["bytes"] for each in record["models"] if each["state"] in ("here", "coming"))
-    assert here <= record["device_bytes"]
-    return {each["name"]: each["state"] for each in record["models"]}
+    loaded_bytes = sum(
+        model["bytes"] for model in record["models"] if model["state"] in ("here", "coming")
+    )
+    assert loaded_bytes <= record["device_bytes"]
+    return {model["name"]: model["state"] for model in record["models"]}
 
 
 class Site:
@@ -145,15 +147,15 @@ class Calls:
 
     def once(self, number: int = 0) -> None:
         with Client(self._url) as client:
-            given = {"image": PICTURES[number]}
+            inputs = {"image": PICTURES[number]}
             try:
-                made, meta = client.run_workflow(self._node, given, timeout=ANSWER_S)
+                outputs, meta = client.run_workflow(self._node, inputs, timeout=ANSWER_S)
             except MaskserveError as error:
                 self.failed.append(str(error))
                 return
-        if made["made"] != self._site.expected[self._node, number]:
+        if outputs["made"] != self._site.expected[self._node, number]:
             self.wrong.append(number)
-        self.servers.append(next(each["server"] for each in meta["nodes"]))
+        self.servers.append(next(node["server"] for node in meta["nodes"]))
 
     def again(self, number: int) -> None:
         while not self.stops.is_set():
@@ -199,14 +201,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         build[name](models / name)
         (plans / f"{name}.json").write_bytes(plan_of(name))
         sizes[name] = sum(file.stat().st_size for file in (models / name).glob("*.safetensors"))
-    one = max(sizes["find"], sizes["enlarge"])
-    assert one < sizes["segment"] < sizes["find"] + sizes["enlarge"]
+    single_bytes = max(sizes["find"], sizes["enlarge"])
+    assert single_bytes < sizes["segment"] < sizes["find"] + sizes["enlarge"]
     servers = {}
-    with ExitStack() as held:
-        for name, room in (("any", sizes["segment"]), ("small", one)):
-            own = folder / name
-            shutil.copytree(models, own)
-            tables = "".join(f'{each} = "{own / each}"\n' for each in NODES)
+    with ExitStack() as stack:
+        for name, room in (("any", sizes["segment"]), ("small", single_bytes)):
+            server_folder = folder / name
+            shutil.copytree(models, server_folder)
+            tables = "".join(
+                f'{node_name} = "{server_folder / node_name}"\n' for node_name in NODES
+            )
             config = folder / f"{name}.toml"
             config.write_text(
                 '[model]\ndevice = "cpu"\ntorch_threads = 1\n'
@@ -215,7 +219,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             options = ServeOptions(
                 workers=0, nodes=config, base_port=free_base_port(), log_dir=folder / f"logs-{name}"
             )
-            servers[name] = held.enter_context(Supervisor(options))
+            servers[name] = stack.enter_context(Supervisor(options))
         yield Site(models, plans, servers)
 
 
@@ -233,8 +237,8 @@ def routing(site: Site, folder: Path) -> Iterator[RouterSite]:
     workflows: dict[str, object] = {"folder": str(site.plans), "nodes": nodes, "kept_bytes": 0}
     folder.mkdir()
     with RouterSite([], folder, {"workflows": workflows}, ready=False) as running:
-        seen = b'maskserve_node_servers_busy{model="find"}'
-        eventually("it has looked", lambda: seen in running.read("/metrics"), timeout_s=60)
+        metric = b'maskserve_node_servers_busy{model="find"}'
+        eventually("it has looked", lambda: metric in running.read("/metrics"), timeout_s=60)
         yield running
 
 
@@ -300,17 +304,19 @@ def test_what_is_too_large_for_a_server_is_done_by_the_other(site: Site, tmp_pat
 def test_loads_at_once_and_unloads_under_load_harm_no_answer(site: Site, tmp_path: Path) -> None:
     """Two routers with calls of all models, while a third has servers let go what they have."""
     with (
-        routing(site, tmp_path / "one") as one,
-        routing(site, tmp_path / "other") as other,
-        calling(site, one, "find") as found,
-        calling(site, one, "enlarge") as enlarged,
-        calling(site, other, "segment") as cut,
-        calling(site, other, "enlarge") as also,
+        routing(site, tmp_path / "one") as first_router,
+        routing(site, tmp_path / "other") as second_router,
+        calling(site, first_router, "find") as find_calls,
+        calling(site, first_router, "enlarge") as enlarged,
+        calling(site, second_router, "segment") as cut,
+        calling(site, second_router, "enlarge") as also,
     ):
         for _ in range(40):
             for server in site.servers:
                 told(site.address(server), placed=[])
-        every = (found, enlarged, cut, also)
+        all_calls = (find_calls, enlarged, cut, also)
         eventually(
-            "all go on", lambda: min(len(x.servers) for x in every) > CALLERS, timeout_s=PLACED_S
+            "all go on",
+            lambda: min(len(x.servers) for x in all_calls) > CALLERS,
+            timeout_s=PLACED_S,
         )

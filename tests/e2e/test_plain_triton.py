@@ -75,29 +75,29 @@ def test_edits_are_those_of_the_pipeline_and_spare_the_outside(
 ) -> None:
     """All at once, so that rows with and without a negative prompt share a batch."""
     settings = {"num_inference_steps": 4, "cache": "off"}
-    inputs = [edit_inputs(SOURCE, MASK, **{**settings, **asked}) for asked in ASKED]
-    pending = [client.begin(each) for each in inputs]
+    inputs = [edit_inputs(SOURCE, MASK, **{**settings, **overrides}) for overrides in ASKED]
+    pending = [client.begin(request_inputs) for request_inputs in inputs]
     edit, model = MASK > 0, config_of({"model": {"path": str(tiny_inpaint)}}).model
-    for asked, answer in zip(ASKED, pending, strict=True):
+    for overrides, answer in zip(ASKED, pending, strict=True):
         image, meta = answer.wait(120)
-        edited, expected = pixels(image), diffusers_picture(pipeline, model, asked)
+        edited, expected = pixels(image), diffusers_picture(pipeline, model, overrides)
         assert np.array_equal(edited[~edit], SOURCE[~edit])
         difference = np.abs(edited[edit].astype(int) - expected[edit])
-        assert difference.max() <= 1, asked  # a level: rounding at another batch shape
+        assert difference.max() <= 1, overrides  # a level: rounding at another batch shape
         assert np.abs(edited[edit].astype(int) - SOURCE[edit]).max() > 8
-        assert meta["seed"] == asked["seed"]
+        assert meta["seed"] == overrides["seed"]
 
 
 def test_a_cached_edit_takes_a_negative_prompt(client: Grpc) -> None:
-    asked = {"num_inference_steps": 4, "cache": "require"}
-    plain, meta = client.edit(plain_edit(SIDE, SIDE, **asked))
-    away = {**asked, "negative_prompt": "blue circle", "true_cfg_scale": 3.0}
-    led, led_meta = client.edit(plain_edit(SIDE, SIDE, **away))
+    settings = {"num_inference_steps": 4, "cache": "require"}
+    plain, meta = client.edit(plain_edit(SIDE, SIDE, **settings))
+    guided_settings = {**settings, "negative_prompt": "blue circle", "true_cfg_scale": 3.0}
+    led, led_meta = client.edit(plain_edit(SIDE, SIDE, **guided_settings))
     assert meta["cache"] == led_meta["cache"] == "hit"
     assert led_meta["active_tokens"] == meta["active_tokens"] < meta["total_tokens"]
     assert led != plain
-    again, _ = client.edit(plain_edit(SIDE, SIDE, **away))
-    assert again == led
+    repeat_image, _ = client.edit(plain_edit(SIDE, SIDE, **guided_settings))
+    assert repeat_image == led
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_worker_with_a_certificate_signs_and_one_with_a_model_that_checks_asks
             grpc.edit({**plain_edit(), "PROMPT": b"secret"})
         assert "secret" not in str(failed.value)
         image, _ = grpc.edit({**plain_edit(), "PROMPT": b"a circle"})
-        told = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
-        assert told["validation_state"] == "Valid"
-        (manifest,) = told["manifests"].values()
+        manifest_store = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
+        assert manifest_store["validation_state"] == "Valid"
+        (manifest,) = manifest_store["manifests"].values()
         assert manifest["claim_generator_info"][0]["name"] == "maskserve"

@@ -127,14 +127,14 @@ def expected(folder: Path, settings: EditSettings) -> Pixels:
     pipeline: Any = load(folder)
     pipeline.set_progress_bar_config(disable=True)
     model = MODELS[folder.name]
-    asked: dict[str, Any] = {"max_sequence_length": model.length}
+    call_options: dict[str, Any] = {"max_sequence_length": model.length}
     if type(pipeline).__name__ == "QwenImage21Pipeline":
-        asked = {}
+        call_options = {}
     run = blended_edit if type(pipeline).__name__.endswith("KVPipeline") else diffusers_edit
     run = qwen_edit if edits else run
     if type(pipeline).__name__.startswith("FluxKontext"):
-        asked["_auto_resize"] = False
-    [image] = run(pipeline, model.source, model.mask, "a red star", settings, 1, **asked)
+        call_options["_auto_resize"] = False
+    [image] = run(pipeline, model.source, model.mask, "a red star", settings, 1, **call_options)
     if image.mode == "RGBA":
         under = Image.fromarray(model.source)
         under.paste(image.convert("RGB"), mask=image.getchannel("A"))
@@ -144,25 +144,25 @@ def expected(folder: Path, settings: EditSettings) -> Pixels:
 
 def test_an_edit_is_the_pipelines_and_spares_the_outside(served: tuple[Path, Grpc]) -> None:
     folder, client = served
-    model, asked = MODELS[folder.name], {"num_inference_steps": STEPS, "strength": 1.0}
-    picture, meta = client.edit(edit_inputs(model.source, model.mask, **asked))
+    model, edit_settings = MODELS[folder.name], {"num_inference_steps": STEPS, "strength": 1.0}
+    picture, meta = client.edit(edit_inputs(model.source, model.mask, **edit_settings))
     scale = model.guidance
-    found, at = pixels(picture), model.mask > 0
-    wanted = expected(folder, EditSettings(guidance_scale=scale, **asked))
-    assert np.array_equal(found[~at], model.source[~at])
-    assert np.abs(found[at].astype(int) - wanted[at]).max() <= 1
+    edited, at = pixels(picture), model.mask > 0
+    expected_image = expected(folder, EditSettings(guidance_scale=scale, **edit_settings))
+    assert np.array_equal(edited[~at], model.source[~at])
+    assert np.abs(edited[at].astype(int) - expected_image[at]).max() <= 1
     assert (meta["model"], meta["cache"], meta["steps"]) == (folder.name, "off", STEPS)
 
 
 def test_a_cached_edit_computes_its_mask_and_repeats_itself(served: tuple[Path, Grpc]) -> None:
     """Of all defaults, steps and guidance among them."""
     folder, client = served
-    model, asked = MODELS[folder.name], {"cache": "require", "num_inference_steps": None}
-    first, meta = client.edit(edit_inputs(model.source, model.mask, **asked))
-    again, _ = client.edit(edit_inputs(model.source, model.mask, **asked))
+    model, edit_settings = MODELS[folder.name], {"cache": "require", "num_inference_steps": None}
+    first, meta = client.edit(edit_inputs(model.source, model.mask, **edit_settings))
+    second, _ = client.edit(edit_inputs(model.source, model.mask, **edit_settings))
     assert (meta["cache"], meta["steps"]) == ("hit", STEPS)
     assert meta["active_tokens"] < meta["total_tokens"] == TOKENS**2
-    assert np.array_equal(pixels(first), pixels(again))
+    assert np.array_equal(pixels(first), pixels(second))
     outside = model.mask == 0
     assert np.array_equal(pixels(first)[outside], model.source[outside])
 

@@ -73,8 +73,8 @@ def router(
     folder = tmp_path_factory.mktemp("router")
     tables = {"http": {"header_timeout_s": 2.0, "max_chunks": 1000}}
     with RouterSite([worker.grpc_url for worker in workers], folder, tables) as site:
-        both = "both workers serve"
-        eventually(both, lambda: all(w["state"] == "ready" for w in told(site).values()))
+        condition = "both workers serve"
+        eventually(condition, lambda: all(w["state"] == "ready" for w in told(site).values()))
         yield site
 
 
@@ -114,8 +114,8 @@ def direct(workers: list[WorkerProcess]) -> Iterator[Grpc]:
 
 def told(site: RouterSite) -> dict[str, dict[str, Any]]:
     """What the router says of each worker."""
-    each: dict[str, dict[str, Any]] = json.loads(site.read("/workers"))["workers"]
-    return each
+    records: dict[str, dict[str, Any]] = json.loads(site.read("/workers"))["workers"]
+    return records
 
 
 def running(grpc: Grpc) -> set[str]:
@@ -224,16 +224,18 @@ def test_what_a_server_says_of_itself_is_what_a_worker_says(
     http_client.edit(plain_edit())
     paths = [f"/v2/models/{name}/stats" for name in ("edit", "control")]
     for path in paths:
-        ours, one = (get(url, path)[1]["model_stats"][0] for url in (router.http_url, worker))
-        assert set(ours) == set(one)
+        router_stats, worker_stats = (
+            get(url, path)[1]["model_stats"][0] for url in (router.http_url, worker)
+        )
+        assert set(router_stats) == set(worker_stats)
 
     def adds_up() -> bool:
         """A probe of the supervisor's may come between."""
-        summed, *each = [
+        summed, *worker_counts = [
             get(url, "/v2/models/edit/stats")[1]["model_stats"][0]["inference_count"]
             for url in (router.http_url, *(w.http_url for w in workers))
         ]
-        return bool(summed == sum(each) > 0)
+        return bool(summed == sum(worker_counts) > 0)
 
     eventually("the router counts what its workers do", adds_up)
     assert get(router.http_url, "/v2")[1]["version"] == get(worker, "/v2")[1]["version"]
@@ -251,12 +253,12 @@ def test_errors_are_the_workers_own(router: RouterSite, grpc: Grpc, direct: Grpc
         {"template_id": "0" * 32},
         {"negative_prompt": "x"},
     ):
-        said = []
+        errors = []
         for client in (grpc, direct):
             with pytest.raises(InferenceServerException) as refused:
                 client.edit(plain_edit(**bad))
-            said.append((refused.value.status(), refused.value.message()))
-        assert said[0] == said[1]
+            errors.append((refused.value.status(), refused.value.message()))
+        assert errors[0] == errors[1]
     status, _, raw = post(router.http_url, "/v2/models/edit/infer", body_of(plain_edit(nonsense=1)))
     assert status == 400
     assert "[INVALID_REQUEST] SETTINGS.nonsense" in json.loads(raw)["error"]
@@ -343,9 +345,9 @@ def test_control_cancel_reaches_the_worker_that_holds_the_edit(
     assert sum(worker["sent"] for worker in told(router).values()) == 4
     for i in range(4):
         assert grpc.control("cancel", request_id=f"c{i}")["cancelled"]
-    for one in pending:
+    for edit in pending:
         with pytest.raises(InferenceServerException, match="CANCELLED"):
-            one.wait()
+            edit.wait()
     assert not grpc.control("cancel", request_id="nobody")["cancelled"]
 
 
@@ -373,8 +375,8 @@ def test_our_client_and_command_line(router: RouterSite, tmp_path: Path) -> None
     assert (tmp_path / "b.png").stat().st_size
     with Client(router.grpc_url) as client:
         name = client.register(image)
-        held = client.control("templates")["templates"]
-        (template,) = [t for t in held if t["template_id"] == name]
+        templates = client.control("templates")["templates"]
+        (template,) = [t for t in templates if t["template_id"] == name]
         assert len(template["workers"]) == 2
         # Every worker has it, so any may serve edits that name it.
         results = [
@@ -438,9 +440,9 @@ def ids(status: dict[str, Any]) -> set[str]:
     listed = [status, *status["workers"].values()]
     return {
         row["request_id"]
-        for one in listed
+        for worker_status in listed
         for rows in ("running", "waiting")
-        for row in one.get(rows, ())
+        for row in worker_status.get(rows, ())
     }
 
 
@@ -480,8 +482,8 @@ def test_edits_belong_to_the_key_that_sent_them(keyed: RouterSite) -> None:
             eventually("bob has none", lambda: not bob.cancel("mine"))
             assert not of_ann.done()
             eventually("one is left", lambda: len(ids(ops.control("status"))) == 1)
-            (left,) = ids(ops.control("status"))
-            assert ops.cancel(left)  # an admin ends anybody's
+            (remaining_id,) = ids(ops.control("status"))
+            assert ops.cancel(remaining_id)  # an admin ends anybody's
             assert of_ann.result(timeout=30) == "cancelled"
         result = ann.edit(picture, mask, "a star", request_id="again", num_inference_steps=1)
         assert result.meta["request_id"] == "again"
@@ -505,24 +507,24 @@ def test_templates_belong_to_the_key_that_registered_them(keyed: RouterSite) -> 
         def edited_by(client: Client, name: str) -> None:
             client.edit(None, mask, "a star", template_id=name, num_inference_steps=1)
 
-        own = ann.register(encode(scene(64, 64, seed=11)))
-        assert own in seen_by(ann)
-        assert own in seen_by(ops)
-        assert own not in seen_by(bob)
-        edited_by(ann, own)
+        template_id = ann.register(encode(scene(64, 64, seed=11)))
+        assert template_id in seen_by(ann)
+        assert template_id in seen_by(ops)
+        assert template_id not in seen_by(bob)
+        edited_by(ann, template_id)
         with pytest.raises(TemplateNotFound):
-            edited_by(bob, own)
+            edited_by(bob, template_id)
         for op in ("prime", "pin", "unpin", "evict"):
             with pytest.raises(TemplateNotFound):
-                bob.control(op, template_id=own)
-        assert ann.control("pin", template_id=own)["pinned"]
+                bob.control(op, template_id=template_id)
+        assert ann.control("pin", template_id=template_id)["pinned"]
         # Who registers the same picture has it, too; one's evict is not the other's.
-        assert bob.register(encode(scene(64, 64, seed=11))) == own
-        ann.control("evict", template_id=own)
-        assert own not in seen_by(ann)
-        edited_by(bob, own)
-        bob.control("evict", template_id=own)
-        assert own not in seen_by(ops)
+        assert bob.register(encode(scene(64, 64, seed=11))) == template_id
+        ann.control("evict", template_id=template_id)
+        assert template_id not in seen_by(ann)
+        edited_by(bob, template_id)
+        bob.control("evict", template_id=template_id)
+        assert template_id not in seen_by(ops)
 
         shared = ann.register(encode(scene(64, 64, seed=12)), shared=True)
         edited_by(bob, shared)
@@ -538,16 +540,16 @@ def test_what_answers_without_a_key(keyed: RouterSite) -> None:
         assert get(keyed.http_url, path)[0] == 200
     for path in ("/v2", "/v2/models/edit", "/v2/models/edit/config", "/v2/models/stats"):
         assert get(keyed.http_url, path)[0] == 401
-    with grpc_sync.InferenceServerClient(keyed.grpc_url) as anybody:
-        assert anybody.is_server_live()
-        assert anybody.is_server_ready()
-        assert anybody.is_model_ready("edit")
+    with grpc_sync.InferenceServerClient(keyed.grpc_url) as keyless_client:
+        assert keyless_client.is_server_live()
+        assert keyless_client.is_server_ready()
+        assert keyless_client.is_model_ready("edit")
         for call in (
-            anybody.get_server_metadata,
-            lambda: anybody.get_model_metadata("edit"),
-            lambda: anybody.get_model_config("edit"),
-            anybody.get_inference_statistics,
-            anybody.get_model_repository_index,
+            keyless_client.get_server_metadata,
+            lambda: keyless_client.get_model_metadata("edit"),
+            lambda: keyless_client.get_model_config("edit"),
+            keyless_client.get_inference_statistics,
+            keyless_client.get_model_repository_index,
         ):
             with pytest.raises(InferenceServerException, match="API key"):
                 call()
@@ -556,8 +558,8 @@ def test_what_answers_without_a_key(keyed: RouterSite) -> None:
             ann.edit(encode(scene(64, 64)), encode(blob_mask(64, 64)), "x", num_inference_steps=1)
 
         def counted(key: str) -> int:
-            told = anybody.get_inference_statistics("edit", headers={"x-api-key": key})
-            return int(told.model_stats[0].inference_count)
+            statistics = keyless_client.get_inference_statistics("edit", headers={"x-api-key": key})
+            return int(statistics.model_stats[0].inference_count)
 
         assert counted("ann") == 1
         assert counted("bob") == 0
@@ -629,7 +631,7 @@ def test_metrics_and_logs_tell_of_edits(router: RouterSite, grpc: Grpc) -> None:
     assert "maskserve_predicted_vs_actual_seconds_count" in page
     assert "maskserve_prediction_relative_error_count" in page
     lines = [json.loads(line) for line in router.log.read_text().splitlines()]
-    (line,) = [one for one in lines if one.get("request_id") == "told"]
+    (line,) = [log_record for log_record in lines if log_record.get("request_id") == "told"]
     assert (line["event"], line["code"], line["route"]) == ("edit", "OK", "grpc")
     assert line["upstream"] in told(router)
 
@@ -639,7 +641,7 @@ def test_a_drained_worker_gets_nothing_and_comes_back(router: RouterSite, grpc: 
     answer = json.loads(router.read(f"/workers/{first}/drain?wait=30", post=True))
     assert answer == {"draining": True, "in_flight": 0}
     pending = [grpc.begin(plain_edit(seed=i, request_id=f"d{i}")) for i in range(6)]
-    names = {one.wait()[1]["worker"] for one in pending}
+    names = {edit.wait()[1]["worker"] for edit in pending}
     assert len(names) == 1
     router.read(f"/workers/{first}/resume", post=True)
     eventually("both serve", lambda: all(w["state"] == "ready" for w in told(router).values()))
@@ -648,15 +650,15 @@ def test_a_drained_worker_gets_nothing_and_comes_back(router: RouterSite, grpc: 
 def test_workers_are_added_and_removed_while_it_runs(
     router: RouterSite, workers: list[WorkerProcess], grpc: Grpc
 ) -> None:
-    both = [worker.grpc_url for worker in workers]
-    router.write_config(workers={"addresses": both[:1]})
+    addresses = [worker.grpc_url for worker in workers]
+    router.write_config(workers={"addresses": addresses[:1]})
     router.reload()
-    assert set(told(router)) == set(both[:1])
+    assert set(told(router)) == set(addresses[:1])
     assert grpc.edit(plain_edit())[0]
-    router.write_config(workers={"addresses": both})
+    router.write_config(workers={"addresses": addresses})
     router.reload()
     eventually("both serve", lambda: all(w["state"] == "ready" for w in told(router).values()))
-    assert set(told(router)) == set(both)
+    assert set(told(router)) == set(addresses)
 
 
 # tests/unit/engine/cache/test_cache_files.py has an engine that begins with what files hold.
@@ -675,10 +677,10 @@ def test_a_template_is_shared_by_a_host_and_outlives_its_workers(
         def listed() -> str:
             """The template's line in what `maskserve templates ls` prints."""
             command = [sys.executable, "-m", "maskserve_client.cli", "templates", "ls"]
-            said = subprocess.run(
+            output = subprocess.run(
                 [*command, "--url", first], capture_output=True, text=True, check=True, timeout=60
             ).stdout
-            return next(line for line in said.splitlines() if name in line)
+            return next(line for line in output.splitlines() if name in line)
 
         eventually(
             "it is primed",
@@ -688,26 +690,29 @@ def test_a_template_is_shared_by_a_host_and_outlives_its_workers(
         eventually("it is on disk", lambda: "disk" in listed(), 60.0)
         for tier in ("device", "host", "disk"):
             assert re.search(rf"{tier} [\d.]+ [KMG]iB", listed())
-        shown, _ = grpc.edit(edit)
-    with closing(Grpc(second)) as other:  # it has primed nothing
-        theirs, meta = other.edit(edit)
+        first_image, _ = grpc.edit(edit)
+    with closing(Grpc(second)) as other_client:  # it has primed nothing
+        other_image, meta = other_client.edit(edit)
         assert (meta["cache"], meta["cache_tier"]) == ("hit", "host")
-        assert np.abs(pixels(theirs).astype(int) - pixels(shown)).max() <= 1
+        assert np.abs(pixels(other_image).astype(int) - pixels(first_image)).max() <= 1
     if not outlives:
         return
     # What is left when both are gone: their files, and no host tier.
     options, entries = pair.workers[0].spec.options, tmp_path / "entries"
     assert options.entries is not None
     shutil.copytree(options.entries, entries)
-    alone = ServeOptions(
+    single_options = ServeOptions(
         model=options.model, base_port=free_base_port(), log_dir=tmp_path, entries=entries
     )
-    with Supervisor(alone) as again, closing(Grpc(again.workers[0].grpc_url)) as grpc:
+    with (
+        Supervisor(single_options) as new_supervisor,
+        closing(Grpc(new_supervisor.workers[0].grpc_url)) as grpc,
+    ):
         eventually("it has looked", lambda: name in str(grpc.control(op="templates")), 30.0)
-        after, meta = grpc.edit(edit)
+        restarted_image, meta = grpc.edit(edit)
         assert (meta["cache"], meta["cache_tier"]) == ("hit", "disk")
         assert meta["cache_bytes"].get("disk", 0) > 0
-        assert np.array_equal(pixels(after)[mask == 0], source[mask == 0])
+        assert np.array_equal(pixels(restarted_image)[mask == 0], source[mask == 0])
 
 
 @pytest.mark.slow  # test_perf_analyzer.py has it at a worker; a router's fronts are tested above
@@ -721,9 +726,9 @@ def test_perf_analyzer(router: RouterSite, tmp_path: Path) -> None:
     edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
     load = ["--warmup", "1", "--request-rate", "2", "--requests", "6", "--progress"]
     results = tmp_path / "perf.json"
-    other = ["--json", str(results), "--hardware", "x", "--timeout", "30"]
+    output_options = ["--json", str(results), "--hardware", "x", "--timeout", "30"]
     ran = subprocess.run(
-        [*script, *where, *edits, *load, *other],
+        [*script, *where, *edits, *load, *output_options],
         capture_output=True,
         text=True,
         timeout=280,
@@ -744,7 +749,7 @@ def test_a_router_that_stops_finishes_what_it_took(
         pending = [client.begin(plain_edit(num_inference_steps=100)) for _ in range(4)]
         eventually("they run", lambda: sum(w["sent"] for w in told(site).values()) == 4)
         assert site.stop(60) == 0
-        assert all(one.wait()[1]["event"] == "final" for one in pending)
+        assert all(edit.wait()[1]["event"] == "final" for edit in pending)
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,10 @@ def _check_an_edit(
 ) -> None:
     """Asked of the router, it is the one that the model's own worker answers."""
     source, mask = scene(96, 128), blob_mask(96, 128)
-    asked = {"reproducible": True, "num_inference_steps": 4, **settings}
-    picture, meta = client.edit(edit_inputs(source, mask, model=named, **asked))
+    edit_settings = {"reproducible": True, "num_inference_steps": 4, **settings}
+    picture, meta = client.edit(edit_inputs(source, mask, model=named, **edit_settings))
     with closing(Grpc(workers[named].grpc_url)) as direct:
-        expected, _ = direct.edit(edit_inputs(source, mask, **asked))
+        expected, _ = direct.edit(edit_inputs(source, mask, **edit_settings))
     assert (meta["model"], meta["worker"]) == (named, workers[named].name)
     assert np.array_equal(pixels(picture), pixels(expected))
     assert np.array_equal(pixels(picture)[mask == 0], source[mask == 0])
@@ -105,24 +105,24 @@ def test_openais_model_is_the_one_that_edits(
     router: RouterSite, workers: dict[str, WorkerProcess], named: str
 ) -> None:
     source, mask = scene(64, 64), blob_mask(64, 64)
-    asked: dict[str, Any] = {"seed": 5, "num_inference_steps": 2, "mask_mode": "white"}
+    extra_body: dict[str, Any] = {"seed": 5, "num_inference_steps": 2, "mask_mode": "white"}
     url = f"http://{router.http_url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        assert {each.id for each in client.models.list()} == set(MODELS)
+        assert {model.id for model in client.models.list()} == set(MODELS)
         answer = client.images.edit(
             image=("a.png", encode(source)),
             mask=("m.png", encode(mask)),
             prompt="a red star",
             model=named,
-            extra_body=asked,
+            extra_body=extra_body,
         )
     assert answer.data is not None
     assert answer.model_extra is not None
     [meta] = answer.model_extra["maskserve"]
     assert (meta["model"], meta["worker"]) == (named, workers[named].name)
-    found = pixels(base64.b64decode(answer.data[0].b64_json or ""))
-    assert np.array_equal(found[mask == 0], source[mask == 0])
-    assert not np.array_equal(found, source)
+    edited = pixels(base64.b64decode(answer.data[0].b64_json or ""))
+    assert np.array_equal(edited[mask == 0], source[mask == 0])
+    assert not np.array_equal(edited, source)
 
 
 def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
@@ -144,10 +144,10 @@ def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
 
 def test_the_command_line_shows_all(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:
     command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", router.grpc_url]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "2 of 2 workers answer" in shown
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "2 of 2 workers answer" in output
     for name, worker in workers.items():
-        assert f"{worker.grpc_url} {worker.name}: {name}, ready" in shown
+        assert f"{worker.grpc_url} {worker.name}: {name}, ready" in output
 
 
 def test_a_registered_picture_serves_edits_of_all(router: RouterSite) -> None:

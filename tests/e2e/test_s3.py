@@ -44,8 +44,8 @@ else:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     command = [PYTHON, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     running = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -69,12 +69,16 @@ def server() -> Iterator[str]:
 def put(server: str, url: str, content: bytes) -> subprocess.CompletedProcess[bytes]:
     """As the router does, with credentials from its environment; its stdout is what is there."""
     paths = [str(CHECKOUT / "router"), str(CHECKOUT / "engine")]
-    own = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-    own |= {"PYTHONPATH": os.pathsep.join(paths), "AWS_DEFAULT_REGION": "us-east-1"}
+    s3_variables = {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+    }
+    s3_variables |= {"PYTHONPATH": os.pathsep.join(paths), "AWS_DEFAULT_REGION": "us-east-1"}
     return subprocess.run(
         [PYTHON, "-c", PUT, url],
         input=content,
-        env=os.environ | own,
+        env=os.environ | s3_variables,
         capture_output=True,
         timeout=120,
         check=False,
@@ -83,12 +87,12 @@ def put(server: str, url: str, content: bytes) -> subprocess.CompletedProcess[by
 
 def test_a_picture_is_an_object_byte_for_byte(server: str) -> None:
     content = fresh_rng().bytes(3_000_000)
-    done = put(server, "s3://answers/of-one/2026/a b@2x.png", content)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == content
+    result = put(server, "s3://answers/of-one/2026/a b@2x.png", content)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == content
 
 
 def test_a_bucket_that_is_not_there_is_told_in_a_sentence(server: str) -> None:
-    done = put(server, "s3://nowhere/b.png", b"picture")
-    assert done.returncode == 1
-    assert b"[ENGINE_FAILED] output_url: could not be written: " in done.stderr
+    result = put(server, "s3://nowhere/b.png", b"picture")
+    assert result.returncode == 1
+    assert b"[ENGINE_FAILED] output_url: could not be written: " in result.stderr

@@ -49,8 +49,8 @@ def photograph(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np.b
     centre = (0.275 * width, 0.3 * height)
     covers = coverage("circle", centre, 0.14 * height, (height, width))
     blue = np.asarray(COLOURS["blue"], np.float32)
-    seen = np.asarray(sized) * (1 - covers[..., None]) + blue * covers[..., None] + grain
-    return seen.clip(0, 255).astype(np.uint8), covers > 0.5
+    composite = np.asarray(sized) * (1 - covers[..., None]) + blue * covers[..., None] + grain
+    return composite.clip(0, 255).astype(np.uint8), covers > 0.5
 
 
 @pytest.mark.timeout(300)
@@ -60,8 +60,8 @@ def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
 ) -> None:
     (width, height), url = (4000, 3000), f"http://127.0.0.1:{demo.router}"
     grpc_url, place = f"127.0.0.1:{demo.router + 1}", tmp_path / "photo.jpg"
-    made, covers = photograph(width, height)
-    Image.fromarray(made).save(place, quality=90)
+    photo, covers = photograph(width, height)
+    Image.fromarray(photo).save(place, quality=90)
     source = pixels(place.read_bytes())
     with (
         served(grpc_url, tmp_path, "--router", url) as address,
@@ -74,20 +74,20 @@ def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
             [click] = paint(page, [(1100, 900)])
         expect(page.locator("#editor .said")).to_contain_text(f"{width} × {height}")
         page.get_by_label("What is to be there").fill("a red star")
-        with page.expect_request(is_edit) as sent:
+        with page.expect_request(is_edit) as request_info:
             page.locator("#run").click()
         expect(page.locator("#status")).to_contain_text("done", timeout=120_000)
-        told = page.locator("#facts")
-        expect(told).to_contain_text("pixels round the mask")
+        details = page.locator("#facts")
+        expect(details).to_contain_text("pixels round the mask")
         with page.expect_download() as begun:
             page.locator("#download").click()
-        facts, edited = told.inner_text(), pixels(Path(begun.value.path()).read_bytes())
-        mask = sent_mask(sent.value)
-    asked = [math.floor(click[0]), math.floor(click[1]), 1]
-    found = Masks(url).find(place, points=[asked])
-    assert found.score is not None
-    assert found.score > 0.5
-    assert np.array_equal(pixels(found.mask)[..., 0] > 127, mask)
+        facts, edited = details.inner_text(), pixels(Path(begun.value.path()).read_bytes())
+        mask = sent_mask(request_info.value)
+    point = [math.floor(click[0]), math.floor(click[1]), 1]
+    mask_result = Masks(url).find(place, points=[point])
+    assert mask_result.score is not None
+    assert mask_result.score > 0.5
+    assert np.array_equal(pixels(mask_result.mask)[..., 0] > 127, mask)
     assert iou(mask, covers) > 0.8
     assert edited.shape == source.shape
     assert np.array_equal(edited[~mask], source[~mask])
@@ -103,21 +103,21 @@ def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
     assert left <= columns.min() <= columns.max() < right
     assert top <= rows.min() <= rows.max() < bottom
     assert 2 * (right - left) * (bottom - top) < width * height
-    own = NATIVE / math.sqrt((right - left) * (bottom - top))
-    assert meta["window"]["scale"] == pytest.approx(own, rel=0.15)
-    assert own > 2 * NATIVE / math.sqrt(width * height), "without a window it is coarser"
+    window_scale = NATIVE / math.sqrt((right - left) * (bottom - top))
+    assert meta["window"]["scale"] == pytest.approx(window_scale, rel=0.15)
+    assert window_scale > 2 * NATIVE / math.sqrt(width * height), "without a window it is coarser"
 
 
 def test_all_doors_find_the_same_mask_and_edit_by_it(demo: Clone, tmp_path: Path) -> None:
     url, grpc_url = f"http://127.0.0.1:{demo.router}", f"127.0.0.1:{demo.router + 1}"
-    made, covers = photograph(300, 200)
-    picture = encode(made)
+    photo, covers = photograph(300, 200)
+    picture = encode(photo)
     clicked = {"points": [[82, 60, 1], [3, 3, 0]], "box": [40, 20, 140, 100]}
     form = {name: json.dumps(value) for name, value in clicked.items()}
     with httpx.Client(base_url=f"{url}/v1", timeout=60) as client:
         files = {"image": ("a.png", picture)}
-        [found] = client.post("/masks", data=form, files=files).json()["data"]
-        mask = base64.b64decode(found["b64_json"])
+        [mask_item] = client.post("/masks", data=form, files=files).json()["data"]
+        mask = base64.b64decode(mask_item["b64_json"])
         white = pixels(mask)[..., 0] > 127
         assert iou(white, covers) > 0.7
         outside = client.post("/masks", data={"points": "[[300, 3, 1]]"}, files=files)
@@ -127,12 +127,17 @@ def test_all_doors_find_the_same_mask_and_edit_by_it(demo: Clone, tmp_path: Path
         assert (
             iou(pixels(base64.b64decode(named["data"][0]["b64_json"]))[..., 0] > 127, covers) > 0.5
         )
-        asked = {"prompt": "a red star", "seed": "5", "num_inference_steps": "2", "cache": "off"}
+        form_fields = {
+            "prompt": "a red star",
+            "seed": "5",
+            "num_inference_steps": "2",
+            "cache": "off",
+        }
         by_openai = client.post(
-            "/images/edits", data={**asked, "mask_from": json.dumps(clicked)}, files=files
+            "/images/edits", data={**form_fields, "mask_from": json.dumps(clicked)}, files=files
         ).json()["data"][0]["b64_json"]
         none = client.post(
-            "/images/edits", data={**asked, "mask_from": '{"text": "a boat"}'}, files=files
+            "/images/edits", data={**form_fields, "mask_from": '{"text": "a boat"}'}, files=files
         )
         assert none.status_code == 400
         assert none.json()["error"]["param"] == "mask_from"

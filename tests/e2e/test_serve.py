@@ -52,8 +52,8 @@ class Serving:
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """Its exit code, with the rest of its output in `lines`."""
-        rest, _ = self.process.communicate(timeout=timeout_s)
-        self.lines += rest.splitlines()
+        output, _ = self.process.communicate(timeout=timeout_s)
+        self.lines += output.splitlines()
         return self.process.returncode
 
     def files_are_private(self) -> None:
@@ -61,11 +61,11 @@ class Serving:
         worker = running_files(self.base_port)[0]
         prefix = region_prefix(self.ports.http)
         regions = [path for path in SHARED_MEMORY.iterdir() if path.name.startswith(prefix)]
-        found = [*worker.root.parent.rglob("*"), *worker.templates.parent.rglob("*"), *regions]
-        assert len(found) > 5
+        paths = [*worker.root.parent.rglob("*"), *worker.templates.parent.rglob("*"), *regions]
+        assert len(paths) > 5
         assert regions
-        own = [path for path in found if not path.is_symlink()]
-        open_to_others = [str(path) for path in own if path.stat().st_mode & 0o077]
+        real_paths = [path for path in paths if not path.is_symlink()]
+        open_to_others = [str(path) for path in real_paths if path.stat().st_mode & 0o077]
         assert open_to_others == []
 
     def child(self, model: str) -> psutil.Process:
@@ -79,12 +79,12 @@ class Serving:
         """No process, port, shared memory or file."""
         check_free("127.0.0.1", self.ports)
         assert list(SHARED_MEMORY.glob(region_prefix(self.ports.http) + "*")) == []
-        mine = str(self.ports.http)
+        http_port = str(self.ports.http)
         for process in psutil.process_iter(["name", "cmdline"]):
             if process.info["name"] == "tritonserver":
                 cmdline = process.info["cmdline"] or []
                 # Another test's server may have these digits in a path.
-                assert not any(mine == part.rpartition("=")[2] for part in cmdline)
+                assert not any(http_port == part.rpartition("=")[2] for part in cmdline)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -125,10 +125,10 @@ def test_a_missing_model(serve: Callable[..., Serving]) -> None:
 
 def test_a_taken_port(serve: Callable[..., Serving], model: Path) -> None:
     port = free_base_port()
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", port + 1))
-        held.listen()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port + 1))
+        listener.listen()
         serving = serve("--model", str(model), base_port=port)
         assert serving.wait() == 1
     assert serving.lines == [
@@ -197,8 +197,8 @@ def test_denoiser_and_router_come_back_and_it_drains(
     client.close()
     routed.close()
     client, routed = Grpc(f"127.0.0.1:{serving.ports.grpc}"), Grpc(f"127.0.0.1:{front.grpc}")
-    again, _ = routed.edit(plain_edit(num_inference_steps=20))
-    assert (abs(pixels(again).astype(int) - pixels(expected)) <= 1).all()
+    later_image, _ = routed.edit(plain_edit(num_inference_steps=20))
+    assert (abs(pixels(later_image).astype(int) - pixels(expected)) <= 1).all()
 
     # Told to stop in the middle of many edits: those that were accepted are finished.
     accepted: list[Pending] = [

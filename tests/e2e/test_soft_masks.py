@@ -12,8 +12,8 @@ SOURCE = scene(64, 64)
 
 
 def edit(grpc: Grpc, mask: np.ndarray, mode: str = "strength") -> np.ndarray:
-    asked = {"num_inference_steps": 8, "guidance_scale": 3.5, "mask_mode": mode}
-    return pixels(grpc.edit(edit_inputs(SOURCE, mask, **asked))[0]).astype(int)
+    settings = {"num_inference_steps": 8, "guidance_scale": 3.5, "mask_mode": mode}
+    return pixels(grpc.edit(edit_inputs(SOURCE, mask, **settings))[0]).astype(int)
 
 
 def test_grey_is_edited_for_its_share_of_the_steps(grpc: Grpc) -> None:
@@ -21,20 +21,22 @@ def test_grey_is_edited_for_its_share_of_the_steps(grpc: Grpc) -> None:
     mask[16:48, 16:48] = 255
     white = edit(grpc, mask)
     assert np.array_equal(white, edit(grpc, mask, "white"))
-    five, also, two = (edit(grpc, mask // 255 * np.uint8(grey)) for grey in (160, 190, 64))
-    assert np.array_equal(five, also)  # both for the last five of eight steps
-    for made in (five, two):
-        assert np.array_equal(made[mask == 0], SOURCE[mask == 0])
-        assert not np.array_equal(made[mask > 0], SOURCE[mask > 0])
-        assert not np.array_equal(made, white)
-    assert not np.array_equal(five, two)
+    five_steps, also_five_steps, two_steps = (
+        edit(grpc, mask // 255 * np.uint8(grey)) for grey in (160, 190, 64)
+    )
+    assert np.array_equal(five_steps, also_five_steps)  # both for the last five of eight steps
+    for edited in (five_steps, two_steps):
+        assert np.array_equal(edited[mask == 0], SOURCE[mask == 0])
+        assert not np.array_equal(edited[mask > 0], SOURCE[mask > 0])
+        assert not np.array_equal(edited, white)
+    assert not np.array_equal(five_steps, two_steps)
 
 
 def test_a_grown_mask_has_no_grey(grpc: Grpc) -> None:
-    asked = edit_inputs(
+    inputs = edit_inputs(
         SOURCE, np.full((64, 64), 9, np.uint8), mask_mode="strength", mask_feather=2
     )
     with pytest.raises(
         Exception, match=r"\[INVALID_REQUEST\] SETTINGS.mask_feather: is given with"
     ):
-        grpc.edit(asked)
+        grpc.edit(inputs)

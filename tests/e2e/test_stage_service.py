@@ -37,12 +37,12 @@ def edit(worker: WorkerProcess, number: int, **more: Any) -> Pixels:
     who shares a call of the text encoder.
     """
     source = np.roll(scene(SIDE, SIDE), number, axis=1)
-    asked: dict[str, Any] = {"num_inference_steps": 4, "cache": "off", "seed": number}
-    asked |= {"reproducible": True, **more}
+    settings: dict[str, Any] = {"num_inference_steps": 4, "cache": "off", "seed": number}
+    settings |= {"reproducible": True, **more}
     with Client(worker.grpc_url) as client:
         prompt = f"a red star {number}"
         return pixels(
-            client.edit(encode(source), encode(MASK), prompt, timeout=600, **asked).encoded
+            client.edit(encode(source), encode(MASK), prompt, timeout=600, **settings).encoded
         )
 
 
@@ -58,7 +58,7 @@ def expected(site: Supervisor) -> list[Pixels]:
 
 
 def service_of(site: Supervisor) -> ServiceProcess:
-    return next(each for each in site.services if each.name == "stages")
+    return next(service for service in site.services if service.name == "stages")
 
 
 def of_both(site: Supervisor) -> list[tuple[int, WorkerProcess]]:
@@ -86,8 +86,8 @@ def wait_for(future: Future[Pixels], own: Pixels | None) -> None:
 
 def status(worker: WorkerProcess) -> dict[str, Any]:
     with Client(worker.grpc_url) as client:
-        found: dict[str, Any] = client.control("status")
-        return found
+        record: dict[str, Any] = client.control("status")
+        return record
 
 
 def nodes(worker: WorkerProcess) -> dict[str, str]:
@@ -100,9 +100,9 @@ def rows(worker: WorkerProcess) -> list[Any]:
 
 def test_workers_give_the_same_bytes(site: Supervisor, expected: list[Pixels]) -> None:
     source, outside = scene(SIDE, SIDE), MASK == 0
-    for number, own in enumerate(expected):
-        assert edit(site.workers[1], number).tolist() == own.tolist()
-        assert np.array_equal(own[outside], np.roll(source, number, axis=1)[outside])
+    for number, expected_picture in enumerate(expected):
+        assert edit(site.workers[1], number).tolist() == expected_picture.tolist()
+        assert np.array_equal(expected_picture[outside], np.roll(source, number, axis=1)[outside])
     ready = {"denoiser": "ready", "encoder": "ready", "decoder": "ready"}
     assert [nodes(worker) for worker in site.workers] == [ready, ready]
 
@@ -114,14 +114,14 @@ def test_shared_stages_give_the_bytes_of_own_ones(
 ) -> None:
     for number, shared in enumerate(expected):
         assert edit(worker, number).tolist() == shared.tolist()
-    alone = [edit(each, 0, reproducible=False) for each in (worker, site.workers[0])]
-    assert alone[0].tolist() == alone[1].tolist()
+    single_pictures = [edit(server, 0, reproducible=False) for server in (worker, site.workers[0])]
+    assert single_pictures[0].tolist() == single_pictures[1].tolist()
 
 
 def test_templates_are_primed_and_previews_come(site: Supervisor) -> None:
     primed = {"cache": "require", "preview_every": 2}
-    one, other = (edit(each, 7, **primed) for each in site.workers)
-    assert one.tolist() == other.tolist()
+    picture, other_picture = (edit(server, 7, **primed) for server in site.workers)
+    assert picture.tolist() == other_picture.tolist()
     with Client(site.workers[0].grpc_url) as client:
         events = list(
             client.edit_stream(
@@ -144,17 +144,17 @@ def test_edits_wait_while_the_service_is_killed_and_none_is_wrong(
     """Server, encoder and decoder in turn, at moments drawn where the test runs."""
     monkeypatch.setattr(site, "_backoff_s", [1.0])  # it grows where kills follow one another
     service, restarts = service_of(site), [worker.restarts for worker in site.workers]
-    before = service.restarts
+    restarts_before = service.restarts
     running = dict(signed_in(service.config.runtime_dir))
     pid = [service.pid, running["encoder"], running["decoder"]][number % 3]
     assert pid is not None
     with ThreadPoolExecutor(len(of_both(site))) as pool:
-        held = [(n, pool.submit(edit, worker, n)) for n, worker in of_both(site)]
+        pending = [(n, pool.submit(edit, worker, n)) for n, worker in of_both(site)]
         time.sleep(random.uniform(0.0, takes_s))
         os.kill(pid, signal.SIGKILL)
-        for n, future in held:
+        for n, future in pending:
             wait_for(future, expected[n])
-    eventually("it is started again", lambda: service.restarts > before, 600)
+    eventually("it is started again", lambda: service.restarts > restarts_before, 600)
     eventually("it answers", service.ready, 600)
     for worker in site.workers:
         eventually("none is missed", lambda w=worker: "loading" not in nodes(w).values(), 600)
@@ -171,15 +171,15 @@ def test_a_service_gone_for_good_leaves_no_edit_hanging_and_no_worker_ready(
     def refuse() -> None:
         raise ServeError("gone for good")
 
-    with monkeypatch.context() as gone, ThreadPoolExecutor(len(of_both(site))) as pool:
-        gone.setattr(service, "start", refuse)
-        held = [
+    with monkeypatch.context() as patch, ThreadPoolExecutor(len(of_both(site))) as pool:
+        patch.setattr(service, "start", refuse)
+        pending = [
             (n, pool.submit(edit, worker, n, num_inference_steps=200))
             for n, worker in of_both(site)
         ]
         eventually("rows run", lambda: all(rows(worker) for worker in site.workers))
         service.signal_group()
-        for _, future in held:  # rows finish; what they have made cannot be decoded
+        for _, future in pending:  # rows finish; what they have made cannot be decoded
             wait_for(future, None)
         for worker in site.workers:
             eventually("it is missed", lambda w=worker: nodes(w)["encoder"] == "loading", 600)

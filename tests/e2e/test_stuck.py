@@ -58,10 +58,10 @@ def workers(
         say=said.append,
     )
     with Supervisor(options) as supervisor:
-        both = [*supervisor.workers, worker]
-        for each in both:
-            edited(each.grpc_url)
-        yield both
+        all_workers = [*supervisor.workers, worker]
+        for server in all_workers:
+            edited(server.grpc_url)
+        yield all_workers
 
 
 def edited(url: str) -> bytes:
@@ -90,10 +90,10 @@ def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[WorkerPr
     """Nothing comes back for longer than the limit: whoever judges by that restarts here."""
     url = workers[0].grpc_url
     with ThreadPoolExecutor(3 * CLIENTS) as pool:
-        asked = [
+        futures = [
             pool.submit(told, url, num_inference_steps=1000, seed=n) for n in range(3 * CLIENTS)
         ]
-        assert {one.result() for one in asked} == {"done"}
+        assert {future.result() for future in futures} == {"done"}
     assert workers[0].restarts == 0
 
 
@@ -108,17 +108,17 @@ def test_edits_that_do_not_reach_the_engine(
     right = pixels(edited(workers[1].grpc_url))
     os.mkfifo(worker.spec.files.templates / STUCK)
     named = {**plain_edit(template_id=STUCK), "IMAGE": b""}
-    addresses = [one.grpc_url for one in workers]
+    addresses = [item.grpc_url for item in workers]
     with RouterSite(addresses, tmp_path) as router, ThreadPoolExecutor(CLIENTS) as pool:
         with closing(Grpc(worker.grpc_url)) as client:
             doomed = [client.begin(named) for _ in range(PREPROCESSES)]
             eventually("they have come in", lambda: worker.in_flight() == PREPROCESSES)
             assert says_ready(worker.http_url)
-            asked = [pool.submit(edited, router.grpc_url) for _ in range(CLIENTS)]
-            for one in doomed:
+            futures = [pool.submit(edited, router.grpc_url) for _ in range(CLIENTS)]
+            for item in doomed:
                 with pytest.raises(InferenceServerException, match="edits are stuck before the"):
-                    one.wait()
-        assert all((pixels(one.result()) == right).all() for one in asked)
+                    item.wait()
+        assert all((pixels(item.result()) == right).all() for item in futures)
         page = router.read("/metrics").decode()
         retries = re.findall(r'retries_total\{.*"worker"\} (\S+)', page)
         assert sum(map(float, retries)) > 0

@@ -65,11 +65,11 @@ def header(trace_id: str) -> dict[str, str]:
 def missing(kept: Collector, trace_id: str, names: set[str], timeout_s: float) -> set[str]:
     """Those of the spans named that a trace does not have by then."""
     end = time.monotonic() + timeout_s
-    while left := names - {span.name for span in kept.trace(trace_id)}:
+    while missing_names := names - {span.name for span in kept.trace(trace_id)}:
         if time.monotonic() > end:
             break
         time.sleep(0.02)
-    return left
+    return missing_names
 
 
 def trace_of(kept: Collector, trace_id: str, *names: str) -> dict[str, Span]:
@@ -156,8 +156,8 @@ def test_an_edit_through_a_router_is_one_trace(
 
 
 def test_waiting_for_a_template_shows(worker: WorkerProcess, kept: Collector) -> None:
-    own = edit_inputs(scene(64, 64, seed=333), blob_mask(64, 64), cache="require")
-    over_grpc(worker, own, header("3" * 32))  # of a picture that no other test has primed
+    inputs = edit_inputs(scene(64, 64, seed=333), blob_mask(64, 64), cache="require")
+    over_grpc(worker, inputs, header("3" * 32))  # of a picture that no other test has primed
     spans = trace_of(kept, "3" * 32, "wait_prime", "pipeline", *STAGES)
     order = ("encode", "prepare", "wait_prime", "queue", "denoise")
     assert [span.name for span in kept.trace("3" * 32) if span.name in order] == list(order)
@@ -198,9 +198,9 @@ def test_a_refused_edit_says_why(worker: WorkerProcess, kept: Collector) -> None
 
 def test_nothing_else_is_traced(worker: WorkerProcess, kept: Collector, grpc: Grpc) -> None:
     """Neither an edit of a client without traces, at this rate, nor any call of control."""
-    before = kept.trace_ids()
+    ids_before = kept.trace_ids()
     grpc.edit(plain_edit())
     grpc.control(op="status")
     over_grpc(worker, plain_edit(), header("6" * 32))  # what came before would be there by then
     trace_of(kept, "6" * 32, "pipeline", *STAGES)
-    assert kept.trace_ids() - before == {"6" * 32}
+    assert kept.trace_ids() - ids_before == {"6" * 32}

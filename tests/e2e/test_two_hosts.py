@@ -82,17 +82,22 @@ class Site:
     def run(self, router: str, seed: int) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Outputs and META of a run whose picture nobody has sent before."""
         picture = np.roll(scene(SIDE, SIDE), seed % SIDE, axis=1) ^ np.uint8(seed % 251)
-        given = {"image": encode(picture), "mask": encode(MASK)}
+        inputs = {"image": encode(picture), "mask": encode(MASK)}
         with Client(self.routers[router].grpc_url) as client:
             return client.run_workflow(
-                "both", given, seed=seed, num_inference_steps=STEPS, reproducible=True, cache="off",
+                "both",
+                inputs,
+                seed=seed,
+                num_inference_steps=STEPS,
+                reproducible=True,
+                cache="off",
                 timeout=ANSWER_S,
-            )  # fmt: skip
+            )
 
     def names(self) -> set[str]:
         """Of all files of values, and of their owners; routers keep no answers, but could."""
-        own, could = {".lock", ".host", "filled", "results"}, ".open-unscoped-kept"
-        names = {path.name for path in self.values.iterdir()} - own
+        known_names, could = {".lock", ".host", "filled", "results"}, ".open-unscoped-kept"
+        names = {path.name for path in self.values.iterdir()} - known_names
         return {name for name in names if not name.startswith(could)}
 
     def lose(self) -> int:
@@ -104,9 +109,9 @@ class Site:
 
     def up(self) -> bool:
         """Whether routers see both workers and node servers."""
-        told = [status(self.routers[name].grpc_url) for name in ("two", "far")]
-        workers = [worker for each in told for worker in each["workers"].values()]
-        nodes = [server for each in told for server in each["nodes"].values()]
+        statuses = [status(self.routers[name].grpc_url) for name in ("two", "far")]
+        workers = [worker for record in statuses for worker in record["workers"].values()]
+        nodes = [server for record in statuses for server in record["nodes"].values()]
         return all(x["up"] and x["state"] == "ready" for x in workers) and all(nodes)
 
 
@@ -127,9 +132,11 @@ def status(url: str) -> dict[str, Any]:
 def other() -> Iterator[SecondHost]:
     with second_host() as made:
         yield made
-    for what in (["netns", "list"], ["-o", "link", "show"]):
-        told = subprocess.run(["ip", *what], check=True, capture_output=True, text=True).stdout
-        assert not re.search(rf"\b{made.name}\b", told)
+    for arguments in (["netns", "list"], ["-o", "link", "show"]):
+        output = subprocess.run(
+            ["ip", *arguments], check=True, capture_output=True, text=True
+        ).stdout
+        assert not re.search(rf"\b{made.name}\b", output)
 
 
 @pytest.fixture(scope="module")
@@ -163,14 +170,14 @@ def site(
     }.items():
         (folder / name).write_text(text)
     base = free_base_port()
-    here = Supervisor(
+    supervisor = Supervisor(
         ServeOptions(
             model=str(model), name="here", config=folder / "here.toml", entries=None,
             nodes=folder / "here-nodes.toml", base_port=base, log_dir=folder / "logs",
             controlnets=str(folder / "nets"),
         )
     )  # fmt: skip
-    disk, left = folder / "disk", list[Path]()
+    disk, leftover_files = folder / "disk", list[Path]()
     disk.mkdir()
     logs = ["--log-dir", str(folder / "logs-there")]
     edits_there = ["--model", str(model), "--config", str(folder / "there.toml")]
@@ -180,36 +187,39 @@ def site(
     controls_there += ["--base-port", str(BASE + 20)]
     nodes_there = ["--nodes", str(folder / "there-nodes.toml"), "--workers", "0", *logs]
     nodes_there += ["--base-port", str(BASE + 10)]
-    with contextlib.ExitStack() as held:
-        mounted(values, held)
-        held.callback(lambda: left.extend(values.glob(".open-*")))
-        held.callback(other.end)
+    with contextlib.ExitStack() as stack:
+        mounted(values, stack)
+        stack.callback(lambda: leftover_files.extend(values.glob(".open-*")))
+        stack.callback(other.end)
 
         def serve_there() -> None:
             other.serve(worker_there, nodes_there, controls_there, folder=disk)
 
         serve_there()
-        held.enter_context(here)
-        worker, nodes = here.workers[0].grpc_url, f"127.0.0.1:{here.services[0].ports.grpc}"
+        stack.enter_context(supervisor)
+        worker, nodes = (
+            supervisor.workers[0].grpc_url,
+            f"127.0.0.1:{supervisor.services[0].ports.grpc}",
+        )
         files: dict[str, object] = {"folder": str(values), "least_bytes": 1}
         routers = {}
-        its_worker, its_nodes = (f"{other.there}:{port}" for port in (WORKER, NODES))
+        remote_worker, remote_nodes = (f"{other.there}:{port}" for port in (WORKER, NODES))
         for name, workers, servers, by_name in (
             ("one", [worker], [nodes], {}),
-            ("two", [worker, its_worker], [nodes, its_nodes], files),
-            ("far", [worker, its_worker], [its_nodes], files),
+            ("two", [worker, remote_worker], [nodes, remote_nodes], files),
+            ("far", [worker, remote_worker], [remote_nodes], files),
         ):
-            own = folder / name
-            own.mkdir()
+            router_folder = folder / name
+            router_folder.mkdir()
             tables: dict[str, dict[str, object]] = {
                 "workflows": {"folder": str(folder / "plans"), "nodes": servers, "kept_bytes": 0},
                 "values": by_name,
                 "routing": {"policy": "round_robin"},
             }
-            routers[name] = held.enter_context(RouterSite(workers, own, tables))
-        yield Site(here, other, serve_there, values, routers)
-        assert here.workers[0].restarts == 0
-    assert not left
+            routers[name] = stack.enter_context(RouterSite(workers, router_folder, tables))
+        yield Site(supervisor, other, serve_there, values, routers)
+        assert supervisor.workers[0].restarts == 0
+    assert not leftover_files
 
 
 def mounted(folder: Path, held: contextlib.ExitStack) -> None:
@@ -230,9 +240,9 @@ def nothing_left(site: Site) -> Iterator[None]:
     folder = str(site.values).encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            said = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:400]
+            command_line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:400]
             eventually(
-                f"no value is mapped by {said}",
+                f"no value is mapped by {command_line}",
                 lambda maps=process / "maps": folder not in maps.read_bytes(),
             )
     assert not list(site.there.memory.glob("*/values"))  # nothing is put there
@@ -244,16 +254,16 @@ def a_seed() -> int:
 
 def hosts_of(meta: dict[str, Any]) -> tuple[set[str], set[str]]:
     """Workers and node servers that a run was at."""
-    workers = {told["worker"] for told in meta["nodes"] if "worker" in told}
-    return workers, {told["server"] for told in meta["nodes"] if "server" in told}
+    workers = {node["worker"] for node in meta["nodes"] if "worker" in node}
+    return workers, {node["server"] for node in meta["nodes"] if "server" in node}
 
 
 @pytest.mark.parametrize("router", ["two", "far"])
 def test_a_run_over_two_hosts_gives_the_bytes_of_one(site: Site, router: str) -> None:
     seed = a_seed()
     expected, _ = site.run("one", seed)
-    found, meta = site.run(router, seed)
-    assert found == expected
+    output, meta = site.run(router, seed)
+    assert output == expected
     workers, servers = hosts_of(meta)
     assert workers == {"here-0", "there-0"}
     assert router == "two" or servers == {site.at(NODES)}
@@ -272,13 +282,13 @@ def away(site: Site, how: str) -> Callable[[], None]:
 @contextlib.contextmanager
 def running(site: Site, router: str, seed: int) -> Iterator[Any]:
     """A run whose edits run on both hosts, as a future."""
-    both = (site.here.workers[0].grpc_url, site.at(WORKER))
+    urls = (site.here.workers[0].grpc_url, site.at(WORKER))
     with ThreadPoolExecutor(1) as pool:
         for _ in range(20):  # one may be over before it was seen
             made = pool.submit(site.run, router, seed)
             eventually(
                 "edits run on both hosts",
-                lambda made=made: made.done() or all(status(each)["running"] for each in both),
+                lambda made=made: made.done() or all(status(url)["running"] for url in urls),
                 timeout_s=60,
             )
             if not made.done():
@@ -301,10 +311,10 @@ def test_a_run_outlives_a_host_that_is_gone(
         whole = away(site, how)
         if gone_s is not None:
             threading.Timer(gone_s, whole).start()
-        found, meta = made.result()
+        output, meta = made.result()
     if gone_s is None:
         whole()
-    assert found == expected
+    assert output == expected
     workers, servers = hosts_of(meta)
     assert "here-0" in workers
     assert router == "two" or servers == {site.at(NODES)}
@@ -314,8 +324,8 @@ def test_over_a_slow_link_a_run_gives_the_same(site: Site) -> None:
     seed = a_seed()
     expected, _ = site.run("one", seed)
     site.there.slow(mbit=1)
-    found, meta = site.run("far", seed)
-    assert found == expected
+    output, meta = site.run("far", seed)
+    assert output == expected
     assert hosts_of(meta)[1] == {site.at(NODES)}
 
 
@@ -326,9 +336,9 @@ def test_values_that_find_no_room_pass_as_bytes(site: Site, router: str) -> None
     filled = site.values / "filled"
     with filled.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(site.values).free)
-    found, meta = site.run(router, seed)
+    output, meta = site.run(router, seed)
     filled.unlink()
-    assert found == expected
+    assert output == expected
     assert meta["values"]["count"] == 0
 
 
@@ -343,8 +353,8 @@ def test_values_that_expire_under_their_readers_are_made_again(site: Site, route
             lost += site.lose()
             if lost > 3:
                 break
-        found, _ = made.result()
-    assert found == expected
+        output, _ = made.result()
+    assert output == expected
     assert lost
 
 
@@ -377,18 +387,18 @@ def plain(url: str, **asked: Any) -> tuple[bytes, dict[str, Any]]:
 
 def controlled_again(url: str) -> bytes:
     """Once the service is there again."""
-    found = list[bytes]()
+    images = list[bytes]()
 
     def answered() -> bool:
         try:
-            found.append(controlled(url)[0])
+            images.append(controlled(url)[0])
         except MaskserveError as error:
             if "ControlNet service" not in str(error):
                 raise
-        return bool(found)
+        return bool(images)
 
     eventually("the service is found again", answered, timeout_s=WHOLE_S)
-    return found[0]
+    return images[0]
 
 
 def nothing_is_left_of_rows(site: Site) -> None:
@@ -406,23 +416,23 @@ def nothing_is_left_of_rows(site: Site) -> None:
 def test_residuals_of_the_other_host_give_the_bytes_of_nets_beside_the_base(
     site: Site, cache: str
 ) -> None:
-    here = site.here.workers[0].grpc_url
+    url = site.here.workers[0].grpc_url
     expected, _ = controlled(site.at(WORKER), cache=cache)
-    found, meta = controlled(here, cache=cache)
-    assert found == expected
+    image, meta = controlled(url, cache=cache)
+    assert image == expected
     assert meta["controls_stalled_ms"] > 0
-    assert plain(here, cache=cache)[0] != expected
+    assert plain(url, cache=cache)[0] != expected
     nothing_is_left_of_rows(site)
 
 
 def test_over_a_slow_link_edits_are_the_same_bytes(site: Site) -> None:
     """Also those that add what was said one step ahead: which that is says no link."""
-    here = site.here.workers[0].grpc_url
-    expected, ahead = controlled(here)[0], controlled(here, adapters="fast")[0]
+    url = site.here.workers[0].grpc_url
+    expected, ahead = controlled(url)[0], controlled(url, adapters="fast")[0]
     site.there.slow(mbit=4)
-    assert controlled(here)[0] == expected != ahead
-    found, meta = controlled(here, adapters="fast")
-    assert found == ahead
+    assert controlled(url)[0] == expected != ahead
+    image, meta = controlled(url, adapters="fast")
+    assert image == ahead
     assert meta["controls_stale_steps"] == 7
     nothing_is_left_of_rows(site)
 
@@ -432,21 +442,21 @@ def test_a_service_that_is_gone_fails_its_edits_in_words_and_is_found_again(
     site: Site, how: str
 ) -> None:
     """Edits beside them go on, and so do those that come while it is away."""
-    here = site.here.workers[0].grpc_url
-    expected, other = controlled(here)[0], plain(here)[0]
+    url = site.here.workers[0].grpc_url
+    expected, plain_image = controlled(url)[0], plain(url)[0]
     with ThreadPoolExecutor(3) as pool:
-        hurt = [pool.submit(controlled, here, num_inference_steps=MOST_STEPS) for _ in range(2)]
-        eventually("both run", lambda: len(status(here)["running"]) == 2, timeout_s=60)
+        hurt = [pool.submit(controlled, url, num_inference_steps=MOST_STEPS) for _ in range(2)]
+        eventually("both run", lambda: len(status(url)["running"]) == 2, timeout_s=60)
         whole = away(site, how)
-        beside = pool.submit(plain, here)
-        for each in hurt:
-            error = each.exception(ANSWER_S)
+        plain_future = pool.submit(plain, url)
+        for future in hurt:
+            error = future.exception(ANSWER_S)
             assert isinstance(error, EngineFailed | Overloaded), error
             assert "ControlNet service" in str(error)
-        beside.result(ANSWER_S)
+        plain_future.result(ANSWER_S)
     with pytest.raises(MaskserveError, match="ControlNet service"):
-        controlled(here)
-    assert plain(here)[0] == other
+        controlled(url)
+    assert plain(url)[0] == plain_image
     whole()
-    assert controlled_again(here) == expected
+    assert controlled_again(url) == expected
     nothing_is_left_of_rows(site)

@@ -99,26 +99,27 @@ def served(
 def test_edits_are_those_of_the_pipeline_and_spare_the_outside(served: Served) -> None:
     """All at once, so that guided and plain rows share a batch."""
     pending = [
-        served.client.begin(edit_inputs(SOURCE, MASK, **{**DEFAULTS, **asked})) for asked in ASKED
+        served.client.begin(edit_inputs(SOURCE, MASK, **{**DEFAULTS, **overrides}))
+        for overrides in ASKED
     ]
     edit = MASK > 0
-    for asked, answer in zip(ASKED, pending, strict=True):
+    for overrides, answer in zip(ASKED, pending, strict=True):
         image, meta = answer.wait(240)
-        edited, expected = pixels(image), served.expected(asked)
+        edited, expected = pixels(image), served.expected(overrides)
         assert np.array_equal(edited[~edit], SOURCE[~edit])
         difference = np.abs(edited[edit].astype(int) - expected[edit])
-        assert difference.max() <= 1, asked  # a level: rounding at another batch shape
-        assert meta["seed"] == asked["seed"]
+        assert difference.max() <= 1, overrides  # a level: rounding at another batch shape
+        assert meta["seed"] == overrides["seed"]
     assert meta["steps"] == served.calls
 
 
 def test_a_cached_edit_computes_active_tokens_only_and_repeats_itself(served: Served) -> None:
-    asked = {**DEFAULTS, "cache": "require", "reproducible": True}
-    edited, meta = served.client.edit(plain_edit(SIDE, SIDE, **asked))
-    again, _ = served.client.edit(plain_edit(SIDE, SIDE, **asked))
+    edit_settings = {**DEFAULTS, "cache": "require", "reproducible": True}
+    edited, meta = served.client.edit(plain_edit(SIDE, SIDE, **edit_settings))
+    second, _ = served.client.edit(plain_edit(SIDE, SIDE, **edit_settings))
     assert meta["cache"] == "hit"
     assert meta["active_tokens"] < meta["total_tokens"]
-    assert edited == again
+    assert edited == second
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ def test_cached_edits_with_tiles_repeat_themselves_near_the_dense_one(tmp_path: 
     with Supervisor(options) as supervisor, closing(Grpc(supervisor.workers[0].grpc_url)) as grpc:
         dense, _ = grpc.edit(inputs("off"))
         image, meta = grpc.edit(inputs("require"))
-        again, _ = grpc.edit(inputs("require"))
-    assert image == again
+        repeat_image, _ = grpc.edit(inputs("require"))
+    assert image == repeat_image
     assert meta["cache"] == "hit"
     assert set(meta["kinds"]) == {"kv"}
     served, inside = pixels(image), edit.mask > 0
     assert np.array_equal(served[~inside], edit.source[~inside])
     near, source = (
-        np.abs(served[inside].astype(float) - other[inside]).mean()
-        for other in (pixels(dense), edit.source)
+        np.abs(served[inside].astype(float) - reference[inside]).mean()
+        for reference in (pixels(dense), edit.source)
     )
     assert 0 < near < source / 4

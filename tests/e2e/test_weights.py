@@ -30,12 +30,12 @@ APART = {"int8": 1, "fp8": 1, "nf4": 1, "gguf": 1, "int8-dynamic": 40}
 
 @contextmanager
 def serving(form: str, folder: Path) -> Iterator[Grpc]:
-    own: dict[str, Any] = {"weights": form}
+    weight_settings: dict[str, Any] = {"weights": form}
     if form == "gguf":
-        own = {"gguf": str(write_gguf(DEMO, folder / "demo.gguf"))}
+        weight_settings = {"gguf": str(write_gguf(DEMO, folder / "demo.gguf"))}
     options = ServeOptions(
         model=str(DEMO),
-        **own,
+        **weight_settings,
         base_port=free_base_port(),
         log_dir=folder,
         say=lambda _: None,
@@ -72,14 +72,14 @@ def of_diffusers(form: str, folder: Path) -> Pixels:
 @pytest.mark.parametrize("form", APART)
 def test_dense_edits_are_the_pipelines_and_cached_ones_hit(form: str, tmp_path: Path) -> None:
     pytest.importorskip({"nf4": "bitsandbytes", "gguf": "gguf"}.get(form, "torchao"))
-    asked = {"num_inference_steps": STEPS, "seed": SEED}
+    settings = {"num_inference_steps": STEPS, "seed": SEED}
     with serving(form, tmp_path) as grpc:
-        image, meta = grpc.edit(edit_inputs(SOURCE, MASK, PROMPT, **asked))
-        cached, hit = grpc.edit(edit_inputs(SOURCE, MASK, PROMPT, **asked, cache="require"))
+        image, meta = grpc.edit(edit_inputs(SOURCE, MASK, PROMPT, **settings))
+        cached, hit = grpc.edit(edit_inputs(SOURCE, MASK, PROMPT, **settings, cache="require"))
     inside = MASK > 0
-    own, expected = pixels(image), of_diffusers(form, tmp_path)
-    assert np.array_equal(own[~inside], SOURCE[~inside])
-    assert np.abs(own[inside].astype(int) - expected[inside]).max() <= APART[form]
+    edited, expected = pixels(image), of_diffusers(form, tmp_path)
+    assert np.array_equal(edited[~inside], SOURCE[~inside])
+    assert np.abs(edited[inside].astype(int) - expected[inside]).max() <= APART[form]
     assert (meta["cache"], hit["cache"]) == ("off", "hit")
-    error = np.mean((pixels(cached)[inside].astype(float) - own[inside]) ** 2)
+    error = np.mean((pixels(cached)[inside].astype(float) - edited[inside]) ** 2)
     assert 10 * np.log10(255**2 / error) > 25.0

@@ -39,8 +39,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
     # Behind the wheel's own; an editable install there is not followed.
-    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "others.pth").write_text("\n".join(others) + "\n")
+    site_packages = [
+        path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")
+    ]
+    (packages / "others.pth").write_text("\n".join(site_packages) + "\n")
     return python.parent
 
 
@@ -61,8 +63,8 @@ def test_it_has_its_own_code_and_models(installed: Path, tmp_path: Path) -> None
 
 def _files(folder: Path) -> dict[str, bytes]:
     """What Triton reads in a repository; an empty version folder may be left out of a wheel."""
-    found = (path for path in folder.rglob("*") if path.suffix in (".py", ".pbtxt"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    paths = (path for path in folder.rglob("*") if path.suffix in (".py", ".pbtxt"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 @pytest.mark.slow  # test_readme.py serves a clone in the same way; above: a wheel has what that has
@@ -80,12 +82,12 @@ def test_it_serves(installed: Path, tmp_path: Path) -> None:
     )
     try:
         assert serve.stdout is not None
-        said = []
+        lines = []
         for line in serve.stdout:
-            said.append(line)
+            lines.append(line)
             if line.startswith("ready"):
                 break
-        assert serve.poll() is None, "".join(said)
+        assert serve.poll() is None, "".join(lines)
         edit = ["edit", "--url", url, "--steps", "2", "--prompt", "a red star", "--json"]
         files = ["--image", DEMO / "source.jpg", "--mask", DEMO / "mask.png", "--out", "e.png"]
         meta = json.loads(run(installed / "maskserve", *edit, *files, cwd=tmp_path))

@@ -31,8 +31,8 @@ def test_a_window_is_what_a_client_would_cut_out_and_paste_back(grpc: Grpc) -> N
     assert top <= 320 < 340 <= bottom
     assert np.array_equal(edited[MASK == 0], SOURCE[MASK == 0])
     part, mask = SOURCE[top:bottom, left:right], MASK[top:bottom, left:right]
-    alone = pixels(grpc.edit(edit_inputs(part, mask))[0])
-    assert np.array_equal(edited[top:bottom, left:right], alone)
+    cropped_edit = pixels(grpc.edit(edit_inputs(part, mask))[0])
+    assert np.array_equal(edited[top:bottom, left:right], cropped_edit)
 
 
 def test_without_a_window_the_model_sees_all(grpc: Grpc) -> None:

@@ -108,11 +108,13 @@ class Site:
 
     def idle(self) -> bool:
         """Whether no worker has an edit, and the node server no call."""
-        told = [status(worker.grpc_url) for worker in self.supervisor.workers]
+        statuses = [status(worker.grpc_url) for worker in self.supervisor.workers]
         [nodes] = status(self.url)["nodes"].values()
         return not (
-            any(each["in_flight"] or each["running"] or each["waiting"] for each in told)
-            or any(each["queue"] for each in nodes["models"])
+            any(
+                record["in_flight"] or record["running"] or record["waiting"] for record in statuses
+            )
+            or any(record["queue"] for record in nodes["models"])
         )
 
     def held(self) -> list[Path]:
@@ -130,7 +132,7 @@ class Site:
         """Whether all that were killed are back."""
         with Client(self.url) as client:
             workers = client.control("status")["workers"].values()
-        return all(each["up"] and each["state"] == "ready" for each in workers)
+        return all(worker["up"] and worker["state"] == "ready" for worker in workers)
 
 
 def status(url: str) -> dict[str, Any]:
@@ -141,18 +143,20 @@ def status(url: str) -> dict[str, Any]:
 def tensors(inputs: dict[str, Any]) -> list[Any]:
     """Of a request, its settings over those of all tests."""
     settings = {"num_inference_steps": STEPS, "seed": SEED, **inputs.get("settings", {})}
-    made = []
+    infer_inputs = []
     for key, value in {**inputs, "settings": json.dumps(settings)}.items():
         raw = value.encode() if isinstance(value, str) else value
         tensor = grpcclient.InferInput(key.upper(), [1], "BYTES")
         tensor.set_data_from_numpy(np.array([raw], np.object_))
-        made.append(tensor)
-    return made
+        infer_inputs.append(tensor)
+    return infer_inputs
 
 
 def read(answer: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    found = {each.name: answer.as_numpy(each.name)[0] for each in answer.get_response().outputs}
-    return found, json.loads(found.pop("META"))
+    outputs = {
+        output.name: answer.as_numpy(output.name)[0] for output in answer.get_response().outputs
+    }
+    return outputs, json.loads(outputs.pop("META"))
 
 
 @pytest.fixture(scope="module")
@@ -189,17 +193,19 @@ class InProcess:
     def __call__(self, key: str, call: NodeCall, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = NODE_TYPES[call.node]
         if call.node == "edit":
-            own = {name: value for name, value in call.settings.items() if name != "cache"}
+            edit_settings = {
+                name: value for name, value in call.settings.items() if name != "cache"
+            }
             with Client(self._url) as client:
-                made = client.edit(
+                result = client.edit(
                     inputs["image"],
                     inputs["mask"],
                     inputs["prompt"],
                     num_inference_steps=STEPS,
                     reproducible=True,
-                    **{"seed": seed_of(self._seed, key), **own},
+                    **{"seed": seed_of(self._seed, key), **edit_settings},
                 )
-            return {"picture": made.encoded}
+            return {"picture": result.encoded}
         table: Any = kind.settings(**call.settings)
         settings = {name: getattr(table, name) for name in kind.settings.__struct_fields__}
         return run_one(self._nodes[kind.model], call.node, inputs, settings)
@@ -209,34 +215,39 @@ def test_a_run_gives_the_bytes_of_an_interpreter_in_process(site: Site, folder: 
     node = InProcess(site, folder)
     by_name = {plan.name: plan for plan in plans_of_every_kind()}
     exact = {"settings": {"reproducible": True}}
-    asked = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
-    found, meta = site.run("regions", **asked, **exact)
-    assert found == {"IMAGE": interpret(by_name["regions"], asked, node)["image"]}
-    keys = [told["key"] for told in meta["nodes"]]
+    inputs = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
+    outputs, meta = site.run("regions", **inputs, **exact)
+    assert outputs == {"IMAGE": interpret(by_name["regions"], inputs, node)["image"]}
+    keys = [node_record["key"] for node_record in meta["nodes"]]
     assert sorted(keys) == [
         "each-1/compose[0]", "each-1[0]/edit-1", "each-1[1]/edit-1", "split-1",
     ]  # fmt: skip
     assert meta["values"]["count"] == 2 + 2 + 2 + 1  # inputs, regions, edits, and both in one
     assert (meta["workflow"], meta["digest"]) == ("regions", by_name["regions"].digest)
-    asked = {"image": SOURCE, "mask": two_regions()}
-    found, meta = site.run("tries", **asked, **exact)
-    expected = interpret(by_name["tries"], asked, node)
-    assert found["IMAGE"] == expected["image"]
-    verdict = json.loads(found["VERDICT"])
+    inputs = {"image": SOURCE, "mask": two_regions()}
+    outputs, meta = site.run("tries", **inputs, **exact)
+    expected = interpret(by_name["tries"], inputs, node)
+    assert outputs["IMAGE"] == expected["image"]
+    verdict = json.loads(outputs["VERDICT"])
     assert verdict == {"score": expected["verdict"].score, "passed": expected["verdict"].passed}
 
 
 def test_a_workflow_is_a_model_of_its_name(site: Site) -> None:
     with grpcclient.InferenceServerClient(site.url) as client:
         assert client.is_model_ready("regions")
-        told = client.get_model_metadata("regions", as_json=True)
-        assert [each["name"] for each in told["inputs"]] == ["IMAGE", "PROMPT", "MASK", "SETTINGS"]
-        assert [each["name"] for each in told["outputs"]] == ["IMAGE", "META"]
+        metadata = client.get_model_metadata("regions", as_json=True)
+        assert [entry["name"] for entry in metadata["inputs"]] == [
+            "IMAGE",
+            "PROMPT",
+            "MASK",
+            "SETTINGS",
+        ]
+        assert [entry["name"] for entry in metadata["outputs"]] == ["IMAGE", "META"]
         config = client.get_model_config("regions", as_json=True)["config"]
         assert config["platform"] == "maskserve_workflow"
     assert site.supervisor.router is not None
     with urllib.request.urlopen(f"{site.supervisor.router.http_url}/v1/workflows") as answer:
-        listed = {each["name"]: each for each in json.load(answer)["data"]}
+        listed = {entry["name"]: entry for entry in json.load(answer)["data"]}
     assert {"regions", "tries", "named"} < set(listed)
     assert all(len(where) == 1 for where in listed["tries"]["hosts"].values())
     assert set(listed["tries"]["hosts"]) == {"enlarge", "find", "pictures"}
@@ -266,24 +277,24 @@ def test_what_cannot_be_is_one_sentence(
 
 
 def test_a_run_that_cannot_be_in_time_is_refused_at_once(site: Site) -> None:
-    asked = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
-    found, _ = site.run("regions", **asked, settings={"deadline_ms": 600_000})
-    assert found["IMAGE"]
+    inputs = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
+    outputs, _ = site.run("regions", **inputs, settings={"deadline_ms": 600_000})
+    assert outputs["IMAGE"]
     with pytest.raises(InferenceServerException) as refused:
-        site.run("regions", **asked, settings={"deadline_ms": 1})
+        site.run("regions", **inputs, settings={"deadline_ms": 1})
     assert "0.0 s are too short for regions, which takes about" in str(refused.value)
 
 
 def test_openais_client_names_a_workflow_as_its_model(site: Site) -> None:
     assert site.supervisor.router is not None
     base = f"http://127.0.0.1:{site.supervisor.router.ports.http}/v1"
-    asked = {"seed": SEED, "num_inference_steps": STEPS, "mask_mode": "white"}
+    extra_body = {"seed": SEED, "num_inference_steps": STEPS, "mask_mode": "white"}
     expected, _ = site.run("tries", image=SOURCE, mask=two_regions())
     with openai.OpenAI(base_url=base, api_key="any") as client:
-        assert "tries" in {each.id for each in client.models.list().data}
+        assert "tries" in {model.id for model in client.models.list().data}
         answer = client.images.edit(
             model="tries", image=("a.png", SOURCE), mask=("m.png", two_regions()), prompt="",
-            extra_body=asked,
+            extra_body=extra_body,
         )  # fmt: skip
         assert answer.data is not None
         assert base64.b64decode(answer.data[0].b64_json or "") == expected["IMAGE"]
@@ -297,8 +308,8 @@ def test_openais_client_names_a_workflow_as_its_model(site: Site) -> None:
 def test_the_status_says_who_hosts_what(site: Site) -> None:
     site.run("tries", image=SOURCE, mask=two_regions())
     [record] = status(site.url)["nodes"].values()
-    models = {each["name"]: each for each in record["models"] if each["name"] != "segment"}
-    assert {name: each["state"] for name, each in models.items()} == dict.fromkeys(
+    models = {model["name"]: model for model in record["models"] if model["name"] != "segment"}
+    assert {name: model["state"] for name, model in models.items()} == dict.fromkeys(
         ("pictures", "find", "enlarge"), "here"
     )
     assert models["find"]["bytes"] > 0
@@ -307,10 +318,13 @@ def test_the_status_says_who_hosts_what(site: Site) -> None:
 
     def agree() -> bool:
         """The run is answered before its files are gone; workers are asked now and then."""
-        told, files = status(site.url), site.held()
-        [held], [record] = told["values"], told["nodes"].values()
+        status_record, files = status(site.url), site.held()
+        [host_values], [record] = status_record["values"], status_record["nodes"].values()
         size = sum(map(size_of, files))  # one may go meanwhile
-        return held == record["values"] and (held["count"], held["bytes"]) == (len(files), size)
+        return host_values == record["values"] and (host_values["count"], host_values["bytes"]) == (
+            len(files),
+            size,
+        )
 
     eventually("all say what lies there", agree)
     assert status(site.url)["values"][0]["count"] > 0  # what nodes gave is kept for the next run
@@ -326,13 +340,15 @@ def test_a_sam_2_masks_what_is_clicked_on(site: Site, folder: Path) -> None:
     nodes = SegmentNodes(
         config_of({"model": {"device": "cpu"}, "nodes": {"segment": str(folder / "segment")}})
     )
-    found = Masks(url).find(SOURCE, **clicked)
+    mask_result = Masks(url).find(SOURCE, **clicked)
     mask, score = nodes.found(scene(SIDE, SIDE), clicked["points"], clicked["box"])
     # White in the answer, where its alpha is 0, too.
-    white, alpha = (np.asarray(Image.open(io.BytesIO(found.mask)).getchannel(n)) for n in "LA")
+    white, alpha = (
+        np.asarray(Image.open(io.BytesIO(mask_result.mask)).getchannel(n)) for n in "LA"
+    )
     assert np.array_equal(white, np.where(mask, 255, 0))
     assert np.array_equal(alpha, np.where(mask, 0, 255))
-    assert found.score == pytest.approx(score, abs=1e-3)
+    assert mask_result.score == pytest.approx(score, abs=1e-3)
     settings: dict[str, Any] = {"seed": SEED, "num_inference_steps": STEPS, "cache": "off"}
     refused = pytest.raises(InvalidRequest, match="mask_from: is given, and a worker finds no")
     with Client(site.supervisor.workers[0].grpc_url) as worker, refused:
@@ -342,13 +358,13 @@ def test_a_sam_2_masks_what_is_clicked_on(site: Site, folder: Path) -> None:
 def test_a_job_may_be_a_workflow(site: Site) -> None:
     assert site.supervisor.router is not None
     url = f"http://127.0.0.1:{site.supervisor.router.ports.http}/v1"
-    asked = {"model": "tries", "prompt": "", "seed": SEED, "num_inference_steps": STEPS}
+    job_fields = {"model": "tries", "prompt": "", "seed": SEED, "num_inference_steps": STEPS}
     expected, _ = site.run("tries", image=SOURCE, mask=two_regions())
     files = {"image": ("a.png", SOURCE), "mask": ("m.png", two_regions())}
     with httpx.Client(base_url=url, timeout=60) as client:
-        given = client.post("/jobs", data={**asked, "mask_mode": "white"}, files=files)
-        assert given.status_code == 202, given.text
-        name = given.json()["id"]
+        response = client.post("/jobs", data={**job_fields, "mask_mode": "white"}, files=files)
+        assert response.status_code == 202, response.text
+        name = response.json()["id"]
 
         def told() -> Any:
             return client.get(f"/jobs/{name}").json()
@@ -362,11 +378,11 @@ def test_a_job_may_be_a_workflow(site: Site) -> None:
 
 def test_a_cancel_by_id_ends_all_nodes(site: Site) -> None:
     failed: list[str] = []
-    asked = {"request_id": "withdrawn", "num_inference_steps": 200}
+    settings = {"request_id": "withdrawn", "num_inference_steps": 200}
 
     def run() -> None:
         try:
-            site.run("tries", image=SOURCE, mask=two_regions(), settings=asked)
+            site.run("tries", image=SOURCE, mask=two_regions(), settings=settings)
         except InferenceServerException as error:
             failed.append(str(error))
 
@@ -386,26 +402,31 @@ def test_a_cancel_by_id_ends_all_nodes(site: Site) -> None:
 
 
 def test_a_stream_has_an_event_per_node_and_the_edits_own(site: Site) -> None:
-    asked = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
-    seen = list(site.stream("regions", **asked, settings={"progress": True, "preview_every": 1}))
-    told = [meta for _, meta in seen]
-    assert [meta["event"] for meta in told].count("node") == 4
-    passing = {x["key"] for x in told if x["event"] in ("progress", "preview")}
+    inputs = {"image": SOURCE, "mask": two_regions(), "prompt": "a red star"}
+    events = list(site.stream("regions", **inputs, settings={"progress": True, "preview_every": 1}))
+    metas = [meta for _, meta in events]
+    assert [meta["event"] for meta in metas].count("node") == 4
+    passing = {x["key"] for x in metas if x["event"] in ("progress", "preview")}
     assert passing == {"each-1[0]/edit-1", "each-1[1]/edit-1"}
-    shown = [found["IMAGE"] for found, meta in seen if meta["event"] == "preview"]
-    assert shown
-    assert all(picture.startswith(b"\x89PNG") for picture in shown)
-    assert told[-1]["event"] == "final"
-    assert told[-1]["outputs"] == {"image": "picture"}
+    previews = [outputs["IMAGE"] for outputs, meta in events if meta["event"] == "preview"]
+    assert previews
+    assert all(picture.startswith(b"\x89PNG") for picture in previews)
+    assert metas[-1]["event"] == "final"
+    assert metas[-1]["outputs"] == {"image": "picture"}
 
 
 def test_equal_nodes_of_one_run_after_the_other_are_run_once(site: Site) -> None:
-    asked = {"image": SOURCE, "mask": two_regions()}
+    inputs = {"image": SOURCE, "mask": two_regions()}
     for prompt in ("a red star", "a blue heart"):
-        _, meta = site.run("regions", **asked, prompt=prompt, settings={"seed": 77})
-    assert {each["key"]: each["kept"] for each in meta["nodes"] if "kept" in each} == {
-        "split-1": True, "each-1/compose[0]": False,
-    }  # fmt: skip
+        _, meta = site.run("regions", **inputs, prompt=prompt, settings={"seed": 77})
+    assert {
+        node_record["key"]: node_record["kept"]
+        for node_record in meta["nodes"]
+        if "kept" in node_record
+    } == {
+        "split-1": True,
+        "each-1/compose[0]": False,
+    }
 
 
 def moments(count: int) -> list[Any]:
@@ -430,23 +451,25 @@ def test_what_a_killed_server_had_alone_runs_again(
     rng = fresh_rng()
     after = after or int(rng.integers(1, 20))
     [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
-    asked = {"image": SOURCE, "mask": two_regions()}
+    inputs = {"image": SOURCE, "mask": two_regions()}
     eventually("all serve", site.whole, timeout_s=240)
     seed = int(rng.integers(2**31))
     settings = {"seed": seed, "reproducible": True, "progress": True}
-    before = []
-    for count, event in enumerate(site.stream("tries", **asked, settings=settings), 1):
-        found, meta = event
+    finished_nodes = []
+    for count, event in enumerate(site.stream("tries", **inputs, settings=settings), 1):
+        outputs, meta = event
         if count == after:
             site.kill(what)
         if count <= after and meta["event"] == "node":
-            before.append({name: x for name, x in meta.items() if name not in _OF_EVENTS})
+            finished_nodes.append({name: x for name, x in meta.items() if name not in _OF_EVENTS})
     eventually("all serve", site.whole, timeout_s=240)
-    expected = interpret(plan, asked, InProcess(site, folder, seed))
-    assert found["IMAGE"] == expected["image"]
-    keys = [told["key"] for told in meta["nodes"]]
+    expected = interpret(plan, inputs, InProcess(site, folder, seed))
+    assert outputs["IMAGE"] == expected["image"]
+    keys = [node_record["key"] for node_record in meta["nodes"]]
     assert len(keys) == len(set(keys))
-    assert meta["nodes"][: len(before)] == before  # what had ended did not run again
+    assert (
+        meta["nodes"][: len(finished_nodes)] == finished_nodes
+    )  # what had ended did not run again
 
 
 @pytest.mark.slow
@@ -464,20 +487,20 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
         "seed": fresh_seed(), "num_inference_steps": 200,
         "reproducible": True, "cache": "off",
     }  # fmt: skip
-    asked: dict[str, Any] = {
+    run_inputs: dict[str, Any] = {
         "image": SOURCE, "mask": two_regions(), "prompt": "a red star", "settings": settings
     }  # fmt: skip
-    expected, _ = site.run("regions", **asked)
+    expected, _ = site.run("regions", **run_inputs)
     eventually("that run has ended", site.idle, timeout_s=60)
-    before = site.names()
+    names_before = site.names()
 
     def left() -> set[str]:
-        return site.names() - before
+        return site.names() - names_before
 
     def under_way(earlier: set[str]) -> bool:
         """Inputs of another run lie there, and both regions; rows run."""
         of_run = [name for name in left() - earlier if _OF_A_RUN.fullmatch(name)]
-        return len(of_run) >= 4 and any(status(each.grpc_url)["running"] for each in workers)
+        return len(of_run) >= 4 and any(status(worker.grpc_url)["running"] for worker in workers)
 
     tables: dict[str, dict[str, object]] = {
         "workflows": {"folder": str(folder), "nodes": [nodes.grpc_url]},
@@ -489,21 +512,21 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
 
         def killed_under(run: Callable[[], object]) -> bool:
             """Whether the run was still under way."""
-            earlier, made = left(), pool.submit(run)
-            eventually("edits run", lambda: made.done() or under_way(earlier), timeout_s=60)
-            if made.done():  # before it was seen
-                made.result()
+            earlier, future = left(), pool.submit(run)
+            eventually("edits run", lambda: future.done() or under_way(earlier), timeout_s=60)
+            if future.done():  # before it was seen
+                future.result()
                 return False
             router.kill()
-            lost = isinstance(made.exception(), InferenceServerException)
+            lost = isinstance(future.exception(), InferenceServerException)
             eventually("no row is left, and no call", site.idle, timeout_s=120)
             assert left() - earlier or not lost  # nobody has ended its run
             router.start()
             return lost
 
         for run in (
-            lambda: behind.run("regions", **asked),
-            lambda: list(behind.stream("regions", **asked)),
+            lambda: behind.run("regions", **run_inputs),
+            lambda: list(behind.stream("regions", **run_inputs)),
         ):
             assert any(killed_under(run) for _ in range(20))
 
@@ -515,30 +538,34 @@ def test_what_killed_routers_had_goes_and_another_runs_the_same(
             return not left()
 
         eventually("all has expired", gone, timeout_s=240)
-        found, _ = behind.run("regions", **asked)
-        assert found == expected
+        outputs, _ = behind.run("regions", **run_inputs)
+        assert outputs == expected
     assert not left()
     assert [process.pid for process in (*workers, nodes)] == servers
 
 
 def test_a_kept_result_is_good_on_every_worker_of_the_host(site: Site) -> None:
-    with contextlib.ExitStack() as held:
-        workers = [held.enter_context(Client(w.grpc_url)) for w in site.supervisor.workers]
-        asked = {"num_inference_steps": STEPS, "seed": SEED, "reproducible": True}
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Client(w.grpc_url)) for w in site.supervisor.workers]
+        settings = {"num_inference_steps": STEPS, "seed": SEED, "reproducible": True}
         first = workers[0].edit(
-            SOURCE, two_regions(), "a red star", keep_result=True, request_id="k1!first", **asked
+            SOURCE, two_regions(), "a red star", keep_result=True, request_id="k1!first", **settings
         )
 
         def following(worker: Client, scope: str, image: bytes | None = None) -> bytes:
             named = {} if image else {"template_id": first.result_template_id}
             name = f"{scope}!{fresh_seed()}"
-            made = worker.edit(
-                image, two_regions(), "a blue heart", request_id=name, **named, **asked
+            result = worker.edit(
+                image, two_regions(), "a blue heart", request_id=name, **named, **settings
             )
-            return made.encoded
+            return result.encoded
 
-        own = following(workers[0], "k1")
-        assert following(workers[1], "k1") == own == following(workers[1], "k2", first.encoded)
+        expected_image = following(workers[0], "k1")
+        assert (
+            following(workers[1], "k1")
+            == expected_image
+            == following(workers[1], "k2", first.encoded)
+        )
         for worker in workers:
             with pytest.raises(TemplateNotFound):
                 following(worker, "k2")
@@ -547,18 +574,18 @@ def test_a_kept_result_is_good_on_every_worker_of_the_host(site: Site) -> None:
 def test_values_that_are_lost_are_made_again(site: Site, folder: Path) -> None:
     """All that lies in files is removed under a run, twice."""
     [plan] = [plan for plan in plans_of_every_kind() if plan.name == "tries"]
-    asked = {"image": SOURCE, "mask": two_regions()}
+    inputs = {"image": SOURCE, "mask": two_regions()}
     seed = fresh_seed()
     settings = {"seed": seed, "reproducible": True, "progress": True}
-    seen, lost = set[str](), 0
-    for event in site.stream("tries", **asked, settings=settings):
-        found, meta = event
-        if meta["event"] == "node" and meta["key"] not in seen:
-            seen.add(meta["key"])
-            lost += site.lose() if len(seen) in (2, 6) else 0
-    assert found["IMAGE"] == interpret(plan, asked, InProcess(site, folder, seed))["image"]
-    assert lost
-    keys = [told["key"] for told in meta["nodes"]]
+    finished_keys, lost_count = set[str](), 0
+    for event in site.stream("tries", **inputs, settings=settings):
+        outputs, meta = event
+        if meta["event"] == "node" and meta["key"] not in finished_keys:
+            finished_keys.add(meta["key"])
+            lost_count += site.lose() if len(finished_keys) in (2, 6) else 0
+    assert outputs["IMAGE"] == interpret(plan, inputs, InProcess(site, folder, seed))["image"]
+    assert lost_count
+    keys = [node_record["key"] for node_record in meta["nodes"]]
     assert len(keys) == len(set(keys))
 
 
@@ -576,9 +603,9 @@ def test_nothing_is_left_of_runs(site: Site) -> None:
     folder = str(site.values).encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            said = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:400]
+            command_line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:400]
             eventually(
-                f"no value is mapped by {said}",
+                f"no value is mapped by {command_line}",
                 lambda maps=process / "maps": folder not in maps.read_bytes(),
             )
 
@@ -588,20 +615,23 @@ _OF_EVENTS = ("event", "request_id")
 
 @pytest.mark.slow
 def test_random_plans_give_the_bytes_of_the_interpreter(site: Site, folder: Path) -> None:
-    node, asked = InProcess(site, folder), {"image": SOURCE, "mask": two_regions(), "name": "star"}
+    node, all_inputs = (
+        InProcess(site, folder),
+        {"image": SOURCE, "mask": two_regions(), "name": "star"},
+    )
     eventually("all serve", site.whole, timeout_s=240)
     answered = 0
     for plan in read_plans(folder):
         if not plan.name.startswith("drawn-"):
             continue
-        given = {each.name: asked[each.name] for each in plan.inputs}
+        inputs = {plan_input.name: all_inputs[plan_input.name] for plan_input in plan.inputs}
         try:
-            expected = interpret(plan, given, node)
+            expected = interpret(plan, inputs, node)
         except (WorkflowError, MaskserveError):
             with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
-                site.run(plan.name, **given, settings={"reproducible": True})
+                site.run(plan.name, **inputs, settings={"reproducible": True})
             continue
-        found, _ = site.run(plan.name, **given, settings={"reproducible": True})
-        assert found == {name.upper(): value for name, value in expected.items()}, plan
+        outputs, _ = site.run(plan.name, **inputs, settings={"reproducible": True})
+        assert outputs == {name.upper(): value for name, value in expected.items()}, plan
         answered += 1
     assert answered >= DRAWN // 3

@@ -47,8 +47,8 @@ class Collector:
 
     def trace(self, trace_id: str) -> list[Span]:
         """Its spans so far, by start."""
-        found = [span for span in self._spans if span.trace_id == trace_id]
-        return sorted(found, key=lambda span: span.start_ns)
+        spans = [span for span in self._spans if span.trace_id == trace_id]
+        return sorted(spans, key=lambda span: span.start_ns)
 
     def trace_ids(self) -> set[str]:
         return {span.trace_id for span in self._spans}
@@ -84,16 +84,16 @@ def collector() -> Iterator[Collector]:
 
 def draw(spans: list[Span]) -> str:
     """A trace as an indented list, for people: offset and length in milliseconds."""
-    known = {span.span_id for span in spans}
+    span_ids = {span.span_id for span in spans}
     lines: list[str] = []
 
     def add(parent: str, depth: int) -> None:
         for span in spans:
-            if span.parent_id == parent or (not depth and span.parent_id not in known):
+            if span.parent_id == parent or (not depth and span.parent_id not in span_ids):
                 begin = (span.start_ns - spans[0].start_ns) / 1e6
-                taken = (span.end_ns - span.start_ns) / 1e6
+                end_ns = (span.end_ns - span.start_ns) / 1e6
                 said = f"  ERROR {span.error}" if span.error is not None else ""
-                lines.append(f"{'  ' * depth + span.name:24} {begin:8.1f} {taken:8.1f}{said}")
+                lines.append(f"{'  ' * depth + span.name:24} {begin:8.1f} {end_ns:8.1f}{said}")
                 add(span.span_id, depth + 1)
 
     add("", 0)

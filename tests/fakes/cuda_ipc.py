@@ -50,8 +50,8 @@ class FakeIpc:
 
         def gives(block: LentBlock, places: list[tuple[int, int]]) -> None:
             with self._door:
-                gone = self._unread & {begin for begin, _ in places}
-            self.mistakes += [f"{begin} goes before it is read" for begin in gone]
+                unread = self._unread & {begin for begin, _ in places}
+            self.mistakes += [f"{begin} goes before it is read" for begin in unread]
             give(block, places)
 
         monkeypatch.setattr(OpenedBlock, "read", reads)

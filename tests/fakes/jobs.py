@@ -41,8 +41,8 @@ def random_case(rng: np.random.Generator, **settings: Any) -> Case:
     h, w = (int(8 * rng.integers(4, 9)) for _ in range(2))
     pixels = rng.integers(0, 256, (h, w, 3), dtype=np.uint8)
     mask = np.zeros((h, w), np.uint8)
-    top, left = int(rng.integers(0, h - 1)), int(rng.integers(0, w - 1))
-    mask[top : top + int(rng.integers(1, h)), left : left + int(rng.integers(1, w))] = 255
+    top, integers = int(rng.integers(0, h - 1)), int(rng.integers(0, w - 1))
+    mask[top : top + int(rng.integers(1, h)), integers : integers + int(rng.integers(1, w))] = 255
     values: dict[str, Any] = {
         "num_inference_steps": int(rng.integers(1, 8)),
         "guidance_scale": float(np.round(rng.uniform(1, 30), 2)),

@@ -152,8 +152,10 @@ class Call:
 
     def exec(self, decoupled: bool = False) -> Any:
         """Responses of a decoupled model, or the one response of another."""
-        own = CONTRACTS.get(self.model)  # an operator's model answers once
-        assert decoupled == (own is not None and own.decoupled), "Triton refuses the other way"
+        response = CONTRACTS.get(self.model)  # an operator's model answers once
+        assert decoupled == (response is not None and response.decoupled), (
+            "Triton refuses the other way"
+        )
         self._triton.calls.append(self)
         answers = iter(self._triton.models[self.model](self))
         return answers if decoupled else next(answers)

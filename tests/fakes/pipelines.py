@@ -125,11 +125,11 @@ def qwen_edit_pipeline(folder: Path) -> Any:
 
     from maskserve_engine.families.qwen_image.encode import picture_processor
 
-    apart = (folder / "tokenizer").is_dir()
+    is_dir = (folder / "tokenizer").is_dir()
     processor = picture_processor(
-        Qwen2VLProcessor if apart else Qwen3VLProcessor,
+        Qwen2VLProcessor if is_dir else Qwen3VLProcessor,
         Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
-        AutoTokenizer.from_pretrained(folder / ("tokenizer" if apart else "processor")),
+        AutoTokenizer.from_pretrained(folder / ("tokenizer" if is_dir else "processor")),
     )
     pipeline: Any = DiffusionPipeline.from_pretrained(folder, processor=processor)
     if type(pipeline).__name__ == "QwenImageEditPipeline":

@@ -55,8 +55,8 @@ def cmyk_profile() -> bytes:
     table = []
     for c, m, y, k in product((0.0, 1.0), repeat=4):
         light = (1 - 0.45 * c) * (1 - 0.5 * m) * (1 - 0.1 * y) * (1 - 0.85 * k)
-        left = 1 - 0.9 * k
-        a, b = left * (60 * m - 35 * c) * 0.8, left * (80 * y - 45 * c - 5 * m) * 0.8
+        count = 1 - 0.9 * k
+        a, b = count * (60 * m - 35 * c) * 0.8, count * (80 * y - 45 * c - 5 * m) * 0.8
         table.append((int(65280 * light), int(32768 + 256 * a), int(32768 + 256 * b)))
     return _profile(b"prtr", b"CMYK", b"Lab ", {b"A2B0": _table(4, 2, table)})
 
@@ -66,7 +66,9 @@ def _table(channels: int, points: int, entries: Sequence[tuple[int, int, int]]) 
     straight = struct.pack(">HH", 0, 65535)
     head = b"mft2\0\0\0\0" + bytes([channels, 3, points, 0])
     head += b"".join(_fixed(v) for v in np.eye(3).flat) + struct.pack(">HH", 2, 2)
-    grid = b"".join(struct.pack(">HHH", *(min(max(v, 0), 65535) for v in each)) for each in entries)
+    grid = b"".join(
+        struct.pack(">HHH", *(min(max(v, 0), 65535) for v in entry)) for entry in entries
+    )
     return head + straight * channels + grid + straight * 3
 
 

@@ -60,9 +60,9 @@ def with_heads(model: Path, folder: Path, heads: int, width: int = 32) -> Path:
     from diffusers import FluxTransformer2DModel
 
     shutil.copytree(model, folder)
-    own = FluxTransformer2DModel.load_config(folder / "transformer")
+    config = FluxTransformer2DModel.load_config(folder / "transformer")
     wider = {
-        **own,
+        **config,
         "num_attention_heads": heads,
         "attention_head_dim": width,
         "axes_dims_rope": (width // 4, width * 3 // 8, width * 3 // 8),

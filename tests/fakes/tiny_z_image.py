@@ -58,8 +58,8 @@ def build_tiny_z_image(folder: Path, *, turbo: bool = False) -> Path:
                 axes_lens=[512, 64, 64],
             ),
         )
-        own = pipeline.transformer
-        for name, weight in own.named_parameters():
+        transformer = pipeline.transformer
+        for name, weight in transformer.named_parameters():
             if "norm" in name and weight.dim() == 1:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             if name.endswith("pad_token"):

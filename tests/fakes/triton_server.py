@@ -181,11 +181,11 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         }
 
     def _wait(self, context: grpc.ServicerContext) -> None:
-        until = time.monotonic() + self.worker.step_s
+        now_s = time.monotonic() + self.worker.step_s
         while True:
             if not context.is_active():
                 raise _Withdrawn
-            left = until - time.monotonic()
+            left = now_s - time.monotonic()
             if left <= 0:
                 return
             time.sleep(min(left, 0.01))

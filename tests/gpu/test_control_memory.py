@@ -50,11 +50,11 @@ def denoiser(calls: PipeCalls, device: torch.device, *, lent: bool) -> ControlSe
     """Another one's; `lent`: whether it opens what it is lent."""
     dtype = str(dtype_of(config_of({"model": {"device": str(device)}}))).removeprefix("torch.")
     connect = partial(SocketMessages, device=device)
-    own = ControlService(SharedCalls(calls), device, dtype, PATIENCE_S, connect)
-    own.load(NET, NET, NET, PATIENCE_S)
-    assert own._link is not None
-    assert (own._link.messages.lent is not None) == (lent and device.type == "cuda")
-    return own
+    service = ControlService(SharedCalls(calls), device, dtype, PATIENCE_S, connect)
+    service.load(NET, NET, NET, PATIENCE_S)
+    assert service._link is not None
+    assert (service._link.messages.lent is not None) == (lent and device.type == "cuda")
+    return service
 
 
 def opened(service: ControlService) -> ServedRow:
@@ -73,9 +73,9 @@ def ask(rows: list[ServedRow], step: int, device: torch.device) -> list[Tensor]:
 
 def check(row: ServedRow, sample: Tensor) -> None:
     for place in range(PLACES):
-        found = row.after(place)
-        assert found is not None
-        assert torch.equal(found, residual(sample, place))
+        tensor = row.after(place)
+        assert tensor is not None
+        assert torch.equal(tensor, residual(sample, place))
 
 
 @pytest.mark.parametrize("ipc_bytes", [0, AMPLE, 2**23])
@@ -119,14 +119,14 @@ def test_a_service_that_is_killed_takes_nothing_of_the_denoiser_with_it(
             [sample] = ask([row], 1, device)
             if device.type == "cuda":
                 torch.cuda._sleep(10**8)
-            found = [row.after(place) for place in range(PLACES)]
+            tensors = [row.after(place) for place in range(PLACES)]
             [spawned] = multiprocessing.active_children()
             assert spawned.pid is not None
             os.kill(spawned.pid, signal.SIGKILL)
             spawned.join()
-            for place, each in enumerate(found):
-                assert each is not None
-                assert torch.equal(each, residual(sample, place))
+            for place, tensor in enumerate(tensors):
+                assert tensor is not None
+                assert torch.equal(tensor, residual(sample, place))
             with pytest.raises(EngineFailed, match="the ControlNet service was lost"):
                 ask([row], 2, device)
             service.close()
@@ -136,10 +136,10 @@ def test_a_service_that_is_killed_takes_nothing_of_the_denoiser_with_it(
 def test_what_two_denoisers_are_lent_is_their_own(device: torch.device) -> None:
     with serving(device, AMPLE) as calls:
         services = [denoiser(calls, device, lent=True) for _ in range(2)]
-        rows = [opened(each) for each in services]
+        rows = [opened(service) for service in services]
         for step in range(STEPS):
             samples = [ask([row], step, device)[0] for row in rows]
             for row, sample in zip(rows, samples, strict=True):
                 check(row, sample)
-        for each in services:
-            each.close()
+        for service in services:
+            service.close()

@@ -27,16 +27,16 @@ def test_what_arrives_is_what_was_sent(
 ) -> None:
     """Through buffers that hold a part of it, so that the ring goes round."""
     mover: Mover = CudaMover(device, 2**16) if device.type == "cuda" else HostMover()
-    sent = [encode(torch.randn(1000, 96).bfloat16(), format) for _ in range(4)]
+    coded_tensors = [encode(torch.randn(1000, 96).bfloat16(), format) for _ in range(4)]
     rng = np.random.default_rng(0)
     ids = None if tokens is None else np.sort(rng.permutation(1000)[:tokens])
-    arrived = [mover.move((coded,), ids) for coded in sent]
-    for coded, arrival in zip(sent, arrived, strict=True):
-        (there,) = arrival.get()
-        wanted = coded if ids is None else coded.take(torch.from_numpy(ids))
-        for one, other in zip(there.tensors(), wanted.tensors(), strict=True):
-            assert one.device.type == device.type
-            assert torch.equal(one.cpu(), other)
+    arrived = [mover.move((coded,), ids) for coded in coded_tensors]
+    for coded, arrival in zip(coded_tensors, arrived, strict=True):
+        (device_coded,) = arrival.get()
+        expected = coded if ids is None else coded.take(torch.from_numpy(ids))
+        for tensor, expected_tensor in zip(device_coded.tensors(), expected.tensors(), strict=True):
+            assert tensor.device.type == device.type
+            assert torch.equal(tensor.cpu(), expected_tensor)
     assert all(arrival.ready() for arrival in arrived)
 
 
@@ -51,19 +51,21 @@ def test_memory_that_streams_hand_to_one_another_holds_what_was_written(
         loads = mover.stream
     reserve, rng = Reserve(2**20, device, loads), np.random.default_rng(0)
     for turn in range(200):
-        sent = encode(torch.randn(int(rng.integers(100, 900)), 256), "int8")
-        entry = AnchorEntry(Anchor(0.5, 500.0), (BlockEntry(sent),))
+        coded = encode(torch.randn(int(rng.integers(100, 900)), 256), "int8")
+        entry = AnchorEntry(Anchor(0.5, 500.0), (BlockEntry(coded),))
         block = reserve.take(entry.room, stays=turn % 2 == 0)
         assert block is not None
         if turn % 2:
-            (there,) = mover.move((sent,), None, block).get()
+            (device_coded,) = mover.move((coded,), None, block).get()
         else:
-            near = AnchorEntry(entry.anchor, (BlockEntry(sent.map(*[lambda t: t.to(device)] * 2)),))
-            (there,) = near.within(block).blocks[0].part("h")
-        read = there.data.float() * there.scale
-        del block, there  # its place is another's while the device still reads
-        expected = torch.empty(sent.data.shape)
-        sent.into(expected)
+            near = AnchorEntry(
+                entry.anchor, (BlockEntry(coded.map(*[lambda t: t.to(device)] * 2)),)
+            )
+            (device_coded,) = near.within(block).blocks[0].part("h")
+        read = device_coded.data.float() * device_coded.scale
+        del block, device_coded  # its place is another's while the device still reads
+        expected = torch.empty(coded.data.shape)
+        coded.into(expected)
         torch.testing.assert_close(read.cpu(), expected)
 
 
@@ -87,14 +89,16 @@ def test_the_device_reads_files_in_memory_by_itself(
         assert stored is not None
         assert stored.file.registered is not None, "the driver refuses: see the log"
         tier.evict("k")  # what is open stays
-        for block, kept in zip(stored.blocks, entry.blocks, strict=True):
+        for block, block_entry in zip(stored.blocks, entry.blocks, strict=True):
             arrived = mover.move(block.part("kv"), ids).get()
-            wanted = kept.part("kv")
+            expected = block_entry.part("kv")
             if ids is not None:
-                wanted = tuple(coded.take(torch.from_numpy(ids)) for coded in wanted)
-            for there, own in zip(arrived, wanted, strict=True):
-                for one, other in zip(there.tensors(), own.tensors(), strict=True):
-                    assert torch.equal(one.cpu(), other)
+                expected = tuple(coded.take(torch.from_numpy(ids)) for coded in expected)
+            for device_coded, expected_coded in zip(arrived, expected, strict=True):
+                for tensor, expected_tensor in zip(
+                    device_coded.tensors(), expected_coded.tensors(), strict=True
+                ):
+                    assert torch.equal(tensor.cpu(), expected_tensor)
         del stored, block
     mover.close()
     assert registrar.nbytes == 0

@@ -30,17 +30,17 @@ def test_a_step_takes_no_more_than_was_counted(
     bench.batch = None
     for row in rows:
         row.step = 0
-    taken = peak_bytes(device, lambda: bench.step(rows, "kv"))
+    measured_bytes = peak_bytes(device, lambda: bench.step(rows, "kv"))
     counted = memory.peak_values(bench.work, len(rows), bench.text) * dtype.itemsize
-    assert taken <= counted + SLACK
+    assert measured_bytes <= counted + SLACK
     if set(ratios) == {None}:  # plain operations take nearly all of it, our kernels two fifths
-        assert taken >= (0.35 if on_gpu else 0.5) * counted
+        assert measured_bytes >= (0.35 if on_gpu else 0.5) * counted
 
 
 def test_weights_take_what_was_counted(tiny_fill: Path, device: torch.device) -> None:
     config = config_of(tiny_fill, model={"device": str(device)})
-    held = []
-    taken = peak_bytes(device, lambda: held.append(load_adapter(config)))
-    assert held[0].weight_bytes > 0
+    adapters = []
+    measured_bytes = peak_bytes(device, lambda: adapters.append(load_adapter(config)))
+    assert adapters[0].weight_bytes > 0
     if device.type == "cuda":  # small tensors take 512 bytes each
-        assert taken <= 4 * held[0].weight_bytes + SLACK
+        assert measured_bytes <= 4 * adapters[0].weight_bytes + SLACK

@@ -85,16 +85,16 @@ def test_bfloat16_is_as_near_to_float32_as_diffusers_own(
     case = random_case(np.random.default_rng(seed), **STEPS)
     with drawn_in(torch.bfloat16):
         exact = Place(folder, torch.device("cpu"), "float32").diffusers(case)
-    there = Place(folder, device, "bfloat16")
-    theirs, ours = off(there.diffusers(case), exact), off(there.ours(case), exact)
-    assert 0 < theirs < 0.1, "the tiny model is good enough to tell"
-    assert ours <= 1.5 * theirs
+    place = Place(folder, device, "bfloat16")
+    diffusers_error, engine_error = off(place.diffusers(case), exact), off(place.ours(case), exact)
+    assert 0 < diffusers_error < 0.1, "the tiny model is good enough to tell"
+    assert engine_error <= 1.5 * diffusers_error
 
 
 def test_float32_agrees_with_diffusers(folder: Path, device: torch.device) -> None:
     case = random_case(np.random.default_rng(5), **STEPS)
-    there = Place(folder, device, "float32")
-    assert off(there.ours(case), there.diffusers(case)) < 1e-3
+    place = Place(folder, device, "float32")
+    assert off(place.ours(case), place.diffusers(case)) < 1e-3
 
 
 def test_cached_edits_come_out_as_on_the_cpu(tiny_fill: Path, device: torch.device) -> None:

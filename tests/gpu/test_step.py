@@ -46,10 +46,10 @@ def test_the_variable_length_kernel_agrees_with_each_row_alone() -> None:
     rows = segments(queries, keys)
     together = attention(q, k, v, rows)
     for (qb, qe), (kb, ke) in zip(rows.q_spans, rows.k_spans, strict=True):
-        alone = attention(
+        row_output = attention(
             q[qb:qe].float(), k[kb:ke].float(), v[kb:ke].float(), segments([qe - qb], [ke - kb])
         )
-        assert torch.allclose(together[qb:qe].float(), alone, atol=2e-2)
+        assert torch.allclose(together[qb:qe].float(), row_output, atol=2e-2)
 
 
 @pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
@@ -60,7 +60,7 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
     at = KvSlots(((8, 48),), torch.zeros(40, dtype=torch.long), *(torch.arange(40),) * 3)
     at = KvSlots(at.spans, *(x.to(CUDA) for x in (at.row_of, at.local, at.to + 8, at.numbers)))
     coded = [encode(x, format) for x in draw]  # which rounds otherwise on a device
-    keys, values = (each.map(*[lambda t: t.to(CUDA)] * 2) for each in coded)
+    keys, values = (coded_tensor.map(*[lambda t: t.to(CUDA)] * 2) for coded_tensor in coded)
     outs = [torch.zeros(48, 3, 32, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
     source = KvSource((keys, values), ids.to(CUDA))
     fused([source], outs[:2], at)
@@ -74,15 +74,15 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
 def test_products_with_their_activations_inside_agree_with_the_cpus() -> None:
     x, weight, bias = torch.randn(33, 256), torch.randn(512, 256) / 16, torch.randn(512)
     product = PlainLinear(weight.to(CUDA).bfloat16(), bias.to(CUDA).bfloat16())
-    there, host = x.to(CUDA).bfloat16(), PlainLinear(weight, bias)
+    device_x, host = x.to(CUDA).bfloat16(), PlainLinear(weight, bias)
     out = torch.empty(33, 512, device=CUDA, dtype=torch.bfloat16)
-    write_product(product, there, out)
-    for found, expected in (
-        (gelu_of(product, there), gelu_of(host, x)),
-        (sum_of_parts(product, there.split((64, 192), dim=1)), host(x)),
+    write_product(product, device_x, out)
+    for actual, expected in (
+        (gelu_of(product, device_x), gelu_of(host, x)),
+        (sum_of_parts(product, device_x.split((64, 192), dim=1)), host(x)),
         (out, host(x)),
     ):
-        assert torch.allclose(found.cpu().float(), expected, atol=6e-2, rtol=2e-2)
+        assert torch.allclose(actual.cpu().float(), expected, atol=6e-2, rtol=2e-2)
 
 
 def test_the_kernels_of_a_unets_block_agree_with_plain_operations() -> None:
@@ -90,9 +90,9 @@ def test_the_kernels_of_a_unets_block_agree_with_plain_operations() -> None:
     x, y = (torch.randn(37, 1280).bfloat16() for _ in range(2))
     norm = torch.nn.LayerNorm(1280).bfloat16().requires_grad_(False)
     plain = (*add_norm(x, y, norm), geglu(x))
-    there = (*add_norm(x.to(CUDA), y.to(CUDA), norm.to(CUDA)), geglu(x.to(CUDA)))
-    for one, other in zip(plain, there, strict=True):
-        assert torch.allclose(one.float(), other.cpu().float(), atol=4e-2, rtol=2e-2)
+    device_outputs = (*add_norm(x.to(CUDA), y.to(CUDA), norm.to(CUDA)), geglu(x.to(CUDA)))
+    for expected, actual in zip(plain, device_outputs, strict=True):
+        assert torch.allclose(expected.float(), actual.cpu().float(), atol=4e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
@@ -104,14 +104,16 @@ def test_the_kernel_that_reads_round_tiles_agrees_with_the_plain_path(format: st
     assert around is not None
     around.around(0, 0, strided=False)
     assert around.read(), "the kernel was not used"
-    for read, found in around.read().items():
+    for read, actual in around.read().items():
         plain = around._read(around.entry, read)
-        torch.testing.assert_close(found.ring, plain.ring)
-        assert (found.outside is None) == (plain.outside is None) == read.strided
-        if found.outside is not None and plain.outside is not None:
+        torch.testing.assert_close(actual.ring, plain.ring)
+        assert (actual.outside is None) == (plain.outside is None) == read.strided
+        if actual.outside is not None and plain.outside is not None:
             for name in ("mean", "variance"):
-                one, other = (getattr(each.outside, name) for each in (found, plain))
-                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+                actual_part, plain_part = (
+                    getattr(result.outside, name) for result in (actual, plain)
+                )
+                torch.testing.assert_close(actual_part, plain_part, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["kv", "project"])
@@ -133,8 +135,8 @@ def test_the_kernel_that_turns_heads_agrees_with_the_plain_path(streams: int) ->
     norms = torch.randn(*((streams,) if streams else ()), 2, 1, 128, device=CUDA)
     stream_of = torch.randint(streams, (300,), device=CUDA) if streams else None
     cis = torch.polar(torch.ones(300, 64), torch.randn(300, 64)).to(CUDA)
-    own = norms if stream_of is None else norms[stream_of]
-    plain = rotate(norm_heads(x, own), cis, x.dtype)
+    stream_norms = norms if stream_of is None else norms[stream_of]
+    plain = rotate(norm_heads(x, stream_norms), cis, x.dtype)
     fused_heads(x, norms, cis, stream_of)
     torch.testing.assert_close(x, plain, rtol=2**-7, atol=2**-7)
 
@@ -144,7 +146,7 @@ def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
     row_of = torch.repeat_interleave(torch.arange(3), torch.tensor([100, 33, 257])).to(CUDA)
     x, y = (torch.randn(390, 3072, device=CUDA).bfloat16() for _ in range(2))
     vectors = torch.randn(3, 6 * 3072, device=CUDA).bfloat16().chunk(6, dim=1)
-    shift, scale, gate, *_ = (PerRow(each, row_of) for each in vectors)
+    shift, scale, gate, *_ = (PerRow(vector, row_of) for vector in vectors)
     together = add_gated(x, gate, y, Norm(shift, scale))
     added, _ = add_gated(x, gate.spread(), y)
     for result, plain in (
@@ -176,8 +178,8 @@ def assert_recorded_alike(
         answers.append([row.latents.float().cpu() for row in rows])
     assert recorder._capture is not None, "recording was turned off"
     assert any(recorder._seen.values())
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    for tensor, other_tensor in zip(*answers, strict=True):
+        torch.testing.assert_close(tensor, other_tensor, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("ratios", [(0.1,), (0.3, None)])
@@ -205,7 +207,7 @@ def test_products_in_fp8_agree_with_their_numbers() -> None:
     pytest.importorskip("triton")
     if torch.cuda.get_device_capability(CUDA) < (8, 9):
         pytest.skip("this device has no float8")
-    x, y = (3 * torch.randn(33, each, device=CUDA).bfloat16() for each in (256, 1024))
+    x, y = (3 * torch.randn(33, width, device=CUDA).bfloat16() for width in (256, 1024))
     weight, scale = torch.randn(512, 1280, device=CUDA).to(FP8), torch.rand(512, 1, device=CUDA)
     product = Fp8Linear(weight, scale, torch.randn(512, device=CUDA).bfloat16(), torch.bfloat16)
     tokens = quantised_gelu(y, x)
@@ -213,9 +215,11 @@ def test_products_in_fp8_agree_with_their_numbers() -> None:
     numbers = tokens.data.float() * tokens.scale
     torch.testing.assert_close(numbers, joined.float(), rtol=2**-3, atol=2e-2)
     expected = numbers @ (weight.float() * scale).T + product.bias
-    apart = (product(tokens).float() - expected).abs().max()
-    assert apart <= 2e-2 * expected.abs().max()
+    difference = (product(tokens).float() - expected).abs().max()
+    assert difference <= 2e-2 * expected.abs().max()
     shift, gain = torch.randn(2, 256, device=CUDA).bfloat16().unbind()
-    found = modulate_fp8(x, shift, gain)
+    quantized = modulate_fp8(x, shift, gain)
     plain = modulate(x, shift, gain).float()
-    torch.testing.assert_close(found.data.float() * found.scale, plain, rtol=2**-3, atol=5e-2)
+    torch.testing.assert_close(
+        quantized.data.float() * quantized.scale, plain, rtol=2**-3, atol=5e-2
+    )

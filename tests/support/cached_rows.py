@@ -98,10 +98,10 @@ def check_entries_unwritten(replay: Replay, encoder: Encoder, job: EditJob) -> N
     primed = Primed(replay.adapter, encoder, job)
     kept = [coded.data for entry in primed.entries for block in entry.blocks for part in PARTS
             for coded in block.part(part)]  # fmt: skip
-    before = [data.clone() for data in kept]
+    copies = [data.clone() for data in kept]
     for kind in KINDS:
         run(replay, [cached(replay, job, primed)], kind)
-    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copies, kept, strict=True))
 
 
 def check_mixed_batch(

@@ -27,10 +27,10 @@ def write_signer(folder: Path) -> tuple[Path, Path]:
     """PEM files of a chain and of the key of its first certificate (es256)."""
     authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     top = _certificate("authority", authority, authority, ["key_cert_sign"], ca=True)
-    own = _certificate("signer", key, authority, ["digital_signature"], ca=False)
+    certificate = _certificate("signer", key, authority, ["digital_signature"], ca=False)
     chain, secret = folder / "chain.pem", folder / "key.pem"
     pem = serialization.Encoding.PEM
-    chain.write_bytes(own.public_bytes(pem) + top.public_bytes(pem))
+    chain.write_bytes(certificate.public_bytes(pem) + top.public_bytes(pem))
     plain = serialization.NoEncryption()
     secret.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
     return chain, secret
@@ -46,7 +46,7 @@ def _certificate(
 ) -> x509.Certificate:
     now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
     usage = x509.KeyUsage(**{use: use in uses for use in _USES})
-    made = (
+    add_extension = (
         x509.CertificateBuilder()
         .subject_name(_name(name))
         .issuer_name(_name("authority"))
@@ -63,8 +63,8 @@ def _certificate(
     )
     if not ca:
         mail = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.EMAIL_PROTECTION])
-        made = made.add_extension(mail, False)
-    return made.sign(issuer, hashes.SHA256())
+        add_extension = add_extension.add_extension(mail, False)
+    return add_extension.sign(issuer, hashes.SHA256())
 
 
 def _name(common: str) -> x509.Name:

@@ -59,8 +59,8 @@ class Clone:
 
 def environment() -> dict[str, str]:
     """Of a fresh shell: without the virtual environment and without what pytest added."""
-    own = str(Path(sys.executable).parent)
-    path = [part for part in os.environ["PATH"].split(os.pathsep) if part != own]
+    parent = str(Path(sys.executable).parent)
+    path = [part for part in os.environ["PATH"].split(os.pathsep) if part != parent]
     names = ("PYTHONPATH", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return kept | {"PATH": os.pathsep.join(path)}

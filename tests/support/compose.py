@@ -20,8 +20,8 @@ def missing() -> str:
     """What this machine lacks to run containers; empty if nothing."""
     if shutil.which("docker") is None:
         return "docker is not installed"
-    asked = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
-    return "" if asked.returncode == 0 else f"no Docker Engine answers: {asked.stderr.strip()}"
+    result = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
+    return "" if result.returncode == 0 else f"no Docker Engine answers: {result.stderr.strip()}"
 
 
 def free_port() -> int:
@@ -72,7 +72,7 @@ class Compose:
 
     def run(self, *arguments: str, timeout_s: float = 600) -> str:
         """A compose command's output; AssertionError with both streams if it fails."""
-        done = subprocess.run(
+        result = subprocess.run(
             [*self._command, *self._file, *arguments],
             cwd=ROOT,
             env=self._env,
@@ -81,16 +81,18 @@ class Compose:
             timeout=timeout_s,
             check=False,
         )
-        assert done.returncode == 0, f"{arguments}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
+        assert result.returncode == 0, (
+            f"{arguments}: {result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+        )
+        return result.stdout
 
     def container(self, service: str) -> dict[str, Any]:
         """What the engine knows of a service's container."""
         name = self.run("ps", "-q", service).split()[0]
-        asked = subprocess.run(
+        result = subprocess.run(
             ["docker", "inspect", name], capture_output=True, text=True, check=True
         )
-        found: dict[str, Any] = json.loads(asked.stdout)[0]
+        found: dict[str, Any] = json.loads(result.stdout)[0]
         return found
 
     def healthy(self, service: str) -> bool:

@@ -44,8 +44,8 @@ class DirectCalls:
                 Overloaded if code == Overloaded.code else EngineFailed
             )
             raise kind(message)
-        found: dict[str, Any] = json.loads(said.text("RESULT"))
-        return found
+        document: dict[str, Any] = json.loads(said.text("RESULT"))
+        return document
 
     def close(self) -> None:
         """It has nothing of its own."""
@@ -74,10 +74,10 @@ class Service:
         self.config: Config = replace(config, runtime_dir=str(self.folder))
         self.triton = FakeTriton()
         self.front = ControlNetFrontend(self.triton, self.config)
-        known = ControlNets(self.config, load_facts(str(model)))
-        found = [known.find(name, "x") for name in nets]
-        self.versions = {each.name: each.version for each in found}
-        self.contents = {each.name: content_of(each.path) for each in found}
+        control_nets = ControlNets(self.config, load_facts(str(model)))
+        finds = [control_nets.find(name, "x") for name in nets]
+        self.versions = {each.name: each.version for each in finds}
+        self.contents = {each.name: content_of(each.path) for each in finds}
 
     def denoiser(
         self,
@@ -86,10 +86,10 @@ class Service:
     ) -> ControlService:
         """Another one's, that has had all ControlNets loaded."""
         calls = DirectCalls(self.front, self.triton)
-        own = ControlService(calls, torch.device("cpu"), "float32", patience_s, connect)
+        control_service = ControlService(calls, torch.device("cpu"), "float32", patience_s, connect)
         for name in self.versions:
-            self.load(own, name)
-        return own
+            self.load(control_service, name)
+        return control_service
 
     def load(self, denoiser: ControlService, name: str) -> None:
         denoiser.load(name, self.versions[name], self.contents[name], 60.0)

@@ -33,16 +33,16 @@ def covering(cases: Sequence[frozenset[Hashable]]) -> set[int]:
 
     The same for the same cases: processes that share the tests choose alike.
     """
-    left = set[Hashable]().union(*cases)
+    union = set[Hashable]().union(*cases)
     used = Counter[Hashable]()
     chosen: set[int] = set()
-    while left:
+    while union:
         best = max(
             (n for n in range(len(cases)) if n not in chosen),
-            key=lambda n: (len(cases[n] & left), -sum(used[each] for each in cases[n]), -n),
+            key=lambda n: (len(cases[n] & union), -sum(used[case] for case in cases[n]), -n),
         )
         chosen.add(best)
-        left -= cases[best]
+        union -= cases[best]
         used.update(cases[best])
     return chosen
 

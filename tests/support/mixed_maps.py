@@ -67,11 +67,12 @@ def _reading(model: nn.Module, read: Callable[[Tensor], Tensor]) -> Iterator[Non
         return (read(args[0]), *args[1:])
 
     readers = [
-        each
-        for each in model.modules()
-        if isinstance(each, nn.GroupNorm) or (isinstance(each, nn.Conv2d) and each.stride == (2, 2))
+        module
+        for module in model.modules()
+        if isinstance(module, nn.GroupNorm)
+        or (isinstance(module, nn.Conv2d) and module.stride == (2, 2))
     ]
-    handles = [each.register_forward_pre_hook(hook) for each in readers]
+    handles = [module.register_forward_pre_hook(hook) for module in readers]
     try:
         yield
     finally:

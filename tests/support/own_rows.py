@@ -139,8 +139,8 @@ def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> Non
         run(adapter, [row], [few])
         expected = row.result().array()
         assert np.abs(found - expected)[:, shown].max() <= tolerance(expected)
-        apart = np.abs(found - dense)[:, shown].max()
-        assert 0 < apart < np.abs(dense).max()
+        maximum = np.abs(found - dense)[:, shown].max()
+        assert 0 < maximum < np.abs(dense).max()
 
 
 def result(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:

@@ -30,9 +30,9 @@ expect.set_options(timeout=60_000)
 @contextmanager
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield made
-        made.close()
+        launch = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launch
+        launch.close()
 
 
 @contextmanager
@@ -60,15 +60,15 @@ def answers(port: int) -> bool:
 @contextmanager
 def opened(browser: Browser, address: str) -> Iterator[Page]:
     """The page in a tab, which asks nobody but its server."""
-    made = browser.new_page(viewport={"width": 1500, "height": 1100})
-    made.set_default_timeout(60_000)
+    page = browser.new_page(viewport={"width": 1500, "height": 1100})
+    page.set_default_timeout(60_000)
     elsewhere: list[str] = []
     local = (address, "data:", "blob:", "about:")
-    made.on("request", lambda r: None if r.url.startswith(local) else elsewhere.append(r.url))
-    made.goto(address)
-    made.wait_for_selector("#editor .painter")
-    yield made
-    made.close()
+    page.on("request", lambda r: None if r.url.startswith(local) else elsewhere.append(r.url))
+    page.goto(address)
+    page.wait_for_selector("#editor .painter")
+    yield page
+    page.close()
     assert elsewhere == []
 
 
@@ -96,9 +96,9 @@ def paint(page: Page, stroke: list[tuple[int, int]]) -> list[tuple[float, float]
 
 def sent_mask(request: Request) -> NDArray[np.bool_]:
     """The mask that the page gave with an edit."""
-    told = json.loads(request.post_data_json["data"][0])
-    bits = np.frombuffer(base64.b64decode(told["mask"]), np.uint8)
-    return np.unpackbits(bits).reshape(told["height"], told["width"]).astype(bool)
+    document = json.loads(request.post_data_json["data"][0])
+    bits = np.frombuffer(base64.b64decode(document["mask"]), np.uint8)
+    return np.unpackbits(bits).reshape(document["height"], document["width"]).astype(bool)
 
 
 def is_edit(request: Request) -> bool:

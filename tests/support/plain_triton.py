@@ -65,8 +65,8 @@ def plain_triton(model: Path, tables: str, folder: Path) -> Iterator[PlainWorker
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.defpath]),
         "LD_LIBRARY_PATH": os.pathsep.join(map(str, triton.libraries)),
     }
-    with log.open("wb") as said:
-        server = subprocess.Popen(command, cwd=CHECKOUT, env=env, stdout=said, stderr=said)
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, cwd=CHECKOUT, env=env, stdout=file, stderr=file)
     try:
         eventually("Triton is ready", lambda: _is_ready(server, worker.http_url), 240)
         yield worker

@@ -17,9 +17,9 @@ _NOBODY = "postgres"
 
 def find_postgres() -> Path | None:
     """The folder of its programs; None: it is not installed."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    glob = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     on_path = shutil.which("initdb")
-    return found[-1].parent if found else Path(on_path).parent if on_path else None
+    return glob[-1].parent if glob else Path(on_path).parent if on_path else None
 
 
 @contextmanager

@@ -36,9 +36,9 @@ class Rank:
         if len(of) == 1:
             return None
         if of not in self._gangs:
-            own = PrefixStore(str(of), self._store)
+            prefix_store = PrefixStore(str(of), self._store)
             self._gangs[of] = GangExchange(
-                own, self.rank - of.start, len(of), CPU, 20.0, deals=self._deals
+                prefix_store, self.rank - of.start, len(of), CPU, 20.0, deals=self._deals
             )
         return self._gangs[of]
 
@@ -62,8 +62,8 @@ def check_ranks(adapter: Adapter, encoder: Encoder, jobs: Sequence[EditJob], kin
         return rank.run([*rows, rank.adapter.dense_row(jobs[0])], (kind,) * adapter.blocks)
 
     [expected] = by_ranks(adapter, 1, run)
-    for found in by_ranks(adapter, 2, run):
-        for one, other in zip(found, expected, strict=True):
+    for by_rank in by_ranks(adapter, 2, run):
+        for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
 
 

@@ -34,16 +34,16 @@ class _Piece(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def replay(self) -> None:
         for func, args, kwargs, made in self.done:
-            given = {_memory(each) for each in _tensors((args, kwargs))}
+            memories = {_memory(tensor) for tensor in _tensors((args, kwargs))}
             if (
                 made
-                and all(_memory(each) in given for each in made)
+                and all(_memory(tensor) in memories for tensor in made)
                 and not func._schema.is_mutable
             ):
                 continue  # views
-            again = _tensors(func(*args, **kwargs))
-            for old, new in zip(made, again, strict=True):
-                if _memory(old) not in given:
+            tensors = _tensors(func(*args, **kwargs))
+            for old, new in zip(made, tensors, strict=True):
+                if _memory(old) not in memories:
                     old.copy_(new)
 
 
@@ -121,7 +121,7 @@ def finish_behind_a_lost_entry(
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [tree_leave for tree_leave in tree_leaves(tree) if isinstance(tree_leave, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -121,8 +121,8 @@ class Faulty(EmulatedWorker):
                 text = "[INVALID_REQUEST] SETTINGS.request_id: names an edit that is in flight"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
             await self._working.wait()
-            asked = self.seen[-1].get("template_id")
-            if self.lacks is not None and asked == self.lacks:
+            response = self.seen[-1].get("template_id")
+            if self.lacks is not None and response == self.lacks:
                 text = "[TEMPLATE_NOT_FOUND] it is not here"
                 await context.abort(grpc.StatusCode.NOT_FOUND, text)
             if self.fails:

@@ -20,8 +20,8 @@ def shard_of(text: str) -> tuple[int, int]:
     Raises:
         pytest.UsageError: it names none.
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    fullmatch = re.fullmatch(r"(\d+)/(\d+)", text)
+    number, count = (int(fullmatch[1]), int(fullmatch[2])) if fullmatch else (0, 0)
     if not 1 <= number <= count:
         raise pytest.UsageError(f"--slow-shard takes a shard of how many, such as 2/6: {text!r}")
     return number, count

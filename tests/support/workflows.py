@@ -210,7 +210,7 @@ def plans_of_every_kind() -> list[WorkflowPlan]:
 
 def drawn_plans() -> list[WorkflowPlan]:
     """Random ones, with all passes but `prime`: cached rows differ from dense ones."""
-    found: list[WorkflowPlan] = []
+    workflow_plans: list[WorkflowPlan] = []
 
     @hypothesis.settings(
         max_examples=DRAWN, database=None, phases=[hypothesis.Phase.generate], deadline=None,
@@ -219,8 +219,8 @@ def drawn_plans() -> list[WorkflowPlan]:
     @hypothesis.seed(time.time_ns())
     @hypothesis.given(plans(deep=1, rounds=2, sized=True))
     def draw(plan: WorkflowPlan) -> None:
-        named = structs.replace(plan, name=f"drawn-{len(found)}")
-        found.append(compiled(named, set(PASSES) - {"prime"}))
+        named = structs.replace(plan, name=f"drawn-{len(workflow_plans)}")
+        workflow_plans.append(compiled(named, set(PASSES) - {"prime"}))
 
     draw()
-    return found
+    return workflow_plans

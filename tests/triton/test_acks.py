@@ -58,15 +58,15 @@ def acks(receiver: AckReceiver, tmp_path: Path) -> tuple[AckSender, AckSender]:
 def test_each_receipt_arrives_where_it_belongs(
     receiver: AckReceiver, acks: tuple[AckSender, AckSender], told: queue.SimpleQueue[str]
 ) -> None:
-    for name, given in zip("ab", acks, strict=True):
-        receiver.keep(given.key, Call(name, told))
+    for name, sender in zip("ab", acks, strict=True):
+        receiver.keep(sender.key, Call(name, told))
     a, b = acks
     a.taken()
     b.taken()
     b.over()
     a.taken()
-    seen = [told.get(timeout=5) for _ in range(4)]
-    assert seen == ["a taken", "b taken", "b over", "a taken"]
+    messages = [told.get(timeout=5) for _ in range(4)]
+    assert messages == ["a taken", "b taken", "b over", "a taken"]
 
 
 def test_a_dropped_key_is_forgotten(
@@ -76,8 +76,8 @@ def test_a_dropped_key_is_forgotten(
     receiver.keep(old.key, Call("old", told))
     receiver.keep(new.key, Call("new", told))
     receiver.drop(old.key)
-    for given in (old, new):
-        given.taken()
+    for sender in (old, new):
+        sender.taken()
     assert told.get(timeout=5) == "new taken"
     assert told.empty()
 

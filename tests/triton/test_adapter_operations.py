@@ -57,9 +57,9 @@ def ask(api: FakeTriton) -> Callable[..., Any]:
 def test_adapters_are_listed_checked_loaded_pinned_and_evicted(
     ask: Callable[..., Any], served: Config
 ) -> None:
-    good, other = ask(served, "adapters")["adapters"]
+    good, other_adapter = ask(served, "adapters")["adapters"]
     assert (good["name"], good["tiers"], good["pinned"]) == ("good", [], False)
-    assert "is for another model" in other["problem"]
+    assert "is for another model" in other_adapter["problem"]
     path = Path(served.adapters.store) / "good.safetensors"
     checked = ask(served, "adapter_check", name="good")
     assert checked["digest"] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -67,10 +67,10 @@ def test_adapters_are_listed_checked_loaded_pinned_and_evicted(
     loaded = ask(served, "adapter_load", name="good")
     assert loaded["digest"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert loaded["tiers"] == ["host"]
-    [before] = Path(served.runtime_dir, "adapters").glob("good@*")
-    used = before.stat().st_mtime_ns
+    [host_copy] = Path(served.runtime_dir, "adapters").glob("good@*")
+    used = host_copy.stat().st_mtime_ns
     assert ask(served, "adapter_check", name="good") == loaded
-    assert before.stat().st_mtime_ns == used
+    assert host_copy.stat().st_mtime_ns == used
     assert ask(served, "adapter_pin", name="good")["pinned"]
     good, _ = ask(served, "adapters")["adapters"]
     assert (good["tiers"], good["pinned"], good["digest"]) == (["host"], True, loaded["digest"])
@@ -94,9 +94,11 @@ def test_without_a_store_there_are_none(ask: Callable[..., Any], config: Config)
 
 
 def test_a_store_that_is_gone_is_told(ask: Callable[..., Any], served: Config) -> None:
-    gone = structs.replace(served, adapters=structs.replace(served.adapters, store="/nowhere"))
-    assert "there is no folder" in ask(gone, "adapters")["problem"]
-    assert ask(gone, "adapter_load", name="x").startswith("[OVERLOADED] OP.name:")
+    broken_config = structs.replace(
+        served, adapters=structs.replace(served.adapters, store="/nowhere")
+    )
+    assert "there is no folder" in ask(broken_config, "adapters")["problem"]
+    assert ask(broken_config, "adapter_load", name="x").startswith("[OVERLOADED] OP.name:")
 
 
 def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
@@ -107,8 +109,8 @@ def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
     api.models["edit_pipeline"] = lambda call: [failure("[ENGINE_FAILED] no pipeline here")]
 
     def told(*names: str) -> str:
-        asked = json.dumps({"loras": [{"name": name} for name in names]}).encode()
-        request = api.request(**{**plain_edit(), "SETTINGS": asked})
+        settings = json.dumps({"loras": [{"name": name} for name in names]}).encode()
+        request = api.request(**{**plain_edit(), "SETTINGS": settings})
         front.execute([request])
         error = request.sender.wait().error()
         return str(error.message()) if error is not None else ""
@@ -119,7 +121,7 @@ def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
         assert told("good", "other").startswith("[INVALID_REQUEST] SETTINGS.loras[1].name")
         assert not front._adapters.host.held()
         told("good")
-        eventually("it is there", lambda: [each.name for each in front._adapters.host.held()])
+        eventually("it is there", lambda: [adapter.name for adapter in front._adapters.host.held()])
     finally:
         front.close()
 
@@ -135,19 +137,19 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
     nan = lora({name: (inputs, outputs)}, prefix="text_encoder.")
     next(iter(nan.values()))[0, 0] = np.nan
     write(store / "nan.safetensors", nan)
-    there: list[list[str]] = []
+    adapter_names: list[list[str]] = []
     front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
 
     def pipeline(call: Call) -> list[InferenceResponse]:
-        there.append([each.name for each in front._adapters.host.held()])
+        adapter_names.append([adapter.name for adapter in front._adapters.host.held()])
         assert call.accepted().loras[0].text
         return [reply(EDITED=b"picture", META=b'{"event": "final", "step": 1}')]
 
     api.models["edit_pipeline"] = pipeline
 
     def told(name: str) -> str:
-        asked = json.dumps({"loras": [{"name": name}]}).encode()
-        request = api.request(**{**plain_edit(), "SETTINGS": asked})
+        settings = json.dumps({"loras": [{"name": name}]}).encode()
+        request = api.request(**{**plain_edit(), "SETTINGS": settings})
         front.execute([request])
         error = request.sender.wait().error()
         return str(error.message()) if error is not None else ""
@@ -156,8 +158,8 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
     try:
         eventually("the storage is listed", lambda: "text" in front._adapters.catalogue.all())
         assert told("nan").startswith("[INVALID_REQUEST] SETTINGS.loras: adapter nan holds NaN")
-        assert not there
+        assert not adapter_names
         assert told("text") == ""
-        assert there == [["text"]]
+        assert adapter_names == [["text"]]
     finally:
         front.close()

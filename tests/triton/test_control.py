@@ -34,18 +34,18 @@ pytestmark = pytest.mark.usefixtures("beat")
 
 @pytest.fixture
 def control(api: FakeTriton, config: Config) -> Iterator[WorkerControl]:
-    made = WorkerControl(api, config)
-    yield made
-    made.close()
+    worker_control = WorkerControl(api, config)
+    yield worker_control
+    worker_control.close()
 
 
 @pytest.fixture
 def impatient(api: FakeTriton, config: Config) -> Iterator[WorkerControl]:
     """Gives an engine a second."""
     engine = structs.replace(config.engine, heartbeat_timeout_s=1.0)
-    made = WorkerControl(api, structs.replace(config, engine=engine))
-    yield made
-    made.close()
+    worker_control = WorkerControl(api, structs.replace(config, engine=engine))
+    yield worker_control
+    worker_control.close()
 
 
 def ask(api: FakeTriton, control: WorkerControl, operation: Any) -> Any:
@@ -62,8 +62,8 @@ def ask(api: FakeTriton, control: WorkerControl, operation: Any) -> Any:
 def test_a_page_drains_nothing(
     api: FakeTriton, control: WorkerControl, config: Config, name: str
 ) -> None:
-    told = json.dumps({name: "https://evil.example"})
-    request = api.request(parameters=told, OP=b'{"op": "drain"}')
+    parameters = json.dumps({name: "https://evil.example"})
+    request = api.request(parameters=parameters, OP=b'{"op": "drain"}')
     control.execute([request])
     error = request.sender.wait().error()
     assert "Origin: is set: a page asks by a browser" in error.message()
@@ -73,10 +73,10 @@ def test_a_page_drains_nothing(
 def test_an_operation_given_up_is_not_done_later(
     api: FakeTriton, impatient: WorkerControl, config: Config
 ) -> None:
-    release, asked = threading.Event(), list[str]()
+    release, template_ids = threading.Event(), list[str]()
 
     def slow(call: Call) -> Iterator[InferenceResponse]:
-        asked.append(call.json("REQUEST")["template_id"])
+        template_ids.append(call.json("REQUEST")["template_id"])
         release.wait(10)
         yield reply(META=b'{"found": true}')
 
@@ -96,7 +96,7 @@ def test_an_operation_given_up_is_not_done_later(
     finally:
         release.set()
     eventually("the queue is empty", lambda: impatient._threads.idle)
-    assert sorted(asked) == [f"{number:016x}" for number in range(8)]
+    assert sorted(template_ids) == [f"{number:016x}" for number in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_who_says_which_templates_it_knows_is_told_changes(
     assert whole["templates"] == {"host": ["a", "b"], "disk": []}
     assert "template_changes" not in whole
     first = ask(api, control, {"op": "status", "templates": ""})
-    told = first["template_changes"]
-    assert (first["templates"], told["since"]) == ({}, "")
-    assert told["added"] == {"host": ["a", "b"]}
+    changes = first["template_changes"]
+    assert (first["templates"], changes["since"]) == ({}, "")
+    assert changes["added"] == {"host": ["a", "b"]}
     assert {**whole, "templates": {}}.keys() == first.keys() - {"template_changes"}
     beat(state="draining", templates={"host": ("b",), "disk": ("c",)})
-    second = ask(api, control, {"op": "status", "templates": told["version"]})
+    second = ask(api, control, {"op": "status", "templates": changes["version"]})
     assert second["state"] == "draining"
-    assert second["template_changes"]["since"] == told["version"]
+    assert second["template_changes"]["since"] == changes["version"]
     assert second["template_changes"]["added"] == {"disk": ["c"]}
     assert second["template_changes"]["removed"] == {"host": ["a"]}
     refused = ask(api, control, {"op": "status", "templates": 7})
@@ -201,17 +201,21 @@ def test_drain_closes_the_admission(
 
 def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:
     def denoiser(call: Call) -> list[InferenceResponse]:
-        held = {"templates": [{"template_id": "f" * 32, "bytes": 10, "tier": "device"}]}
-        asked = call.json("REQUEST")["op"]
+        listing = {"templates": [{"template_id": "f" * 32, "bytes": 10, "tier": "device"}]}
+        operation = call.json("REQUEST")["op"]
         return [
-            reply(META=json.dumps(held if asked == "templates" else {"freed_bytes": 5}).encode())
+            reply(
+                META=json.dumps(
+                    listing if operation == "templates" else {"freed_bytes": 5}
+                ).encode()
+            )
         ]
 
     api.models["denoiser"] = denoiser
     png = encode_image(np.zeros((5, 7, 3), np.uint8), "png")
-    kept = ask(api, control, {"op": "register", "image": base64.b64encode(png).decode()})
-    assert (kept["width"], kept["height"]) == (7, 5)
-    name = kept["template_id"]
+    template = ask(api, control, {"op": "register", "image": base64.b64encode(png).decode()})
+    assert (template["width"], template["height"]) == (7, 5)
+    name = template["template_id"]
     listed = {t["template_id"]: t for t in ask(api, control, {"op": "templates"})["templates"]}
     assert listed[name] == {
         "template_id": name,
@@ -222,8 +226,8 @@ def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:
     }
     assert listed["f" * 32]["registered"] is False
     assert listed["f" * 32]["entries"] == [{"bytes": 10, "tier": "device"}]
-    gone = ask(api, control, {"op": "evict", "template_id": name})
-    assert gone == {"template_id": name, "registered": False, "freed_bytes": 5}
+    eviction = ask(api, control, {"op": "evict", "template_id": name})
+    assert eviction == {"template_id": name, "registered": False, "freed_bytes": 5}
 
 
 def test_pictures_of_equal_pixels_share_entries_and_keep_their_own_transparency(
@@ -236,13 +240,13 @@ def test_pictures_of_equal_pixels_share_entries_and_keep_their_own_transparency(
         match call.json("REQUEST")["op"]:
             case "templates":
                 listed = [{"template_id": first, "bytes": 10} for _ in entries]
-                done: dict[str, Any] = {"templates": listed}
+                response: dict[str, Any] = {"templates": listed}
             case "evict":
-                done = {"freed_bytes": 10 * len(entries)}
+                response = {"freed_bytes": 10 * len(entries)}
                 entries.clear()
             case _:
-                done = {"found": True}
-        return [reply(META=json.dumps(done).encode())]
+                response = {"found": True}
+        return [reply(META=json.dumps(response).encode())]
 
     api.models["denoiser"] = denoiser
     files, names = [], []
@@ -252,12 +256,12 @@ def test_pictures_of_equal_pixels_share_entries_and_keep_their_own_transparency(
         image = base64.b64encode(files[-1]).decode()
         names.append(ask(api, control, {"op": "register", "image": image})["template_id"])
     first, second = names
-    kept = KeptTemplates(templates_folder(config))
-    assert [kept.get(name) for name in names] == files
+    template_store = KeptTemplates(templates_folder(config))
+    assert [template_store.get(name) for name in names] == files
 
     def listed_now() -> dict[str, Any]:
         listed = ask(api, control, {"op": "templates"})["templates"]
-        return {each["template_id"]: each["entries"] for each in listed}
+        return {template["template_id"]: template["entries"] for template in listed}
 
     assert listed_now() == {name: [{"bytes": 10}] for name in names}
     assert ask(api, control, {"op": "evict", "template_id": first})["freed_bytes"] == 0
@@ -297,11 +301,11 @@ def test_a_dead_engine_does_not_hang_control(api: FakeTriton, impatient: WorkerC
 def test_a_cancel_is_answered_by_the_front_that_has_the_edit(
     api: FakeTriton, control: WorkerControl, config: Config
 ) -> None:
-    asked: list[tuple[str, str]] = []
+    cancels: list[tuple[str, str]] = []
 
     def front(name: str, edits: set[str]) -> CancelListener:
         def withdraw(request_id: str) -> bool:
-            asked.append((name, request_id))
+            cancels.append((name, request_id))
             return request_id in edits
 
         return CancelListener(config.runtime_dir, name, withdraw)
@@ -312,7 +316,7 @@ def test_a_cancel_is_answered_by_the_front_that_has_the_edit(
     assert cancelled("mine") == {"cancelled": False}
     first, second = front("edit", set()), front("edit_stream", {"mine"})
     assert cancelled("mine") == {"cancelled": True}
-    assert asked == [("edit", "mine"), ("edit_stream", "mine")]
+    assert cancels == [("edit", "mine"), ("edit_stream", "mine")]
     for nobodys in ("other", "\ud800 half a pair", "x" * 10_000):
         assert cancelled(nobodys) == {"cancelled": False}
     second.close()
@@ -336,10 +340,10 @@ def test_who_asks_and_goes_away_is_no_trouble(
 def test_a_front_that_was_killed_or_hangs_is_no_reason_to_hang(
     api: FakeTriton, control: WorkerControl, config: Config
 ) -> None:
-    left = Path(config.runtime_dir) / "cancels" / "edit"
-    left.parent.mkdir()
+    stale_socket = Path(config.runtime_dir) / "cancels" / "edit"
+    stale_socket.parent.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
-        deaf.bind(str(left))
+        deaf.bind(str(stale_socket))
         operation = {"op": "cancel", "request_id": "mine"}
         assert ask(api, control, operation) == {"cancelled": False}  # nobody listens
         deaf.listen()
@@ -354,8 +358,10 @@ def test_an_image_of_every_mode_is_registered_as_it_came(
 
     out = io.BytesIO()
     Image.new("P", (9, 4)).save(out, "PNG")
-    kept = ask(api, control, {"op": "register", "image": base64.b64encode(out.getvalue()).decode()})
-    file = f"{config.runtime_dir}/templates/{kept['template_id']}"
+    template = ask(
+        api, control, {"op": "register", "image": base64.b64encode(out.getvalue()).decode()}
+    )
+    file = f"{config.runtime_dir}/templates/{template['template_id']}"
     with open(file, "rb") as stored:
         assert stored.read() == out.getvalue()
 
@@ -365,7 +371,7 @@ def test_a_registered_template_is_encoded_and_primed(
 ) -> None:
     from maskserve_common.config import ModelConfig
 
-    seen: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     encoded = {
         "MOMENTS": np.zeros((8, 16, 16), np.float32),
         "MASKED_MOMENTS": np.zeros((8, 16, 16), np.float32),
@@ -373,8 +379,8 @@ def test_a_registered_template_is_encoded_and_primed(
     }
 
     def denoiser(call: Call) -> list[InferenceResponse]:
-        seen.append(call.json("REQUEST"))
-        seen[-1]["tensors"] = sorted(call.tensors)
+        requests.append(call.json("REQUEST"))
+        requests[-1]["tensors"] = sorted(call.tensors)
         return [reply(META=b'{"state": "priming"}')]
 
     # It takes requests together, so its tensors have a batch dimension.
@@ -389,10 +395,10 @@ def test_a_registered_template_is_encoded_and_primed(
         "template_id": answer["template_id"],
         "state": "priming",
     }
-    template = json.loads(seen[0]["request"])
+    template = json.loads(requests[0]["request"])
     assert template["template_id"] == answer["template_id"]
     assert template["prompt"] == ""
-    assert seen[0]["tensors"] == sorted([*encoded, "EDIT_MASK", "REQUEST"])
+    assert requests[0]["tensors"] == sorted([*encoded, "EDIT_MASK", "REQUEST"])
     served.close()
 
 
@@ -409,11 +415,11 @@ def test_a_refused_pin_leaves_no_pin_behind(api: FakeTriton, control: WorkerCont
     pinned: set[str] = set()
 
     def denoiser(call: Call) -> list[InferenceResponse]:
-        asked = call.json("REQUEST")
-        name = asked["template_id"]
-        found = asked["op"] == "unpin" and name in pinned
-        (pinned.add if asked["op"] == "pin" else pinned.discard)(name)
-        return [reply(META=json.dumps({"found": found}).encode())]
+        operation = call.json("REQUEST")
+        name = operation["template_id"]
+        was_pinned = operation["op"] == "unpin" and name in pinned
+        (pinned.add if operation["op"] == "pin" else pinned.discard)(name)
+        return [reply(META=json.dumps({"found": was_pinned}).encode())]
 
     api.models["denoiser"] = denoiser
     for op in ("pin", "unpin"):
@@ -468,9 +474,9 @@ def test_one_key_may_not_fill_the_queue_of_operations(api: FakeTriton, config: C
     asking = []
     try:
         for _ in range(200):
-            asked = api.request(OP=json.dumps({"op": "templates", "scope": "greedy"}).encode())
-            asking.append(asked)
-            control.execute([asked])
+            op_request = api.request(OP=json.dumps({"op": "templates", "scope": "greedy"}).encode())
+            asking.append(op_request)
+            control.execute([op_request])
         refused = asking[-1].sender.wait().error()
         assert refused is not None
         assert refused.message().startswith("[OVERLOADED] too many operations wait")
@@ -502,16 +508,16 @@ def test_no_registration_is_lost_beside_another_keys_evictions(
         while not stop.is_set():
             evict(register("k2"), "k2")
 
-    other = threading.Thread(target=others)
-    other.start()
-    lost = 0
+    thread = threading.Thread(target=others)
+    thread.start()
+    lost_count = 0
     try:
         for _ in range(300):
             name = register("k1")
-            lost += control._templates.get(name, "k1") is None
-            lost += not isinstance(evict(name, "k1"), dict)
+            lost_count += control._templates.get(name, "k1") is None
+            lost_count += not isinstance(evict(name, "k1"), dict)
     finally:
         stop.set()
-        other.join()
+        thread.join()
         control.close()
-    assert lost == 0
+    assert lost_count == 0

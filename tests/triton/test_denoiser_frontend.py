@@ -48,8 +48,8 @@ def frontend(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Iterato
 
 
 def submit(api: FakeTriton, frontend: DenoiserFrontend, **changed: Any) -> Request:
-    given = {**tensors(), **changed}
-    request = api.request(**{name: value for name, value in given.items() if value is not None})
+    inputs = {**tensors(), **changed}
+    request = api.request(**{name: value for name, value in inputs.items() if value is not None})
     frontend.execute([request])
     return request
 

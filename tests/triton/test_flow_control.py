@@ -143,23 +143,23 @@ def test_once_released_nothing_waits(
 @pytest.mark.parametrize("seed", range(8))
 def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
     """With events from one thread and acks from another."""
-    dice, gone, taken = random.Random(seed), threading.Semaphore(0), 0
+    dice, sends, received_count = random.Random(seed), threading.Semaphore(0), 0
 
     class Watched(Sender):
         def send(self, response: object = None, flags: int = 0) -> None:
-            assert len(self.sent) - taken == (0 if response is not None or flags else 1)
+            assert len(self.sent) - received_count == (0 if response is not None or flags else 1)
             super().send(response, flags)  # type: ignore[arg-type]
-            gone.release()
+            sends.release()
 
     sender, ends = Watched(api.violations), Ends()
     flow = FlowControl(Answer(api, sender), ends)
 
     def front() -> None:
-        nonlocal taken
+        nonlocal received_count
         while not sender.finished.is_set():
-            gone.acquire()
+            sends.acquire()
             time.sleep(dice.random() * 1e-3)
-            taken += 1
+            received_count += 1
             flow.taken()
 
     thread = threading.Thread(target=front)
@@ -169,12 +169,12 @@ def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
         time.sleep(dice.random() * 1e-3)
     flow.finish({"META": b"final"})
     sender.wait()
-    gone.release()
+    sends.release()
     thread.join(5)
     assert not thread.is_alive()
-    seen = said(sender)
-    assert seen[-1] == "final"
+    events = said(sender)
+    assert events[-1] == "final"
     for kind in ("progress", "preview"):
-        steps = [int(event.split()[1]) for event in seen if event.startswith(kind)]
+        steps = [int(event.split()[1]) for event in events if event.startswith(kind)]
         assert steps == sorted(set(steps))
     assert ends.count == 1

@@ -100,15 +100,15 @@ def stuck() -> Iterator[Stuck]:
 
 @pytest.fixture
 def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
-    made: list[EditFront] = []
+    all_fronts: list[EditFront] = []
 
     def make(name: str = "edit", **given: Any) -> EditFront:
         streaming = name == "edit_stream"
-        made.append(EditFront(api, config, FILL_FACTS, name, streaming=streaming, **given))
-        return made[-1]
+        all_fronts.append(EditFront(api, config, FILL_FACTS, name, streaming=streaming, **given))
+        return all_fronts[-1]
 
     yield make
-    for front in made:
+    for front in all_fronts:
         front.close()
 
 
@@ -208,10 +208,10 @@ def test_a_result_whose_priming_fails_stays(
 def test_stream_sends_every_event_in_order(
     api: FakeTriton, fronts: Callable[..., EditFront]
 ) -> None:
-    sent = [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 4), ("final", 5)]
+    sent_events = [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 4), ("final", 5)]
 
     def events(call: Call) -> Iterator[InferenceResponse]:
-        for event, step in [*sent, ("progress", 5)]:  # the last is late: dropped
+        for event, step in [*sent_events, ("progress", 5)]:  # the last is late: dropped
             yield reply(EDITED=event.encode(), META=meta(event, step))
 
     api.models["edit_pipeline"] = events
@@ -219,7 +219,7 @@ def test_stream_sends_every_event_in_order(
     fronts("edit_stream").execute([request])
     request.sender.wait()
     metas = [json.loads(response.text("META")) for response in request.sender.sent]
-    assert [(meta["event"], meta["step"]) for meta in metas] == sent
+    assert [(meta["event"], meta["step"]) for meta in metas] == sent_events
 
 
 class Arrived(threading.Semaphore):
@@ -269,10 +269,13 @@ def test_of_a_single_response_there_are_no_acks(
 
 def test_pipeline_gets_seed_and_id(api: FakeTriton, front: EditFront) -> None:
     api.models["edit_pipeline"] = final
-    drawn, given = edit(api), edit(api, {"seed": 7, "request_id": "mine", "progress": True})
-    front.execute([drawn, given])
+    drawn, seeded_request = (
+        edit(api),
+        edit(api, {"seed": 7, "request_id": "mine", "progress": True}),
+    )
+    front.execute([drawn, seeded_request])
     drawn.sender.wait()
-    given.sender.wait()
+    seeded_request.sender.wait()
     first, second = sorted(
         (call.accepted() for call in api.calls_of("edit_pipeline")),
         key=lambda accepted: accepted.settings.request_id == "mine",
@@ -419,14 +422,16 @@ def test_a_cancel_answers_and_frees_the_row(
     api: FakeTriton, front: EditFront, stuck: Stuck
 ) -> None:
     api.models["edit_pipeline"] = stuck
-    found = iter([False, False, True])  # the edit reaches the denoiser only at the third try
-    done = threading.Event()
+    cancel_results = iter(
+        [False, False, True]
+    )  # the edit reaches the denoiser only at the third try
+    finished_event = threading.Event()
 
     def denoiser(call: Call) -> Iterator[InferenceResponse]:
-        cancelled = next(found)
+        cancelled = next(cancel_results)
         if cancelled:
             stuck.release.set()
-            done.set()
+            finished_event.set()
         yield reply(META=json.dumps({"cancelled": cancelled}).encode())
 
     api.models["denoiser"] = denoiser
@@ -437,7 +442,7 @@ def test_a_cancel_answers_and_frees_the_row(
     text, code = error_of(request)
     assert text == "[CANCELLED] the client cancelled the request"
     assert code == api.TritonError.CANCELLED
-    assert done.wait(60), "the denoiser was not told until it knew the edit"
+    assert finished_event.wait(60), "the denoiser was not told until it knew the edit"
     assert {call.json("REQUEST")["request_id"] for call in api.calls_of("denoiser")} == {"mine"}
 
 
@@ -445,10 +450,10 @@ def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
     api: FakeTriton, config: Config, front: EditFront, stuck: Stuck
 ) -> None:
     """The engine does not know it yet: it is being prepared or encoded."""
-    told = threading.Event()
+    freed_event = threading.Event()
 
     def denoiser(call: Call) -> Iterator[InferenceResponse]:
-        told.set()
+        freed_event.set()
         yield reply(META=b"{}")
 
     api.models["denoiser"] = denoiser
@@ -458,7 +463,7 @@ def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
     front.execute([request])
     assert cancel_edit(config.runtime_dir, "mine")
     assert error_of(request)[0] == "[CANCELLED] the edit was cancelled"
-    assert told.wait(60), "its row is not freed"
+    assert freed_event.wait(60), "its row is not freed"
     assert not cancel_edit(config.runtime_dir, "mine")  # answered, though the pipeline goes on
     stuck.release.set()
 
@@ -521,11 +526,11 @@ def test_a_silent_engine_is_noticed(api: FakeTriton, config: Config, stuck: Stuc
     api.models["edit_pipeline"] = stuck  # and nobody writes the record any more
     request = edit(api)
     front.execute([request])
-    said = re.match(
+    match = re.match(
         r"\[ENGINE_FAILED\] the engine has been silent for ([\d.]+) s", error_of(request)[0]
     )
-    assert said is not None
-    assert float(said[1]) >= 1.0
+    assert match is not None
+    assert float(match[1]) >= 1.0
     late = edit(api)
     front.execute([late])
     assert error_of(late)[0].startswith("[ENGINE_FAILED] the engine has been silent")
@@ -544,11 +549,11 @@ def test_an_edit_that_triton_loses_is_answered(
     lost, encoding = edit(api, {"request_id": "lost"}), edit(api, {"request_id": "encoding"})
     front.execute([lost, encoding])
     row = RowStatus("lost", "dense", active_tokens=4, total_tokens=4, steps_left=2)
-    for held in ([row] * 8, [None] * 7):
-        for shown in held:
-            beat(running=(row,) if shown else ())
+    for rows in ([row] * 8, [None] * 7):
+        for running_row in rows:
+            beat(running=(row,) if running_row else ())
             time.sleep(0.1)
-            assert not lost.sender.finished.is_set() or shown is None
+            assert not lost.sender.finished.is_set() or running_row is None
     assert error_of(lost)[0] == "[ENGINE_FAILED] the edit was lost on its way back from the engine"
     assert not encoding.sender.finished.is_set()
     stuck.release.set()
@@ -583,14 +588,14 @@ def test_no_edit_is_taken_while_the_stage_service_is_away(
     front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
     try:
         away.say("encoder", away=True)
-        refused, taken = edit(api), edit(api)
+        refused, accepted = edit(api), edit(api)
         front.execute([refused])
         text, code = error_of(refused)
         assert (text, code) == (f"[OVERLOADED] {NO_ANSWER}", api.TritonError.UNAVAILABLE)
         away.say("encoder", away=False)
         api.models["edit_pipeline"] = final
-        front.execute([taken])
-        assert taken.sender.wait().text("IMAGE") == b"picture"
+        front.execute([accepted])
+        assert accepted.sender.wait().text("IMAGE") == b"picture"
     finally:
         front.close()
 
@@ -699,12 +704,12 @@ def test_a_cancel_ends_all_tries_of_an_edit(api: FakeTriton, config: Config) -> 
     """A router that gave the worker up has sent the edit again when that came back."""
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
     calls, tries = Calls(), [call_named(api, name) for name in ("k1!mine", "k1!mine~2")]
-    other = call_named(api, "k2!mine~2")
-    for call in (*tries, other):
+    other_call = call_named(api, "k2!mine~2")
+    for call in (*tries, other_call):
         calls.add(call)
     withdrawals = Withdrawals(api, config.runtime_dir, "edit", calls)
     assert withdrawals.withdraw_by_id("k1!mine")
-    assert [call.answer.done for call in (*tries, other)] == [True, True, False]
+    assert [call.answer.done for call in (*tries, other_call)] == [True, True, False]
     assert not withdrawals.withdraw_by_id("k1!mine~2")
     withdrawals.close()
 
@@ -723,13 +728,13 @@ def test_an_edit_that_cannot_be_answered_holds_up_no_other_withdrawal(
     withdrawals = Withdrawals(api, config.runtime_dir, "edit", Calls())
     first, second = call_named(api, "a", slow), call_named(api, "b")
     with ThreadPoolExecutor(2) as pool:
-        held = pool.submit(withdrawals.withdraw, first, Cancelled("first"))
+        future = pool.submit(withdrawals.withdraw, first, Cancelled("first"))
         assert sending.wait(60)
         try:
             assert pool.submit(withdrawals.withdraw, second, Cancelled("second")).result(5)
         finally:
             goes_on.set()
-        assert held.result(5)
+        assert future.result(5)
     withdrawals.close()
 
 
@@ -753,9 +758,9 @@ def test_a_probe_is_answered_beside_stuck_edits_and_is_none(
     api: FakeTriton, front: EditFront, stuck: Stuck, config: Config
 ) -> None:
     api.models["edit_pipeline"] = stuck
-    request, asked = edit(api), probe(api)
-    front.execute([request, asked])
-    assert not asked.sender.wait().has_error()
+    request, probe_request = edit(api), probe(api)
+    front.execute([request, probe_request])
+    assert not probe_request.sender.wait().has_error()
     assert Gate(config.runtime_dir).in_flight() == 1
     assert len(api.calls_of("edit_pipeline")) <= 1
     stuck.release.set()
@@ -784,11 +789,11 @@ def test_edits_that_get_stuck_are_answered_and_probes_say_so(
     front.execute([request, early])
     assert not early.sender.wait().has_error()
     eventually("it is noticed", lambda: beat() or request.sender.finished.is_set())
-    said = re.match(
+    match = re.match(
         r"\[ENGINE_FAILED\] edits are stuck before the engine, for ([\d.]+) s", error_of(request)[0]
     )
-    assert said is not None
-    assert float(said[1]) >= 1.2
+    assert match is not None
+    assert float(match[1]) >= 1.2
     late, refused = probe(api), edit(api)
     front.execute([late, refused])
     assert error_of(late)[0].startswith("[ENGINE_FAILED] edits are stuck before the engine")
@@ -798,9 +803,9 @@ def test_edits_that_get_stuck_are_answered_and_probes_say_so(
 
     def served() -> bool:
         beat()
-        again = edit(api)
-        front.execute([again])
-        return not again.sender.wait().has_error()
+        later_request = edit(api)
+        front.execute([later_request])
+        return not later_request.sender.wait().has_error()
 
     eventually("it serves again", served)
     front.close()
@@ -843,14 +848,22 @@ def slo_counts(front: EditFront) -> dict[str, float]:
 
 
 def test_an_answer_says_how_it_stands_to_its_due_time(api: FakeTriton, front: EditFront) -> None:
-    asked: list[AcceptedEdit] = []
+    accepted_edits: list[AcceptedEdit] = []
 
     def answers(call: Call) -> Iterator[InferenceResponse]:
-        asked.append(call.accepted())
+        accepted_edits.append(call.accepted())
         time.sleep(0.005)
-        due = asked[-1].due_ms
-        said = {"event": "final", "step": 1, "total_tokens": 4, "timings_ms": {"denoise": 0.0}}
-        yield reply(EDITED=b"", META=json.dumps(said | ({"due_ms": due} if due else {})).encode())
+        due_ms = accepted_edits[-1].due_ms
+        final_meta = {
+            "event": "final",
+            "step": 1,
+            "total_tokens": 4,
+            "timings_ms": {"denoise": 0.0},
+        }
+        yield reply(
+            EDITED=b"",
+            META=json.dumps(final_meta | ({"due_ms": due_ms} if due_ms else {})).encode(),
+        )
 
     api.models["edit_pipeline"] = answers
     metas = []
@@ -866,8 +879,8 @@ def test_an_answer_says_how_it_stands_to_its_due_time(api: FakeTriton, front: Ed
     eventually("they are counted", lambda: len(front._observations._held) >= 8)
     assert slo_counts(front) == {"met": 1, "late": 1}
     # The next edit is told how long the last ones took behind their steps.
-    assert asked[0].after_token_s == 0.0 < asked[2].after_token_s
-    assert [each.settings.deadline_ms for each in asked] == [60_000, None, None]
+    assert accepted_edits[0].after_token_s == 0.0 < accepted_edits[2].after_token_s
+    assert [accepted.settings.deadline_ms for accepted in accepted_edits] == [60_000, None, None]
 
 
 def test_a_refusal_is_a_miss_and_a_mistake_is_not(

@@ -58,9 +58,9 @@ def metrics(api: FakeTriton, config: Config, observations: Observations) -> Engi
 
 
 def one(api: FakeTriton, name: str, **labels: str) -> Metric:
-    found = [m for m in api.metrics[PREFIX + name] if labels.items() <= m.labels.items()]
-    assert len(found) == 1, (name, labels, found)
-    return found[0]
+    metrics = [m for m in api.metrics[PREFIX + name] if labels.items() <= m.labels.items()]
+    assert len(metrics) == 1, (name, labels, metrics)
+    return metrics[0]
 
 
 def test_metrics_follow_the_record(api: FakeTriton, metrics: EngineMetrics) -> None:
@@ -136,8 +136,10 @@ def test_a_first_value_is_counted_where_there_was_a_zero_before(
     for template, drift in (("a", 0.1), ("a", 0.2), ("b", 0.3), ("a", 0.4), ("other", 0.5)):
         observations.add("cache_drift", drift, template)
     metrics.publish()
-    seen = {m.labels["template"]: m.observed for m in api.metrics[PREFIX + "cache_drift"]}
-    assert seen == {"other": [0.1, 0.3, 0.5], "a": [0.2, 0.4], "b": []}
+    observed_by_template = {
+        m.labels["template"]: m.observed for m in api.metrics[PREFIX + "cache_drift"]
+    }
+    assert observed_by_template == {"other": [0.1, 0.3, 0.5], "a": [0.2, 0.4], "b": []}
 
 
 def test_fronts_share_their_metrics(api: FakeTriton) -> None:

@@ -82,16 +82,16 @@ def load(
 def outputs(model: str, response: InferenceResponse) -> dict[str, np.ndarray]:
     """A response's tensors, held to the model's contract."""
     assert response.error() is None, response.error().message()
-    found = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
     expected = {tensor.name: tensor for tensor in CONTRACTS[model].outputs}
-    assert set(found) == set(expected)
+    assert set(arrays) == set(expected)
     numpy_of = {"BYTES": np.object_, "UINT8": np.uint8, "FP32": np.float32}
-    for name, array in found.items():
+    for name, array in arrays.items():
         assert array.dtype == numpy_of[expected[name].dtype]
         assert len(array.shape) == len(expected[name].dims)
-        for size, wanted in zip(array.shape, expected[name].dims, strict=True):
-            assert wanted in (-1, size)
-    return found
+        for size, dim in zip(array.shape, expected[name].dims, strict=True):
+            assert dim in (-1, size)
+    return arrays
 
 
 def pictures() -> tuple[np.ndarray, np.ndarray]:
@@ -131,11 +131,11 @@ def test_an_edit_passes_through_pre_and_postprocess(
         META=b'{"event": "progress", "step": 1}',
         CONTEXT=NOTHING,
     )
-    done, passing = post.execute([final, progress])
-    image = np.asarray(Image.open(io.BytesIO(outputs("postprocess", done)["IMAGE"][0])))
+    final_response, passing = post.execute([final, progress])
+    image = np.asarray(Image.open(io.BytesIO(outputs("postprocess", final_response)["IMAGE"][0])))
     assert np.array_equal(image[mask == 0], source[mask == 0])
     assert (image[mask == 255] == 0).all()
-    timings = json.loads(done.text("META"))["timings_ms"]
+    timings = json.loads(final_response.text("META"))["timings_ms"]
     assert timings["decode"] == 1.0
     assert timings["postprocess"] > 0
     assert passing.text("IMAGE") == b""
@@ -170,12 +170,12 @@ def test_a_picture_is_signed_and_shown_to_the_check(
             META=final_meta(edit, "w", "m", {}, {}),
             CONTEXT=prepared["CONTEXT"],
         )
-        [done] = post.execute([final])
-        return done
+        [final_response] = post.execute([final])
+        return final_response
 
     image = outputs("postprocess", answered("a circle"))["IMAGE"][0]
-    told = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
-    assert told["validation_state"] == "Valid"
+    manifest_store = json.loads(c2pa.Reader("image/png", io.BytesIO(image)).json())
+    assert manifest_store["validation_state"] == "Valid"
     assert "[REFUSED] no stars" in str(answered("a star").text("META"))
 
 
@@ -213,19 +213,19 @@ def test_what_postprocess_cannot_do_is_an_event_and_hidden(
     )
     [response] = load("postprocess").execute([broken])
     assert response.text("IMAGE") == b""
-    said = json.loads(response.text("META"))
-    assert (said["event"], said["request_id"]) == ("failed", request_id)
-    assert said["error"] == f"[ENGINE_FAILED] internal error (request {request_id or 'unknown'})"
+    event = json.loads(response.text("META"))
+    assert (event["event"], event["request_id"]) == ("failed", request_id)
+    assert event["error"] == f"[ENGINE_FAILED] internal error (request {request_id or 'unknown'})"
 
 
 def test_elements_are_read_and_made_as_declared(api: FakeTriton) -> None:
-    some = Tensor("CONTROL", "BYTES", (-1,), optional=True)
+    control_tensor = Tensor("CONTROL", "BYTES", (-1,), optional=True)
     request = api.request(CONTROL=np.array([b"a", "é", b""], np.object_))
-    assert read_elements(api, request, some) == [b"a", "é".encode(), b""]
-    assert read_elements(api, api.request(), some) == []
-    for given in ([], [b"a", b"b"]):
-        made = tensor(api, "CONTROL", given).as_numpy()
-        assert (made.dtype, list(made)) == (np.object_, given)
+    assert read_elements(api, request, control_tensor) == [b"a", "é".encode(), b""]
+    assert read_elements(api, api.request(), control_tensor) == []
+    for elements in ([], [b"a", b"b"]):
+        triton_tensor = tensor(api, "CONTROL", elements).as_numpy()
+        assert (triton_tensor.dtype, list(triton_tensor)) == (np.object_, elements)
     for tensors in ({}, {"MASK": np.array([b"a", b"b"], np.object_)}):
         with pytest.raises(InvalidRequest, match=r"MASK: .*; accepted: a BYTES tensor of shape"):
             read_elements(api, api.request(**tensors), CONTRACTS["edit"].input("MASK"))
@@ -251,14 +251,14 @@ class ControlNetServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         for request in requests:
             [op] = (bytes(bytes_tensor.only(raw)) for raw in request.raw_input_contents)
-            asked = self._api.request(OP=op)
-            self._model.execute([asked])
-            said = asked.sender.wait()
-            if said.has_error():
-                yield service_pb2.ModelStreamInferResponse(error_message=said.error().message())
+            op_request = self._api.request(OP=op)
+            self._model.execute([op_request])
+            response = op_request.sender.wait()
+            if response.has_error():
+                yield service_pb2.ModelStreamInferResponse(error_message=response.error().message())
                 continue
             answer = service_pb2.ModelInferResponse(model_name=request.model_name)
-            bytes_tensor.add_output(answer, "RESULT", [said.text("RESULT")])
+            bytes_tensor.add_output(answer, "RESULT", [response.text("RESULT")])
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
 
 
@@ -278,9 +278,9 @@ def test_a_denoisers_calls_reach_a_controlnet_service(
     try:
         session = calls.call({"op": "attach", "dtype": "float32"}, b"", 30.0)["session"]
         assert calls.call({"op": "health"}, b"", 30.0)["sessions"] == 1
-        asked = {"op": "load", "session": session, "version": "1"}
+        message = {"op": "load", "session": session, "version": "1"}
         with pytest.raises(AdapterNotFound, match="none"):
-            calls.call({**asked, "name": "none"}, b"", 30.0)
+            calls.call({**message, "name": "none"}, b"", 30.0)
         with pytest.raises(InvalidRequest, match="is no operation"):
             calls.call({"op": "none"}, b"", 30.0)
         server.stop(0).wait()

@@ -30,16 +30,16 @@ VERDICTS = (Judgement(0.2, passed=False), Judgement(0.9, passed=True))
 
 def cells(elements: list[bytes]) -> Any:
     """A BYTES tensor of these."""
-    made = np.empty(len(elements), np.object_)
-    made[:] = elements
-    return made
+    array = np.empty(len(elements), np.object_)
+    array[:] = elements
+    return array
 
 
 @pytest.fixture
 def values(tmp_path: Path) -> Values:
-    found = Values(ValuesConfig(str(tmp_path / "values"), least_bytes=1))
-    found.begin("k1", "run")
-    return found
+    value_store = Values(ValuesConfig(str(tmp_path / "values"), least_bytes=1))
+    value_store.begin("k1", "run")
+    return value_store
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def ask(api: FakeTriton, config: Config, values: Values) -> Iterator[Ask]:
         if (error := answer.error()) is not None:
             return error.message()
         result = msgspec.json.decode(answer.text("RESULT"), type=NodeResult)
-        [made] = [each for each in answer.output_tensors() if each.name() == "MADE"]
-        return picked_up(result.outputs, list(made.as_numpy()))
+        [output_tensor] = [tensor for tensor in answer.output_tensors() if tensor.name() == "MADE"]
+        return picked_up(result.outputs, list(output_tensor.as_numpy()))
 
     yield asked
     models.close()
@@ -73,8 +73,8 @@ def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node
     kinds: dict[str, Any] = {"picture": drawn, "mask": white, "pictures": (drawn, drawn[::-1])}
 
     def given(kind: str, change: Callable[[Any], Any]) -> Any:
-        made = kinds[kind]
-        return tuple(map(change, made)) if isinstance(made, tuple) else change(made)
+        value = kinds[kind]
+        return tuple(map(change, value)) if isinstance(value, tuple) else change(value)
 
     def named(pixels: Any) -> NamedValue:
         reference = values.put(plain_picture(pixels), "k1", "run")
@@ -82,24 +82,24 @@ def test_nodes_give_the_same_by_name_and_by_value(ask: Ask, values: Values, node
         return NamedValue(reference)
 
     def inputs(change: Callable[[Any], Any]) -> dict[str, Any]:
-        found = {
+        node_inputs = {
             name: given(kind, change)
             for name, kind in NODE_TYPES[node].inputs.items()
             if kind != "verdicts"
         }
-        return found | ({"verdicts": VERDICTS} if node == "best" else {})
+        return node_inputs | ({"verdicts": VERDICTS} if node == "best" else {})
 
     plain = ask(node, inputs(encode_png))
     for run in ("run", ""):
-        made = ask(node, inputs(named), run)
-        assert made.keys() == plain.keys()
-        for name, value in made.items():
+        outputs = ask(node, inputs(named), run)
+        assert outputs.keys() == plain.keys()
+        for name, value in outputs.items():
             pairs = zip(parts_of(value), parts_of(plain[name]), strict=True)
-            for ours, theirs in pairs:
-                if isinstance(ours, NamedValue):
+            for actual, expected in pairs:
+                if isinstance(actual, NamedValue):
                     assert run
-                    ours = as_file(values.read(ours.element, "k1"))
-                as_files = [as_file(x) if isinstance(x, bytes) else x for x in (ours, theirs)]
+                    actual = as_file(values.read(actual.element, "k1"))
+                as_files = [as_file(x) if isinstance(x, bytes) else x for x in (actual, expected)]
                 assert as_files[0] == as_files[1]
 
 
@@ -107,10 +107,10 @@ def test_a_picture_passes_as_its_pixels_and_a_mask_as_a_png(ask: Ask) -> None:
     drawn = fresh_rng().integers(0, 256, (24, 32, 3), np.uint8)
     white = np.zeros((24, 32), np.uint8)
     white[2:9, 3:9] = 255
-    given = {"picture": encode_png(drawn), "mask": encode_png(white)}
-    cut = ask("crop", given)["picture"]
+    inputs = {"picture": encode_png(drawn), "mask": encode_png(white)}
+    cut = ask("crop", inputs)["picture"]
     assert cut == b"".join(plain_picture(drawn[:25, :25]))  # with 16 pixels around
-    assert ask("invert", {"mask": given["mask"]})["mask"] == encode_png(~white)
+    assert ask("invert", {"mask": inputs["mask"]})["mask"] == encode_png(~white)
 
 
 def test_a_name_that_is_another_keys_or_gone_is_not_known(ask: Ask, values: Values) -> None:
@@ -118,10 +118,10 @@ def test_a_name_that_is_another_keys_or_gone_is_not_known(ask: Ask, values: Valu
     assert reference is not None
     mask = {"mask": NamedValue(reference)}
     assert set(ask("invert", mask, "run")) == {"mask"}
-    told = ask("invert", mask, "run", "k2")
-    assert told.startswith("[TEMPLATE_NOT_FOUND] value ")
+    error_text = ask("invert", mask, "run", "k2")
+    assert error_text.startswith("[TEMPLATE_NOT_FOUND] value ")
     values.end("k1", "run")
-    assert ask("invert", mask, "run") == told
+    assert ask("invert", mask, "run") == error_text
 
 
 def test_the_record_says_what_the_host_holds(api: FakeTriton, values: Values) -> None:
@@ -151,7 +151,7 @@ def test_who_asks_for_the_record_may_say_what_is_to_be_loaded(
 
     def state(settings: dict[str, Any]) -> str:
         record = msgspec.json.decode(asked(settings).text("RESULT"))
-        return str({each["name"]: each["state"] for each in record["models"]}["find"])
+        return str({model["name"]: model["state"] for model in record["models"]}["find"])
 
     assert state({}) == "absent"
     assert state({PLACED: ["find"]}) in ("coming", "here")

@@ -47,9 +47,9 @@ def left() -> list[None]:
 
 @pytest.fixture
 def request_log(left: list[None]) -> RequestLog:
-    made = RequestLog("edit", Observations(), lambda: left.append(None))
-    made.request_id = "mine"
-    return made
+    log = RequestLog("edit", Observations(), lambda: left.append(None))
+    log.request_id = "mine"
+    return log
 
 
 def edit_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:

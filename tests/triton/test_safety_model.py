@@ -14,11 +14,11 @@ from tests.fakes.pictures import scene
 
 
 def test_a_model_is_asked_and_its_reason_refuses(api: FakeTriton) -> None:
-    source, made = scene(6, 9), 255 - scene(6, 9)
+    source, edited = scene(6, 9), 255 - scene(6, 9)
 
     def judge(call: Call) -> list[InferenceResponse]:
         assert np.array_equal(call.tensors["SOURCE"].as_numpy(), source)
-        assert np.array_equal(call.tensors["MADE"].as_numpy(), made)
+        assert np.array_equal(call.tensors["MADE"].as_numpy(), edited)
         [prompt] = call.tensors["PROMPT"].as_numpy()
         if prompt == b"broken":
             return [failure("secret")]
@@ -26,7 +26,7 @@ def test_a_model_is_asked_and_its_reason_refuses(api: FakeTriton) -> None:
 
     api.models["judge"] = judge
     check = check_by_model(api, "judge")
-    pictures = Image.fromarray(source), Image.fromarray(made).convert("RGBA")
+    pictures = Image.fromarray(source), Image.fromarray(edited).convert("RGBA")
     let_pass(check, pictures[0], "a circle", pictures[1])
     with pytest.raises(Refused, match="no stars"):
         let_pass(check, pictures[0], "a star", pictures[1])

@@ -57,11 +57,11 @@ class Encoder:
         )
 
     def _encode(self, edits: Sequence[Any]) -> Iterator[Outputs | Exception]:
-        for asked, pixels, mask, controls in edits:
-            if asked == b"{":
+        for request, pixels, mask, controls in edits:
+            if request == b"{":
                 yield InvalidRequest("REQUEST", "is broken")
                 continue
-            text = b"primed" if asked == PRIMING_PROMPT else asked
+            text = b"primed" if request == PRIMING_PROMPT else request
             yield {
                 "MOMENTS": pixels.astype(np.float32),
                 "MASKED_MOMENTS": mask[None].astype(np.float32),
@@ -96,11 +96,13 @@ class Decoder:
     def _decode(self, events: Sequence[Any]) -> Iterator[Outputs | Exception]:
         for latents, meta, context in events:
             self.contexts.append(len(context))
-            asked = np.frombuffer(request_in(context), np.uint8)
+            request_bytes = np.frombuffer(request_in(context), np.uint8)
             if len(latents) != 3:
                 yield ValueError("channels")
                 continue
-            pixels = np.moveaxis(latents, 0, -1).astype(np.uint8) + asked.sum(dtype=np.uint8)
+            pixels = np.moveaxis(latents, 0, -1).astype(np.uint8) + request_bytes.sum(
+                dtype=np.uint8
+            )
             yield {"PIXELS": pixels, "META": meta, "CONTEXT": context}
 
     def _failed(self, request: Any, error: Exception) -> Outputs:
@@ -125,16 +127,16 @@ class Site:
 
     def worker(self, name: str = "worker", **keys: Any) -> Config:
         """The configuration of one that asks the service."""
-        asked = StagesConfig(**{"service": self.server.url, "service_timeout_s": 50.0, **keys})
+        stages = StagesConfig(**{"service": self.server.url, "service_timeout_s": 50.0, **keys})
         folder = Path(self._config.runtime_dir) / name
-        return replace(self._config, stages=asked, runtime_dir=str(folder))
+        return replace(self._config, stages=stages, runtime_dir=str(folder))
 
     def open(
         self, kind: Callable[..., ForwardedStage], config: Config, revision: str = REVISION
     ) -> ForwardedStage:
-        made = kind(self._api, config, revision)
-        self._opened.callback(made.close)
-        return made
+        model = kind(self._api, config, revision)
+        self._opened.callback(model.close)
+        return model
 
 
 @pytest.fixture
@@ -151,13 +153,13 @@ def site(api: FakeTriton, config: Config, opened: ExitStack) -> Site:
 def to_encode(api: FakeTriton, asked: bytes = b'{"prompt":"a star"}') -> Request:
     rng = fresh_rng()
     height, width = rng.integers(8, 24, 2)
-    given = {
+    tensors = {
         "REQUEST": asked,
         "PIXELS": rng.integers(0, 256, (height, width, 3), np.uint8),
         "EDIT_MASK": rng.integers(0, 256, (height, width), np.uint8),
         "CONTROLS": rng.integers(0, 256, (rng.integers(3), height, width, 3), np.uint8),
     }
-    return api.request("", **batched(given))
+    return api.request("", **batched(tensors))
 
 
 def to_decode(api: FakeTriton, channels: int = 3) -> Request:
@@ -168,13 +170,13 @@ def to_decode(api: FakeTriton, channels: int = 3) -> Request:
     source = rng.bytes(5000)
     context = PostprocessContext(b'{"mine":1}', source, b"paste", decoded=True).pack()
     meta = b'{"event":"final","request_id":"mine"}'
-    given = {"LATENTS": latents, "META": meta, "CONTEXT": context if channels else NOTHING}
-    return api.request("", **batched(given))
+    tensors = {"LATENTS": latents, "META": meta, "CONTEXT": context if channels else NOTHING}
+    return api.request("", **batched(tensors))
 
 
 def again(api: FakeTriton, request: Request) -> Request:
     """The same one."""
-    tensors = {name: each.as_numpy() for name, each in request.tensors.items()}
+    tensors = {name: tensor.as_numpy() for name, tensor in request.tensors.items()}
     return api.request("", **tensors)
 
 
@@ -184,10 +186,10 @@ def answer_to(stage: Any, request: Request) -> dict[str, Any]:
 
 
 def tensors_of(request: Request) -> dict[str, Any]:
-    said = request.sender.wait(60)
-    assert not said.has_error(), said.error().message()
-    found = {each.name(): np.asarray(each.as_numpy()) for each in said.output_tensors()}
-    return {name: (each.dtype, each.shape, each.tolist()) for name, each in found.items()}
+    response = request.sender.wait(60)
+    assert not response.has_error(), response.error().message()
+    arrays = {tensor.name(): np.asarray(tensor.as_numpy()) for tensor in response.output_tensors()}
+    return {name: (tensor.dtype, tensor.shape, tensor.tolist()) for name, tensor in arrays.items()}
 
 
 def test_what_is_sent_on_comes_back_as_the_worker_s_own_would_give_it(
@@ -205,11 +207,11 @@ def test_what_is_sent_on_comes_back_as_the_worker_s_own_would_give_it(
         assert answer_to(decoder, request) == expected
     assert max(site.served["decoder"].contexts) < 100  # the source's pixels stay here
     passing = to_decode(api, 0)
-    asked = len(site.served["decoder"].contexts)
+    call_count = len(site.served["decoder"].contexts)
     assert answer_to(decoder, again(api, passing))["META"][2] == [
         [b'{"event":"final","request_id":"mine"}']
     ]
-    assert len(site.served["decoder"].contexts) == asked
+    assert len(site.served["decoder"].contexts) == call_count
 
 
 def test_requests_of_several_workers_meet_in_one_call(api: FakeTriton, site: Site) -> None:
@@ -221,7 +223,9 @@ def test_requests_of_several_workers_meet_in_one_call(api: FakeTriton, site: Sit
         workers[min(number, 1)].execute([request])
     eventually("all have come", lambda: model.waiting.qsize() == 2)  # and one is taken
     model.idle.set()
-    assert [tensors_of(each)["ENCODED"][2] for each in requests] == [[[b'{"batch": 3}']]] * 3
+    assert [tensors_of(worker_request)["ENCODED"][2] for worker_request in requests] == [
+        [[b'{"batch": 3}']]
+    ] * 3
 
 
 def test_a_request_that_fails_harms_no_other_and_says_what_its_own_would(
@@ -234,8 +238,11 @@ def test_a_request_that_fails_harms_no_other_and_says_what_its_own_would(
     del missing.tensors["PIXELS"]
     encoder.execute([bad, missing, good])
     assert not good.sender.wait(60).has_error()
-    told = [each.sender.wait(60).error().message() for each in (bad, missing)]
-    assert told == ["[INVALID_REQUEST] REQUEST: is broken", "[INVALID_REQUEST] PIXELS: is missing"]
+    errors = [request.sender.wait(60).error().message() for request in (bad, missing)]
+    assert errors == [
+        "[INVALID_REQUEST] REQUEST: is broken",
+        "[INVALID_REQUEST] PIXELS: is missing",
+    ]
     meta = json.loads(answer_to(decoder, to_decode(api, 4))["META"][2][0][0])
     assert (meta["event"], meta["request_id"]) == ("failed", "mine")
     assert meta["error"] == "[ENGINE_FAILED] internal error (request mine)"
@@ -245,16 +252,16 @@ def test_what_a_killed_service_had_is_asked_again(api: FakeTriton, site: Site) -
     encoder = site.open(ForwardedEncoder, site.worker())
     decoder = site.open(ForwardedDecoder, site.worker())
     requests = {"encoder": to_encode(api), "decoder": to_decode(api)}
-    expected = {k: answer_to(site.own[k], again(api, each)) for k, each in requests.items()}
+    expected = {k: answer_to(site.own[k], again(api, request)) for k, request in requests.items()}
     for name, stage in (("encoder", encoder), ("decoder", decoder)):
         model = site.server.models[name]
         model.idle.clear()
         stage.execute([requests[name]])
         eventually("it has come", lambda model=model: model.came and model.waiting.empty())
     site.server.kill()
-    assert not any(each.sender.finished.is_set() for each in requests.values())
+    assert not any(request.sender.finished.is_set() for request in requests.values())
     with StageServer(api, site.made(), site.server.port):
-        assert {name: tensors_of(each) for name, each in requests.items()} == expected
+        assert {name: tensors_of(request) for name, request in requests.items()} == expected
 
 
 def test_a_service_gone_for_good_is_told_and_found_again(api: FakeTriton, site: Site) -> None:
@@ -309,8 +316,8 @@ def test_a_service_of_another_model_is_refused(api: FakeTriton, site: Site) -> N
 
 
 def test_a_server_without_the_models_is_refused(api: FakeTriton, site: Site) -> None:
-    told = r"\[stages\] service: .* has no encoder"
-    with StageServer(api, {}) as none, pytest.raises(ConfigError, match=told):
+    error_pattern = r"\[stages\] service: .* has no encoder"
+    with StageServer(api, {}) as none, pytest.raises(ConfigError, match=error_pattern):
         site.open(ForwardedEncoder, site.worker(service=none.url))
 
 

@@ -52,10 +52,10 @@ def test_each_gets_its_own_in_a_batch_of_one(api: FakeTriton, config: Config) ->
     together(api, config).execute(requests)
     for number, (request, size) in enumerate(zip(requests, (3, 5, 2), strict=True)):
         answer = request.sender.wait()
-        found = {t.name(): t.as_numpy() for t in answer.output_tensors()}
-        np.testing.assert_array_equal(found["SUM"], [[float(size)]])
-        assert found["NUMBER"].shape == (1, 1)
-        assert found["NUMBER"][0, 0] == b"%d" % number
+        outputs = {t.name(): t.as_numpy() for t in answer.output_tensors()}
+        np.testing.assert_array_equal(outputs["SUM"], [[float(size)]])
+        assert outputs["NUMBER"].shape == (1, 1)
+        assert outputs["NUMBER"][0, 0] == b"%d" % number
     assert api.violations == []
 
 
@@ -76,7 +76,7 @@ def test_what_is_done_is_answered_before_the_rest_is_begun(api: FakeTriton, conf
     def work(items: Sequence[Any]) -> Iterator[Outputs | Exception]:
         for number, _ in items:
             answered = [request.sender.finished.is_set() for request in requests]
-            assert answered == [other < number for other in range(2)]
+            assert answered == [index < number for index in range(2)]
             yield {"NUMBER": b"done"}
 
     together(api, config, work).execute(requests)

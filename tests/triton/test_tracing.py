@@ -68,9 +68,9 @@ def spans() -> Spans:
 
 @pytest.fixture
 def front(api: FakeTriton, config: Config, beat: Any, spans: Spans) -> Iterator[EditFront]:
-    made = EditFront(api, config, FILL_FACTS, "edit", streaming=False, tracer=spans.tracer)
-    yield made
-    made.close()
+    edit_front = EditFront(api, config, FILL_FACTS, "edit", streaming=False, tracer=spans.tracer)
+    yield edit_front
+    edit_front.close()
 
 
 def below(span: ReadableSpan) -> tuple[str, str]:
@@ -203,11 +203,11 @@ def run(api: FakeTriton, spans: Spans, **inputs: bytes) -> None:
 def test_work_is_recorded_where_something_was_done(api: FakeTriton, spans: Spans) -> None:
     run(api, spans, PASSING=b"")
     assert spans.all() == []
-    before = time.time_ns()
+    before_ns = time.time_ns()
     run(api, spans)
     span = spans.named("decode")
     assert below(span) == (TRACE, SPAN)
-    assert before <= span.start_time <= span.end_time <= time.time_ns()
+    assert before_ns <= span.start_time <= span.end_time <= time.time_ns()
 
 
 def test_work_that_fails_is_recorded_and_fails(api: FakeTriton, spans: Spans) -> None:
@@ -223,13 +223,13 @@ def test_a_surprise_is_named_but_not_quoted(api: FakeTriton, spans: Spans) -> No
 
 
 def timeline(**changed: Any) -> RequestTimeline:
-    now = time.monotonic()
+    now_s = time.monotonic()
     whole = RequestTimeline(
-        submitted=now - 4,
-        queued=now - 3,
-        admitted=now - 2,
-        first_step=now - 1,
-        ended=now,
+        submitted=now_s - 4,
+        queued=now_s - 3,
+        admitted=now_s - 2,
+        first_step=now_s - 1,
+        ended=now_s,
         waited=True,
         about={"request_id": "mine"},
         work={"steps": 28, "cache": "hit"},
@@ -242,21 +242,21 @@ def seconds(stage: Stage) -> float:
 
 
 def test_the_stages_of_an_edit_follow_one_another() -> None:
-    now = time.monotonic()
-    found = stages(now - 7, timeline(submitted=now - 4))
-    assert [stage.name for stage in found] == ["prepare", "wait_prime", "queue", "denoise"]
-    assert [seconds(stage) for stage in found] == [3, 1, 1, 2]
-    assert abs(found[-1].end_ns - time.time_ns()) < 1e9
-    assert [set(stage.attributes) for stage in found] == [
+    now_s = time.monotonic()
+    stage_spans = stages(now_s - 7, timeline(submitted=now_s - 4))
+    assert [stage.name for stage in stage_spans] == ["prepare", "wait_prime", "queue", "denoise"]
+    assert [seconds(stage) for stage in stage_spans] == [3, 1, 1, 2]
+    assert abs(stage_spans[-1].end_ns - time.time_ns()) < 1e9
+    assert [set(stage.attributes) for stage in stage_spans] == [
         *[{"request_id"}] * 3,
         {"request_id", "steps", "cache"},
     ]
-    [(event, at_ns)] = found[-1].events
+    [(event, at_ns)] = stage_spans[-1].events
     assert event == "first step"
-    assert found[-1].start_ns < at_ns < found[-1].end_ns
-    found = stages(now, timeline(waited=False))
-    assert [stage.name for stage in found] == ["prepare", "queue", "denoise"]
-    assert all(one.end_ns == next.start_ns for one, next in pairwise(found))
+    assert stage_spans[-1].start_ns < at_ns < stage_spans[-1].end_ns
+    stage_spans = stages(now_s, timeline(waited=False))
+    assert [stage.name for stage in stage_spans] == ["prepare", "queue", "denoise"]
+    assert all(previous.end_ns == next.start_ns for previous, next in pairwise(stage_spans))
 
 
 @pytest.mark.parametrize(
@@ -271,9 +271,9 @@ def test_the_stages_of_an_edit_follow_one_another() -> None:
 )
 def test_an_error_ends_the_stage_it_came_in(never: dict[str, float], names: list[str]) -> None:
     error = Cancelled("the edit was cancelled")
-    found = stages(time.monotonic(), timeline(**never), error)
-    assert [stage.name for stage in found] == names
-    assert [stage.error for stage in found] == [None] * (len(names) - 1) + [error]
+    stage_spans = stages(time.monotonic(), timeline(**never), error)
+    assert [stage.name for stage in stage_spans] == names
+    assert [stage.error for stage in stage_spans] == [None] * (len(names) - 1) + [error]
 
 
 @pytest.mark.parametrize("error", [None, Cancelled("the edit was cancelled")])

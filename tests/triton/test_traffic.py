@@ -49,14 +49,14 @@ class Front:
 
     def passes(self, seconds: float, look_s: float = LOOK_S) -> str | None:
         """Look for so long; what is said in the end."""
-        said = None
+        message = None
         for _ in range(round(seconds / look_s)):
             self.now += look_s
-            found = self.traffic.stuck(self.calls, self.held, LIMIT_S)
-            said = None if found is None else found.message
+            problem = self.traffic.stuck(self.calls, self.held, LIMIT_S)
+            message = None if problem is None else problem.message
             oldest = min((call.accepted for call in self.calls), default=self.now)
             self.naive_s = max(self.naive_s, self.now - oldest)
-        return said
+        return message
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_what_does_not_come_back_is_stuck(front: Front) -> None:
 def test_an_answered_edit_that_the_pipeline_keeps_is_stuck_all_the_same(front: Front) -> None:
     call = front.call("a")
     call.answer.end()
-    said = front.passes(121)
-    assert said is not None
+    message = front.passes(121)
+    assert message is not None
 
 
 def test_one_that_is_lost_on_its_way_back_and_answered_is_not_stuck(front: Front) -> None:

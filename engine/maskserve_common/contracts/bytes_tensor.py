@@ -15,7 +15,7 @@ _LENGTH = 4
 def pack(elements: Iterable[bytes]) -> bytes:
     """The contents of a tensor of these elements."""
     return b"".join(
-        part for each in elements for part in (len(each).to_bytes(_LENGTH, "little"), each)
+        part for element in elements for part in (len(element).to_bytes(_LENGTH, "little"), element)
     )
 
 
@@ -23,11 +23,11 @@ def count(raw: bytes | memoryview, most: int) -> int:
     """Elements in a tensor's contents; -1: the lengths do not fit the bytes, or they are more than
     `most`.
     """
-    at = found = 0
-    while at < len(raw) and found <= most:
+    at = element_count = 0
+    while at < len(raw) and element_count <= most:
         at += _LENGTH + int.from_bytes(raw[at : at + _LENGTH], "little")
-        found += 1
-    return found if at == len(raw) and found <= most else -1
+        element_count += 1
+    return element_count if at == len(raw) and element_count <= most else -1
 
 
 def elements(raw: bytes, most: int) -> list[bytes]:
@@ -36,14 +36,14 @@ def elements(raw: bytes, most: int) -> list[bytes]:
     Raises:
         ValueError: they are more than `most`, or their lengths do not fit.
     """
-    found, at = [], 0
+    values, at = [], 0
     if count(raw, most) < 0:
         raise ValueError(f"is not up to {most} BYTES elements")
     while at < len(raw):
         end = at + _LENGTH + int.from_bytes(raw[at : at + _LENGTH], "little")
-        found.append(raw[at + _LENGTH : end])
+        values.append(raw[at + _LENGTH : end])
         at = end
-    return found
+    return values
 
 
 def only(raw: bytes | memoryview) -> memoryview:
@@ -76,10 +76,10 @@ def outputs(response: Any) -> dict[str, memoryview]:
         ValueError: it has not.
     """
     contents = zip(response.outputs, response.raw_output_contents, strict=True)
-    found = {}
+    values = {}
     for tensor, raw in contents:
         try:
-            found[tensor.name] = only(raw)
+            values[tensor.name] = only(raw)
         except ValueError as error:
             raise ValueError(f"{tensor.name} {error}") from None
-    return found
+    return values

@@ -42,8 +42,10 @@ def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"", unseen: byte
     digest.update(f"{pixels.shape[0]}x{pixels.shape[1]}:".encode())
     digest.update(np.ascontiguousarray(pixels).data)
     digest.update(colour)
-    seen = digest.hexdigest()
-    return seen + hashlib.blake2b(unseen, digest_size=16).hexdigest() if unseen else seen
+    visible_id = digest.hexdigest()
+    return (
+        visible_id + hashlib.blake2b(unseen, digest_size=16).hexdigest() if unseen else visible_id
+    )
 
 
 def entries_id(template: str) -> str:
@@ -53,8 +55,8 @@ def entries_id(template: str) -> str:
 
 def sharing(template: str, names: Iterable[str]) -> list[str]:
     """Of these templates those that share a template's entries, it itself too if it is one."""
-    seen = entries_id(template)
-    return [name for name in names if entries_id(name) == seen]
+    shared_id = entries_id(template)
+    return [name for name in names if entries_id(name) == shared_id]
 
 
 SCOPE = re.compile(r"[0-9a-z]{1,32}")

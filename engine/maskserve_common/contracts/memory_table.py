@@ -52,8 +52,8 @@ class MemoryTable(msgspec.Struct, frozen=True):
             "others": "other processes",
         }
         if self.own:
-            many, each = self.cache // self.own, self.own / _MIB
-            notes["cache"] += f", or {many} edits with own anchors of {each:.1f} MiB"
+            many, entry_mib = self.cache // self.own, self.own / _MIB
+            notes["cache"] += f", or {many} edits with own anchors of {entry_mib:.1f} MiB"
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
         named = [part for part in ("adapters", "controls") if getattr(self, part)]
         groups = {

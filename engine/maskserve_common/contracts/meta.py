@@ -88,8 +88,8 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
     The bytes are spliced: reading and writing the JSON would show in the time of an edit, in
     processes that have waited for the denoiser and whose caches are cold.
     """
-    before, slot, after = meta.rpartition(b'"%b":0.0' % name.encode())
-    return b"%b%b%.3f%b" % (before, slot[:-3], milliseconds, after) if slot else meta
+    head, slot, tail = meta.rpartition(b'"%b":0.0' % name.encode())
+    return b"%b%b%.3f%b" % (head, slot[:-3], milliseconds, tail) if slot else meta
 
 
 def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
@@ -100,9 +100,9 @@ def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
         share: of the picture that was decoded.
         batch: pictures that were decoded in one call.
     """
-    before, slot, after = meta.rpartition(b'"decoded":1.0,"decode_batch":1')
-    said = b'"decoded":%.3f,"decode_batch":%d' % (share, batch)
-    return b"%b%b%b" % (before, said, after) if slot else meta
+    head, slot, tail = meta.rpartition(b'"decoded":1.0,"decode_batch":1')
+    fields = b'"decoded":%.3f,"decode_batch":%d' % (share, batch)
+    return b"%b%b%b" % (head, fields, tail) if slot else meta
 
 
 def with_slack(meta: bytes, due_ms: int, taken_ms: float) -> bytes:
@@ -138,23 +138,23 @@ def as_told(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
     new = values.get(NEW)
     if not new:
         return meta
-    told = json.loads(meta)
-    del told[NEW]
-    encoded = told.get("encoded", {})
+    fields = json.loads(meta)
+    del fields[NEW]
+    encoded = fields.get("encoded", {})
     for name in new:
         if name in encoded:
             encoded[name] = "made"
     if "template" in new and "masked" in encoded:
         encoded["masked"] = "whole"
     if "cache" in new:
-        told["decoded"] = 1.0
-        if told.get("cache") == "hit" and not insists:
+        fields["decoded"] = 1.0
+        if fields.get("cache") == "hit" and not insists:
             for name in ("drift", "dense_steps"):
-                told.pop(name, None)
-            told["cache"], told["cache_tier"], told["cache_bytes"] = "miss", "", {}
-            told["kinds"] = {"dense": sum(told.get("kinds", {}).values())}
-            told["computed_tokens"] = told["steps"] * told["total_tokens"]
-    return _dump(told)
+                fields.pop(name, None)
+            fields["cache"], fields["cache_tier"], fields["cache_bytes"] = "miss", "", {}
+            fields["kinds"] = {"dense": sum(fields.get("kinds", {}).values())}
+            fields["computed_tokens"] = fields["steps"] * fields["total_tokens"]
+    return _dump(fields)
 
 
 def _dump(values: Mapping[str, Any]) -> bytes:

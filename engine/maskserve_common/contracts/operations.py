@@ -71,15 +71,15 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
         )
     name = values.get("op")
     if not isinstance(name, str) or name not in OPERATIONS:
-        told = f"{str(name)[:40]!r} is not known{nearest(str(name), OPERATIONS)}"
-        shown = "is missing" if name is None else told
-        raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
-    wanted = OPERATIONS[name]
+        unknown_name = f"{str(name)[:40]!r} is not known{nearest(str(name), OPERATIONS)}"
+        message = "is missing" if name is None else unknown_name
+        raise InvalidRequest("OP.op", message, ", ".join(OPERATIONS))
+    required_keys = OPERATIONS[name]
     flags = _FLAGS if name == "register" else ()
     optional = (*(("scope",) if name in SCOPED else ()), *flags, *_MAY_SAY.get(name, ()))
-    keys = ("op", *wanted, *optional)
-    if others := sorted(values.keys() - set(keys)):
-        key = others[0][:40]
+    keys = ("op", *required_keys, *optional)
+    if unknown_keys := sorted(values.keys() - set(keys)):
+        key = unknown_keys[0][:40]
         raise InvalidRequest(
             f"OP.{key}", f"is not a key of {name}{nearest(key, keys)}", ", ".join(keys)
         )
@@ -92,7 +92,7 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
     for flag in flags:
         if not isinstance(values.get(flag, False), bool):
             raise InvalidRequest(f"OP.{flag}", "is not a boolean", "true or false")
-    for key in wanted:
+    for key in required_keys:
         if not isinstance(values.get(key), str) or not values[key]:
             problem = "is missing" if key not in values else "is not a non-empty string"
             raise InvalidRequest(f"OP.{key}", problem, "a string")

@@ -9,7 +9,7 @@ from typing import Any
 def parameters(request: Any) -> dict[str, Any]:
     """The parameters of a Triton request; none where a client's are no text."""
     try:
-        found: dict[str, Any] = json.loads(request.parameters() or "{}")
+        values: dict[str, Any] = json.loads(request.parameters() or "{}")
     except ValueError:
         return {}
-    return found
+    return values

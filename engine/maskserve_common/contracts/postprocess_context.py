@@ -51,5 +51,8 @@ class PostprocessContext:
         behind_request = _HEAD.size + request
         begin = behind_request + colour
         end = begin + source
-        asked, meant = bytes(raw[_HEAD.size : behind_request]), bytes(raw[behind_request:begin])
-        return cls(asked, raw[begin:end], raw[end:], decoded, meant)
+        request_bytes, colour_bytes = (
+            bytes(raw[_HEAD.size : behind_request]),
+            bytes(raw[behind_request:begin]),
+        )
+        return cls(request_bytes, raw[begin:end], raw[end:], decoded, colour_bytes)

@@ -101,9 +101,11 @@ class Pricing:
         for net, price in self.controls.items():
             values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}
         for name in ("between", "whole", "lora_byte"):
-            each = getattr(self, name)
-            if each is not None:
-                values |= {f"{name}.{f.name}": getattr(each, f.name) for f in fields(each)}
+            row_price = getattr(self, name)
+            if row_price is not None:
+                values |= {
+                    f"{name}.{f.name}": getattr(row_price, f.name) for f in fields(row_price)
+                }
         for number, degree in enumerate(self.degrees):
             values |= {
                 f"degree {number}: {f.name}": getattr(degree, f.name) for f in fields(degree)
@@ -147,8 +149,8 @@ class Pricing:
         """
         if self.whole is None:
             return 1.0
-        own = self.cached_row + self.active_token * active
-        return (self.whole.cached_row + self.whole.active_token * whole) / own if own else 1.0
+        row_s = self.cached_row + self.active_token * active
+        return (self.whole.cached_row + self.whole.active_token * whole) / row_s if row_s else 1.0
 
     def own_row(self, active: float, total: float, dense_share: float, first: float) -> float:
         """The same of a row with anchors of its own, which loads nothing.
@@ -162,10 +164,10 @@ class Pricing:
         """
         dense = self.dense(total)
         if self.between is None:
-            each, _ = self.row(active, total, cached=True)
+            between_s, _ = self.row(active, total, cached=True)
         else:
-            each = min(dense, self._added(self.between, active, total, cached=True))
-        return dense_share * dense + (1.0 - first) * each
+            between_s = min(dense, self._added(self.between, active, total, cached=True))
+        return dense_share * dense + (1.0 - first) * between_s
 
     def share(self, devices: int, *, cached: bool) -> float:
         """Of one device's seconds per step, what a row takes that so many devices could step."""

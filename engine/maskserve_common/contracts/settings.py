@@ -149,8 +149,8 @@ class MaskFrom(Table, frozen=True):
             InvalidRequest: it does not.
         """
         if bool(self.text) == bool(self.points or self.box):
-            told = "names a thing in two ways" if self.text else "names nothing"
-            raise InvalidRequest(field or "text", told, "text, or points and box")
+            problem = "names a thing in two ways" if self.text else "names nothing"
+            raise InvalidRequest(field or "text", problem, "text, or points and box")
         if len(self.box) not in (0, 4):
             raise InvalidRequest(f"{field}.box".lstrip("."), f"has {len(self.box)} numbers", "4")
 
@@ -268,8 +268,8 @@ class EditSettings(Table, frozen=True):
         """Whether the edit may have anchors of its own: it follows no fixed plan, and leaves out
         nothing else.
         """
-        asked = self.cache in ("auto", "own") and not self.reproducible
-        return asked and not self.first_block_threshold
+        is_allowed = self.cache in ("auto", "own") and not self.reproducible
+        return is_allowed and not self.first_block_threshold
 
     @property
     def insists(self) -> bool:
@@ -384,14 +384,16 @@ def acting(controls: Sequence[R], steps: int) -> tuple[R, ...]:
     random number is drawn for them, either, as diffusers would.
     """
     return tuple(
-        each for each in controls if any(scale_at(each, step, steps) for step in range(steps))
+        control
+        for control in controls
+        if any(scale_at(control, step, steps) for step in range(steps))
     )
 
 
 def shares(controls: Sequence[Named], steps: int) -> tuple[tuple[str, float], ...]:
     """Of those that act, the name and the share of the steps in which it does."""
-    found = (
-        (each.name, sum(bool(scale_at(each, step, steps)) for step in range(steps)) / steps)
-        for each in controls
+    control_shares = (
+        (item.name, sum(bool(scale_at(item, step, steps)) for step in range(steps)) / steps)
+        for item in controls
     )
-    return tuple([each for each in found if each[1]])
+    return tuple([item for item in control_shares if item[1]])

@@ -219,8 +219,12 @@ class WorkerStatus(msgspec.Struct):
         """What will not run again, in words, if anything."""
         if self.state in _ENDED:
             return f"engine has {self.state}"
-        gone = [node for node in self.nodes if node.state in _ENDED]
-        return f"{gone[0].name} ({gone[0].model}) has {gone[0].state}" if gone else None
+        ended_nodes = [node for node in self.nodes if node.state in _ENDED]
+        return (
+            f"{ended_nodes[0].name} ({ended_nodes[0].model}) has {ended_nodes[0].state}"
+            if ended_nodes
+            else None
+        )
 
     def age_s(self, now_ns: int | None = None) -> float:
         """Seconds since the record was written; only on the host that wrote it."""

@@ -56,16 +56,16 @@ class AdapterFolder:
 
     def find(self, name: str, version: str) -> AdapterFile | None:
         """A file that is there; it counts as used now."""
-        for found in self.folder.glob(f"{name}@{version}-*.safetensors"):
+        for path in self.folder.glob(f"{name}@{version}-*.safetensors"):
             with contextlib.suppress(FileNotFoundError):
-                os.utime(found)
-                return _described(found)
+                os.utime(path)
+                return _described(path)
         return None
 
     def held(self) -> list[AdapterFile]:
         """All files, the least recently used first."""
-        found = (_described(path) for path in self.folder.glob("*@*.safetensors"))
-        return sorted((each for each in found if each is not None), key=lambda each: each.used)
+        files = (_described(path) for path in self.folder.glob("*@*.safetensors"))
+        return sorted((file for file in files if file is not None), key=lambda each: each.used)
 
     def write(
         self,
@@ -111,10 +111,10 @@ class AdapterFolder:
     def remove(self, name: str) -> int:
         """Forget all versions of an adapter; returns the bytes that were freed."""
         freed = 0
-        for each in self.held():
-            if each.name == name:
-                each.path.unlink(missing_ok=True)
-                freed += each.nbytes
+        for file in self.held():
+            if file.name == name:
+                file.path.unlink(missing_ok=True)
+                freed += file.nbytes
         return freed
 
     def pin(self, name: str, *, pinned: bool) -> None:
@@ -133,17 +133,19 @@ class AdapterFolder:
 
     def _make_room(self, nbytes: int) -> None:
         """Have what is least recently used go for a file; only `alone`."""
-        pins, held = self.pinned(), self.held()
-        taken = self._store.arriving() + sum(each.nbytes for each in held)
-        free = {each: each.nbytes for each in held if each.name not in pins}
-        chosen = chosen_victims(free, taken + nbytes - self.budget_bytes, lambda each: each.used)
+        pins, files = self.pinned(), self.held()
+        used_bytes = self._store.arriving() + sum(file.nbytes for file in files)
+        free = {file: file.nbytes for file in files if file.name not in pins}
+        chosen = chosen_victims(
+            free, used_bytes + nbytes - self.budget_bytes, lambda each: each.used
+        )
         if chosen is None:
             raise NoRoom(
                 f"{self.folder} has no room for {nbytes} bytes: of {self.budget_bytes}, the "
                 "rest is pinned or on its way in"
             )
-        for each in chosen:
-            each.path.unlink(missing_ok=True)
+        for file in chosen:
+            file.path.unlink(missing_ok=True)
 
 
 def _described(path: Path) -> AdapterFile | None:

@@ -30,13 +30,17 @@ def file_digest(folder: Path, name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _known(folder: Path, name: str, size: int, changed: int) -> str:
-    held = _read(folder).get(name)
-    if held is not None and held[:2] == [size, changed]:
-        return str(held[2])
+    record = _read(folder).get(name)
+    if record is not None and record[:2] == [size, changed]:
+        return str(record[2])
     digest = _digest(folder / name)
     # Read anew: processes of one worker start together.
-    there = {each: held for each, held in _read(folder).items() if (folder / each).is_file()}
-    _write(folder, {**there, name: [size, changed, digest]})
+    records = {
+        file_name: record
+        for file_name, record in _read(folder).items()
+        if (folder / file_name).is_file()
+    }
+    _write(folder, {**records, name: [size, changed, digest]})
     return digest
 
 
@@ -52,8 +56,8 @@ def _digest(path: Path) -> str:
 
 def _read(folder: Path) -> dict[str, list[int | str]]:
     try:
-        kept = json.loads((folder / _KEPT).read_text(encoding="utf-8"))
-        return {str(name): [int(a), int(b), str(c)] for name, (a, b, c) in kept.items()}
+        records = json.loads((folder / _KEPT).read_text(encoding="utf-8"))
+        return {str(name): [int(a), int(b), str(c)] for name, (a, b, c) in records.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -103,8 +103,8 @@ class _Header:
         return self._file.read(count)
 
     def number(self, form: str) -> int:
-        found: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
-        return found
+        value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
+        return value
 
     def string(self) -> bytes:
         length = self.number("<Q")

@@ -138,10 +138,10 @@ class NamedFiles:
         return {path.name for path in listed(self._owners_of(name))}
 
     def _remove(self, name: str) -> bool:
-        found = self._file(name).exists()
+        existed = self._file(name).exists()
         with self._booked_anew(name):
             self._drop(name)
-        return found
+        return existed
 
     def _mark(self, name: str, owners: Iterable[str]) -> None:
         make_private(self._owners_of(name))
@@ -199,15 +199,15 @@ class NamedFiles:
                 f"{self.setting}, {self._max_bytes}{self.advice}"
             )
         for scope in scopes - {SHARED, UNSCOPED}:
-            own = sums.of.get(scope, 0)
-            if own and more > room(self._max_bytes, sums.bytes, own, scope):
+            scope_bytes = sums.of.get(scope, 0)
+            if scope_bytes and more > room(self._max_bytes, sums.bytes, scope_bytes, scope):
                 raise Overloaded(
-                    f"{self.what} of this key take {own} bytes, and {more} more exceed its "
+                    f"{self.what} of this key take {scope_bytes} bytes, and {more} more exceed its "
                     f"share of {self.setting}{self.advice}"
                 )
 
     def _take_over(self) -> None:
-        """Owners that an earlier version wrote down as `NAME.OWNER`, and what it left behind."""
+        """Take over owners that an earlier version wrote as files NAME.OWNER, and what it left."""
         for path in listed(self._store.folder):
             name, dot, owner = path.name.partition(".")
             if TEMPLATE_ID.fullmatch(name) and (not dot or _OWNER.fullmatch(owner)):

@@ -108,7 +108,7 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
         declared = {name: _read_declared(raw) for name, raw in named.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadHeader("is no safetensors file: its header cannot be read") from error
-    tensors = {name: _placed(name, each, begin) for name, each in declared.items()}
+    tensors = {name: _placed(name, tensor, begin) for name, tensor in declared.items()}
     _check_places(tensors, begin, nbytes)
     return Header(tensors, metadata, begin)
 
@@ -164,8 +164,8 @@ def encode_header(
 
 def short(name: str) -> str:
     """A tensor's name as a sentence can hold it."""
-    shown = name if len(name) <= 80 else f"{name[:77]}..."
-    return "".join(each if each.isprintable() else "?" for each in shown)
+    text = name if len(name) <= 80 else f"{name[:77]}..."
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _placed(name: str, declared: _Declared, data: int) -> TensorPlace:

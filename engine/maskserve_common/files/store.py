@@ -132,11 +132,11 @@ class FileStore:
 
     def drop(self, name: str) -> None:
         """Remove a folder of files, at once for all who look; only `alone`."""
-        gone = self.folder / _GONE / str(os.getpid())
-        make_private(gone.parent)
+        trash_path = self.folder / _GONE / str(os.getpid())
+        make_private(trash_path.parent)
         with contextlib.suppress(FileNotFoundError):
-            (self.folder / name).rename(gone)
-            shutil.rmtree(gone)
+            (self.folder / name).rename(trash_path)
+            shutil.rmtree(trash_path)
 
     def mark(self, name: str, *, there: bool = True, time_s: float | None = None) -> None:
         """Have an empty file that says something by being there, or by its time; or have it gone.
@@ -224,11 +224,11 @@ def _locked_file(
     Raises:
         TimeoutError: another has had the lock for so long.
     """
-    until = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode), "r+b")
         with file:
-            if _lock(file, until) and _same_file(path, file):
+            if _lock(file, deadline_s) and _same_file(path, file):
                 yield file
                 return
 

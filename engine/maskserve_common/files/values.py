@@ -142,10 +142,10 @@ class Values(NamedFiles):
         Raises:
             TemplateNotFound: there is no such value, or none of a client of `scope`.
         """
-        found = parse(element)
-        if found is None or not self.host:
+        reference = parse(element)
+        if reference is None or not self.host:
             return element
-        name, nbytes = found
+        name, nbytes = reference
         if self.shows(name, scope):
             with suppress(FileNotFoundError), self._file(name).open("rb") as file:
                 mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -228,15 +228,15 @@ class Values(NamedFiles):
 
     def _expire(self) -> None:
         """End runs of routers that died."""
-        now = oldest = time.time()
+        now_s = oldest = time.time()
         for path in listed(self._store.folder / _OPEN):
-            used = self._store.marked(f"{_OPEN}/{path.name}") or now
-            if used < now - self._config.expires_s:
+            used = self._store.marked(f"{_OPEN}/{path.name}") or now_s
+            if used < now_s - self._config.expires_s:
                 self._end(path.name)
             else:
                 oldest = min(oldest, used)
         # Marks that are made or renewed from here on are younger than all of these.
-        self._expires_at = time.monotonic() + self._config.expires_s - (now - oldest)
+        self._expires_at = time.monotonic() + self._config.expires_s - (now_s - oldest)
 
     def _named_host(self) -> str:
         file = self._store.folder / _HOST
@@ -254,9 +254,9 @@ class Values(NamedFiles):
 
 def parse(element: bytes | memoryview) -> tuple[str, int] | None:
     """Name and bytes of a reference; None: it is none."""
-    if len(element) > 96 or (found := _REFERENCE.fullmatch(element)) is None:
+    if len(element) > 96 or (match := _REFERENCE.fullmatch(element)) is None:
         return None
-    return found[1].decode(), int(found[2])
+    return match[1].decode(), int(match[2])
 
 
 def _owner(scope: str, run: str) -> str:

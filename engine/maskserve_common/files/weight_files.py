@@ -41,15 +41,17 @@ def weight_files(folder: Path, variant: str = "") -> WeightFiles:
         ValueError: there are several variants, and none of them is asked for; the end of a
             sentence about the folder.
     """
-    found: dict[str, list[Path]] = {}
+    files_by_variant: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         named = _FORM.fullmatch(path.name)
-        found.setdefault((named and named["variant"]) or "", []).append(path)
+        files_by_variant.setdefault((named and named["variant"]) or "", []).append(path)
     for name in (variant, ""):
-        if name in found:
-            return WeightFiles(name, tuple(found[name]))
-    if len(found) > 1:
-        raise ValueError(f"holds weights of the variants {', '.join(found)}, and no others")
-    for name, files in found.items():
+        if name in files_by_variant:
+            return WeightFiles(name, tuple(files_by_variant[name]))
+    if len(files_by_variant) > 1:
+        raise ValueError(
+            f"holds weights of the variants {', '.join(files_by_variant)}, and no others"
+        )
+    for name, files in files_by_variant.items():
         return WeightFiles(name, tuple(files))
     return WeightFiles("", ())

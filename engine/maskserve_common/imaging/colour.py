@@ -99,8 +99,8 @@ def pillow_words(image: Image.Image) -> dict[bytes, bytes]:
     if "gamma" in image.info:
         words[b"gAMA"] = struct.pack(">I", round(image.info["gamma"] * 100_000))
     if "chromaticity" in image.info:
-        each = (round(value * 100_000) for value in image.info["chromaticity"])
-        words[b"cHRM"] = struct.pack(">8I", *each)
+        coordinates = (round(value * 100_000) for value in image.info["chromaticity"])
+        words[b"cHRM"] = struct.pack(">8I", *coordinates)
     return words
 
 
@@ -121,21 +121,25 @@ def find_colour(image: Image.Image, words: Words) -> tuple[Image.Image, Colour, 
         The image, converted to sRGB where its profile cannot stay; its colour; and what is to be
         told of a profile that is left out, if one is.
     """
-    profile, told = words.get(PROFILE, b""), ""
+    profile, warning = words.get(PROFILE, b""), ""
     if profile:
         try:
             if not _stays(profile, image.mode):
                 return _converted(image, profile), SRGB, ""
         except (ImageCms.PyCMSError, OSError):
-            told, profile = "its colour profile cannot be used, and is left out", b""
+            warning, profile = "its colour profile cannot be used, and is left out", b""
     without = b"sRGB" if profile else PROFILE  # a file may have one of them
     words = {name: body for name, body in words.items() if name != without}
-    made = _coded(words[b"cICP"]) if b"cICP" in words else None
-    if b"cICP" in words and made is None and not profile:
-        return image, Colour(b"", _chunks(words), only_png=True), told
-    if made is None and not profile and b"sRGB" not in words:
-        made = _gamma_profile(words)
-    return image, Colour(profile if made is None else made, _chunks(words)), told
+    derived_profile = _coded(words[b"cICP"]) if b"cICP" in words else None
+    if b"cICP" in words and derived_profile is None and not profile:
+        return image, Colour(b"", _chunks(words), only_png=True), warning
+    if derived_profile is None and not profile and b"sRGB" not in words:
+        derived_profile = _gamma_profile(words)
+    return (
+        image,
+        Colour(profile if derived_profile is None else derived_profile, _chunks(words)),
+        warning,
+    )
 
 
 def _chunks(words: Words) -> bytes:
@@ -155,10 +159,12 @@ def _stays(profile: bytes, mode: str) -> bool:
     Raises:
         PyCMSError, OSError: it is broken, or of other pictures.
     """
-    own = next((space for begin, space in _SPACES.items() if mode.startswith(begin)), b"RGB ")
-    found = profile[16:20]
-    if found != b"RGB " or own == b"CMYK":
-        if found != own:
+    mode_space = next(
+        (space for begin, space in _SPACES.items() if mode.startswith(begin)), b"RGB "
+    )
+    profile_space = profile[16:20]
+    if profile_space != b"RGB " or mode_space == b"CMYK":
+        if profile_space != mode_space:
             raise ImageCms.PyCMSError("it is of another space")
         return False
     try:
@@ -175,10 +181,10 @@ def _converted(image: Image.Image, profile: bytes) -> Image.Image:
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     flat = image if image.mode == mode else image.convert(mode)
-    shown = _applied(flat, _transform(profile, mode, to_srgb=True))
+    converted = _applied(flat, _transform(profile, mode, to_srgb=True))
     if alpha is not None:
-        shown.putalpha(alpha)
-    return shown
+        converted.putalpha(alpha)
+    return converted
 
 
 Transform = ImageCms.ImageCmsTransform
@@ -186,29 +192,29 @@ Transform = ImageCms.ImageCmsTransform
 
 def _transform(profile: bytes, mode: str, *, to_srgb: bool) -> Transform:
     """Raises: PyCMSError, OSError: the profile is broken, or leads nowhere."""
-    own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    picture_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
     if to_srgb:
-        return ImageCms.buildTransform(own, srgb, mode, "RGB")
-    return ImageCms.buildTransform(srgb, own, "RGB", mode)
+        return ImageCms.buildTransform(picture_profile, srgb, mode, "RGB")
+    return ImageCms.buildTransform(srgb, picture_profile, "RGB", mode)
 
 
 @lru_cache(32)
 def _ways(profile: bytes) -> tuple[Transform, Transform] | None:
     """To sRGB and from it; None where both are the same colours but for rounding."""
-    there = _transform(profile, "RGB", to_srgb=True)
+    forward = _transform(profile, "RGB", to_srgb=True)
     back = _transform(profile, "RGB", to_srgb=False)
     side = np.linspace(0, 255, 9).astype(np.uint8)
     probes = np.stack(np.meshgrid(side, side, side), -1).reshape(27, 27, 3)
-    shown = np.asarray(_applied(Image.fromarray(probes), there)).astype(int)
-    return None if np.abs(shown - probes).max() <= 1 else (there, back)
+    converted = np.asarray(_applied(Image.fromarray(probes), forward)).astype(int)
+    return None if np.abs(converted - probes).max() <= 1 else (forward, back)
 
 
 def _applied(image: Image.Image, transform: Transform) -> Image.Image:
-    made = ImageCms.applyTransform(image, transform)
-    assert made is not None, "only a transform in place gives nothing"
-    made.info.clear()  # what it holds is in no space of its own any more
-    return made
+    converted = ImageCms.applyTransform(image, transform)
+    assert converted is not None, "only a transform in place gives nothing"
+    converted.info.clear()  # what it holds is in no space of its own any more
+    return converted
 
 
 Chromaticities: TypeAlias = tuple[tuple[float, float], ...]
@@ -289,13 +295,13 @@ def _rgb_profile(primaries: Chromaticities, curve: tuple[float, ...]) -> bytes:
     xyz = np.array([[x / y, 1.0, (1 - x - y) / y] for x, y in primaries])
     white = xyz[3]
     columns = xyz[:3].T * np.linalg.solve(xyz[:3].T, white)
-    seen = np.diag((_BRADFORD @ _D50) / (_BRADFORD @ white))
-    adapted = np.linalg.inv(_BRADFORD) @ seen @ _BRADFORD
+    cone_gains = np.diag((_BRADFORD @ _D50) / (_BRADFORD @ white))
+    adapted = np.linalg.inv(_BRADFORD) @ cone_gains @ _BRADFORD
     if not np.isfinite(adapted @ columns).all():
         raise ValueError("a chromaticity without light")
     shaped = b"para\0\0\0\0" + struct.pack(">HH", 0 if len(curve) == 1 else 3, 0)
     shaped += _fixed(*curve)
-    said = [
+    tags = [
         (b"desc", _text("RGB")),
         (b"cprt", _text("none")),
         (b"wtpt", b"XYZ \0\0\0\0" + _fixed(*_D50)),
@@ -306,9 +312,9 @@ def _rgb_profile(primaries: Chromaticities, curve: tuple[float, ...]) -> bytes:
         ),
         *((name, shaped) for name in (b"rTRC", b"gTRC", b"bTRC")),
     ]
-    begin = 128 + 4 + 12 * len(said)
-    table, body = struct.pack(">I", len(said)), b""
-    for name, value in said:
+    begin = 128 + 4 + 12 * len(tags)
+    table, body = struct.pack(">I", len(tags)), b""
+    for name, value in tags:
         table += name + struct.pack(">II", begin + len(body), len(value))
         body += value + bytes(-len(value) % 4)
     head = struct.pack(">I4xI4s4s4s12x4s", begin + len(body), 0x04300000, *_DISPLAY)
@@ -319,8 +325,10 @@ _DISPLAY = (b"mntr", b"RGB ", b"XYZ ", b"acsp")
 
 
 def _text(words: str) -> bytes:
-    said = words.encode("utf-16-be")
-    return b"mluc\0\0\0\0" + struct.pack(">II2s2sII", 1, 12, b"en", b"US", len(said), 28) + said
+    encoded = words.encode("utf-16-be")
+    return (
+        b"mluc\0\0\0\0" + struct.pack(">II2s2sII", 1, 12, b"en", b"US", len(encoded), 28) + encoded
+    )
 
 
 def _fixed(*values: float) -> bytes:

@@ -156,9 +156,13 @@ def _read_png(data: bytes) -> Container:
     if deflate or filtering or interlace > 1:
         raise BadContainer("is a damaged PNG")
     # Of chunks that may be deflated one of each name is inflated, however many there are.
-    kept, said, texts = [PNG_SIGNATURE], dict[bytes, bytes](), dict[bytes, tuple[bytes, bytes]]()
+    kept_chunks, colour_chunks, texts = (
+        [PNG_SIGNATURE],
+        dict[bytes, bytes](),
+        dict[bytes, tuple[bytes, bytes]](),
+    )
     exif, transparency, pixels = b"", b"", False
-    others, dpi = list[tuple[bytes, bytes, bytes]](), None
+    text_chunks, dpi = list[tuple[bytes, bytes, bytes]](), None
     at = 8
     for number in range(_MAX_PARTS):
         if at + 12 > len(data):
@@ -171,7 +175,7 @@ def _read_png(data: bytes) -> Container:
             # The decoder would believe the last one, and what is read here would not be true.
             raise BadContainer("is a damaged PNG")
         if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
-            kept.append(data[at:end])
+            kept_chunks.append(data[at:end])
             pixels = pixels or name == b"IDAT"
         elif name == b"tRNS":
             transparency = data[at + 8 : end - 4]
@@ -182,38 +186,46 @@ def _read_png(data: bytes) -> Container:
             if keyword in (_PNG_XMP, _PNG_EXIF, *_PNG_IPTC):
                 texts[keyword] = name, text[:_MOST_TEXT_BYTES]
             elif 0 < len(keyword) < 80 and not keyword.startswith(_PNG_PROFILE):
-                others.append((name, keyword, text))
+                text_chunks.append((name, keyword, text))
         elif name == b"pHYs":
             dpi = dpi_of_phys(data[at + 8 : end - 4])
         elif name in CHUNKS and not pixels:
-            said.setdefault(name, data[at + 8 : end - 4])
+            colour_chunks.setdefault(name, data[at + 8 : end - 4])
         if name == b"IEND":
             break
         at = end
     else:
         if not pixels or name == b"IDAT":
             raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
-        kept.append(_IEND)  # the picture is whole: what follows is its animation
+        kept_chunks.append(_IEND)  # the picture is whole: what follows is its animation
         end = len(data)
-    found = b"".join(kept)
-    xmp, old = (_text(*texts[each]) if each in texts else b"" for each in (_PNG_XMP, _PNG_EXIF))
+    payload = b"".join(kept_chunks)
+    xmp, old = (_text(*texts[item]) if item in texts else b"" for item in (_PNG_XMP, _PNG_EXIF))
     exif = tiff_of(exif or _from_hex(old))
-    profiles = (_from_hex(_text(*texts[each])) for each in _PNG_IPTC if each in texts)
-    iptc = next((iptc_of(each) or each for each in profiles if each), b"")
+    profiles = (_from_hex(_text(*texts[item])) for item in _PNG_IPTC if item in texts)
+    iptc = next((iptc_of(item) or item for item in profiles if item), b"")
     metadata = Metadata(
         upright(exif),
         xmp_of(xmp),
         iptc if len(iptc) < MOST_BYTES - 64 else b"",
-        _plain_texts(others),
+        _plain_texts(text_chunks),
         dpi,
     )
     words = dict[bytes, bytes]()
-    for name, body in said.items():
+    for name, body in colour_chunks.items():
         words |= _colour_chunk(name, body)
     return Container(
-        "png", (height, width), _orientation(exif, xmp), found, depth, colour, transparency, words,
-        end, metadata,
-    )  # fmt: skip
+        "png",
+        (height, width),
+        _orientation(exif, xmp),
+        payload,
+        depth,
+        colour,
+        transparency,
+        words,
+        end,
+        metadata,
+    )
 
 
 def _plain_texts(texts: Sequence[tuple[bytes, bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
@@ -265,10 +277,10 @@ def _inflated(data: bytes, most: int) -> bytes | None:
     """None: it is damaged, or larger."""
     inflate = zlib.decompressobj()
     try:
-        found = inflate.decompress(data, most)
+        output = inflate.decompress(data, most)
     except zlib.error:
         return None
-    return found if inflate.eof else None
+    return output if inflate.eof else None
 
 
 def _from_hex(text: bytes) -> bytes:
@@ -283,7 +295,7 @@ def _read_jpeg(data: bytes) -> Container:
     """Keep what decoding needs; of the application segments only JFIF's and Adobe's. Note the
     orientation and the profile.
     """
-    kept = [data[:2]]
+    segments = [data[:2]]
     size: tuple[int, int] | None = None
     exif, xmp, iptc, dpi, profile = b"", b"", b"", None, dict[int, bytes]()
     at = 2
@@ -315,7 +327,7 @@ def _read_jpeg(data: bytes) -> Container:
         if marker == 0xE2 and body.startswith(b"ICC_PROFILE\0") and len(body) > 14:
             profile[body[12]] = body[14:]
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
-            kept.append(data[at:end])
+            segments.append(data[at:end])
         at = end
     else:
         raise BadContainer(f"is a JPEG of more than {_MAX_PARTS} segments")
@@ -325,23 +337,23 @@ def _read_jpeg(data: bytes) -> Container:
     # Inside compressed data 0xFF is always followed by 0x00 or a restart marker.
     if data.count(b"\xff\xda", at, end) > _MAX_JPEG_SCANS:
         raise BadContainer(f"is a JPEG of more than {_MAX_JPEG_SCANS} scans")
-    kept.append(data[at:end])
+    segments.append(data[at:end])
     whole = b"".join(profile[part] for part in sorted(profile))
     words = {PROFILE: whole} if 0 < len(whole) <= MOST_PROFILE_BYTES else {}
-    found = b"".join(kept)
+    payload = b"".join(segments)
     turned = _orientation(exif, xmp)
     packet = xmp_of(xmp.removeprefix(_JPEG_XMP))
     metadata = Metadata(upright(exif), packet, iptc, dpi=dpi)
-    return Container("jpeg", size, turned, found, words=words, end=end, metadata=metadata)
+    return Container("jpeg", size, turned, payload, words=words, end=end, metadata=metadata)
 
 
 def _jpeg_end(data: bytes, at: int) -> int:
     """Where the scans that begin at `at` end, with EOI; the data's end where there is none."""
     for _ in range(_MAX_PARTS):
-        found = _MARKER.search(data, at)
-        if found is None:
+        match = _MARKER.search(data, at)
+        if match is None:
             break
-        at = found.end()
+        at = match.end()
         marker = data[at - 1]
         if marker == 0xD9:
             return at
@@ -362,7 +374,7 @@ def _read_webp(data: bytes) -> Container:
     if len(body) < 10:
         raise BadContainer("is a truncated WebP")
     # Every file's chunks are walked: the decoder walks them too, and has no bound.
-    beside = _webp_metadata(data)
+    metadata_chunks = _webp_metadata(data)
     if name == b"VP8X":
         width = int.from_bytes(body[4:7], "little") + 1
         height = int.from_bytes(body[7:10], "little") + 1
@@ -375,11 +387,11 @@ def _read_webp(data: bytes) -> Container:
     else:
         raise BadContainer("is a damaged WebP")
     if name != b"VP8X":
-        beside = {}  # stray chunks
-    exif = tiff_of(beside.get(b"EXIF", b"")) if body[0] & 0x08 else b""
-    xmp = beside.get(b"XMP ", b"") if body[0] & 0x04 else b""
+        metadata_chunks = {}  # stray chunks
+    exif = tiff_of(metadata_chunks.get(b"EXIF", b"")) if body[0] & 0x08 else b""
+    xmp = metadata_chunks.get(b"XMP ", b"") if body[0] & 0x04 else b""
     orientation = _orientation(exif, xmp)
-    profile = beside.get(b"ICCP", b"")
+    profile = metadata_chunks.get(b"ICCP", b"")
     words = {PROFILE: profile} if 0 < len(profile) <= MOST_PROFILE_BYTES else {}
     metadata = Metadata(upright(exif), xmp_of(xmp))
     return Container(
@@ -389,14 +401,14 @@ def _read_webp(data: bytes) -> Container:
 
 def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
     """The first EXIF, ICCP and XMP chunk, by name."""
-    found: dict[bytes, bytes] = {}
+    chunks: dict[bytes, bytes] = {}
     at = 12
     for _ in range(_MAX_PARTS):
         if at + 8 > len(data):
-            return found
+            return chunks
         name, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
         if name in (b"EXIF", b"ICCP", b"XMP "):
-            found.setdefault(name, data[at + 8 : at + 8 + length])
+            chunks.setdefault(name, data[at + 8 : at + 8 + length])
         at += 8 + length + (length & 1)
     raise BadContainer(f"is a WebP of more than {_MAX_PARTS} chunks")
 
@@ -438,8 +450,8 @@ def _read_boxes(data: bytes) -> Container:
 
 def _orientation(exif: bytes, xmp: bytes | None) -> int:
     """That of EXIF, or of XMP where EXIF has none, which is how Pillow turns."""
-    said = read_orientation(exif)
-    if said is None and xmp:
-        found = _XMP_ORIENTATION.search(xmp)
-        said = int(found[1]) if found else None
-    return said if said is not None and 1 <= said <= 8 else 1
+    value = read_orientation(exif)
+    if value is None and xmp:
+        match = _XMP_ORIENTATION.search(xmp)
+        value = int(match[1]) if match else None
+    return value if value is not None and 1 <= value <= 8 else 1

@@ -62,11 +62,11 @@ def read_orientation(tiff: bytes) -> int | None:
     would copy what each of up to 65,535 entries points to.
     """
     order = _order(tiff)
-    found = _directory(tiff, order, 4) if order else None
-    if order is None or found is None:
+    directory = _directory(tiff, order, 4) if order else None
+    if order is None or directory is None:
         return None
-    alone = value = b""
-    for entry in found.entries:
+    orientation_ifd = value = b""
+    for entry in directory.entries:
         if struct.unpack_from(order + "H", tiff, entry) != (_ORIENTATION,):
             continue
         kind, many, place = struct.unpack_from(order + "HII", tiff, entry + 2)
@@ -74,18 +74,18 @@ def read_orientation(tiff: bytes) -> int | None:
         begin = place if many * size > 4 else entry + 8
         if many and size > 0 and begin + many * size <= len(tiff):
             value = tiff[begin : begin + size]  # the last one counts
-            alone = struct.pack(order + "IHHHI", 8, 1, _ORIENTATION, kind, 1)
-    if not alone:
+            orientation_ifd = struct.pack(order + "IHHHI", 8, 1, _ORIENTATION, kind, 1)
+    if not orientation_ifd:
         return None
     if len(value) <= 4:
-        alone += value.ljust(4, b"\0")
+        orientation_ifd += value.ljust(4, b"\0")
     else:
-        alone += struct.pack(order + "I", 26)
+        orientation_ifd += struct.pack(order + "I", 26)
     exif = Image.Exif()
     try:
-        exif.load(tiff[:4] + alone + bytes(4) + value)
+        exif.load(tiff[:4] + orientation_ifd + bytes(4) + value)
         turned = exif.get(_ORIENTATION, 0)
-        return next((each for each in range(1, 9) if each == turned), 0)
+        return next((code for code in range(1, 9) if code == turned), 0)
     except (OSError, SyntaxError, ValueError, TypeError, struct.error, ZeroDivisionError):
         return 0
 
@@ -96,21 +96,21 @@ def upright(tiff: bytes) -> bytes:
     first = _directory(tiff, order, 4) if order else None
     if order is None or first is None:
         return b""
-    made = bytearray(tiff)
+    output = bytearray(tiff)
     for entry in first.entries:
-        if struct.unpack_from(order + "H", made, entry) == (_ORIENTATION,):
-            struct.pack_into(order + "HHIHH", made, entry, *_UPRIGHT)
+        if struct.unpack_from(order + "H", output, entry) == (_ORIENTATION,):
+            struct.pack_into(order + "HHIHH", output, entry, *_UPRIGHT)
     second = _directory(tiff, order, first.next)
     if second is not None:
-        told = {
+        thumbnail_tags = {
             tag: value
             for tag, _, _, value in (
                 struct.unpack_from(order + "HHII", tiff, entry) for entry in second.entries
             )
         }
-        begin = told.get(_THUMBNAIL, 0)
-        end = min(len(made), begin + told.get(_THUMBNAIL_BYTES, 0))
+        begin = thumbnail_tags.get(_THUMBNAIL, 0)
+        end = min(len(output), begin + thumbnail_tags.get(_THUMBNAIL_BYTES, 0))
         if begin > 0:
-            made[begin:end] = bytes(max(0, end - begin))
-        made[first.next : first.next + 4] = bytes(4)
-    return bytes(made)
+            output[begin:end] = bytes(max(0, end - begin))
+        output[first.next : first.next + 4] = bytes(4)
+    return bytes(output)

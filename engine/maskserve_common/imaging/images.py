@@ -156,11 +156,18 @@ def encode_png(
     data = deflate.compress(rows.data) + deflate.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
     xmp = metadata.marked(xmp)
-    said = chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp) if xmp else b""
-    said += chunk(b"eXIf", metadata.exif) if metadata.exif else b""
-    said += b"".join(chunk(name, body) for name, body in metadata.chunks)
+    metadata_chunks = chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp) if xmp else b""
+    metadata_chunks += chunk(b"eXIf", metadata.exif) if metadata.exif else b""
+    metadata_chunks += b"".join(chunk(name, body) for name, body in metadata.chunks)
     return b"".join(
-        (PNG_SIGNATURE, header, colour.in_png(), said, chunk(b"IDAT", data), chunk(b"IEND", b""))
+        (
+            PNG_SIGNATURE,
+            header,
+            colour.in_png(),
+            metadata_chunks,
+            chunk(b"IDAT", data),
+            chunk(b"IEND", b""),
+        )
     )
 
 
@@ -326,9 +333,9 @@ class Decoded:
         """Its name as a template."""
         clear = self.alpha is not None and self.alpha.min() < 255
         unseen = [
-            name + hashlib.blake2b(np.ascontiguousarray(each).data).digest()
-            for name, each in ((b"alpha", self.alpha if clear else None), (b"low", self.low))
-            if each is not None
+            name + hashlib.blake2b(np.ascontiguousarray(plane).data).digest()
+            for name, plane in ((b"alpha", self.alpha if clear else None), (b"low", self.low))
+            if plane is not None
         ]
         if self.metadata:  # nobody is answered with another's
             unseen.append(self.metadata.identity)
@@ -376,8 +383,8 @@ def decode_image(raw: bytes | memoryview, field: str, limits: LimitsConfig) -> D
     raster = decode_raster(raw, field, limits, low=True)
     pixels = np.asarray(as_mode(raster.image, "RGB"))
     alpha, low = _maybe_array(raster.alpha), _maybe_array(raster.low)
-    told = raster.colour, raster.warnings, low, raster.metadata
-    return Decoded(pixels, alpha, raster.encoded, *told)
+    extra_fields = raster.colour, raster.warnings, low, raster.metadata
+    return Decoded(pixels, alpha, raster.encoded, *extra_fields)
 
 
 def decode_mask(
@@ -438,7 +445,7 @@ def decode_raster(
             raise InvalidRequest(field, f"is a damaged {kind}", ACCEPTED)
         image.load()
         words = container.words if colours else {}
-        plain, colour, told = find_colour(image, words) if words else (image, SRGB, "")
+        plain, colour, warning = find_colour(image, words) if words else (image, SRGB, "")
         straight, alpha = split(plain, container)
         fine = None
         if low and container.bit_depth == 16 and plain is image:  # its numbers are the file's
@@ -453,7 +460,7 @@ def decode_raster(
         straight = straight.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
         fine = fine.transpose(turn) if fine is not None else None
-    warnings = tuple([f"{field}: {each}" for each in (container.told, told) if each])
+    warnings = tuple([f"{field}: {each}" for each in (container.told, warning) if each])
     return Raster(straight, alpha, encoded, colour, warnings, fine, container.metadata)
 
 
@@ -495,25 +502,25 @@ def encode_image(
     out = io.BytesIO()
     image = Image.fromarray(pixels)
     exif = metadata.exif and b"Exif\0\0" + metadata.exif
-    beside: dict[str, Any] = {
+    save_options: dict[str, Any] = {
         "icc_profile": colour.profile,
         "xmp": metadata.marked(xmp),
         "exif": exif,
     }
     if output_format == "jpeg":
-        beside |= {"extra": metadata.app13, "dpi": metadata.jfif_dpi}
-    beside = {name: value for name, value in beside.items() if value}
+        save_options |= {"extra": metadata.app13, "dpi": metadata.jfif_dpi}
+    save_options = {name: value for name, value in save_options.items() if value}
     if output_format == "webp":
         if quality is None:
             # `exact`: what is transparent keeps its colours.
-            image.save(out, "WEBP", lossless=True, quality=0, method=0, exact=True, **beside)
+            image.save(out, "WEBP", lossless=True, quality=0, method=0, exact=True, **save_options)
         else:
-            image.save(out, "WEBP", quality=quality, **beside)
+            image.save(out, "WEBP", quality=quality, **save_options)
     elif output_format == "jpeg":
         if quality is None:
-            image.save(out, "JPEG", quality=95, subsampling=0, **beside)
+            image.save(out, "JPEG", quality=95, subsampling=0, **save_options)
         else:
-            image.save(out, "JPEG", quality=quality, **beside)
+            image.save(out, "JPEG", quality=quality, **save_options)
     else:
         raise ValueError(f"unknown output format {output_format!r}")
     return out.getvalue()
@@ -589,8 +596,8 @@ def _from_text(text: bytes, field: str) -> bytes:
 
 def wrong_size(field: str, found: Size, image: Size) -> InvalidRequest:
     """The refusal of a mask of another (height, width) than the image's."""
-    said = f"is {found[1]}x{found[0]} pixels"
-    return InvalidRequest(field, said, f"the image's size, {image[1]}x{image[0]}")
+    problem = f"is {found[1]}x{found[0]} pixels"
+    return InvalidRequest(field, problem, f"the image's size, {image[1]}x{image[0]}")
 
 
 def check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None:

@@ -158,7 +158,7 @@ def _items(data: bytes, meta: dict[bytes, tuple[int, int]]) -> dict[int, _Item]:
 def _places(
     data: bytes, meta: dict[bytes, tuple[int, int]]
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Where each item lies (`iloc`)."""
+    """Where each item lies, by the box iloc."""
     at, _ = meta[b"iloc"]
     version, sizes = data[at], _number(data, at + 4, 2)
     offset, length, base = sizes >> 12, sizes >> 8 & 15, sizes >> 4 & 15

@@ -54,19 +54,19 @@ def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int]
     height, width = mask.shape
     padded = np.pad(mask > 0, ((0, -height % side), (0, -width % side)))
     cells = padded.reshape(padded.shape[0] // side, side, -1, side).any(axis=(1, 3))
-    left = {(int(y), int(x)) for y, x in np.argwhere(cells)}
-    found: list[tuple[int, int, int, int]] = []
-    while left and len(found) <= MOST_BOXES:
-        part = [left.pop()]
+    unvisited = {(int(y), int(x)) for y, x in np.argwhere(cells)}
+    boxes: list[tuple[int, int, int, int]] = []
+    while unvisited and len(boxes) <= MOST_BOXES:
+        part = [unvisited.pop()]
         for y, x in part:  # grows while it is read
-            near = {(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)} & left
-            left -= near
+            near = {(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)} & unvisited
+            unvisited -= near
             part += near
         ys, xs = [y for y, _ in part], [x for _, x in part]
-        found.append((min(ys) * side, min(xs) * side, (max(ys) + 1) * side, (max(xs) + 1) * side))
-    if len(found) > MOST_BOXES:
-        found = [(0, 0, height, width)]
-    return tuple(sorted(_tight(mask, box) for box in found))
+        boxes.append((min(ys) * side, min(xs) * side, (max(ys) + 1) * side, (max(xs) + 1) * side))
+    if len(boxes) > MOST_BOXES:
+        boxes = [(0, 0, height, width)]
+    return tuple(sorted(_tight(mask, box) for box in boxes))
 
 
 def _tight(mask: Bytes2D, box: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -84,15 +84,15 @@ def grow(part: Bools, before: int, after: int, axis: int) -> Bools:
     The reach doubles with each pass, so the cost grows with the logarithm of the distance.
     """
     for reach, step in ((before, -1), (after, 1)):
-        done = 0
-        while done < reach:
-            shift = min(done + 1, reach - done)
+        extent = 0
+        while extent < reach:
+            shift = min(extent + 1, reach - extent)
             grown = part.copy()
             ahead, behind = [slice(None)] * 2, [slice(None)] * 2
             ahead[axis], behind[axis] = slice(shift, None), slice(None, -shift)
             to, source = (ahead, behind) if step > 0 else (behind, ahead)
             grown[tuple(to)] |= part[tuple(source)]
-            part, done = grown, done + shift
+            part, extent = grown, extent + shift
     return part
 
 
@@ -185,8 +185,8 @@ def select(
     if asked.mask_mode == "strength":
         for name in ("mask_dilate", "mask_feather"):
             if getattr(asked, name):
-                told = "is given with mask_mode strength"
-                raise InvalidRequest(f"SETTINGS.{name}", told, "0: grey fades out by itself")
+                problem = "is given with mask_mode strength"
+                raise InvalidRequest(f"SETTINGS.{name}", problem, "0: grey fades out by itself")
         strength = grown(mask.luminance, asked.expand, constant_values=255)
     chosen = selected(mask, asked.mask_mode)
     warnings = _looked_at(mask, asked.mask_mode, chosen)
@@ -208,10 +208,10 @@ def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
     edited = (
         "transparent (alpha 0)" if by_alpha else f"white (luminance {_white_from(mode)} or more)"
     )
-    other = "SETTINGS.mask_mode white edits where it is white" if by_alpha else "invert it"
+    advice = "SETTINGS.mask_mode white edits where it is white" if by_alpha else "invert it"
     return (
         f"MASK: {share:.0%} of the picture is edited, since there the mask is {edited}; if what is "
-        f"painted on it was meant, {other}",
+        f"painted on it was meant, {advice}",
     )
 
 
@@ -448,11 +448,11 @@ def active_tokens_per_level(
         level → ids, row-major over the level's own grid.
     """
     grid = _grown(_token_grid(edit, token_pixels), ring)
-    found: dict[int, TokenIds] = {}
+    ids_by_level: dict[int, TokenIds] = {}
     for level in range(max(levels) + 1):
         if level in levels:
-            found[level] = np.flatnonzero(grid)
+            ids_by_level[level] = np.flatnonzero(grid)
         grid = np.pad(grid, ((0, grid.shape[0] % 2), (0, grid.shape[1] % 2)))
         grid = grid.reshape(grid.shape[0] // 2, 2, grid.shape[1]).max(axis=1)
         grid = grid.reshape(grid.shape[0], -1, 2).max(axis=2)
-    return found
+    return ids_by_level

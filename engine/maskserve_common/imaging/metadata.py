@@ -63,8 +63,8 @@ class Metadata:
             return b""
         if self == Metadata(exif=self.exif):
             return b"exif" + self.exif
-        told = repr((self.exif, self.xmp, self.iptc, self.texts, self.dpi)).encode()
-        return b"metadata" + hashlib.blake2b(told).digest()
+        fields = repr((self.exif, self.xmp, self.iptc, self.texts, self.dpi)).encode()
+        return b"metadata" + hashlib.blake2b(fields).digest()
 
     def marked(self, mark: bytes) -> bytes:
         """The XMP packet with a packet of the server's in it; that one alone if this has none."""
@@ -72,15 +72,17 @@ class Metadata:
             return self.xmp or mark
         text = self.xmp.decode()
         last = list(_END.finditer(text))[-1]
-        said = _DESCRIPTION.search(mark.decode())
-        assert said is not None, "the mark is one description"
-        inside = said[0].replace("<rdf:Description", f'<rdf:Description xmlns:rdf="{_RDF}"', 1)
+        description = _DESCRIPTION.search(mark.decode())
+        assert description is not None, "the mark is one description"
+        inside = description[0].replace(
+            "<rdf:Description", f'<rdf:Description xmlns:rdf="{_RDF}"', 1
+        )
         return (text[: last.start()] + inside + text[last.start() :]).encode()
 
     @property
     def jfif_dpi(self) -> tuple[int, int] | None:
         """The resolution as JFIF can say it."""
-        across, down = (round(each) for each in self.dpi or (0, 0))
+        across, down = (round(resolution) for resolution in self.dpi or (0, 0))
         return (across, down) if 0 < min(across, down) <= max(across, down) < 2**16 else None
 
     @property
@@ -95,14 +97,14 @@ class Metadata:
     @property
     def chunks(self) -> tuple[tuple[bytes, bytes], ...]:
         """Texts, IPTC records and resolution as chunks of a PNG file."""
-        found = list(self.texts)
+        parts = list(self.texts)
         if self.iptc:
             profile = f"\niptc\n{len(self.iptc):8}\n{self.iptc.hex()}\n".encode()
-            found.append((b"tEXt", b"Raw profile type iptc\0" + profile))
+            parts.append((b"tEXt", b"Raw profile type iptc\0" + profile))
         if self.dpi is not None:
-            across, down = (round(each / _METRES) for each in self.dpi)
-            found.append((b"pHYs", struct.pack(">IIB", across, down, 1)))
-        return tuple(found)
+            across, down = (round(resolution / _METRES) for resolution in self.dpi)
+            parts.append((b"pHYs", struct.pack(">IIB", across, down, 1)))
+        return tuple(parts)
 
 
 NOTHING = Metadata()
@@ -133,8 +135,8 @@ def iptc_of(app13: bytes) -> bytes:
         (length,) = struct.unpack_from(">I", app13, at)
         at += 4
         if kind == _IPTC:
-            found = app13[at : at + length]
-            return found if len(found) == length and length < MOST_BYTES - 64 else b""
+            records = app13[at : at + length]
+            return records if len(records) == length and length < MOST_BYTES - 64 else b""
         at += length + length % 2
     return b""
 

@@ -85,13 +85,13 @@ def make_mark(config: Config) -> Mark:
     Raises:
         ConfigError: the certificate or its key cannot sign; the message names the key.
     """
-    asked = config.provenance
-    if bool(asked.certificate) != bool(asked.private_key):
-        missing = "private_key" if asked.certificate else "certificate"
+    provenance = config.provenance
+    if bool(provenance.certificate) != bool(provenance.private_key):
+        missing = "private_key" if provenance.certificate else "certificate"
         raise ConfigError(f"provenance.{missing} is missing beside the other of the two")
-    if not asked.certificate:
-        return Unsigned(XMP if asked.mark else b"")
-    return _Signed(asked, model_name(config))
+    if not provenance.certificate:
+        return Unsigned(XMP if provenance.mark else b"")
+    return _Signed(provenance, model_name(config))
 
 
 class _Signed:
@@ -165,23 +165,23 @@ class _Signed:
 
     def _in_time(self, *asked: Any) -> bytes:
         """The same in a thread: the library waits for the time-stamp authority without an end."""
-        done: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        results: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
         def work() -> None:
             try:
-                done.put(self._signed(*asked))
+                results.put(self._signed(*asked))
             except Exception as error:
-                done.put(error)
+                results.put(error)
 
         threading.Thread(target=work, name="timestamp", daemon=True).start()
         try:
-            made = done.get(timeout=self._asked.timestamp_s)
+            result = results.get(timeout=self._asked.timestamp_s)
         except queue.Empty:
-            told = f"no time stamp came within {self._asked.timestamp_s:g} s"
-            raise EngineFailed(f"the picture could not be signed: {told}") from None
-        if isinstance(made, Exception):
-            raise made
-        return made
+            problem = f"no time stamp came within {self._asked.timestamp_s:g} s"
+            raise EngineFailed(f"the picture could not be signed: {problem}") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _manifest(self, box: Box, *, opened: bool = False) -> dict[str, Any]:
         """What is said of an edit, in C2PA's terms; `opened`: of an ingredient, too."""

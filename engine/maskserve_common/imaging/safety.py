@@ -35,12 +35,12 @@ def load_check(config: Config) -> Check | None:
         raise ConfigError("safety.check: is given beside safety.model; accepted: one of them")
     place, _, function = named.rpartition(":")
     try:
-        found = getattr(_module(place), function)
+        check = getattr(_module(place), function)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ConfigError(f"safety.check: {named} cannot be imported ({error})") from None
-    if not callable(found):
+    if not callable(check):
         raise ConfigError(f"safety.check: {named} is no function")
-    return cast(Check, found)
+    return cast(Check, check)
 
 
 def _module(place: str) -> ModuleType:

@@ -62,20 +62,20 @@ class Holdings(ABC, Generic[W]):
         Raises:
             MaskserveError: one of them cannot be had; nothing is kept then.
         """
-        each = {self.resource(one): one for one in wanted}
+        resources = {self.resource(item): item for item in wanted}
         if owner not in self._owners:
-            self._book(owner, each)
-            self._owners[owner] = tuple(each)
-            for resource in each:
+            self._book(owner, resources)
+            self._owners[owner] = tuple(resources)
+            for resource in resources:
                 self._residency.pin(resource)
                 self._popularity.used(resource.name)
         try:
-            for resource, one in each.items():
-                self._bring(resource, one)
+            for resource, item in resources.items():
+                self._bring(resource, item)
         except MaskserveError:
             self.let_go(owner)
             raise
-        return tuple([one for one in each if self._residency.state(one) != "here"])
+        return tuple([item for item in resources if self._residency.state(item) != "here"])
 
     def let_go(self, owner: str) -> None:
         """It has ended, or goes on without any."""
@@ -134,16 +134,16 @@ class Holdings(ABC, Generic[W]):
         host = self._on_host()
         if self._listed is None or host is not self._listed_host:
             self._listed_host = host
-            found = {
-                each.name: AdapterStatus(each.name, "host", each.nbytes, each.digest)
-                for each in host
+            statuses = {
+                file.name: AdapterStatus(file.name, "host", file.nbytes, file.digest)
+                for file in host
             }
             for name, nbytes in self._coming.values():
-                found[name] = AdapterStatus(name, "coming", nbytes)
+                statuses[name] = AdapterStatus(name, "coming", nbytes)
             for name, loaded in self._loaded.values():
-                found.pop(name, None)  # else it would keep its place among those on the host
-                found[name] = AdapterStatus(name, "device", loaded.file_bytes, loaded.digest)
-            self._listed = tuple(found.values())[-ADAPTERS_LISTED:]
+                statuses.pop(name, None)  # else it would keep its place among those on the host
+                statuses[name] = AdapterStatus(name, "device", loaded.file_bytes, loaded.digest)
+            self._listed = tuple(statuses.values())[-ADAPTERS_LISTED:]
         return self._listed
 
     def _book(self, owner: str, wanted: Mapping[Resource, W]) -> None:
@@ -172,11 +172,11 @@ class Holdings(ABC, Generic[W]):
 
     def _load(self, resource: Resource, wanted: W, worth: float) -> bool:
         """Have it loaded, if there is room or what is worth less makes it; whether there is."""
-        device_bytes, shown = self._bytes(wanted)
+        device_bytes, record_bytes = self._bytes(wanted)
         if not self._residency.coming(resource, device_bytes, worth):
             return False
         self._value(resource)
-        self._coming[wanted.version], self._listed = (wanted.name, shown), None
+        self._coming[wanted.version], self._listed = (wanted.name, record_bytes), None
         self._source.load(wanted, lambda outcome: self._came(wanted, outcome))
         return True
 

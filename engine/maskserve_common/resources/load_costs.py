@@ -25,9 +25,9 @@ class LoadCosts:
 
     def add(self, source: str, nbytes: int, seconds: float) -> None:
         """A load of so many bytes took so long."""
-        kept = self._samples.setdefault(source, deque(maxlen=_LOADS_KEPT))
-        kept.append((nbytes, seconds))
-        if len(kept) > 1:
-            sizes, times = zip(*kept, strict=True)
+        samples = self._samples.setdefault(source, deque(maxlen=_LOADS_KEPT))
+        samples.append((nbytes, seconds))
+        if len(samples) > 1:
+            sizes, times = zip(*samples, strict=True)
             line = fit(sizes, times)
             self.published = {**self.published, source: LoadCost(line.fixed, line.per_unit)}

@@ -122,17 +122,19 @@ class ResourceLoader(ABC, Generic[W]):
 
     def _load(self, wanted: W, done: Done, begin: float) -> None:
         kind = self._kind
-        which = f"{kind.noun} {wanted.name}"
+        description = f"{kind.noun} {wanted.name}"
         try:
             outcome: Loaded | MaskserveError = self._brought(wanted, begin)
         except MaskserveError as error:
             outcome = error
         except ValueError as error:
-            outcome = InvalidRequest(kind.setting, f"{which} {error}")
+            outcome = InvalidRequest(kind.setting, f"{description} {error}")
         except (FileNotFoundError, MemoryError) as error:
-            _log.warning("%s could not be loaded: %s", which, error)
-            outcome = Overloaded(f"{kind.setting}: {which} could not be loaded now; try again")
+            _log.warning("%s could not be loaded: %s", description, error)
+            outcome = Overloaded(
+                f"{kind.setting}: {description} could not be loaded now; try again"
+            )
         except Exception:
-            _log.exception("%s could not be loaded", which)
-            outcome = EngineFailed(f"{kind.setting}: {which} could not be loaded")
+            _log.exception("%s could not be loaded", description)
+            outcome = EngineFailed(f"{kind.setting}: {description} could not be loaded")
         done(outcome)

@@ -27,9 +27,9 @@ class Popularity:
 
     def used(self, name: str) -> None:
         self._uses += 1
-        now = self._uses / self._half_life
-        before = self._scores.pop(name, -math.inf)
-        high, low = max(before, now), min(before, now)
+        clock = self._uses / self._half_life
+        old_score = self._scores.pop(name, -math.inf)
+        high, low = max(old_score, clock), min(old_score, clock)
         self._scores[name] = high + math.log2(1.0 + 2.0 ** (low - high))
         if len(self._scores) > _REMEMBERED:
             self._scores.popitem(last=False)

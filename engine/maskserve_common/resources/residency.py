@@ -59,13 +59,13 @@ class Residency:
         """Request id → what it waits for; in the order in which they came."""
 
     def state(self, resource: Resource) -> Residence:
-        held = self._held.get(resource)
-        return "absent" if held is None else held.state
+        record = self._held.get(resource)
+        return "absent" if record is None else record.state
 
     def error(self, resource: Resource) -> MaskserveError | None:
         """Why it failed, where it did."""
-        held = self._held.get(resource)
-        return None if held is None else held.error
+        record = self._held.get(resource)
+        return None if record is None else record.error
 
     def nbytes(self, kind: str) -> int:
         """Of a kind: what is here and what is coming."""
@@ -73,8 +73,8 @@ class Residency:
 
     def nbytes_of(self, resource: Resource) -> int:
         """What is booked for it."""
-        held = self._held.get(resource)
-        return 0 if held is None else held.nbytes
+        record = self._held.get(resource)
+        return 0 if record is None else record.nbytes
 
     def coming(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
         """Book its bytes and say that it is on its way; False: there is no room for it.
@@ -84,19 +84,19 @@ class Residency:
         """
         if self.state(resource) in ("coming", "here"):
             return True
-        gone = self._to_go(resource, nbytes, score)
-        if gone is None:
+        victims = self._to_go(resource, nbytes, score)
+        if victims is None:
             return False
-        for each in gone:
-            self.drop(each)
+        for victim in victims:
+            self.drop(victim)
         self._held[resource] = _Held("coming", nbytes, score)
         return True
 
     def arrived(self, resource: Resource) -> list[str]:
         """It can be used; the edits that wait for nothing more, in the order in which they came."""
         if resource.kind in self._budgets:
-            held = self._held.setdefault(resource, _Held("coming", 0, 0.0))
-            held.state, held.error = "here", None
+            record = self._held.setdefault(resource, _Held("coming", 0, 0.0))
+            record.state, record.error = "here", None
         else:
             self._held.pop(resource, None)
         ready = []
@@ -123,20 +123,20 @@ class Residency:
             MaskserveError: one of them has failed.
             Overloaded: no more may wait, in all or of its key.
         """
-        missing = {each for each in resources if self.state(each) != "here"}
-        for each in missing:
-            error = self.error(each)
+        missing = {item for item in resources if self.state(item) != "here"}
+        for item in missing:
+            error = self.error(item)
             if error is not None:
                 raise error
         if not missing:
             return False
         key = scope_of(request_id)
-        own = sum(scope_of(name) == key for name in self._missing)
-        if room(self._most, len(self._missing), own, key) < 1:
-            kinds = " or ".join(sorted({each.kind for each in missing}))
-            whose = " of this key" if len(self._missing) < self._most else ""
-            count = own if whose else len(self._missing)
-            raise Overloaded(f"{count} edits{whose} wait for their {kinds}; try again later")
+        key_waiting = sum(scope_of(name) == key for name in self._missing)
+        if room(self._most, len(self._missing), key_waiting, key) < 1:
+            kinds = " or ".join(sorted({item.kind for item in missing}))
+            owner_text = " of this key" if len(self._missing) < self._most else ""
+            count = key_waiting if owner_text else len(self._missing)
+            raise Overloaded(f"{count} edits{owner_text} wait for their {kinds}; try again later")
         self._missing[request_id] = missing
         return True
 
@@ -178,18 +178,18 @@ class Residency:
         if budget is None:
             return []
         over = self.nbytes(resource.kind) + nbytes - budget
-        others = [
-            (held.score, each)
-            for each, held in self._held.items()
-            if each.kind == resource.kind
-            and held.state == "here"
-            and held.score <= score
-            and each not in self._pins
+        candidates = [
+            (record.score, candidate)
+            for candidate, record in self._held.items()
+            if candidate.kind == resource.kind
+            and record.state == "here"
+            and record.score <= score
+            and candidate not in self._pins
         ]
-        gone: list[Resource] = []
-        for _, each in sorted(others):
+        victims: list[Resource] = []
+        for _, candidate in sorted(candidates):
             if over <= 0:
                 break
-            gone.append(each)
-            over -= self._held[each].nbytes
-        return gone if over <= 0 else None
+            victims.append(candidate)
+            over -= self._held[candidate].nbytes
+        return victims if over <= 0 else None

@@ -28,16 +28,16 @@ class AdapterView:
         """None: the worker says nothing of adapters."""
         if not status.adapter_loads:
             return None
-        held = {each.name: each for each in status.adapters}
-        return cls(held, status.adapter_loads, status.typical_adapter_bytes)
+        statuses = {adapter.name: adapter for adapter in status.adapters}
+        return cls(statuses, status.adapter_loads, status.typical_adapter_bytes)
 
     @classmethod
     def of_controlnets(cls, status: WorkerStatus) -> AdapterView | None:
         """None: the worker says nothing of ControlNets."""
         if not status.controlnet_loads:
             return None
-        held = {each.name: each for each in status.controlnets}
-        return cls(held, status.controlnet_loads, status.typical_controlnet_bytes)
+        statuses = {controlnet.name: controlnet for controlnet in status.controlnets}
+        return cls(statuses, status.controlnet_loads, status.typical_controlnet_bytes)
 
     def seconds(self, names: Iterable[str]) -> float:
         """Until all of these can be used. They come side by side, so the longest load counts."""
@@ -53,17 +53,17 @@ class AdapterView:
         return self if more == self.coming else replace(self, coming=more)
 
     def _seconds(self, name: str) -> float:
-        held = self.held.get(name)
-        if held is not None and held.tier == "device":
+        status = self.held.get(name)
+        if status is not None and status.tier == "device":
             return 0.0
-        source = "host" if held is not None and held.tier == "host" else "storage"
+        source = "host" if status is not None and status.tier == "host" else "storage"
         cost = self.loads.get(source)
         if cost is None:
             return 0.0
         whole = cost.seconds(self._nbytes(name))
-        begun = name in self.coming or (held is not None and held.tier == "coming")
+        begun = name in self.coming or (status is not None and status.tier == "coming")
         return whole * (_LEFT if begun else 1.0)
 
     def _nbytes(self, name: str) -> float:
-        held = self.held.get(name)
-        return self.typical_bytes if held is None else held.nbytes
+        status = self.held.get(name)
+        return self.typical_bytes if status is None else status.nbytes

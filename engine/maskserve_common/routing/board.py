@@ -149,7 +149,7 @@ class Board:
             math.nan if whole is None else whole.active_token,
             view.as_of,
             profile.free_at * pricing.step + profile.until(profile.free_at)[0],
-            min([1.0, *(min(each.dense, each.cached) for each in pricing.degrees)]),
+            min([1.0, *(min(degree.dense, degree.cached) for degree in pricing.degrees)]),
             slowdown,
             rest,
             *(pricing.fetch_s(tier) for tier in _TIERS),
@@ -224,8 +224,8 @@ class Board:
         def ask(number: int) -> None:
             nonlocal best
             view = self.view(number)
-            asked = (predicted_seconds(edit, view, now), view.worker, number)
-            best = asked if best is None else min(best, asked)
+            candidate = (predicted_seconds(edit, view, now), view.worker, number)
+            best = candidate if best is None else min(best, candidate)
 
         if len(rows) <= _FEW:
             for number in rows.tolist():
@@ -283,8 +283,8 @@ class Board:
         """Of these the ones at which a new row gets a place first, at most so many."""
         waits = self._costs[rows, _AT["waits"]]
         order = np.argsort(waits, kind="stable")[:count]
-        found: list[int] = rows[order].tolist()
-        return found
+        numbers: list[int] = rows[order].tolist()
+        return numbers
 
     def _scores(
         self, edit: Edit, now: float, rows: Rows, *, alone: bool = False, primed: bool = False
@@ -299,22 +299,22 @@ class Board:
         if edit.adapters or edit.controls:
             exact = np.zeros_like(exact)
         compute = compute * costs[:, _AT["degree"]]
-        own = steps * (step + compute)
+        edit_s = steps * (step + compute)
         if alone:
-            return np.maximum(own, steps * load) + np.where(exact, fetch, 0.0), exact
+            return np.maximum(edit_s, steps * load) + np.where(exact, fetch, 0.0), exact
         reordered = (edit.priority > self._urgency[rows, 0]) | (edit.due < self._urgency[rows, 1])
         exact = exact & ~reordered
-        which = reordered.astype(np.intp)
-        free_at = self._free_at[rows, which]
+        profile_index = reordered.astype(np.intp)
+        free_at = self._free_at[rows, profile_index]
         horizon = free_at + steps
-        knots = self._knots[rows, which]
+        knots = self._knots[rows, profile_index]
         at = (knots <= horizon[:, None]).sum(1) - 1
         beyond = horizon - knots[np.arange(len(rows)), at]
-        busy, busy_slope, loading, loading_slope = self._work[rows, :, which, at].T
+        busy, busy_slope, loading, loading_slope = self._work[rows, :, profile_index, at].T
         busy, loading = busy + busy_slope * beyond, loading + loading_slope * beyond
-        total = np.maximum(own + free_at * step + busy, steps * load + loading)
+        total = np.maximum(edit_s + free_at * step + busy, steps * load + loading)
         passed = now - costs[:, _AT["as_of"]]
-        total = np.where(passed > 0.0, np.maximum(total - passed, own), total)
+        total = np.where(passed > 0.0, np.maximum(total - passed, edit_s), total)
         later = np.maximum(fetch - costs[:, _AT["waits"]], 0.0)
         return total + np.where(exact & (fetch > 0.0), later, 0.0), exact
 
@@ -370,22 +370,26 @@ class Board:
         cached = np.where(reads, mean, dense)
         load = np.where(reads & (tiers != _DEVICE), (1.0 - first) * load, 0.0)
         fetch = np.where(reads, brought, 0.0)
-        has = tiers >= 0
-        return np.where(has, cached, compute), np.where(has, load, 0.0), np.where(has, fetch, 0.0)
+        has_entries = tiers >= 0
+        return (
+            np.where(has_entries, cached, compute),
+            np.where(has_entries, load, 0.0),
+            np.where(has_entries, fetch, 0.0),
+        )
 
     def _tiers(self, edit: Edit, rows: Rows, *, primed: bool) -> Rows:
         """Of each the nearest tier that has the template, by its place in `TIERS`; -1: none."""
-        found = np.full(len(rows), -1, np.intp)
+        nearest_tiers = np.full(len(rows), -1, np.intp)
         if not edit.cache or edit.own:
-            return found
+            return nearest_tiers
         if primed:
-            found[:] = _HOST
-            return found
+            nearest_tiers[:] = _HOST
+            return nearest_tiers
         template, count = entries_id(edit.template_id), len(self._views)
         for place, tier in reversed([*enumerate(_TIERS)]):
-            found[self._holders(tier, template, count)[rows]] = place
-        found[self._flags[rows, 3]] = _HOST
-        return found
+            nearest_tiers[self._holders(tier, template, count)[rows]] = place
+        nearest_tiers[self._flags[rows, 3]] = _HOST
+        return nearest_tiers
 
 
 def _ascending(scores: Floats, rows: Rows) -> Iterator[tuple[float, int]]:

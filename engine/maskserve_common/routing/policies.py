@@ -91,8 +91,8 @@ class RoundRobin:
         takers = [worker.worker for worker in workers if worker.takes(edit)]
         if not takers:
             raise NoWorkerAvailable(edit, workers)
-        after = [worker for worker in takers if worker > self._last]
-        self._last = min(after or takers)
+        later = [worker for worker in takers if worker > self._last]
+        self._last = min(later or takers)
         return self._last
 
 

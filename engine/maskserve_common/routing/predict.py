@@ -37,11 +37,11 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
         ahead = (*worker.waiting[:free], *later)
         profile = worker.profile_of(ahead)
     busy, loading = profile.until(profile.free_at + steps)
-    own = steps * (step + compute)
-    total = max(own + profile.free_at * step + busy, steps * load + loading)
+    edit_s = steps * (step + compute)
+    total = max(edit_s + profile.free_at * step + busy, steps * load + loading)
     passed = now - worker.as_of
     if passed > 0.0:
-        total = max(total - passed, own)
+        total = max(total - passed, edit_s)
     fetch = max(fetch, worker.adapter_seconds(edit))
     if fetch > 0.0:
         # Entries, LoRAs and ControlNets come, side by side, while the edit waits for its place.
@@ -72,14 +72,14 @@ def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Dealt:
     free: list[tuple[float, int]] = []
     for number, worker in enumerate(workers):
         profile = worker.profile
-        until = profile.free_at * worker.pricing.step + profile.until(profile.free_at)[0]
-        heapq.heappush(free, (until, number))
-    got: dict[str, list[Edit]] = {worker.worker: [] for worker in workers}
+        free_at_s = profile.free_at * worker.pricing.step + profile.until(profile.free_at)[0]
+        heapq.heappush(free, (free_at_s, number))
+    edits_by_worker: dict[str, list[Edit]] = {worker.worker: [] for worker in workers}
     for edit in edits if workers else ():
-        until, number = free[0]
+        free_at_s, number = free[0]
         worker = workers[number]
         compute, load, _ = worker.price(edit)
         step_s = max(compute + worker.pricing.step / worker.max_rows, load)
-        heapq.heapreplace(free, (until + edit.steps * step_s / worker.devices, number))
-        got[worker.worker].append(edit)
-    return Dealt(got, {workers[number].worker: until for until, number in free})
+        heapq.heapreplace(free, (free_at_s + edit.steps * step_s / worker.devices, number))
+        edits_by_worker[worker.worker].append(edit)
+    return Dealt(edits_by_worker, {workers[number].worker: free_at_s for free_at_s, number in free})

@@ -84,9 +84,9 @@ def build_profile(running: Sequence[RowLoad], waiting: Iterable[RowLoad], max_ro
     knots = sorted(changes)
     busy, loading = [0.0], [0.0]
     busy_slope, loading_slope = [changes[0][0]], [changes[0][1]]
-    for before, knot in pairwise(knots):
-        busy.append(busy[-1] + busy_slope[-1] * (knot - before))
-        loading.append(loading[-1] + loading_slope[-1] * (knot - before))
+    for previous, knot in pairwise(knots):
+        busy.append(busy[-1] + busy_slope[-1] * (knot - previous))
+        loading.append(loading[-1] + loading_slope[-1] * (knot - previous))
         busy_slope.append(busy_slope[-1] + changes[knot][0])
         loading_slope.append(loading_slope[-1] + changes[knot][1])
     return Profile(

@@ -115,8 +115,8 @@ class WorkerView:
 
     def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
         """What an edit shares its device with, were these all that wait."""
-        each = self.devices
-        return build_profile(self.running[::each], waiting[::each], self.max_rows)
+        stride = self.devices
+        return build_profile(self.running[::stride], waiting[::stride], self.max_rows)
 
     def serves(self, edit: Edit) -> bool:
         """Whether the worker takes edits like `edit`, now or once it has a place."""
@@ -144,9 +144,9 @@ class WorkerView:
         way = self._way(edit)
         seconds = way.compute
         if self.pricing.degrees:  # as many devices as it could have beside the others
-            others = len(self.running) + len(self.waiting)
+            other_rows = len(self.running) + len(self.waiting)
             cached = way.tokens is not None
-            seconds *= self.pricing.share(self.devices // (others + 1), cached=cached)
+            seconds *= self.pricing.share(self.devices // (other_rows + 1), cached=cached)
         return seconds, way.load, way.fetch
 
     def _way(self, edit: Edit) -> _WayPrice:
@@ -157,8 +157,8 @@ class WorkerView:
             ways += self._template_ways(edit, tier)
         elif edit.own_steps:
             ways.append(self._own_way(edit))
-        dense, *others = [self._with_added(edit, way) for way in ways]
-        best = min([dense, *others], key=lambda way: way.compute)
+        dense, *alternatives = [self._with_added(edit, way) for way in ways]
+        best = min([dense, *alternatives], key=lambda way: way.compute)
         if best.fetch and best.fetch + edit.steps * best.compute >= edit.steps * dense.compute:
             return dense
         return best
@@ -277,9 +277,9 @@ class WorkerView:
                 compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
                 if entries_id(row.template_id) in on_device:
                     load = 0.0
-                due = (row.due_ns - status.monotonic_ns) / 1e9 if row.due_ns else math.inf
+                due_in_s = (row.due_ns - status.monotonic_ns) / 1e9 if row.due_ns else math.inf
                 steps, active = row.steps_left, row.active_tokens
-                loads.append(RowLoad(steps, compute, load, active, row.priority, as_of + due))
+                loads.append(RowLoad(steps, compute, load, active, row.priority, as_of + due_in_s))
             return tuple(loads)
 
         return cls(

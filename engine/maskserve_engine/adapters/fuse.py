@@ -109,13 +109,13 @@ def _facts(path: Path, config: Config) -> dict[str, Any]:
 
 def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
     """Versions of transformers differ in whether text models have a first name."""
-    for own in (name, f"text_model.{name}", name.removeprefix("text_model.")):
+    for candidate in (name, f"text_model.{name}", name.removeprefix("text_model.")):
         try:
-            found = model.get_submodule(own)
+            module = model.get_submodule(candidate)
         except AttributeError:
             continue
-        if isinstance(found, nn.Linear | nn.Conv2d):
-            return found
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            return module
     raise BadAdapter(f"changes {name}, which is no layer of the model")
 
 

@@ -53,7 +53,7 @@ def read_lora(
             for update in plan.updates:
                 if update.part in only:
                     factors = _factors(update, opened.get_tensor)
-                    cast = Factors(*(each.to(dtype) for each in factors))
+                    cast = Factors(*(tensor.to(dtype) for tensor in factors))
                     parts.setdefault(update.part, {})[update.layer] = cast
     except safetensors.SafetensorError as error:
         raise BadAdapter(f"is no safetensors file: {error}") from error

@@ -84,28 +84,28 @@ class LoraLoader(ResourceLoader[Lora]):
         return self._host
 
     def _brought(self, wanted: Lora, begin: float) -> Loaded:
-        there = self._store.host.find(wanted.name, wanted.version) is not None
+        on_host = self._store.host.find(wanted.name, wanted.version) is not None
         file = self._store.fetch(wanted.name, wanted.version)
         parts = read_lora(file.path, self._base, self._config.model.path)
         factors = parts.get("denoiser", {})
         nbytes = self._bring(wanted.version, factors)
-        layers = {name: each.numbers for name, each in factors.items()}
-        source, taken = "host" if there else "storage", time.monotonic() - begin
-        return Loaded(file.digest, nbytes, taken, file.nbytes, source, layers)
+        layers = {name: update.numbers for name, update in factors.items()}
+        source, load_s = "host" if on_host else "storage", time.monotonic() - begin
+        return Loaded(file.digest, nbytes, load_s, file.nbytes, source, layers)
 
     def _look(self) -> None:
-        known: Mapping[str, KnownAdapter] = {}
+        known_adapters: Mapping[str, KnownAdapter] = {}
         while not self._closing.wait(_LOOK_EVERY_S):
             try:
                 catalogue = self._store.catalogue.all()
-                if catalogue is not known:
-                    known, self._typical_bytes = catalogue, _mean_bytes(catalogue.values())
-                found = tuple(self._store.host.held())
+                if catalogue is not known_adapters:
+                    known_adapters, self._typical_bytes = catalogue, _mean_bytes(catalogue.values())
+                host_files = tuple(self._store.host.held())
             except OSError as error:
                 _log.warning("the folder of adapters cannot be read: %s", error)
                 continue
-            if [each.path for each in found] != [each.path for each in self._host]:
-                self._host = found
+            if [file.path for file in host_files] != [file.path for file in self._host]:
+                self._host = host_files
 
     @cached_property
     def _base(self) -> BaseLayers:
@@ -114,5 +114,5 @@ class LoraLoader(ResourceLoader[Lora]):
 
 def _mean_bytes(adapters: Iterable[KnownAdapter]) -> float:
     """Of the files that are served."""
-    sizes = [each.nbytes for each in adapters if not each.problem]
+    sizes = [adapter.nbytes for adapter in adapters if not adapter.problem]
     return sum(sizes) / len(sizes) if sizes else 0.0

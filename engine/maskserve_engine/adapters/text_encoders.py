@@ -69,16 +69,16 @@ class TextAdapters:
 
     def _parts(self, lora: Lora) -> Parts:
         """Factors in the encoders' dtype and on their device."""
-        held = self._held.pop(lora.version, None)
-        if held is None:
+        parts = self._held.pop(lora.version, None)
+        if parts is None:
             try:
-                held = self._read(lora)
+                parts = self._read(lora)
             except BadAdapter as error:
                 raise InvalidRequest(_FIELD, f"adapter {lora.name} {error}") from error
-        self._held[lora.version] = held
+        self._held[lora.version] = parts
         while len(self._held) > 1 and sum(map(_nbytes, self._held.values())) > self._held_bytes:
             self._held.popitem(last=False)
-        return held
+        return parts
 
     def _read(self, lora: Lora) -> Parts:
         file = self._store.host.find(lora.name, lora.version)
@@ -103,13 +103,13 @@ def _name_in(model: nn.Module, name: str) -> str:
     """The module that a weight of the file belongs to: versions of transformers differ in whether
     text models have a first name.
     """
-    for own in (name, f"text_model.{name}", name.removeprefix("text_model.")):
+    for candidate in (name, f"text_model.{name}", name.removeprefix("text_model.")):
         try:
-            module = model.get_submodule(own)
+            module = model.get_submodule(candidate)
         except AttributeError:
             continue
         if isinstance(module, nn.Linear):
-            return own
+            return candidate
     raise BadAdapter(f"changes {name}, which is no linear layer of the text encoder")
 
 
@@ -125,4 +125,6 @@ def _added(model: nn.Module, name: str, factors: Factors, scale: float) -> Remov
 
 
 def _nbytes(parts: Parts) -> int:
-    return sum(x.nbytes for layers in parts.values() for each in layers.values() for x in each)
+    return sum(
+        x.nbytes for layers in parts.values() for factors in layers.values() for x in factors
+    )

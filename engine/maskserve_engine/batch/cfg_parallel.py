@@ -45,7 +45,7 @@ def dealt(
         for at, rank in zip(passes, free, strict=False):
             ranks[number, at] = rank
             loads[rank] += costs[at]
-    return tuple([ranks[each] for each in sorted(ranks)])
+    return tuple([ranks[pass_key] for pass_key in sorted(ranks)])
 
 
 class PassShare:
@@ -86,8 +86,8 @@ class PassShare:
             sum(size for size, at in zip(sizes, self._ranks, strict=True) if at == rank)
             for rank in range(count)
         ]
-        came = self.exchange.all_to_all([answer] * count, of_ranks)
-        parts = came.split([sizes[i] for i in travelling])
+        outputs = self.exchange.all_to_all([answer] * count, of_ranks)
+        parts = outputs.split([sizes[i] for i in travelling])
         return [part for _, part in sorted(zip(travelling, parts, strict=True), key=_first)]
 
 

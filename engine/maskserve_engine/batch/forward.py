@@ -269,17 +269,23 @@ class State:
         streams, ahead = (self.text, self.image), self.ahead
         self.ahead = None
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
-        qk, v, kept = pre
+        qk, v, post_inputs = pre
         del pre, ahead
         attended = self.attend(qk, v, self.packing, fill, capture)
         self.room = None
         del qk, v  # the values may hold all that their product made, seven widths of each token
         # Nobody reads the text behind the last block. (That of several rows lies between.)
-        alone = self.joined and self.packing.in_front and number + 1 == self.model.block_count
+        image_only = self.joined and self.packing.in_front and number + 1 == self.model.block_count
         *behind, self.ahead = self.model.post(
-            number, *streams, attended, kept, self.packing, goes_on=goes_on, image_alone=alone
+            number,
+            *streams,
+            attended,
+            post_inputs,
+            self.packing,
+            goes_on=goes_on,
+            image_alone=image_only,
         )
-        self.joined = self.joined and not alone
+        self.joined = self.joined and not image_only
         return behind[0], behind[1]
 
     def attend(
@@ -411,18 +417,18 @@ class State:
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         widened = self.cached and self.wide  # where other tokens are not computed than else
         placed = self.packed.placed_kv
-        kept = None if widened else placed.of(index, self.entries)
-        both, anew = kept or (self._all_keys(k, v, packing), None)
-        if kept is None and self.room is None and not widened:
+        cached_kv = None if widened else placed.of(index, self.entries)
+        kv, anew = cached_kv or (self._all_keys(k, v, packing), None)
+        if cached_kv is None and self.room is None and not widened:
             spans = packing.slots.spans
-            anew = placed.keep(index, both, self.entries, spans, self._placed_bytes)
+            anew = placed.keep(index, kv, self.entries, spans, self._placed_bytes)
         if anew is None or any(anew):
             if self.cached and not self.wide:
-                self._place(index, "kv", both, packing.slots, anew)
-            self._place_fixed(index, both, packing, anew)
+                self._place(index, "kv", kv, packing.slots, anew)
+            self._place_fixed(index, kv, packing, anew)
         if self.room is None:
-            packing.scatter_computed((k, v), both)
-        return both
+            packing.scatter_computed((k, v), kv)
+        return kv
 
     def _place_fixed(
         self,
@@ -443,12 +449,12 @@ class State:
         return self.model.project(index, hidden, stream, self.rest_cis)
 
     def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        rest, both = self.rest_keys(index), self._all_keys(k, v, packing)
+        cached_kv, kv = self.rest_keys(index), self._all_keys(k, v, packing)
         if self.room is None:
-            packing.scatter_computed((k, v), both)
-        packing.scatter_inactive(rest, both)
-        self._place_fixed(index, both, packing)
-        return both
+            packing.scatter_computed((k, v), kv)
+        packing.scatter_inactive(cached_kv, kv)
+        self._place_fixed(index, kv, packing)
+        return kv
 
     def capture(self, index: int) -> CaptureKeys:
         """Hand the priming rows' hidden states over now, their keys and values when known."""
@@ -467,10 +473,12 @@ class State:
 
     def keys_to_captures(self, index: int, packing: Packing) -> CaptureKeys:
         """Hands the priming rows their keys and values."""
-        own = list(zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True))
+        row_captures = list(
+            zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True)
+        )
 
         def keys_values(keys: Tensor, values: Tensor) -> None:
-            for capture, text, (begin, end) in own:
+            for capture, text, (begin, end) in row_captures:
                 if capture is not None:
                     at = slice(begin if capture.text else begin + text, end)
                     capture.keys_values(index, keys[at], values[at])
@@ -499,8 +507,8 @@ def _place(
     packed: Packed,
 ) -> None:
     """Write what the rows' entries say of a block to its place."""
-    own = _chosen(packed.parts, anew)
-    sources = [None if each is None else each.source(index, part) for each in own]
+    row_parts = _chosen(packed.parts, anew)
+    sources = [None if row_part is None else row_part.source(index, part) for row_part in row_parts]
     scatter_kv(sources, outs, slots)
 
 
@@ -512,10 +520,12 @@ def _place_fixed(
     packed: Packed,
 ) -> None:
     """The same of fixed tokens, which have keys and values alone."""
-    own = _chosen(packed.fixed, anew and anew[len(packed.parts) :])
-    scatter_kv([None if each is None else each.source(index) for each in own], outs, slots)
-    for each, back, (begin, end) in zip(own, packed.backs, slots.spans, strict=True):
-        if each is not None and back is not None:
+    fixed_tokens = _chosen(packed.fixed, anew and anew[len(packed.parts) :])
+    scatter_kv(
+        [None if tokens is None else tokens.source(index) for tokens in fixed_tokens], outs, slots
+    )
+    for tokens, back, (begin, end) in zip(fixed_tokens, packed.backs, slots.spans, strict=True):
+        if tokens is not None and back is not None:
             keys = outs[0][begin:end, None]
             keys.copy_(rotate(keys.float(), back.expand(end - begin, -1), keys.dtype))
 
@@ -524,9 +534,12 @@ def _chosen(given: Sequence[T | None], anew: Sequence[bool] | None) -> Sequence[
     """Those that are written; None in the place of the others."""
     if anew is None:
         return given
-    return [each if writes else None for each, writes in zip(given, anew, strict=False)]
+    return [part if writes else None for part, writes in zip(given, anew, strict=False)]
 
 
 def _take_rest(out: Tensor, packed: Packed) -> None:
     """Write the inactive tokens' model inputs at this step."""
-    torch.cat([rest.tokens() for rest in packed.rests if rest is not None], out=out)
+    torch.cat(
+        [cached_tokens.tokens() for cached_tokens in packed.rests if cached_tokens is not None],
+        out=out,
+    )

@@ -122,11 +122,11 @@ class CudaCapture:
     @contextmanager
     def session(self) -> Iterator[None]:
         gc.collect()  # a tensor of an earlier graph that goes during a recording would end it
-        own = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(own)
+        caller_stream = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller_stream)
         with torch.cuda.stream(self._stream):
             yield
-        own.wait_stream(self._stream)
+        caller_stream.wait_stream(self._stream)
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -151,11 +151,11 @@ class _Buffers:
     def of(self, number: int, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The buffer of that number, or its beginning."""
         name, count = (number, like.dtype), prod(shape)
-        held = self._held.get(name)
-        if held is None or len(held) < count:
-            self.grown = self.grown or held is not None
-            held = self._held[name] = like.new_empty(count)
-        return held[:count].view(shape)
+        buffer = self._held.get(name)
+        if buffer is None or len(buffer) < count:
+            self.grown = self.grown or buffer is not None
+            buffer = self._held[name] = like.new_empty(count)
+        return buffer[:count].view(shape)
 
 
 class _Recording(AtOnce):
@@ -262,9 +262,9 @@ class Graphs:
         try:
             recorded = RecordedStep(self._capture, self._buffers, step)
             if self._capture.checks:
-                apart = (recorded.take(step) - answer).abs().max()
-                if not apart <= _TOLERANCE * answer.abs().max():
-                    raise RuntimeError(f"its answer is {float(apart):.3g} apart")
+                max_difference = (recorded.take(step) - answer).abs().max()
+                if not max_difference <= _TOLERANCE * answer.abs().max():
+                    raise RuntimeError(f"its answer is {float(max_difference):.3g} apart")
         except Exception:  # whatever a driver can raise; the model serves without
             _log.exception("steps are not recorded as CUDA graphs")
             self._capture = None

@@ -82,7 +82,9 @@ class OwnPlan:
 
     def behind(self, step: int) -> int | None:
         """The anchor next behind a step; None: there is none."""
-        return min((each for each in self.anchors if each > step), default=None)
+        return min(
+            (refresh_step for refresh_step in self.anchors if refresh_step > step), default=None
+        )
 
     @classmethod
     def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
@@ -112,8 +114,8 @@ class AnchorLine:
 def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
     if len(sigmas) < 2 or not power:
         return 0.0
-    before, last, now = (each**power for each in (*sigmas, sigma))
-    return (last - now) / (before - last) if before != last else 0.0
+    earlier, last, current = (value**power for value in (*sigmas, sigma))
+    return (last - current) / (earlier - last) if earlier != last else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +180,9 @@ class OwnAnchors:
 
     @property
     def nbytes(self) -> int:
-        kept = [(*each.parts, *each.slopes, *each.bends) for each in self._kept.values()]
-        kept += [*self._found.values(), *self._lacked.values()]
-        return sum(coded.nbytes for each in kept for coded in each)
+        groups = [(*group.parts, *group.slopes, *group.bends) for group in self._kept.values()]
+        groups += [*self._found.values(), *self._lacked.values()]
+        return sum(coded.nbytes for group in groups for coded in group)
 
     def anchor(
         self, step: int, sigma: float, computed: int, total: int, *, reads: bool = False
@@ -240,21 +242,21 @@ class OwnAnchors:
             entry: as the step reads it.
             sigma: of the step.
         """
-        found = self._found.pop(block, None)
-        if found is not None:
-            self._lacked[block] = tuple(map(self._less, found, entry.taken()))
+        first_kv = self._found.pop(block, None)
+        if first_kv is not None:
+            self._lacked[block] = tuple(map(self._less, first_kv, entry.taken()))
         if block not in self._lacked:
             return entry
         return replace(entry, changes=(Change(self._lacked[block], sigma / self._first[1]),))
 
     def _less(self, found: Coded, entry: Coded) -> Coded:
         """The first less the second."""
-        both = torch.empty(
+        decoded = torch.empty(
             2, len(found.data), found.channels, dtype=self._dtype, device=found.data.device
         )
-        found.into(both[0])
-        entry.into(both[1])
-        return encode(both[0] - both[1], self.plan.format)
+        found.into(decoded[0])
+        entry.into(decoded[1])
+        return encode(decoded[0] - decoded[1], self.plan.format)
 
     def sees(self, share: Share) -> None:
         """Of the next anchor, which ranks share, it sees this alone."""
@@ -271,14 +273,14 @@ class OwnAnchors:
             keys: [T + N, heads, head_dim], or of the image tokens alone where the text is computed.
             values: likewise.
         """
-        both = keys.flatten(1), values.flatten(1)
-        others = self._first[0]
-        if others:
+        kv = keys.flatten(1), values.flatten(1)
+        cached_count = self._first[0]
+        if cached_count:
             self._dtype = keys.dtype
-            found = [encode(each[-others:], self.plan.format) for each in both]
-            self._found[block] = tuple(found)
+            encoded = [encode(tensor[-cached_count:], self.plan.format) for tensor in kv]
+            self._found[block] = tuple(encoded)
         if not self.plan.lifts or self.text:
-            self._keep(block, "kv", both)
+            self._keep(block, "kv", kv)
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
         """Keep [tokens, width] each of a part of a block.
@@ -289,11 +291,13 @@ class OwnAnchors:
         if self._reads and self._seen != self._has:
             self._lost = self._step  # it reads the share that it has, until the step is taken
         self._turn()
-        kept = self._kept.get((block, part))
-        if self._lost == self._step or (kept is not None and kept.step == self._step):
+        previous = self._kept.get((block, part))
+        if self._lost == self._step or (previous is not None and previous.step == self._step):
             return
         try:
-            self._kept[block, part] = self._made(kept, [self._others(block, x) for x in tensors])
+            self._kept[block, part] = self._made(
+                previous, [self._others(block, x) for x in tensors]
+            )
         except torch.OutOfMemoryError:
             _log.warning("no memory for what an edit's step %d leaves", self._step)
             self._lose()
@@ -303,9 +307,9 @@ class OwnAnchors:
         plan, slopes, bends = self.plan, [], []
         line = AnchorLine((), plan.power) if kept is None else kept.line
         if kept is not None and plan.power:
-            before = zip(kept.parts, new, strict=True)
-            changes = [now - self._decoded(coded, now) for coded, now in before]
-            slopes = [encode(each, plan.format) for each in changes]
+            pairs = zip(kept.parts, new, strict=True)
+            changes = [new_tensor - self._decoded(coded, new_tensor) for coded, new_tensor in pairs]
+            slopes = [encode(tensor, plan.format) for tensor in changes]
             reach = line.weight(self._at)
             bent = kept.slopes if plan.bends and reach > 0 else ()
             for coded, change in zip(bent, changes, strict=False):
@@ -313,7 +317,7 @@ class OwnAnchors:
                 # `reach` times that often: too much of what noise has done before.)
                 missed = torch.sub(change, self._decoded(coded, change), alpha=reach)
                 bends.append(encode(missed.div_(1.0 + reach), plan.format))
-        parts = tuple([encode(each, plan.format) for each in new])
+        parts = tuple([encode(tensor, plan.format) for tensor in new])
         return _Kept(self._step, line.to(self._at), parts, tuple(slopes), tuple(bends))
 
     @staticmethod
@@ -371,11 +375,15 @@ class OwnAnchors:
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """A part of a block, of the tokens that a step at `sigma` does not compute."""
-        kept = self._kept[block, part]
-        weight = kept.line.weight(sigma)
-        along = (Change(kept.slopes, weight),) if weight else ()
-        across = (Change(kept.bends, weight * (1.0 + weight)),) if along and kept.bends else ()
-        return KvSource(kept.parts, None, along + across)
+        cached_part = self._kept[block, part]
+        weight = cached_part.line.weight(sigma)
+        along = (Change(cached_part.slopes, weight),) if weight else ()
+        across = (
+            (Change(cached_part.bends, weight * (1.0 + weight)),)
+            if along and cached_part.bends
+            else ()
+        )
+        return KvSource(cached_part.parts, None, along + across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,8 +423,8 @@ class TextBeside:
 
     @property
     def cis(self) -> Tensor:
-        own, others = self.parts
-        return torch.cat((own.cis, others.cis))
+        text_tokens, template_tokens = self.parts
+        return torch.cat((text_tokens.cis, template_tokens.cis))
 
     def tokens(self) -> Tensor:
         raise AssertionError("a step that leaves the text out runs no block that needs it")
@@ -442,8 +450,8 @@ def without_text(
     """
     assert row.rest is not None, "a pass that computes all tokens computes its text, too"
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    rest = TextBeside((AnchoredTokens(own, sigma, torch.cat((of_text, ring))), row.rest))
-    return replace(row, text=row.text[:0], cis=computed, rest=rest)
+    cached_tokens = TextBeside((AnchoredTokens(own, sigma, torch.cat((of_text, ring))), row.rest))
+    return replace(row, text=row.text[:0], cis=computed, rest=cached_tokens)
 
 
 def foretold(row: RowInput, cis: Tensor, own: OwnAnchors, sigma: Callable[[], float]) -> RowInput:
@@ -458,8 +466,8 @@ def foretold(row: RowInput, cis: Tensor, own: OwnAnchors, sigma: Callable[[], fl
     if not own.text:
         return replace(row, rest=AnchoredTokens(own, sigma, cis))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    rest = AnchoredTokens(own, sigma, torch.cat((of_text, cis)))
-    return replace(row, text=row.text[:0], cis=computed, rest=rest)
+    cached_tokens = AnchoredTokens(own, sigma, torch.cat((of_text, cis)))
+    return replace(row, text=row.text[:0], cis=computed, rest=cached_tokens)
 
 
 class AnchoredRow(Protocol):
@@ -527,9 +535,9 @@ class OwnReader:
             heads: as of `EntryReader.turn_to`.
             dealt: whether ranks deal the passes of the step.
         """
-        own = None if heads is None else heads[:2]
-        there = [each.whole(own, dealt=dealt) for each in self._row.anchors]
-        self.now = self._entry if all(there) else None
+        share = None if heads is None else heads[:2]
+        complete = [step_cache.whole(share, dealt=dealt) for step_cache in self._row.anchors]
+        self.now = self._entry if all(complete) else None
         return self.now
 
     def look_ahead(self, step: int) -> None:

@@ -117,9 +117,9 @@ class Packing:
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two streams from row order."""
-        both = rows if len(self.text) == 1 else rows.index_select(0, self.from_rows)
+        streams = rows if len(self.text) == 1 else rows.index_select(0, self.from_rows)
         n_text = sum(self.text)
-        return both[:n_text], both[n_text:]
+        return streams[:n_text], streams[n_text:]
 
     def image_of(self, rows: Tensor) -> Tensor:
         """The image stream from row order."""
@@ -137,20 +137,20 @@ class Packing:
 
     def scatter_computed(self, computed: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
         """Write the computed tokens' keys and values [N, …] to their slots."""
-        for own, of_all in zip(computed, keys, strict=True):
+        for source, of_all in zip(computed, keys, strict=True):
             if self.core_in_keys is None:
-                of_all[: len(own)] = own
+                of_all[: len(source)] = source
             else:
-                of_all.index_copy_(0, self.core_in_keys, own)
+                of_all.index_copy_(0, self.core_in_keys, source)
 
     def scatter_inactive(self, inactive: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
         """Write the inactive tokens' keys and values [M, …], packed by row, to their slots."""
-        for own, of_all in zip(inactive, keys, strict=True):
+        for source, of_all in zip(inactive, keys, strict=True):
             if len(self.text) == 1:
                 begin = self.computed.q_spans[0][1]
-                of_all[begin : begin + len(own)] = own
+                of_all[begin : begin + len(source)] = source
             else:
-                of_all.index_copy_(0, self.slots.to, own)
+                of_all.index_copy_(0, self.slots.to, source)
 
 
 def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -160,14 +160,14 @@ def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
 
 def _stream(lengths: Sequence[int], device: torch.device, timeless: Sequence[int] = ()) -> Stream:
     """Of rows of so many tokens, of which so many of the last ones have vectors of time 0."""
-    own, common, vector_of = spans(lengths), uniform(lengths), None
+    row_spans, common, vector_of = spans(lengths), uniform(lengths), None
     row_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     if any(timeless):
         vector_of = row_of.clone()
-        for (_, end), count in zip(own, timeless, strict=True):
+        for (_, end), count in zip(row_spans, timeless, strict=True):
             vector_of[end - count : end] += len(lengths)
     narrow = len(lengths) == 1 or has_kernels(device) or vector_of is not None
-    return Stream(own, row_of, tuple(lengths), common, common > 0 and not narrow, vector_of)
+    return Stream(row_spans, row_of, tuple(lengths), common, common > 0 and not narrow, vector_of)
 
 
 Parts = tuple[tuple[int, ...], ...]
@@ -184,7 +184,7 @@ def _pack(
     timeless: tuple[int, ...],
 ) -> Packing:
     """For a device, on the host."""
-    rest, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
+    cached, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -195,9 +195,9 @@ def _pack(
     )
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
-    one = len(text) == 1
+    is_single = len(text) == 1
     core = [t + i for t, i in zip(text, image, strict=True)]
-    keys = [c + r + f for c, r, f in zip(core, rest, further, strict=True)]
+    keys = [c + r + f for c, r, f in zip(core, cached, further, strict=True)]
     begins = [begin for begin, _ in spans(keys)]
     core_keys = [(b, b + c) for b, c in zip(begins, core, strict=True)]
 
@@ -205,27 +205,27 @@ def _pack(
         return slots_of(
             [
                 (begin + first, begin + last)
-                for begin, own in zip(begins, parts, strict=True)
-                for first, last in spans(own)
+                for begin, lengths in zip(begins, parts, strict=True)
+                for first, last in spans(lengths)
             ]
         )
 
     at_rest = [b + c for b, c in zip(begins, core, strict=True)]
-    at_fixed = [b + r for b, r in zip(at_rest, rest, strict=True)]
+    at_fixed = [b + r for b, r in zip(at_rest, cached, strict=True)]
     return Packing(
         text=text,
         image=image,
-        rest=rest,
+        rest=cached,
         text_stream=_stream(text, device),
         image_stream=_stream(image, device, timeless),
         row_stream=_stream(core, device),
         to_rows=torch.from_numpy(order),
         from_rows=torch.from_numpy(inverse),
         stream_of=torch.from_numpy((order >= n_text).astype(np.int64)),
-        image_in_rows=None if one else torch.from_numpy(inverse[n_text:]),
+        image_in_rows=None if is_single else torch.from_numpy(inverse[n_text:]),
         computed=segments(core, core),
         all_keys=segments(core, keys),
-        core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
+        core_in_keys=None if is_single else torch.from_numpy(_positions(core_keys)),
         slots=slots(at_rest, parts),
         fixed_slots=slots(at_fixed, fixed),
     )
@@ -281,13 +281,13 @@ class SparseLayout:
 
     def restrict(self, wide: Tensor, *, rows: bool) -> Tensor:
         """Narrow stream from the wide one: inactive tokens are dropped."""
-        own = self.widened
-        return wide.index_select(0, own.core_in_rows if rows else own.core_in_image)
+        widened = self.widened
+        return wide.index_select(0, widened.core_in_rows if rows else widened.core_in_image)
 
     def rest_of(self, wide: Tensor, *, rows: bool) -> Tensor:
         """The inactive tokens' part of the wide stream, packed by row."""
-        own = self.widened
-        return wide.index_select(0, own.rest_in_rows if rows else own.rest_in_image)
+        widened = self.widened
+        return wide.index_select(0, widened.rest_in_rows if rows else widened.rest_in_image)
 
 
 @lru_cache(maxsize=16)
@@ -300,14 +300,14 @@ def sparse_layout(
     timeless: tuple[int, ...] = (),
 ) -> SparseLayout:
     """Both packings of a step and the way between them. Kept, since batches last many steps."""
-    none, rest = ((0,),) * len(parts), tuple(map(sum, parts))
-    all_image = tuple(i + r for i, r in zip(image, rest, strict=True))
+    none, cached = ((0,),) * len(parts), tuple(map(sum, parts))
+    all_image = tuple(i + r for i, r in zip(image, cached, strict=True))
 
     def positions(core: Sequence[int]) -> tuple[Tensor, Tensor]:
-        both = spans([c + r for c, r in zip(core, rest, strict=True)])
-        middles = [begin + c for (begin, _), c in zip(both, core, strict=True)]
-        at_core = [(begin, middle) for (begin, _), middle in zip(both, middles, strict=True)]
-        at_rest = [(middle, end) for middle, (_, end) in zip(middles, both, strict=True)]
+        row_spans = spans([c + r for c, r in zip(core, cached, strict=True)])
+        middles = [begin + c for (begin, _), c in zip(row_spans, core, strict=True)]
+        at_core = [(begin, middle) for (begin, _), middle in zip(row_spans, middles, strict=True)]
+        at_rest = [(middle, end) for middle, (_, end) in zip(middles, row_spans, strict=True)]
         return torch.from_numpy(_positions(at_core)), torch.from_numpy(_positions(at_rest))
 
     def widened() -> Widened:
@@ -317,7 +317,10 @@ def sparse_layout(
             *positions([t + i for t, i in zip(text, image, strict=True)]),
         )
 
-    narrow, rest_stream = _pack(text, image, parts, fixed, device, timeless), _stream(rest, device)
+    narrow, rest_stream = (
+        _pack(text, image, parts, fixed, device, timeless),
+        _stream(cached, device),
+    )
     if device.type == "cpu":  # few steps compute all tokens of a row that reads something
         return SparseLayout(narrow, rest_stream, widened)
     narrow, rest_stream, wide = moved((narrow, rest_stream, widened()), device)
@@ -361,12 +364,12 @@ class PlacedKV:
             entries: that the rows read at this step, as of `Packed.entries`; held until they read
                 others.
         """
-        kept = self._blocks.get(block)
-        if kept is None:
+        placed = self._blocks.get(block)
+        if placed is None:
             return None
-        self._blocks[block] = kept._replace(entries=entries)
-        read = zip(entries, kept.entries, strict=True)
-        return kept.both, [now is not then for now, then in read]
+        self._blocks[block] = placed._replace(entries=entries)
+        read = zip(entries, placed.entries, strict=True)
+        return placed.both, [entry is not previous_entry for entry, previous_entry in read]
 
     def keep(
         self,
@@ -386,25 +389,25 @@ class PlacedKV:
             spans: where those of each of `Packed.parts` lie.
             room: bytes.
         """
-        before = self._before.pop(block, None)
-        if sum(each.nbytes for each in both) > room:
+        previous = self._before.pop(block, None)
+        if sum(tensor.nbytes for tensor in both) > room:
             return None
         self._blocks[block] = _Placed(both, entries, spans)
         # A device's one kernel reads all sooner than so many copies are asked for.
-        if before is None or both[0].device.type != "cpu":
+        if previous is None or both[0].device.type != "cpu":
             return None
         # A handle is of one row's tokens, and what is read of it follows from nothing else.
-        had = {
+        spans_by_id = {
             id(entry): span
-            for entry, span in zip(before.entries, before.spans, strict=False)
+            for entry, span in zip(previous.entries, previous.spans, strict=False)
             if isinstance(entry, Handle)
         }
         anew = [True] * len(entries)
         for number, (begin, end) in enumerate(spans):
-            first, last = had.get(id(entries[number]), (0, 0))
+            first, last = spans_by_id.get(id(entries[number]), (0, 0))
             if last - first == end - begin > 0:
-                for to, come in zip(both, before.both, strict=True):
-                    to[begin:end] = come[first:last]
+                for to, source in zip(both, previous.both, strict=True):
+                    to[begin:end] = source[first:last]
                 anew[number] = False
         return anew
 
@@ -542,10 +545,10 @@ class Packed:
         self.rows = tuple(rows)
         self.rests = tuple(row.rest for row in rows)
         self.parts = tuple(
-            part for rest in self.rests for part in ((None,) if rest is None else rest.parts)
+            part for cached in self.rests for part in ((None,) if cached is None else cached.parts)
         )
         """Of all rows, in their order; None of a dense row."""
-        self.fixed = tuple(each for row in rows for each in row.fixed or (None,))
+        self.fixed = tuple(fixed_tokens for row in rows for fixed_tokens in row.fixed or (None,))
         """Likewise; None of a row that sees none."""
         self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
         """`RowInput.back` of each of these."""
@@ -554,7 +557,7 @@ class Packed:
         """Of the rows that have some, by their number."""
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
-        rest_cis = [rest.cis for rest in self.rests if rest is not None]
+        rest_cis = [cached.cis for cached in self.rests if cached is not None]
         self._lengths: tuple[Parts, Parts] = (
             tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
             tuple(tuple(map(len, row.fixed)) or (0,) for row in rows),
@@ -584,32 +587,34 @@ class Packed:
     @property
     def entries(self) -> list[object]:
         """What its rows read in this step, of each of `parts` and then of `fixed`."""
-        return [None if each is None else each.entry for each in (*self.parts, *self.fixed)]
+        return [None if tokens is None else tokens.entry for tokens in (*self.parts, *self.fixed)]
 
     @property
     def sees_fixed(self) -> bool:
         """Whether any of its rows does."""
-        return any(each is not None for each in self.fixed)
+        return any(tokens is not None for tokens in self.fixed)
 
     @cached_property
     def alone(self) -> Packed:
         """The same rows in blocks that are the image's alone, with its tokens."""
-        own = copy(self)
-        vars(own).pop("wide_cis", None)
-        own.rows, own.placed_kv = tuple([row.alone for row in self.rows]), PlacedKV()
-        own.text = torch.cat([row.text for row in own.rows])
-        own.cis = torch.cat([row.cis for row in own.rows])
+        packed = copy(self)
+        vars(packed).pop("wide_cis", None)
+        packed.rows, packed.placed_kv = tuple([row.alone for row in self.rows]), PlacedKV()
+        packed.text = torch.cat([row.text for row in packed.rows])
+        packed.cis = torch.cat([row.cis for row in packed.rows])
         narrow = self.layout.narrow
         texts = tuple([row.pads for row in self.rows])
-        own.layout = sparse_layout(texts, narrow.image, *self._lengths, self.tokens.device)
-        return own
+        packed.layout = sparse_layout(texts, narrow.image, *self._lengths, self.tokens.device)
+        return packed
 
     @cached_property
     def pads(self) -> Tensor | None:
         """Where in the text stream the tokens lie that `alone` has of it; None: it has none."""
         ends = [end for _, end in self.layout.narrow.text_stream.spans]
-        own = [torch.arange(end - row.pads, end) for end, row in zip(ends, self.rows, strict=True)]
-        places = torch.cat(own)
+        row_positions = [
+            torch.arange(end - row.pads, end) for end, row in zip(ends, self.rows, strict=True)
+        ]
+        places = torch.cat(row_positions)
         return to_device([places], self.tokens.device)[0] if len(places) else None
 
     @property
@@ -620,13 +625,17 @@ class Packed:
 
     def copied(self) -> Packed:
         """The same in tensors of its own, which can take in what others have; without entries."""
-        own = copy(self)
-        own.rests, own.placed_kv = (None,) * len(self.rests), PlacedKV()
-        own.parts = (None,) * len(self.parts)
-        own.tokens, own.text, own.cis = self.tokens.clone(), self.text.clone(), self.cis.clone()
-        own.rest_cis = None if self.rest_cis is None else self.rest_cis.clone()
-        vars(own).pop("wide_cis", None)  # of others' factors
-        return own
+        packed = copy(self)
+        packed.rests, packed.placed_kv = (None,) * len(self.rests), PlacedKV()
+        packed.parts = (None,) * len(self.parts)
+        packed.tokens, packed.text, packed.cis = (
+            self.tokens.clone(),
+            self.text.clone(),
+            self.cis.clone(),
+        )
+        packed.rest_cis = None if self.rest_cis is None else self.rest_cis.clone()
+        vars(packed).pop("wide_cis", None)  # of others' factors
+        return packed
 
     def take(self, other: Packed) -> None:
         """Have what other rows of the same shapes have, but for their tokens, in the tensors of
@@ -642,7 +651,7 @@ class Packed:
     def wide_cis(self) -> Tensor:
         """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
         assert self.rest_cis is not None
-        both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
-        both[self.layout.widened.core_in_rows] = self.cis
-        both[self.layout.widened.rest_in_rows] = self.rest_cis
-        return both
+        wide = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
+        wide[self.layout.widened.core_in_rows] = self.cis
+        wide[self.layout.widened.rest_in_rows] = self.rest_cis
+        return wide

@@ -73,24 +73,28 @@ class UpdateTable(NamedTuple):
 
 def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, UpdateTable]:
     """By place, what packed rows add there; brought to the device in one transfer."""
-    places = {place for row in rows for own, _ in row for place in own.slices}
+    places = {place for row in rows for updates, _ in row for place in updates.slices}
     nothing = np.empty((0, FIELDS), np.int64), np.empty(0, np.float32)
     host: list[Tensor] = []
     counts: dict[str, tuple[int, ...]] = {}
     for place in sorted(places):
         slices, scales, lengths = [nothing[0]], [nothing[1]], []
         for row in rows:
-            own = [(each.slices[place], scale) for each, scale in row if place in each.slices]
-            slices += [each for each, _ in own]
-            scales += [np.full(len(each), scale, np.float32) for each, scale in own]
-            lengths.append(sum(len(each) for each, _ in own))
+            updates = [
+                (update.slices[place], scale) for update, scale in row if place in update.slices
+            ]
+            slices += [update for update, _ in updates]
+            scales += [np.full(len(update), scale, np.float32) for update, scale in updates]
+            lengths.append(sum(len(update) for update, _ in updates))
         ends = np.cumsum([0, *lengths])
         host += map(torch.from_numpy, (np.concatenate(slices), np.concatenate(scales), ends))
         counts[place] = tuple(lengths)
-    there = iter(to_device(host, device))
+    device_tensors = iter(to_device(host, device))
     return {
-        place: UpdateTable(next(there), next(there), next(there), own)
-        for place, own in counts.items()
+        place: UpdateTable(
+            next(device_tensors), next(device_tensors), next(device_tensors), updates
+        )
+        for place, updates in counts.items()
     }
 
 
@@ -115,8 +119,8 @@ class Tiles:
             copies: one behind the other.
         """
         key = tuple(spans), tuple(rows), length, copies
-        found = self._known.get(key)
-        if found is None:
+        tile_table = self._known.get(key)
+        if tile_table is None:
             tiles = [
                 (row, shift + first, shift + min(first + TOKENS, end))
                 for shift in range(0, copies * length, length)
@@ -125,9 +129,9 @@ class Tiles:
                 for first in range(begin, end, TOKENS)
             ]
             host = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
-            [found] = to_device([host], self.device)
-            self._known[key] = found
-        return found
+            [tile_table] = to_device([host], self.device)
+            self._known[key] = tile_table
+        return tile_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +156,8 @@ class FusedLowRank:
         if not length:
             return out
         flat, table = x.reshape(-1, x.shape[-1]), self.table
-        own = [row if table.counts[row] else None for row in self.rows]
-        tiles = self.tiles.of(rows, own, length, len(flat) // length)
+        table_rows = [row if table.counts[row] else None for row in self.rows]
+        tiles = self.tiles.of(rows, table_rows, length, len(flat) // length)
         if len(tiles):
             target, most = out.view(-1, out.shape[-1]), max(table.counts)
             device = table.slices, table.ends, table.scales
@@ -185,22 +189,22 @@ class FusedLowRankConv:
 
     def valid(self, x: Tensor) -> Tensor:
         """Where all that is read beyond the result is in `x`."""
-        own = self.base
-        return self._added(F.conv2d(x, own.weight, own.bias, own.stride), x, 0)
+        conv = self.base
+        return self._added(F.conv2d(x, conv.weight, conv.bias, conv.stride), x, 0)
 
     def take(self, passes: slice) -> FusedLowRankConv | None:
         """For some of the passes; None: nothing is added to them."""
-        own = self.rows[passes]
-        return replace(self, rows=own) if any(self.table.counts[row] for row in own) else None
+        rows = self.rows[passes]
+        return replace(self, rows=rows) if any(self.table.counts[row] for row in rows) else None
 
     def _added(self, out: Tensor, x: Tensor, padding: int) -> Tensor:
         table, places, passes = self.table, out[0, 0].numel(), len(out)
         spans = tuple([(n * places, (n + 1) * places) for n in range(passes)])
-        own = [row if table.counts[row] else None for row in self.rows]
+        table_rows = [row if table.counts[row] else None for row in self.rows]
         add_map_slices(
             out,
             x,
-            self.tiles.of(spans, own, passes * places, 1),
+            self.tiles.of(spans, table_rows, passes * places, 1),
             table.slices,
             table.ends,
             table.scales,

@@ -107,19 +107,19 @@ class GangExchange:
         self._options = backends.AllToAllOptions()
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        given = torch.cat([part.reshape(-1) for part in parts])
-        each = given.element_size()
-        came = given.new_empty(sum(sizes))
-        to = [part.numel() * each for part in parts]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        item_bytes = flat.element_size()
+        received = flat.new_empty(sum(sizes))
+        to = [part.numel() * item_bytes for part in parts]
         self._group.alltoall_base(
-            came.view(torch.uint8),  # bytes: not every backend has every dtype
-            given.view(torch.uint8),
-            [size * each for size in sizes],
+            received.view(torch.uint8),  # bytes: not every backend has every dtype
+            flat.view(torch.uint8),
+            [size * item_bytes for size in sizes],
             to,
             self._options,
         ).wait()
         self.sent += sum(to) - to[self.rank]
-        return came
+        return received
 
 
 def share_of(length: int, rank: int, count: int) -> Span:
@@ -157,7 +157,7 @@ def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> R
                         for begin, length in zip(begins, lengths, strict=True)])
         for rank in range(count)
     ]  # fmt: skip
-    counts = tuple(len(each) for each in of_ranks)
+    counts = tuple(len(positions) for positions in of_ranks)
     if len(rows) == 1 and one_will_do:
         return RankRoute(counts, None, None)
     travelling = np.concatenate(of_ranks)
@@ -175,7 +175,9 @@ class _OwnHeads:
     """[n, head_dim / 2] of any tokens, where they are computed."""
 
     def of(self, found: KvSource) -> KvSource:
-        changes = tuple([each._replace(parts=self._all_cut(each.parts)) for each in found.changes])
+        changes = tuple(
+            [change._replace(parts=self._all_cut(change.parts)) for change in found.changes]
+        )
         return replace(found, parts=self._all_cut(found.parts), changes=changes)
 
     def _all_cut(self, parts: tuple[Coded, ...]) -> tuple[Coded, ...]:
@@ -186,14 +188,14 @@ class _OwnHeads:
         if coded.channels < head_dim * self.all_heads:
             return coded  # it came without the others (`Selection.of_heads`)
         try:
-            own = coded.columns(*self.heads, self.all_heads)
+            head_columns = coded.columns(*self.heads, self.all_heads)
         except ValueError:  # a format that has no such cut
             decoded = self.cis.real.new_empty(len(coded.data), coded.channels)
             coded.into(decoded)
             begin, end = self.heads
-            own = Coded("model", decoded[:, begin * head_dim : end * head_dim])
+            head_columns = Coded("model", decoded[:, begin * head_dim : end * head_dim])
         # Where a kernel reads them, each token's lie side by side.
-        return own.map(Tensor.contiguous) if self.cis.is_cuda else own
+        return head_columns.map(Tensor.contiguous) if self.cis.is_cuda else head_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,25 +275,25 @@ class RankShare:
         self.heads = [share_of(heads, rank, count) for rank in range(count)]
         self.packed = Packed([self._part(row, heads) for row in whole.rows])
         narrow = whole.layout.narrow
-        text, image, rest = narrow.text, narrow.image, narrow.rest
+        text, image, cached = narrow.text, narrow.image, narrow.rest
         images = list(zip(image, strict=True))
         will_do = not whole.primes
         routes = {
             "rows": _route(list(zip(text, image, strict=True)), count, one_will_do=will_do),
             "wide rows": _route(
-                list(zip(text, image, rest, strict=True)), count, one_will_do=will_do
+                list(zip(text, image, cached, strict=True)), count, one_will_do=will_do
             ),
-            "rest": _route(list(zip(rest, strict=True)), count, one_will_do=True),
+            "rest": _route(list(zip(cached, strict=True)), count, one_will_do=True),
             "image": _route(images, count, one_will_do=False),
-            "wide image": _route(list(zip(image, rest, strict=True)), count, one_will_do=False),
+            "wide image": _route(list(zip(image, cached, strict=True)), count, one_will_do=False),
         }
         device = whole.tokens.device
         self.routes: dict[str, RankRoute] = moved(routes, device)
-        own = [
+        positions = [
             begin + np.arange(*share_of(length, exchange.rank, count))
             for (begin, _), length in zip(spans(image), image, strict=True)
         ]
-        self._own: Tensor = moved((torch.from_numpy(np.concatenate(own)),), device)[0]
+        self._own: Tensor = moved((torch.from_numpy(np.concatenate(positions)),), device)[0]
 
     @cached_property
     def alone(self) -> RankShare:
@@ -304,17 +306,26 @@ class RankShare:
         def own(length: int) -> slice:
             return slice(*share_of(length, rank, count))
 
-        texts, rest, heads_of = len(row.text), row.rest, _OwnHeads(self.heads[rank], heads, row.cis)
+        texts, cached_tokens, heads_of = (
+            len(row.text),
+            row.rest,
+            _OwnHeads(self.heads[rank], heads, row.cis),
+        )
         tokens, text = own(len(row.tokens)), own(texts)
-        still = max(0, tokens.stop - max(tokens.start, len(row.tokens) - row.still))
-        if rest is not None:
-            rest = _RestShare(rest, own(len(rest.cis)), heads_of)
-        fixed = tuple([_FixedShare(each, heads_of) for each in row.fixed])
+        static_count = max(0, tokens.stop - max(tokens.start, len(row.tokens) - row.still))
+        if cached_tokens is not None:
+            cached_tokens = _RestShare(cached_tokens, own(len(cached_tokens.cis)), heads_of)
+        fixed = tuple([_FixedShare(fixed_tokens, heads_of) for fixed_tokens in row.fixed])
         cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
         return replace(
-            row, tokens=row.tokens[tokens], text=row.text[text], cis=cis, rest=rest, fixed=fixed,
-            still=still,
-        )  # fmt: skip
+            row,
+            tokens=row.tokens[tokens],
+            text=row.text[text],
+            cis=cis,
+            rest=cached_tokens,
+            fixed=fixed,
+            still=static_count,
+        )
 
     def refresh(self) -> None:
         """Take the rank's tokens from the batch as it is now."""
@@ -330,36 +341,40 @@ class RankShare:
         Returns:
             [N, sum of P, own heads, head_dim] of all tokens, in the order of their packing.
         """
-        own, head_dim = self.heads[self.exchange.rank], tensors[0].shape[-1]
+        local_heads, head_dim = self.heads[self.exchange.rank], tensors[0].shape[-1]
         planes = sum(tensor.shape[1] for tensor in tensors)
         parts = [
             torch.cat([tensor[:, :, begin:end] for tensor in tensors], dim=1)
             for begin, end in self.heads
         ]
-        each = planes * (own[1] - own[0]) * head_dim
-        came = self.exchange.all_to_all(parts, [n * each for n in route.counts])
-        by_rank = came.view(sum(route.counts), planes, own[1] - own[0], head_dim)
+        token_numel = planes * (local_heads[1] - local_heads[0]) * head_dim
+        received = self.exchange.all_to_all(parts, [n * token_numel for n in route.counts])
+        by_rank = received.view(
+            sum(route.counts), planes, local_heads[1] - local_heads[0], head_dim
+        )
         return by_rank if route.ordered is None else by_rank.index_select(0, route.ordered)
 
     def to_tokens(self, found: Tensor, route: RankRoute) -> Tensor:
         """The second exchange: [n, width] of the rank's tokens, from [N, own heads · head_dim]."""
-        own = self.heads[self.exchange.rank]
-        head_dim = found.shape[1] // (own[1] - own[0])
+        local_heads = self.heads[self.exchange.rank]
+        head_dim = found.shape[1] // (local_heads[1] - local_heads[0])
         if route.travelling is not None:
             found = found.index_select(0, route.travelling)
         n = route.counts[self.exchange.rank]
         widths = [(end - begin) * head_dim for begin, end in self.heads]
-        came = self.exchange.all_to_all(found.split(route.counts), [n * width for width in widths])
-        each = came.split([n * width for width in widths])
-        return torch.cat([x.view(n, w) for x, w in zip(each, widths, strict=True)], dim=1)
+        received = self.exchange.all_to_all(
+            found.split(route.counts), [n * width for width in widths]
+        )
+        parts = received.split([n * width for width in widths])
+        return torch.cat([x.view(n, w) for x, w in zip(parts, widths, strict=True)], dim=1)
 
     def gather(self, x: Tensor, route: RankRoute) -> Tensor:
         """[N, c] of all tokens, in the order of their packing, from [n, c] of each rank's own."""
         wide = x.shape[1]
-        came = self.exchange.all_to_all(
+        received = self.exchange.all_to_all(
             [x] * self.exchange.count, [n * wide for n in route.counts]
         ).view(-1, wide)
-        return came if route.ordered is None else came.index_select(0, route.ordered)
+        return received if route.ordered is None else received.index_select(0, route.ordered)
 
 
 def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = ()) -> Tensor:
@@ -376,8 +391,8 @@ def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = 
     share.refresh()
     state = _SharedState(model, share, kinds)
     state.run(0, model.block_count)
-    own = model.last(state.computed_image(), state.stream)
-    return share.gather(own, share.routes["image"])
+    local_output = model.last(state.computed_image(), state.stream)
+    return share.gather(local_output, share.routes["image"])
 
 
 class _SharedState(State):
@@ -411,9 +426,9 @@ class _SharedState(State):
     ) -> Tensor:
         """Of the rank's own tokens: `packing` is theirs."""
         route = self.share.routes["wide rows" if self._widened else "rows"]
-        both = self.share.to_heads((qk, v[:, None]), route)
-        found = super().attend(both[:, :2], both[:, 2], self._of_all, fill, capture)
-        return self.share.to_tokens(found, route)
+        qkv = self.share.to_heads((qk, v[:, None]), route)
+        attended = super().attend(qkv[:, :2], qkv[:, 2], self._of_all, fill, capture)
+        return self.share.to_tokens(attended, route)
 
     def room_for(self) -> None:
         """None: keys come from other ranks, too."""
@@ -421,8 +436,8 @@ class _SharedState(State):
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Projected from the rank's own tokens, all heads; exchanged as the computed ones are."""
         k, v = super().rest_keys(index)
-        both = self.share.to_heads((k[:, None], v[:, None]), self.share.routes["rest"])
-        return both[:, 0], both[:, 1]
+        kv = self.share.to_heads((k[:, None], v[:, None]), self.share.routes["rest"])
+        return kv[:, 0], kv[:, 1]
 
     def capture(self, index: int) -> CaptureKeys:
         """Each rank records the hidden states of all tokens, and keys and values of its heads."""

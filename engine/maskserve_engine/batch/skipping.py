@@ -58,24 +58,26 @@ def forward_skipping(
 ) -> Tensor:
     """As `forward`, but `skippers` leave all blocks but the first out where little has changed."""
     state = State(model, packed, kinds)
-    before, lengths = state.image, state.stream.lengths
+    initial, lengths = state.image, state.stream.lengths
     state.run(0, 1)
     first = state.computed_image()
-    heads, firsts = (first - before).split(lengths), first.split(lengths)
-    changes = [each.cache.change([heads[i] for i in each.passes]) for each in skippers]
+    heads, firsts = (first - initial).split(lengths), first.split(lengths)
+    changes = [skipper.cache.change([heads[i] for i in skipper.passes]) for skipper in skippers]
     # The host waits here for the device, once for all rows (docs/gpu.md).
-    found = torch.stack(changes).cpu().numpy()
+    change_values = torch.stack(changes).cpu().numpy()
     skipping = [
-        each for each, change in zip(skippers, found, strict=True) if change < each.cache.threshold
+        skipper
+        for skipper, change in zip(skippers, change_values, strict=True)
+        if change < skipper.cache.threshold
     ]
-    done = _finish(state, firsts, skipping)
-    image = torch.cat(done)
-    for each in skippers:
-        if each in skipping:
-            each.cache.skipped += 1
+    outputs = _finish(state, firsts, skipping)
+    image = torch.cat(outputs)
+    for skipper in skippers:
+        if skipper in skipping:
+            skipper.cache.skipped += 1
         else:
-            each.cache.heads = [heads[i].clone() for i in each.passes]
-            each.cache.tails = [done[i] - firsts[i] for i in each.passes]
+            skipper.cache.heads = [heads[i].clone() for i in skipper.passes]
+            skipper.cache.tails = [outputs[i] - firsts[i] for i in skipper.passes]
     return model.last(image, state.stream)
 
 
@@ -88,12 +90,14 @@ def _finish(state: State, firsts: Sequence[Tensor], skipping: Sequence[Skipper])
         skipping: the rows that leave the other blocks out.
     """
     tails = {
-        i: tail for each in skipping for i, tail in zip(each.passes, each.cache.tails, strict=True)
+        i: tail
+        for skipper in skipping
+        for i, tail in zip(skipper.passes, skipper.cache.tails, strict=True)
     }
-    going = [i for i in range(len(firsts)) if i not in tails]
+    remaining = [i for i in range(len(firsts)) if i not in tails]
     ended: dict[int, Tensor] = {i: firsts[i] + tail for i, tail in tails.items()}
-    if going:
-        part = state.part(going) if tails else state
+    if remaining:
+        part = state.part(remaining) if tails else state
         part.run(1, part.model.block_count)
-        ended |= zip(going, part.computed_image().split(part.stream.lengths), strict=True)
+        ended |= zip(remaining, part.computed_image().split(part.stream.lengths), strict=True)
     return [ended[i] for i in range(len(firsts))]

@@ -105,14 +105,14 @@ class Stepping(Generic[R, M]):
         reads: Sequence[Entry | None] | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        own = cast(Sequence[R], rows)
+        typed_rows = cast(Sequence[R], rows)
         if reads is not None:
-            for row, entry in zip(own, reads, strict=True):
+            for row, entry in zip(typed_rows, reads, strict=True):
                 row.entry = entry
         # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
         with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
-            batch = self._batches.of(own, last)
+            batch = self._batches.of(typed_rows, last)
             del last
             batch.step(self._stepped, () if plan is None else plan.kinds, exchange)
             self._batch = batch
@@ -120,8 +120,10 @@ class Stepping(Generic[R, M]):
     @contextmanager
     def session(self) -> Iterator[None]:
         # Kernels in the Triton language go to the current device, wherever their tensors lie.
-        there = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), there:
+        device_context = (
+            torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        )
+        with torch.inference_mode(), device_context:
             yield
 
     def release(self) -> None:

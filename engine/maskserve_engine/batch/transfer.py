@@ -41,9 +41,9 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         for tensor, (begin, end) in zip(tensors, ends, strict=True):
             if end > begin:
                 packed[begin:end].view(tensor.dtype).copy_(tensor.flatten())
-    there = packed.to(device, non_blocking=True)
+    on_device = packed.to(device, non_blocking=True)
     return [
-        there[begin:end].view(tensor.dtype).view(tensor.shape)
+        on_device[begin:end].view(tensor.dtype).view(tensor.shape)
         for tensor, (begin, end) in zip(tensors, ends, strict=True)
     ]
 
@@ -79,8 +79,8 @@ def moved(tree: Tree, device: torch.device) -> Tree:
     """
     if device.type == "cpu":
         return tree
-    there = iter(to_device(list(_tensors(tree)), device))
-    return mapped(tree, lambda _: next(there))
+    device_tensors = iter(to_device(list(_tensors(tree)), device))
+    return mapped(tree, lambda _: next(device_tensors))
 
 
 def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
@@ -90,7 +90,7 @@ def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
         if isinstance(x, Tensor):
             return change(x)
         if isinstance(x, dict):
-            return {key: rebuild(each) for key, each in x.items()}
+            return {key: rebuild(value) for key, value in x.items()}
         if type(x) is tuple:
             return tuple(map(rebuild, x))
         if is_dataclass(x) and not isinstance(x, type):
@@ -103,20 +103,20 @@ def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
 
 def copy_tensors(to: Tree, source: Tree) -> None:
     """Write a tree's tensors into those of another that has as many, of the same shapes."""
-    there = list(_tensors(to))
-    if there:
-        torch._foreach_copy_(there, list(_tensors(source)))
+    targets = list(_tensors(to))
+    if targets:
+        torch._foreach_copy_(targets, list(_tensors(source)))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from _tensors(each)
+        for child in tree.values():
+            yield from _tensors(child)
     elif type(tree) is tuple:
-        for each in tree:
-            yield from _tensors(each)
+        for child in tree:
+            yield from _tensors(child)
     elif is_dataclass(tree):
         for field in fields(tree):
             yield from _tensors(getattr(tree, field.name))

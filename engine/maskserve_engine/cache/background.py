@@ -41,9 +41,9 @@ class Background:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until what was submitted so far is done; False if that takes longer."""
-        done = threading.Event()
-        self.submit(done.set)
-        return done.wait(timeout_s)
+        done_event = threading.Event()
+        self.submit(done_event.set)
+        return done_event.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted, for at most so long."""

@@ -177,13 +177,13 @@ class BlockEntry:
         """The tensors of one of PARTS; none where it is not kept."""
         if name == "kv":
             return () if self.keys is None or self.values is None else (self.keys, self.values)
-        one = {"h": self.hidden, "end": self.end, "map": self.map}[name]
-        return () if one is None else (one,)
+        coded = {"h": self.hidden, "end": self.end, "map": self.map}[name]
+        return () if coded is None else (coded,)
 
     def each(self, change: Callable[[Coded], Coded]) -> BlockEntry:
         """The same with every tensor changed."""
-        own = (self.hidden, self.keys, self.values, self.end, self.map)
-        return BlockEntry(*(coded and change(coded) for coded in own))
+        tensors = (self.hidden, self.keys, self.values, self.end, self.map)
+        return BlockEntry(*(coded and change(coded) for coded in tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +218,14 @@ class AnchorEntry:
         copies: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            own = block.empty(tensor.shape, tensor.dtype)
+            target = block.empty(tensor.shape, tensor.dtype)
             sources.append(tensor.contiguous().view(torch.uint8))
-            copies.append(own.view(torch.uint8))
-            return own
+            copies.append(target.view(torch.uint8))
+            return target
 
-        blocks = tuple([each.each(lambda coded: coded.map(copy, copy)) for each in self.blocks])
+        blocks = tuple(
+            [block_entry.each(lambda coded: coded.map(copy, copy)) for block_entry in self.blocks]
+        )
         torch._foreach_copy_(copies, sources)
         return AnchorEntry(self.anchor, blocks, block)
 
@@ -275,12 +277,12 @@ class Recorder:
         text's where that is kept.
         """
         if "kv" in self.kinds[block]:
-            own = [keys, values]
+            tensors = [keys, values]
             if self._shown:
-                own = [torch.cat((x[self._text :], x[: self._shown])) for x in own]
+                tensors = [torch.cat((x[self._text :], x[: self._shown])) for x in tensors]
             self._keys[block] = (
-                encode(own[0].flatten(1), self.format),
-                encode(own[1].flatten(1), self.format),
+                encode(tensors[0].flatten(1), self.format),
+                encode(tensors[1].flatten(1), self.format),
             )
 
     def end(self, block: int, output: Tensor) -> None:
@@ -305,6 +307,6 @@ class Recorder:
             blocks.append(BlockEntry(self._hidden.get(block), keys, values, self._ends.get(block)))
         assert len(self._maps) == len(self._moments) == self.maps
         if self.maps:
-            blocks += [BlockEntry(map=each) for each in self._maps]
+            blocks += [BlockEntry(map=feature_map) for feature_map in self._maps]
             blocks.append(BlockEntry(map=encode(torch.cat(self._moments), "model")))
         return AnchorEntry(anchor, tuple(blocks))

@@ -112,14 +112,14 @@ def read_entry(buffer: Any) -> tuple[AnchorEntry, Note]:
         metadata = header.metadata
         layout = json.loads(metadata["layout"])
         note, anchor = Note(**json.loads(metadata["note"])), Anchor(*json.loads(metadata["anchor"]))
-        found = {name: _tensor(buffer, place) for name, place in header.tensors.items()}
+        tensors = {name: _tensor(buffer, place) for name, place in header.tensors.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadEntry(f"cut off, or not an entry: {error}") from error
-    contents = {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in found.items()}
+    contents = {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in tensors.items()}
     if _digest(contents, metadata) != metadata.get("digest"):
         raise BadEntry("the checksum differs")
     blocks = tuple(
-        BlockEntry(**{field: _coded(found, n, field, layout["format"]) for field in _FIELDS})
+        BlockEntry(**{field: _coded(tensors, n, field, layout["format"]) for field in _FIELDS})
         for n in range(layout["blocks"])
     )
     return AnchorEntry(anchor, blocks), note
@@ -182,10 +182,10 @@ class FileTensor:
 
     def columns(self, begin: int, end: int) -> FileTensor:
         """The numbers `begin` to `end` of each token."""
-        each = self.dtype.itemsize
+        item_bytes = self.dtype.itemsize
         shape = (len(self), end - begin)
-        nbytes = len(self) * (end - begin) * each
-        return replace(self, shape=shape, nbytes=nbytes, cut=(self, begin * each))
+        nbytes = len(self) * (end - begin) * item_bytes
+        return replace(self, shape=shape, nbytes=nbytes, cut=(self, begin * item_bytes))
 
     def read(self, ids: NDArray[np.int64] | None, out: NDArray[np.uint8]) -> None:
         """Read the tokens `ids` (None: all) into `out` [n, bytes of a token].
@@ -220,11 +220,11 @@ class FileTensor:
             end = int(np.searchsorted(ids, first + most))
             span = int(ids[end - 1]) + 1 - first
             whole = span == end - begin
-            some = out[begin:end] if whole else buffer[:span]
-            self.file.read(some, self.offset + first * width)
+            target = out[begin:end] if whole else buffer[:span]
+            self.file.read(target, self.offset + first * width)
             if not whole:
                 # Any other mode copies once more.
-                np.take(some, ids[begin:end] - first, axis=0, out=out[begin:end], mode="clip")
+                np.take(target, ids[begin:end] - first, axis=0, out=out[begin:end], mode="clip")
             begin = end
 
 
@@ -353,9 +353,9 @@ def _stored_parts(
     fields = {field: _stored(spans, f"{block}.{field}.", format) for field in _FIELDS}
     parts = {"h": ("hidden",), "kv": ("keys", "values"), "end": ("end",), "map": ("map",)}
     return {
-        part: found
+        part: coded_parts
         for part, names in parts.items()
-        if len(found := tuple(c for n in names if (c := fields[n]) is not None)) == len(names)
+        if len(coded_parts := tuple(c for n in names if (c := fields[n]) is not None)) == len(names)
     }
 
 

@@ -125,22 +125,22 @@ class FolderTier(StoredTier):
             return 0
 
     def held(self) -> Mapping[str, Held]:
-        held = {}
+        templates = {}
         try:
-            with os.scandir(self.folder) as found:
-                names = [each.name for each in found if not each.name.startswith(".")]
+            with os.scandir(self.folder) as scan:
+                names = [item.name for item in scan if not item.name.startswith(".")]
         except OSError:
             return {}
         for key in names:
-            each = self._held(key)
-            if each is not None:
-                held[key] = each
-        return held
+            item = self._held(key)
+            if item is not None:
+                templates[key] = item
+        return templates
 
     def check_integrity(self) -> None:
         with self._store.alone():
-            left = self._store.left_behind()
-        assert not left, f"left behind: {left}"
+            leftovers = self._store.left_behind()
+        assert not leftovers, f"left behind: {leftovers}"
         assert self.nbytes <= self.budget_bytes, "over budget"
 
     # Where things lie.
@@ -150,13 +150,13 @@ class FolderTier(StoredTier):
 
     def _files(self, folder: Path) -> dict[Anchor, int]:
         """Bytes of each entry in a template's folder."""
-        found = {}
+        sizes = {}
         with contextlib.suppress(OSError), os.scandir(folder) as files:
             for file in files:
                 anchor = anchor_of(file.name)
                 if anchor is not None:
-                    found[anchor] = file.stat().st_size
-        return found
+                    sizes[anchor] = file.stat().st_size
+        return sizes
 
     def _held(self, key: str) -> Held | None:
         files = self._files(self.folder / key)

@@ -267,7 +267,9 @@ class CudaMover:
         with torch.cuda.device(self.device):
             self._down.wait_stream(torch.cuda.default_stream(self.device))
             with torch.cuda.stream(self._down):
-                return AnchorEntry(entry.anchor, tuple(each.each(moved) for each in entry.blocks))
+                return AnchorEntry(
+                    entry.anchor, tuple(block_entry.each(moved) for block_entry in entry.blocks)
+                )
 
     def register(self, file: OpenFile) -> None:
         if self._registrar is not None:
@@ -310,19 +312,19 @@ class CudaMover:
     ) -> None:
         """Through the ring, a buffer's fill of tokens at a time."""
         count = len(arrived)
-        each = source.nbytes // max(1, len(source))
-        step = max(1, self._bytes // max(1, each))
+        token_bytes = source.nbytes // max(1, len(source))
+        step = max(1, self._bytes // max(1, token_bytes))
         for begin in range(0, count, step):
             end = min(count, begin + step)
-            some = np.arange(begin, end) if ids is None else ids[begin:end]
-            buffer, left = self._ring[self._next]
+            token_ids = np.arange(begin, end) if ids is None else ids[begin:end]
+            buffer, event = self._ring[self._next]
             self._next = (self._next + 1) % len(self._ring)
-            left.synchronize()  # the copy that used it last
+            event.synchronize()  # the copy that used it last
             shape = (end - begin, *source.shape[1:])
-            pinned = buffer[: each * (end - begin)].view(source.dtype).view(shape)
-            gathered(source, some, pinned)
+            pinned = buffer[: token_bytes * (end - begin)].view(source.dtype).view(shape)
+            gathered(source, token_ids, pinned)
             arrived[begin:end].copy_(pinned, non_blocking=True)
-            left.record(self.stream)
+            event.record(self.stream)
 
     def _direct(self, source: FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor) -> bool:
         """Have the device read the whole tensor from the file, if that is sooner."""
@@ -332,11 +334,11 @@ class CudaMover:
         sooner = whole.nbytes * self.rates.gathered < arrived.nbytes * self.rates.direct
         if file is None or memory is None or not sooner:
             return False
-        there = None if ids is None else self._on_device(ids)
+        device_ids = None if ids is None else self._on_device(ids)
         while len(self._ahead) >= _AHEAD:
             self._ahead.popleft().synchronize()
         out = arrived.flatten().view(torch.uint8)
-        plain = there is None and source.cut is None
+        plain = device_ids is None and source.cut is None
         to = out if plain else torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
         to.copy_(memory[whole.offset : whole.offset + whole.nbytes], non_blocking=True)
         event = torch.cuda.Event()
@@ -346,20 +348,20 @@ class CudaMover:
         if not plain:
             tokens, out = to.view(len(whole), -1), out.view(len(arrived), -1)
             tokens = tokens[:, first : first + out.shape[1]]
-            if there is None:
+            if device_ids is None:
                 out.copy_(tokens, non_blocking=True)
             else:
-                torch.index_select(_widest(tokens), 0, there, out=_widest(out))
+                torch.index_select(_widest(tokens), 0, device_ids, out=_widest(out))
         return True
 
     def _on_device(self, ids: NDArray[np.int64]) -> Tensor:
-        for known, there in self._ids:
-            if known is ids:
-                return there
-        there = torch.empty(len(ids), dtype=torch.int64, device=self.device)
-        self._gathered(torch.from_numpy(ids), None, there)
-        self._ids.append((ids, there))
-        return there
+        for host_ids, device_ids in self._ids:
+            if host_ids is ids:
+                return device_ids
+        device_ids = torch.empty(len(ids), dtype=torch.int64, device=self.device)
+        self._gathered(torch.from_numpy(ids), None, device_ids)
+        self._ids.append((ids, device_ids))
+        return device_ids
 
 
 def _widest(x: Tensor) -> Tensor:
@@ -369,7 +371,7 @@ def _widest(x: Tensor) -> Tensor:
     for dtype in (torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
         at = x.storage_offset(), x.stride(0), x.shape[1]
-        if not any(each % size for each in at):
+        if not any(value % size for value in at):
             return x.view(dtype)
     return x
 
@@ -440,23 +442,23 @@ class Load:
 
     def parts(self, block: int, part: str) -> Travelling:
         """What of a part travels, all tokens."""
-        found = self.entry.blocks[block].part(part)
+        coded_parts = self.entry.blocks[block].part(part)
         if part != "kv" or self.selection is None or self.selection.heads is None:
-            return found
+            return coded_parts
         begin, end, of = self.selection.heads
-        cut: Any = [coded.columns(begin, end, of) for coded in found]
+        cut: Any = [coded.columns(begin, end, of) for coded in coded_parts]
         return tuple(cut)
 
     def _sizes(self, block: int) -> list[float]:
         tokens = None if self.selection is None else len(self.selection.of(block))
         sizes: list[float] = []
         for part in PARTS:
-            kept = self.parts(block, part)
+            coded_parts = self.parts(block, part)
             if tokens is None:
-                size = sum(coded.nbytes for coded in kept)
+                size = sum(coded.nbytes for coded in coded_parts)
             else:
-                size = sum(coded.nbytes_of(tokens) for coded in kept)
-            sizes.append(size if kept else np.inf)
+                size = sum(coded.nbytes_of(tokens) for coded in coded_parts)
+            sizes.append(size if coded_parts else np.inf)
         return sizes
 
 

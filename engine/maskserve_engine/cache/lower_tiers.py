@@ -105,10 +105,10 @@ class LowerTiers:
         if self.remote is None:
             return None
         with self._lock:
-            asked, known = self._probed.get(key, (-_PROBE_S, frozenset()))
-            if missing <= known:
+            probed_at, known_anchors = self._probed.get(key, (-_PROBE_S, frozenset()))
+            if missing <= known_anchors:
                 return self.remote.name
-            if time.monotonic() - asked <= _PROBE_S:
+            if time.monotonic() - probed_at <= _PROBE_S:
                 return None
             _remember(self._probed, key, (time.monotonic(), frozenset()))
         self.network.submit(partial(self._probe, key))
@@ -169,11 +169,11 @@ class LowerTiers:
         """Drop a template; returns the bytes given back by files."""
         freed = sum(tier.evict(key) for tier in self.folders)
         with self._lock:
-            self._open = {name: each for name, each in self._open.items() if name[0] != key}
+            self._open = {name: source for name, source in self._open.items() if name[0] != key}
             self._probed.pop(key, None)
             self._seen = {
-                tier: {k: held for k, held in seen.items() if k != key}
-                for tier, seen in self._seen.items()
+                tier: {k: template for k, template in templates.items() if k != key}
+                for tier, templates in self._seen.items()
             }
             self._version += 1
         if self.remote is not None:
@@ -206,8 +206,8 @@ class LowerTiers:
                 self._open_file(key, anchor)
             self._look()
         finally:
-            found = all(self.source(key, anchor) is not None for anchor in anchors)
-            if self.remote is None or found:
+            is_complete = all(self.source(key, anchor) is not None for anchor in anchors)
+            if self.remote is None or is_complete:
                 self._end(key, anchors)
             else:
                 with self._lock:
@@ -265,38 +265,40 @@ class LowerTiers:
                 with self._lock:
                     self._open[key, anchor] = EntrySource(entry, HOST.name, self.remote.name)
             with self._lock:  # what came too late is found from now on
-                _, known = self._probed.get(key, (0.0, frozenset()))
-                came = {anchor for anchor in anchors if (key, anchor) in self._open}
-                _remember(self._probed, key, (time.monotonic(), known | came))
+                _, known_anchors = self._probed.get(key, (0.0, frozenset()))
+                downloaded = {anchor for anchor in anchors if (key, anchor) in self._open}
+                _remember(self._probed, key, (time.monotonic(), known_anchors | downloaded))
         finally:
             self._settle(key, anchors)
 
     def _probe(self, key: str) -> None:
         assert self.remote is not None
-        there = self.remote.anchors(key)
+        remote_anchors = self.remote.anchors(key)
         with self._lock:
-            _remember(self._probed, key, (time.monotonic(), there))
+            _remember(self._probed, key, (time.monotonic(), remote_anchors))
 
     def _write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
         try:
-            here = to_host(entry)
+            host_entry = to_host(entry)
             for tier in self.folders:
-                tier.put(key, here, note)
+                tier.put(key, host_entry, note)
             self._look()
             if self.remote is not None and self.network.pending < _UPLOADS:
-                self.network.submit(partial(self.remote.put, key, here, note))
+                self.network.submit(partial(self.remote.put, key, host_entry, note))
         finally:
             self._end(key)
 
     def _look(self) -> None:
         """See what the files hold now, and let go of what is open and is no longer there."""
-        seen: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
-        there = {key for held in seen.values() for key in held}
+        templates: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
+        present_keys = {key for by_key in templates.values() for key in by_key}
         with self._lock:
-            if seen != self._seen:
-                self._seen = seen
+            if templates != self._seen:
+                self._seen = templates
                 self._version += 1
-            self._open = {name: each for name, each in self._open.items() if name[0] in there}
+            self._open = {
+                name: source for name, source in self._open.items() if name[0] in present_keys
+            }
 
 
 def _remember(held: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:

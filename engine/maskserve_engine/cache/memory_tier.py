@@ -62,16 +62,16 @@ class MemoryTier:
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         with self._lock:
-            held = self._held.get(key)
-            old = held.anchors.get(entry.anchor, 0) if held else 0
+            template = self._held.get(key)
+            old = template.anchors.get(entry.anchor, 0) if template else 0
             if not self._make_room(entry.nbytes - old, frozenset({key})):
                 return False
-            if held is None:
-                held = self._held[key] = Held(note, {}, pinned=key in self._pins)
+            if template is None:
+                template = self._held[key] = Held(note, {}, pinned=key in self._pins)
             if old:
                 self._let_go(key, entry.anchor)
-            held.note, held.used = note, self._clock()
-            held.anchors[entry.anchor] = entry.nbytes
+            template.note, template.used = note, self._clock()
+            template.anchors[entry.anchor] = entry.nbytes
             self._entries[key, entry.anchor] = entry
             self._kept += entry.nbytes
             return True
@@ -80,12 +80,12 @@ class MemoryTier:
         return self._entries.get((key, anchor))
 
     def anchors(self, key: str) -> frozenset[Anchor]:
-        held = self._held.get(key)
-        return frozenset(held.anchors) if held else frozenset()
+        template = self._held.get(key)
+        return frozenset(template.anchors) if template else frozenset()
 
     def note(self, key: str) -> Note | None:
-        held = self._held.get(key)
-        return held.note if held else None
+        template = self._held.get(key)
+        return template.note if template else None
 
     def touch(self, key: str) -> None:
         if key in self._held:
@@ -148,7 +148,7 @@ class MemoryTier:
 
     def check_integrity(self) -> None:
         with self._lock:
-            total = sum(held.nbytes for held in self._held.values())
+            total = sum(template.nbytes for template in self._held.values())
             assert total == self._kept, f"{self._kept} booked, {total} held"
             entries = sum(entry.nbytes for entry in self._entries.values())
             assert entries == total, f"{total} in the books, {entries} in memory"
@@ -171,13 +171,13 @@ class MemoryTier:
         return chosen_victims(self._held, missing, keep | read, self._clock(), self._rebuild)
 
     def _evict(self, key: str) -> int:
-        held = self._held.pop(key, None)
-        if held is None:
+        template = self._held.pop(key, None)
+        if template is None:
             return 0
         self.evictions += 1
-        for anchor in held.anchors:
+        for anchor in template.anchors:
             self._let_go(key, anchor)
-        return held.nbytes
+        return template.nbytes
 
     def _let_go(self, key: str, anchor: Anchor) -> None:
         entry = self._entries.pop((key, anchor))

@@ -42,8 +42,8 @@ class PromptFile:
         """The embedding, or None while there is no whole file."""
         if self._held is None and self._path is not None:
             try:
-                with np.load(self._path) as held:
-                    self._held = {name: held[name] for name in held.files}
+                with np.load(self._path) as archive:
+                    self._held = {name: archive[name] for name in archive.files}
             except (OSError, ValueError, KeyError, EOFError):
                 return None
         return self._held

@@ -89,7 +89,9 @@ class Registrar:
     def nbytes(self) -> int:
         """Registered now."""
         with self._lock:
-            return sum(each.memory.nbytes for each in self._live if each.memory is not None)
+            return sum(
+                mapping.memory.nbytes for mapping in self._live if mapping.memory is not None
+            )
 
     def register(self, descriptor: int, nbytes: int) -> Registered | None:
         """A file on a tmpfs, mapped and registered; None: it is to be read as others are.
@@ -127,9 +129,9 @@ class Registrar:
             self._left.put(None)
             self._thread.join(10.0)
         with self._lock:
-            left = list(self._live)
-        for each in left:
-            self._end(each)
+            mappings = list(self._live)
+        for mapping in mappings:
+            self._end(mapping)
 
     def _run(self) -> None:
         while (mapping := self._left.get()) is not None:

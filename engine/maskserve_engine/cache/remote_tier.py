@@ -106,14 +106,14 @@ class RemoteTier(StoredTier):
         """Bytes of each entry, by key."""
         try:
             self._files.invalidate_cache()
-            found: dict[str, dict[str, Any]] = self._files.find(self._root, detail=True)
+            objects: dict[str, dict[str, Any]] = self._files.find(self._root, detail=True)
         except FileNotFoundError:
             return {}
         except Exception as error:
             self._refuse(error)
             return {}
         listed: dict[str, dict[Anchor, int]] = {}
-        for path, about in found.items():
+        for path, about in objects.items():
             _, key, name = f"/{path}".rsplit("/", 2)
             anchor = anchor_of(unquote(name))  # listings over HTTP are of links
             if anchor is not None:

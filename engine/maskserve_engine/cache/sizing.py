@@ -63,7 +63,7 @@ def _of_use(work: ModelWork, kinds: Kinds) -> Kinds:
     if not work.restore_ends:
         return kinds
     begin = set(work.starts.tolist())
-    return tuple(kept - {"h"} if i in begin else kept for i, kept in enumerate(kinds))
+    return tuple(parts - {"h"} if i in begin else parts for i, parts in enumerate(kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +90,15 @@ class TemplateSize:
         """What it has, in bytes or so many of them."""
         digits = 0 if unit == 1 else 3
         entries = f"{self.anchors} entries of {self.anchor_bytes / unit:.{digits}f}"
-        once = f", {self.still_bytes / unit:.{digits}f} once" if self.still_bytes else ""
-        return entries + once
+        shared_text = f", {self.still_bytes / unit:.{digits}f} once" if self.still_bytes else ""
+        return entries + shared_text
 
 
 def template_size(
     work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int, halves: int = 1
 ) -> TemplateSize:
-    of_anchor, once = kept_bytes(work, kinds, fmt, copies=halves), still_bytes(work, fmt)
-    return TemplateSize(side, anchors, int(of_anchor), int(once))
+    of_anchor, shared_bytes = kept_bytes(work, kinds, fmt, copies=halves), still_bytes(work, fmt)
+    return TemplateSize(side, anchors, int(of_anchor), int(shared_bytes))
 
 
 def folder_budget(configured: int, folder: str) -> int:
@@ -108,8 +108,8 @@ def folder_budget(configured: int, folder: str) -> int:
     if configured:
         return configured
     Path(folder).mkdir(parents=True, exist_ok=True)
-    own = sum(path.stat().st_size for path in Path(folder).rglob("*" + SUFFIX))
-    return int(_FILES_SHARE * (shutil.disk_usage(folder).free + own))
+    used_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*" + SUFFIX))
+    return int(_FILES_SHARE * (shutil.disk_usage(folder).free + used_bytes))
 
 
 def check_sizes(
@@ -127,12 +127,12 @@ def check_sizes(
     """
     for tier, budget in budgets:
         name = TIERS[tier].budget
-        asked = getattr(config, name)
+        configured_bytes = getattr(config, name)
         # With files behind it the device needs no more than what a row reads at a time.
         least = size.step_bytes if tier == DEVICE.name and len(budgets) > 1 else size.nbytes
-        if asked and budget < least:
+        if configured_bytes and budget < least:
             raise ConfigError(
-                f"[cache] {name}: {asked} bytes cannot hold one template of "
+                f"[cache] {name}: {configured_bytes} bytes cannot hold one template of "
                 f"{size.side}x{size.side} pixels, which takes {size.nbytes} bytes "
                 f"({size.in_words(1)}); give at least {least}, "
                 "0 for a share of what is free, or set [cache] enabled = false"

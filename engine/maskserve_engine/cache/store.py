@@ -223,11 +223,11 @@ class Store:
         tier is where its entry was found, of the first reader, and where it lies now, of others.
         """
         load = handle.load
-        shared = next(each for each in self._shared.values() if each.load is load)
-        came, shared.source.came = shared.source.came, shared.source.tier
+        shared = next(candidate for candidate in self._shared.values() if candidate.load is load)
+        origin_tier, shared.source.came = shared.source.came, shared.source.tier
         moved, load.moved = load.moved, 0
-        self._travelled[came] += moved
-        return came, moved
+        self._travelled[origin_tier] += moved
+        return origin_tier, moved
 
     def travelled_elsewhere(self, tier: str, nbytes: float) -> None:
         """Bytes that were brought to a device of another process from files of this store's."""
@@ -237,15 +237,15 @@ class Store:
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         """Keep an entry in every tier that can; False when none is going to."""
-        kept = True
+        is_stored = True
         if self.reserve is not None:
             block = self._block(self.reserve, entry.room, frozenset({key}))
-            kept = block is not None
+            is_stored = block is not None
             entry = entry if block is None else entry.within(block)
-        kept = kept and self.memory.put(key, entry, note)
+        is_stored = is_stored and self.memory.put(key, entry, note)
         self._changes += 1
         self.lower.write(key, entry, note, self.loader.mover.to_host)
-        return kept or bool(self.lower.folders)
+        return is_stored or bool(self.lower.folders)
 
     def pin(self, key: str, *, pinned: bool) -> None:
         self.memory.pin(key, pinned=pinned)
@@ -263,18 +263,20 @@ class Store:
 
     def keys_of(self, template_id: str) -> list[str]:
         """Keys of a template's entries, in whatever tier."""
-        seen = entries_id(template_id)
+        entries_key = entries_id(template_id)
         keys = {
             key: None
             for templates in self.held().values()
-            for key, held in templates.items()
-            if entries_id(held.note.template_id) == seen
+            for key, template in templates.items()
+            if entries_id(template.note.template_id) == entries_key
         }
         return list(keys)
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes per tier; of the device what rows hold, too."""
-        files = {t: sum(h.nbytes for h in held.values()) for t, held in self.lower.seen.items()}
+        files = {
+            t: sum(h.nbytes for h in templates.values()) for t, templates in self.lower.seen.items()
+        }
         return {self.memory.name: self.memory.nbytes, **files}
 
     def counters(self) -> dict[str, float]:
@@ -324,10 +326,10 @@ class Store:
         on_device = source.tier == self.memory.name and self.loader.mover.reads_device
         if isinstance(entry, AnchorEntry) and on_device:
             load = Load(entry, source.tier, None)
-            for block, each in enumerate(entry.blocks):
+            for block, block_entry in enumerate(entry.blocks):
                 for part in PARTS:
-                    if each.part(part):
-                        load.arrive((block, part), Arrival(each.part(part)))
+                    if block_entry.part(part):
+                        load.arrive((block, part), Arrival(block_entry.part(part)))
             load.moved = booked = 0
         else:
             load = Load(source.entry, source.tier, selection)

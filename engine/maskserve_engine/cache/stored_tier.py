@@ -39,7 +39,7 @@ class StoredTier(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.held().values())
+        return sum(template.nbytes for template in self.held().values())
 
     def note(self, key: str) -> Note | None:
         return self._notes.get(key)
@@ -57,10 +57,15 @@ class StoredTier(ABC):
 
     def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
         """Evict until an entry fits; nothing is evicted when it cannot."""
-        held = self.held()
-        replaced = held[key].anchors.get(anchor, 0) if key in held else 0
-        missing = sum(each.nbytes for each in held.values()) - replaced + nbytes - self.budget_bytes
-        chosen = chosen_victims(held, missing, frozenset({key}), self._clock(), self._rebuild)
+        templates = self.held()
+        replaced = templates[key].anchors.get(anchor, 0) if key in templates else 0
+        missing = (
+            sum(template.nbytes for template in templates.values())
+            - replaced
+            + nbytes
+            - self.budget_bytes
+        )
+        chosen = chosen_victims(templates, missing, frozenset({key}), self._clock(), self._rebuild)
         for victim in chosen or ():
             self._remove(victim)
         return chosen is not None
@@ -89,9 +94,9 @@ class StoredTier(ABC):
         """Say once what the medium will not do, and count it."""
         self.failures += 1
         number = getattr(error, "errno", None)
-        said = errno.errorcode.get(number or 0, type(error).__name__)
-        if said != self._refused:
-            self._refused = said
+        reason = errno.errorcode.get(number or 0, type(error).__name__)
+        if reason != self._refused:
+            self._refused = reason
             _log.warning("tier %s in %s: %s; going on without it", self.name, self._place, error)
 
 

@@ -124,6 +124,8 @@ def chosen_victims(
     """
     if missing <= 0:
         return []
-    free = {k: each.nbytes for k, each in held.items() if k not in keep and not each.pinned}
+    free = {
+        k: template.nbytes for k, template in held.items() if k not in keep and not template.pinned
+    }
     scores = {key: held[key].eviction_score(now, rebuild(key, held[key])) for key in free}
     return store.chosen_victims(free, missing, lambda key: -scores[key])

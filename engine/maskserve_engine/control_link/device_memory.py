@@ -95,7 +95,7 @@ class LentBlock:
     def close(self, row: str, *, read: bool) -> None:
         """Forget a row; `read`: its denoiser reads nothing of it any more."""
         with self._door:
-            places = [each for slot in self._held.pop(row, {}).values() for each in slot]
+            places = [place for slot in self._held.pop(row, {}).values() for place in slot]
             if read:
                 self._give(places)
             else:
@@ -108,9 +108,9 @@ class LentBlock:
             return sum(end - begin for begin, end in self._free)
 
     def _wake(self) -> None:
-        now, resting = time.monotonic(), self._resting
-        self._resting = [each for each in resting if each[0] > now]
-        for _, places in (each for each in resting if each[0] <= now):
+        now_s, resting = time.monotonic(), self._resting
+        self._resting = [item for item in resting if item[0] > now_s]
+        for _, places in (item for item in resting if item[0] <= now_s):
             self._give(places)
 
     def _give(self, places: list[tuple[int, int]]) -> None:
@@ -141,9 +141,9 @@ class OpenedBlock:
 
     def read(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A copy of a residual, in the order of the device's work."""
-        found = _at(self._block, begin, shape, dtype).clone()
+        residual = _at(self._block, begin, shape, dtype).clone()
         self._read.record()
-        return found
+        return residual
 
     def settle(self) -> None:
         """Wait until all that was read has been copied; from any thread."""
@@ -180,7 +180,7 @@ def _lend(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
         raise RuntimeError(f"{device} is no CUDA device")
     # Segments that grow are shared by file descriptors, which a process takes only of its children.
     settings = (os.environ.get(f"PYTORCH_{name}", "") for name in ("ALLOC_CONF", "CUDA_ALLOC_CONF"))
-    grow = any("expandable_segments:True" in each for each in settings)
+    grow = any("expandable_segments:True" in setting for setting in settings)
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     try:
         block = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -193,8 +193,8 @@ def _open(handle: tuple[Any, ...], device: torch.device) -> Tensor:
     """Also of a device that this process does not see: to torch it is of the own one."""
     if device.type != "cuda":
         raise RuntimeError(f"{device} is no CUDA device")
-    own = torch.empty(0, dtype=torch.uint8, device=device)
-    return own.set_(torch.UntypedStorage._new_shared_cuda(own.device.index, *handle[1:]))
+    view = torch.empty(0, dtype=torch.uint8, device=device)
+    return view.set_(torch.UntypedStorage._new_shared_cuda(view.device.index, *handle[1:]))
 
 
 def _flush(device: torch.device) -> None:

@@ -113,8 +113,8 @@ class Wire:
         """Raises Lost: the other end has ended, or takes nothing."""
         try:
             self._messages.send_bytes(message)
-            for each in tensors:
-                self._socket.sendall(_bytes(each.cpu().contiguous()))
+            for tensor in tensors:
+                self._socket.sendall(_bytes(tensor.cpu().contiguous()))
         except OSError as error:
             raise Lost(f"it has ended or reads nothing ({error.strerror or error})") from error
 
@@ -136,15 +136,15 @@ class Wire:
         Raises:
             Lost: they do not come.
         """
-        left = _bytes(x)
-        while left:
+        remaining = _bytes(x)
+        while remaining:
             try:
-                count = self._socket.recv_into(left)
+                count = self._socket.recv_into(remaining)
             except OSError as error:
                 raise Lost(f"it has ended ({error.strerror or error})") from error
             if not count:
                 raise Lost("it has ended")
-            left = left[count:]
+            remaining = remaining[count:]
 
     def end(self) -> None:
         """Both ends are told, and whoever waits here; from any thread."""
@@ -172,11 +172,11 @@ def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
         Lost: it is none, or too large.
         OSError: there is no room.
     """
-    dtype, asked = getattr(torch, part.dtype, None), isinstance(part, AskedRow)
+    dtype, is_sample = getattr(torch, part.dtype, None), isinstance(part, AskedRow)
     if not isinstance(dtype, torch.dtype) or any(n < 0 for n in part.shape):
         raise Lost(f"it sends {part.dtype} {part.shape}, which is no tensor")
     nbytes = prod(part.shape) * dtype.itemsize
-    if nbytes > (_MOST_SAMPLE if asked else _MOST_ADDED):
+    if nbytes > (_MOST_SAMPLE if is_sample else _MOST_ADDED):
         raise Lost(f"it sends {nbytes} bytes of one row")
     if part.slot not in range(SLOTS):
         raise Lost(f"it names a slot {part.slot}")
@@ -204,8 +204,8 @@ class NetworkMessages:
         try:
             connected = socket.create_connection((host, attached.port), _CONNECT_S)
         except OSError as error:
-            told = f"{host}:{attached.port} does not answer ({error.strerror or error})"
-            raise Lost(told) from error
+            reason = f"{host}:{attached.port} does not answer ({error.strerror or error})"
+            raise Lost(reason) from error
         self.lent = None
         self._wire = Wire(connected)
         try:
@@ -222,13 +222,13 @@ class NetworkMessages:
         self._receiver.start()
 
     def slots(self, row: str) -> RowSlots:
-        held = self._slots[row] = RowSlots.held()
-        return held
+        row_slots = self._slots[row] = RowSlots.held()
+        return row_slots
 
     def ask(self, ask: Ask) -> None:
         samples = [
-            self._slots[each.row].ask(each.slot).read(0, each.shape, getattr(torch, each.dtype))
-            for each in ask.rows
+            self._slots[row.row].ask(row.slot).read(0, row.shape, getattr(torch, row.dtype))
+            for row in ask.rows
         ]
         self._wire.send(msgspec.msgpack.encode(ask), samples)
 

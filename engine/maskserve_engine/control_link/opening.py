@@ -65,12 +65,12 @@ class Opening:
 
     def on(self, device: torch.device) -> Opening:
         """With its numbers on a device, in one transfer; ids stay in host memory."""
-        here = {
+        host_floats = {
             name: x
             for name, x in self.arrays.items()
             if x.is_floating_point() and x.device.type == "cpu"
         }
-        return Opening(self.facts, {**self.arrays, **moved(here, device)})
+        return Opening(self.facts, {**self.arrays, **moved(host_floats, device)})
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
         """As JSON's objects, and as safetensors' bytes."""

@@ -45,7 +45,7 @@ class Reuse:
     @property
     def numbers(self) -> set[int]:
         """Of the asks whose answers some step may still add."""
-        return {each.number for each in self._sent.values()}
+        return {ask.number for ask in self._sent.values()}
 
     def acts(self, step: int) -> bool:
         """Whether any ControlNet adds anything in a step."""
@@ -61,10 +61,10 @@ class Reuse:
             step: asked for: one that begins, or the one after it.
             added: to the one that begins, and still to be read.
         """
-        taken = {each.slot for each in self._sent.values() if each.step > step}
-        taken |= set() if added is None else {added.slot}
-        other = 1 - self._slot
-        return self._slot if other in taken else other
+        used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}
+        used_slots |= set() if added is None else {added.slot}
+        other_slot = 1 - self._slot
+        return self._slot if other_slot in used_slots else other_slot
 
     def at(self, step: int, computed: int, failed: Callable[[int], bool]) -> SentAsk | None:
         """What a step may add of what was asked before; None: it needs residuals of its own.
@@ -76,14 +76,14 @@ class Reuse:
             computed: tokens that the base computes in it.
             failed: whether it is known of an ask that its answer does not come.
         """
-        self._sent = {at: each for at, each in self._sent.items() if at >= step - 1}
+        self._sent = {at: old_ask for at, old_ask in self._sent.items() if at >= step - 1}
         if not self._fast or not self.acts(step):
             return None
         # Behind a row's first step, which had nothing to extrapolate with, the next adds the same.
-        sent = self._sent.get(step) or self._sent.get(step - 1)
-        if sent is None or sent.computed != computed or failed(sent.number):
+        ask = self._sent.get(step) or self._sent.get(step - 1)
+        if ask is None or ask.computed != computed or failed(ask.number):
             return None
-        return sent if self._scales[step] == self._scales[sent.step] else None
+        return ask if self._scales[step] == self._scales[ask.step] else None
 
     def wants_own(self, step: int, added: SentAsk | None) -> bool:
         """Whether nets are asked with the latents of a step that begins.
@@ -99,5 +99,5 @@ class Reuse:
         later = step + 1
         if not self._fast or later >= len(self._scales) or not self.acts(later):
             return False
-        sent = self._sent.get(later)
-        return sent is None or sent.computed != computed
+        ask = self._sent.get(later)
+        return ask is None or ask.computed != computed

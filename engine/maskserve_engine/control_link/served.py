@@ -89,9 +89,14 @@ class ServedRow:
     ) -> None:
         self.link, self.name = link, name
         self.slots = link.messages.slots(name)
-        controls, steps = [each.input for each in opening.facts.controls], opening.facts.timesteps
+        controls, steps = (
+            [control.input for control in opening.facts.controls],
+            opening.facts.timesteps,
+        )
         count = len(steps)
-        scales = [tuple(each.scale_at(step, count) for each in controls) for step in range(count)]
+        scales = [
+            tuple(control.scale_at(step, count) for control in controls) for step in range(count)
+        ]
         self.reuse = Reuse(scales, fast=fast)
         self._opened: Future[Any] | None = opened
         self.added: SentAsk | None = None
@@ -164,8 +169,8 @@ def new_batch() -> int:
 
 def ask_service(asks: Sequence[RowAsk], batch: int) -> None:
     """See `Link.ask`; rows of a session that was lost fail all."""
-    for link in dict.fromkeys(each.row.link for each in asks):
-        link.ask([each for each in asks if each.row.link is link], batch)
+    for link in dict.fromkeys(ask.row.link for ask in asks):
+        link.ask([ask for ask in asks if ask.row.link is link], batch)
 
 
 class _Question(NamedTuple):
@@ -271,23 +276,25 @@ class Link:
         Raises:
             EngineFailed: they will not be.
         """
-        own: list[_Question] = []
+        current: list[_Question] = []
         ahead: list[_Question] = []
-        for each in asks:
-            row, step = each.row, each.step
-            added = row.reuse.at(step, each.computed, self._failed)
+        for row_ask in asks:
+            row, step = row_ask.row, row_ask.step
+            added = row.reuse.at(step, row_ask.computed, self._failed)
             row.turn_to(step, added)
             row.foreseen = None
             if row.reuse.wants_own(step, added):
-                own.append(_Question(row, step, each.computed, each.sample, ahead=False))
-            if each.foreseen is not None and row.reuse.acts(each.foreseen.step):
-                at, there, computed = each.foreseen
-                own.append(_Question(row, step, computed, there, ahead=False, foreseen=at))
-            if row.reuse.wants_ahead(step, each.computed):
-                sample = each.ahead()
+                current.append(_Question(row, step, row_ask.computed, row_ask.sample, ahead=False))
+            if row_ask.foreseen is not None and row.reuse.acts(row_ask.foreseen.step):
+                at, lookahead_sample, computed = row_ask.foreseen
+                current.append(
+                    _Question(row, step, computed, lookahead_sample, ahead=False, foreseen=at)
+                )
+            if row.reuse.wants_ahead(step, row_ask.computed):
+                sample = row_ask.ahead()
                 if sample is not None:
-                    ahead.append(_Question(row, step + 1, each.computed, sample, ahead=True))
-        for questions in (own, ahead):
+                    ahead.append(_Question(row, step + 1, row_ask.computed, sample, ahead=True))
+        for questions in (current, ahead):
             if questions:
                 self._send(questions, batch)
         needed = {number for row in self._rows for number in row.numbers}
@@ -299,30 +306,30 @@ class Link:
         while self.messages.come():  # rows that leave blocks out read nothing, and it would wait
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
-        for each in questions:
-            row, sample = each.row, each.sample
-            slot = row.free_slot(each.step) if each.foreseen is None else FORESEEN
+        for question in questions:
+            row, sample = question.row, question.sample
+            slot = row.free_slot(question.step) if question.foreseen is None else FORESEEN
             row.await_opened()
             with self._slots():
                 row.slots.ask(slot).write(0, sample)
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
-            asked = (row.name, each.step, each.computed, slot, shape, dtype)
-            rows.append(AskedRow(*asked, foreseen=each.foreseen))
+            fields = (row.name, question.step, question.computed, slot, shape, dtype)
+            rows.append(AskedRow(*fields, foreseen=question.foreseen))
         self._settle()
         try:
             self.messages.ask(Ask(number, batch, tuple(rows), self.messages.lent is not None))
         except Lost as error:
             raise self._over(str(error)) from error
         self._answers[number] = _Answer()
-        for each, told in zip(questions, rows, strict=True):
-            row = each.row
-            sent = SentAsk(number, each.step, each.computed, told.slot, each.ahead)
-            if each.foreseen is not None:
-                row.foreseen = sent
+        for question, row_record in zip(questions, rows, strict=True):
+            row = question.row
+            ask = SentAsk(number, question.step, question.computed, row_record.slot, question.ahead)
+            if question.foreseen is not None:
+                row.foreseen = ask
                 continue
-            row.reuse.keep(sent)
-            if row.added is None and not each.ahead:
-                row.turn_to(each.step, sent)
+            row.reuse.keep(ask)
+            if row.added is None and not question.ahead:
+                row.turn_to(question.step, ask)
 
     def _failed(self, number: int) -> bool:
         return bool(self._answers[number].error)
@@ -358,10 +365,10 @@ class Link:
             raise EngineFailed(f"the ControlNet service failed: {answer.error}")
         if part is None:
             return None
-        found = answer.copied.get((row.name, sent.slot))
-        if found is None or found[0] is not part:
-            found = answer.copied[row.name, sent.slot] = part, self._copy(part, row)
-        return found[1]
+        cached_copy = answer.copied.get((row.name, sent.slot))
+        if cached_copy is None or cached_copy[0] is not part:
+            cached_copy = answer.copied[row.name, sent.slot] = part, self._copy(part, row)
+        return cached_copy[1]
 
     def _copy(self, part: AddedPart, row: ServedRow) -> Tensor:
         """A row's residual, on the base's device.
@@ -475,17 +482,17 @@ class ControlService:
         """
         link = self._attached()
         op = {"op": "load", "session": link.session, "name": name, "version": content}
-        said = self._calls.call(op, b"", limit_s)
+        response = self._calls.call(op, b"", limit_s)
         self._held[version] = link, content
-        return said
+        return response
 
     def _attached(self) -> Link:
         link = self._link
         if link is not None and not link.over:
             self._calls.call({"op": "health"}, b"", self._patience_s)
             return link
-        said = self._calls.call({"op": "attach", "dtype": self._dtype}, b"", self._patience_s)
-        attached = msgspec.convert(said, Attached)
+        response = self._calls.call({"op": "attach", "dtype": self._dtype}, b"", self._patience_s)
+        attached = msgspec.convert(response, Attached)
         try:
             messages = self._connect(attached)
         except Lost as error:
@@ -503,8 +510,10 @@ class ControlService:
     def drop(self, version: str) -> None:
         """The ControlNet is not needed any more."""
         link, content = self._held.pop(version, (None, ""))
-        others = [held for _, held in list(self._held.values())]  # copies under another name
-        if link is not None and not link.lost and content not in others:
+        other_contents = [
+            loaded_content for _, loaded_content in list(self._held.values())
+        ]  # copies under another name
+        if link is not None and not link.lost and content not in other_contents:
             link.tell({"op": "drop", "session": link.session, "version": content})
 
     def open(self, opening: Opening, adapters: AdapterMode = "exact") -> ServedRow:
@@ -520,8 +529,8 @@ class ControlService:
         if self._link is None:
             raise _lost("it was never there")
         controls = [
-            structs.replace(each, net=self._held.get(each.net, (None, each.net))[1])
-            for each in opening.facts.controls
+            structs.replace(control, net=self._held.get(control.net, (None, control.net))[1])
+            for control in opening.facts.controls
         ]
         facts = structs.replace(opening.facts, controls=tuple(controls))
         return self._link.open(replace(opening, facts=facts), fast=adapters == "fast")

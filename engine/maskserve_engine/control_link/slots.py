@@ -116,16 +116,16 @@ class HeldSlot(Slot):
         self._held: dict[int, Tensor] = {}
 
     def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        held = self._held.get(offset)
-        if held is None or (held.shape, held.dtype) != (torch.Size(shape), dtype):
-            held = self._held[offset] = torch.empty(shape, dtype=dtype)
-        return held
+        tensor = self._held.get(offset)
+        if tensor is None or (tensor.shape, tensor.dtype) != (torch.Size(shape), dtype):
+            tensor = self._held[offset] = torch.empty(shape, dtype=dtype)
+        return tensor
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        held = self._held.get(offset)
-        if held is None or (held.shape, held.dtype) != (torch.Size(shape), dtype):
+        tensor = self._held.get(offset)
+        if tensor is None or (tensor.shape, tensor.dtype) != (torch.Size(shape), dtype):
             raise OSError("what is to be read has not come")
-        return held
+        return tensor
 
     def remove(self) -> None:
         self._held.clear()

@@ -239,10 +239,10 @@ class Connection:
                 self._socket.send(message)
                 return
             except BlockingIOError:
-                left = end - time.monotonic()
-                if left <= 0:
+                remaining_s = end - time.monotonic()
+                if remaining_s <= 0:
                     raise Lost("the denoiser reads nothing") from None
-                select.select([], [self._socket], [], left)
+                select.select([], [self._socket], [], remaining_s)
             except OSError as error:
                 raise Lost("the denoiser has ended") from error
 

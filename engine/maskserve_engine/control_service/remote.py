@@ -85,9 +85,11 @@ class RemoteDenoisers:
 
     def _give_way(self, host: str) -> bool:
         """End the link of a stranger, for one of this host; False: all links are denoisers'."""
-        strangers = [wire for wire, other in self._unproven.items() if other not in self._hosts]
-        others = list(self._unproven) if host in self._hosts else []
-        for wire in (*strangers, *others)[:1]:
+        strangers = [
+            wire for wire, other_host in self._unproven.items() if other_host not in self._hosts
+        ]
+        unproven = list(self._unproven) if host in self._hosts else []
+        for wire in (*strangers, *unproven)[:1]:
             del self._unproven[wire], self._links[wire]
             wire.end()
             return True
@@ -116,19 +118,21 @@ class RemoteDenoisers:
         """One denoiser, until it or the service ends."""
         try:
             session = self._welcome(wire)
-            here = SocketMessages(self._sessions.attached(session))
-            back = threading.Thread(target=self._answer, args=(wire, here, session), daemon=True)
+            messages = SocketMessages(self._sessions.attached(session))
+            back = threading.Thread(
+                target=self._answer, args=(wire, messages, session), daemon=True
+            )
             back.start()
             try:
-                self._ask(wire, here, session)
+                self._ask(wire, messages, session)
             finally:
-                here.end()
+                messages.end()
                 wire.end()
                 back.join()
-                here.close()
+                messages.close()
         except Exception as error:
-            known = isinstance(error, Lost)
-            _log.info("a denoiser's link is over: %s", error, exc_info=not known)
+            is_lost = isinstance(error, Lost)
+            _log.info("a denoiser's link is over: %s", error, exc_info=not is_lost)
         finally:
             with self._door:
                 self._links.pop(wire, None)
@@ -139,8 +143,8 @@ class RemoteDenoisers:
         asks = msgspec.msgpack.Decoder(Ask)
         while True:
             ask = asks.decode(wire.receive())
-            for each in ask.rows:
-                wire.fill(room_for(each, self._slots(session, each.row)))
+            for row in ask.rows:
+                wire.fill(room_for(row, self._slots(session, row.row)))
             here.ask(ask)
 
     def _answer(self, wire: Wire, here: SocketMessages, session: str) -> None:
@@ -156,8 +160,8 @@ class RemoteDenoisers:
                         parts.append(part)
                 wire.send(msgspec.msgpack.encode(replace(answered, parts=tuple(parts))), added)
         except Exception as error:
-            known = isinstance(error, Lost)
-            _log.info("a denoiser is told nothing more: %s", error, exc_info=not known)
+            is_lost = isinstance(error, Lost)
+            _log.info("a denoiser is told nothing more: %s", error, exc_info=not is_lost)
         finally:
             wire.end()
 

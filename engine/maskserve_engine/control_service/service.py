@@ -114,8 +114,8 @@ class ControlNetService:
         selector = selectors.DefaultSelector()
         selector.register(self._listener, selectors.EVENT_READ)
         cuda = self._device.type == "cuda"
-        there = torch.cuda.device(self._device) if cuda else nullcontext()
-        with torch.inference_mode(), there:
+        device_context = torch.cuda.device(self._device) if cuda else nullcontext()
+        with torch.inference_mode(), device_context:
             while not self._stop.is_set():
                 for key, _ in selector.select(_LOOK_S):
                     self._turn_at = time.monotonic()
@@ -127,8 +127,8 @@ class ControlNetService:
                     try:
                         self._serve(connection)
                     except Exception as error:
-                        known = isinstance(error, Lost)
-                        _log.info("a session is over: %s", error, exc_info=not known)
+                        is_lost = isinstance(error, Lost)
+                        _log.info("a session is over: %s", error, exc_info=not is_lost)
                         selector.unregister(connection)
                         self._end(connection)
                 self._turn_at = time.monotonic()
@@ -172,27 +172,31 @@ class ControlNetService:
             raise
         except Exception as error:
             _log.exception("a step of %d rows failed", len(ask.rows))
-            what = error.message if isinstance(error, MaskserveError) else type(error).__name__
-            connection.send(Answered(ask.number, ended=True, error=what))
+            message = error.message if isinstance(error, MaskserveError) else type(error).__name__
+            connection.send(Answered(ask.number, ended=True, error=message))
 
     def _answer(self, connection: Connection, ask: Ask) -> None:
-        session, rows = self.sessions.rows(connection.session, [each.row for each in ask.rows])
+        session, rows = self.sessions.rows(
+            connection.session, [asked_row.row for asked_row in ask.rows]
+        )
         block = self._lent if ask.lent else None
-        wanted = [(each.row, each.slot) for each in ask.rows]
+        targets = [(asked_row.row, asked_row.slot) for asked_row in ask.rows]
         ends = [0] * len(ask.rows)
         steps = []
-        for each in ask.rows:
-            row = rows[each.row]
-            dtype = getattr(torch, each.dtype)
-            sample = row.slots.ask(each.slot).read(0, each.shape, dtype).to(self._device)
-            steps.append(NetStep(row.own, each.step, sample, each.computed, each.foreseen))
+        for asked_row in ask.rows:
+            row = rows[asked_row.row]
+            dtype = getattr(torch, asked_row.dtype)
+            sample = row.slots.ask(asked_row.slot).read(0, asked_row.shape, dtype).to(self._device)
+            steps.append(
+                NetStep(row.own, asked_row.step, sample, asked_row.computed, asked_row.foreseen)
+            )
             if block is not None:
-                block.clear(each.row, each.slot)
+                block.clear(asked_row.row, asked_row.slot)
 
         def send(residuals: Sequence[Residual]) -> None:
             parts = []
             for number, first, last, added in residuals:
-                name, slot = wanted[number]
+                name, slot = targets[number]
                 place = None if block is None else block.put(name, slot, added)
                 offset = ends[number] if place is None else place
                 if place is None:

@@ -132,9 +132,11 @@ class DenoiserSessions:
         Raises:
             InvalidRequest: its numbers are of another type.
         """
-        own = str(self._dtype).removeprefix("torch.")
-        if dtype != own:
-            raise InvalidRequest("OP.dtype", f"is {dtype}, and ControlNets run in {own} here", own)
+        dtype_name = str(self._dtype).removeprefix("torch.")
+        if dtype != dtype_name:
+            raise InvalidRequest(
+                "OP.dtype", f"is {dtype}, and ControlNets run in {dtype_name} here", dtype_name
+            )
         with self._door:
             self._forget_unconnected()
             name = f"{os.getpid()}-{next(self._names)}"
@@ -159,11 +161,11 @@ class DenoiserSessions:
             MaskserveError: there is no such session, or no room.
         """
         with self._door:
-            own, owner = self._session(session), _owner(session, control.version)
-            wanted = self._nets.hold(owner, [control])
-            own.held.add(control.version)
+            denoiser, owner = self._session(session), _owner(session, control.version)
+            resources = self._nets.hold(owner, [control])
+            denoiser.held.add(control.version)
             ticket = f"{owner} {next(self._names)}"
-            if self._residency.wait(ticket, wanted):
+            if self._residency.wait(ticket, resources):
                 self._waiting[ticket] = done
                 return
             loaded = self._nets.loaded(control)
@@ -190,7 +192,7 @@ class DenoiserSessions:
                 if control.net not in self._own:
                     raise EngineFailed(f"the ControlNet service does not hold {control.net}")
                 nets[control.net] = self._own[control.net]
-            own = self._session(session)
+            denoiser = self._session(session)
         arrays = {
             # Copied: products of what lies at odd addresses round differently on CPUs.
             name: x.to(self._device, x.dtype if name == "cis" else self._dtype, copy=True)
@@ -199,10 +201,10 @@ class DenoiserSessions:
             for name, x in opening.arrays.items()
         }
         with torch.inference_mode():
-            made = self._adapter.net_row(Opening(opening.facts, arrays), nets)
+            net_row = self._adapter.net_row(Opening(opening.facts, arrays), nets)
         if self._lent is not None:
             self._lent.open(row)
-        own.rows[row] = OpenRow(made, RowSlots.shared(self._folder, row), tuple(nets))
+        denoiser.rows[row] = OpenRow(net_row, RowSlots.shared(self._folder, row), tuple(nets))
 
     def close_row(self, session: str, row: str) -> None:
         with self._door:
@@ -215,7 +217,7 @@ class DenoiserSessions:
         with self._door:
             self._forget_unconnected()
             sessions = list(self._sessions.values())
-            rows = sum(len(each.rows) for each in sessions)
+            rows = sum(len(session.rows) for session in sessions)
             return {"sessions": len(sessions), "rows": rows, "nets": len(self._own)}
 
     def connected(self, name: str) -> bool:
@@ -255,9 +257,9 @@ class DenoiserSessions:
     def _forget_unconnected(self) -> None:
         """Where a link was cut, a denoiser may never have heard of its session."""
         last = time.monotonic() - _CONNECT_S
-        for each in list(self._sessions.values()):
-            if not each.connected and each.opened < last:
-                self._forget(each.name)
+        for session in list(self._sessions.values()):
+            if not session.connected and session.opened < last:
+                self._forget(session.name)
 
     def _forget(self, name: str) -> DenoiserSession | None:
         """A session is over, and what it held may make room."""
@@ -267,17 +269,17 @@ class DenoiserSessions:
         return session
 
     def _session(self, name: str) -> DenoiserSession:
-        found = self._sessions.get(name)
-        if found is None:
+        session = self._sessions.get(name)
+        if session is None:
             raise EngineFailed("the ControlNet service does not know this session any more")
-        return found
+        return session
 
     def _brought(self, version: str, folder: NetFolder) -> None:
         """In the loader's thread."""
         with torch.inference_mode():
-            own = self._adapter.control_net(folder.read().to(self._device))
+            device_net = self._adapter.control_net(folder.read().to(self._device))
         with self._door:
-            self._own[version] = own
+            self._own[version] = device_net
 
     def _came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         """Likewise."""
@@ -292,8 +294,8 @@ class DenoiserSessions:
                         session.held.discard(control.version)
                         self._nets.let_go(_owner(session.name, control.version))
             waiting = [self._waiting.pop(ticket) for ticket in tickets]
-        for done in waiting:
-            done(outcome)
+        for on_loaded in waiting:
+            on_loaded(outcome)
 
     def _dropped(self, resource: Resource) -> None:
         """It has made room for another."""

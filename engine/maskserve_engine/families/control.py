@@ -80,13 +80,13 @@ class RowControl(Generic[I]):
 
     def forget(self) -> None:
         """What they have added to a step that is over."""
-        for each in (*self.passes, *(() if self._ahead is None else self._ahead.passes)):
-            each.added.clear()
+        for residuals in (*self.passes, *(() if self._ahead is None else self._ahead.passes)):
+            residuals.added.clear()
 
     def after(self, number: int) -> Tensor | None:
         """Of a row with one pass."""
-        [own] = self.passes
-        return own.after(number)
+        [residuals] = self.passes
+        return residuals.after(number)
 
     @property
     def missed(self) -> bool:
@@ -137,11 +137,11 @@ class Asked(NamedTuple, Generic[I]):
 
         A step that is tried again, as one of a batch that failed is, does again what it did.
         """
-        row, kept = self.row, self.last
-        if not row.sparse or row.step in row.control.own.anchors or kept is None:
+        row, cached = self.row, self.last
+        if not row.sparse or row.step in row.control.own.anchors or cached is None:
             return None
-        there = kept.step < row.step and all(own.whole() for own in kept.tokens)
-        return kept.tokens if there else None
+        is_valid = cached.step < row.step and all(tokens.whole() for tokens in cached.tokens)
+        return cached.tokens if is_valid else None
 
     @property
     def last(self) -> KeptOfNet | None:
@@ -156,8 +156,8 @@ class Asked(NamedTuple, Generic[I]):
         if self.row.foreseen is not None:
             return self.last is not None
         follows = self.row.step + 1
-        going = follows < self.row.steps and follows not in self.row.control.own.anchors
-        return self.row.idle and self.kept is None and going
+        next_is_between = follows < self.row.steps and follows not in self.row.control.own.anchors
+        return self.row.idle and self.kept is None and next_is_between
 
     def keep(self, tokens: Sequence[Any]) -> None:
         """What was foreseen is where it was kept before."""
@@ -194,19 +194,25 @@ class Nets(ABC, Generic[I]):
             rows: of one batch.
             told: of what is whole while later blocks of the nets still run.
         """
-        asked: dict[int, list[Asked[I]]] = {}
+        requests_by_net: dict[int, list[Asked[I]]] = {}
         for row in rows:
             row.control.forget()
-            for number, own in enumerate(row.control.inputs):
-                scale = own.control.scale_at(row.at, row.steps)
+            for number, net_input in enumerate(row.control.inputs):
+                scale = net_input.control.scale_at(row.at, row.steps)
                 if scale:
-                    asked.setdefault(id(own.net), []).append(Asked(row, number, own, scale))
-        last = {id(each.row.control): net for net, same in asked.items() for each in same}
-        for net, same in asked.items():
-            controls = {id(each.row.control): each.row.control for each in same}
+                    requests_by_net.setdefault(id(net_input.net), []).append(
+                        Asked(row, number, net_input, scale)
+                    )
+        last = {
+            id(request.row.control): net
+            for net, net_requests in requests_by_net.items()
+            for request in net_requests
+        }
+        for net, net_requests in requests_by_net.items():
+            controls = {id(request.row.control): request.row.control for request in net_requests}
             whole = [control for key, control in controls.items() if last[key] == net]
-            for places, by_row in self.say(same[0].own.net, same):
-                for asks, samples in zip(same, by_row, strict=True):
+            for places, by_row in self.say(net_requests[0].own.net, net_requests):
+                for asks, samples in zip(net_requests, by_row, strict=True):
                     for residuals, sample in zip(asks.row.control.passes, samples, strict=True):
                         _add(residuals.added, places, sample * asks.scale)
                 if told is not None:
@@ -215,8 +221,8 @@ class Nets(ABC, Generic[I]):
 
 def _add(added: dict[int, Tensor], places: Sequence[int], sample: Tensor) -> None:
     for place in places:
-        before = added.get(place)
-        added[place] = sample if before is None else before + sample
+        previous = added.get(place)
+        added[place] = sample if previous is None else previous + sample
 
 
 # Nets over rows whose base is in another process: what a ControlNet service asks of a family.
@@ -303,25 +309,30 @@ class NetBatch:
 
     def run(self, rows: Sequence[NetStep], send: Send) -> None:
         """Each net runs once, over all rows that have it."""
-        asked = [each.row.at(each.step, each.sample, each.computed, each.foreseen) for each in rows]
-        numbers = {id(each.control): number for number, each in enumerate(asked)}
-        left = [set[int]() for _ in asked]
+        controlled_rows = [
+            row_step.row.at(row_step.step, row_step.sample, row_step.computed, row_step.foreseen)
+            for row_step in rows
+        ]
+        numbers = {id(row_step.control): number for number, row_step in enumerate(controlled_rows)}
+        sent_places = [set[int]() for _ in controlled_rows]
 
         def told(whole: Sequence[tuple[RowControl[Any], Sequence[int]]]) -> None:
-            found: list[Residual] = []
+            residuals: list[Residual] = []
             for control, places in whole:
                 number = numbers[id(control)]
-                found += self._residuals(number, control, places)
-                left[number].update(places)
-            send(found)
+                residuals += self._residuals(number, control, places)
+                sent_places[number].update(places)
+            send(residuals)
 
-        self._nets.run(asked, told if self._nets.in_parts else None)
-        rest: list[Residual] = []
-        for number, row in enumerate(asked):  # a deeper net ran before the last, or nothing is told
-            places = sorted(row.control.passes[0].added.keys() - left[number])
-            rest += self._residuals(number, row.control, places)
-        if rest:
-            send(rest)
+        self._nets.run(controlled_rows, told if self._nets.in_parts else None)
+        remaining: list[Residual] = []
+        for number, row in enumerate(
+            controlled_rows
+        ):  # a deeper net ran before the last, or nothing is told
+            places = sorted(row.control.passes[0].added.keys() - sent_places[number])
+            remaining += self._residuals(number, row.control, places)
+        if remaining:
+            send(remaining)
 
     def _residuals(
         self, number: int, control: RowControl[Any], places: Sequence[int]
@@ -332,8 +343,11 @@ class NetBatch:
             following = places[i + 1] if i + 1 < len(places) else None
             if following == place + 1 and first[following] is first[place]:
                 continue
-            each = [own.added[place] for own in control.passes]
+            samples = [residual_pass.added[place] for residual_pass in control.passes]
             yield Residual(
-                number, places[begin], place, torch.stack(each) if self._nets.stacked else each[0]
+                number,
+                places[begin],
+                place,
+                torch.stack(samples) if self._nets.stacked else samples[0],
             )
             begin = i + 1

@@ -74,8 +74,10 @@ class TextEncoder:
         from transformers import AutoTokenizer
 
         words = load_plain(config, f"{tokenizer}{number}", AutoTokenizer)
-        own = fused(config, load(config, f"text_encoder{number}", model), f"text_encoder{number}")
-        return cls(words, own, length or words.model_max_length)
+        encoder = fused(
+            config, load(config, f"text_encoder{number}", model), f"text_encoder{number}"
+        )
+        return cls(words, encoder, length or words.model_max_length)
 
     def __call__(self, prompts: Sequence[str], *, hidden_states: bool = False) -> Any:
         """The model's output for all of them, with every layer's states if asked for."""
@@ -105,10 +107,10 @@ class ChatEncoder(TextEncoder):
     """Whether the template leaves the model room to think."""
 
     def read_of(self, prompt: str) -> TokensRead:
-        said = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": prompt}]
         whole = len(
             self.tokenizer.apply_chat_template(
-                said, tokenize=True, add_generation_prompt=True, enable_thinking=self.thinking,
+                messages, tokenize=True, add_generation_prompt=True, enable_thinking=self.thinking,
                 return_dict=True,
             )["input_ids"]
         )  # fmt: skip
@@ -129,7 +131,7 @@ class TemplateEncoding:
 
     @property
     def nbytes(self) -> int:
-        more = sum(each.nbytes for each in (self.middle, self.sums) if each is not None)
+        more = sum(tensor.nbytes for tensor in (self.middle, self.sums) if tensor is not None)
         return self.moments.nbytes + int(more)
 
 
@@ -234,8 +236,10 @@ class Encoder(ABC):
                 moments = torch.from_numpy(template.moments)[None].clone()
                 return to_numpy(_laid(moments, self._finish(maps, norm), pieces)[0])
             middle = _laid(template.middle.to(self._device, copy=True), maps, pieces)
-            [found] = self._finish([middle], lambda norm, maps, level: [norm(x) for x in maps])
-            return to_numpy(found[0])
+            [moments_batch] = self._finish(
+                [middle], lambda norm, maps, level: [norm(x) for x in maps]
+            )
+            return to_numpy(moments_batch[0])
 
     def pieces(self, boxes: Sequence[PixelBox], size: tuple[int, int], halo: int) -> Pieces:
         """How to encode boxes of latents, with a halo of so many latents."""
@@ -297,8 +301,8 @@ class Encoder(ABC):
         encoder, level = self.vae.encoder, len(self.facts.latents.widths) - 1
         maps = [encoder.conv_in(x) for x in maps]
         for block in encoder.down_blocks:
-            for each in block.resnets:
-                maps = resnet(each, maps, norm, level)
+            for block_resnet in block.resnets:
+                maps = resnet(block_resnet, maps, norm, level)
             for downsampler in block.downsamplers or ():
                 maps = [downsampler(x) for x in maps]
                 level -= 1
@@ -308,8 +312,8 @@ class Encoder(ABC):
         """The rest of the encoder, to moments [1, 2C, h, w]."""
         encoder = self.vae.encoder
         if self._local:
-            for each in encoder.mid_block.resnets:
-                maps = resnet(each, maps, norm, 0)
+            for block_resnet in encoder.mid_block.resnets:
+                maps = resnet(block_resnet, maps, norm, 0)
         else:
             [middle] = maps
             maps = [encoder.mid_block(middle)]

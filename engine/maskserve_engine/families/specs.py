@@ -51,13 +51,15 @@ def check_family(config: Config, facts: ModelFacts) -> None:
         raise ConfigError(
             f"[model] num_inference_steps: this model has {len(facts.sigmas)} of its own; use 0"
         )
-    own = FAMILIES[facts.family].SETTINGS
-    others = {name for family in FAMILIES.values() for name in family.SETTINGS}.difference(own)
-    for name in sorted(others):
+    family_settings = FAMILIES[facts.family].SETTINGS
+    foreign_settings = {
+        name for family in FAMILIES.values() for name in family.SETTINGS
+    }.difference(family_settings)
+    for name in sorted(foreign_settings):
         section, key = name.split(".")
-        default, set_to = (getattr(getattr(each, section), key) for each in (Config(), config))
+        default, set_to = (getattr(getattr(owner, section), key) for owner in (Config(), config))
         if set_to != default:
-            owners = ", ".join(each.NAME for each in FAMILIES.values() if name in each.SETTINGS)
+            owners = ", ".join(owner.NAME for owner in FAMILIES.values() if name in owner.SETTINGS)
             use = json.dumps(default) if default != "" else "none"
             raise ConfigError(f"[{section}] {key}: a setting of {owners}; use {use}")
 
@@ -76,15 +78,16 @@ def check_widths(config: Config, facts: ModelFacts) -> None:
     formats = {"entry_format": cache.entry_format, "own_format": cache.own_format}
     if not cache.enabled:
         del formats["entry_format"]
-    asked = [key for key, form in formats.items() if form == "int4"]
-    if not asked:
+    int4_keys = [key for key, form in formats.items() if form == "int4"]
+    if not int4_keys:
         return
     work = counted_work(facts, side, side)
     maps: Sequence[int] = facts.denoiser.get("block_out_channels", ())
     odd = [width for width in (*(block.width for block in work.blocks), *maps) if width % _GROUP]
     if odd:
         raise ConfigError(
-            f"[cache] {asked[0]}: int4 has a scale per {_GROUP} numbers, and this model's tokens "
+            f"[cache] {int4_keys[0]}: int4 has a scale per {_GROUP} numbers, and this model's "
+            "tokens "
             f"have {min(odd)}; use int8"
         )
 

@@ -135,21 +135,21 @@ class Shapes:
             usable: bytes.
             running: whether encoder and decoder may have taken their part of the device already.
         """
-        found = []
+        fits = []
         for settings in self._settings():
             for rows in range(self.configured.engine.max_rows, 0, -1):
-                found.append(self.fit_with(form, settings, rows, usable, running=running))
-                if found[-1].enough:
-                    return found[-1]
-        return max(found, key=lambda fit: fit.worth)
+                fits.append(self.fit_with(form, settings, rows, usable, running=running))
+                if fits[-1].enough:
+                    return fits[-1]
+        return max(fits, key=lambda fit: fit.worth)
 
     def fit_with(
         self, form: str, settings: Settings, rows: int, usable: int, *, running: bool = False
     ) -> Fit:
         """With these settings; as `fit`."""
-        encoder, decoder, coming = self._held(settings, running)
+        encoder, decoder, pending_bytes = self._held(settings, running)
         step = self._step(rows)
-        left = usable - self.weights[form] - coming - step
+        free_bytes = usable - self.weights[form] - pending_bytes - step
         return Fit(
             form=form,
             settings=settings,
@@ -158,8 +158,8 @@ class Shapes:
             decoder=decoder,
             rows=rows,
             step=step,
-            templates=self._templates(left),
-            missing=max(0, self.least - left),
+            templates=self._templates(free_bytes),
+            missing=max(0, self.least - free_bytes),
         )
 
     def _settings(self) -> Iterator[Settings]:
@@ -179,18 +179,21 @@ class Shapes:
     def _held_by(self, settings: Settings, running: bool) -> tuple[int, int, int]:
         """(encoder's, decoder's, what is still to come of them and of CUDA's own)."""
         config = replace(self.config, model=replace(self.config.model, **dict(settings)))
-        held, coming = [], 0 if running else _CONTEXT
+        stage_bytes, pending_bytes = [], 0 if running else _CONTEXT
         stages: tuple[Stage, ...] = ("encoder", "decoder")
         for stage in stages:
-            own = beside_denoiser(config, stage)
-            if config.stages.service or own.model.device != _NO_WEIGHTS:
-                held.append(0)
+            stage_config = beside_denoiser(config, stage)
+            if config.stages.service or stage_config.model.device != _NO_WEIGHTS:
+                stage_bytes.append(0)
                 continue
-            work, weights = image_bytes(own, stage, self.facts), weight_bytes(own, stage)
-            held.append(work + weights)
-            there = running and is_loaded(self.configured, stage)
-            coming += work + (0 if there else weights + _CONTEXT)
-        return held[0], held[1], coming
+            work, weights = (
+                image_bytes(stage_config, stage, self.facts),
+                weight_bytes(stage_config, stage),
+            )
+            stage_bytes.append(work + weights)
+            is_resident = running and is_loaded(self.configured, stage)
+            pending_bytes += work + (0 if is_resident else weights + _CONTEXT)
+        return stage_bytes[0], stage_bytes[1], pending_bytes
 
     def _step(self, rows: int) -> int:
         engine = replace(self.config.engine, max_rows=rows)
@@ -204,16 +207,16 @@ class Shapes:
     @property
     def least(self) -> int:
         """That a worker leaves for its cache: one template at least."""
-        asked = self.config.cache
-        if not asked.enabled:
+        cache_config = self.config.cache
+        if not cache_config.enabled:
             return 0
-        return asked.budget_bytes or int(self.size.nbytes / GPU_SHARE) + 1
+        return cache_config.budget_bytes or int(self.size.nbytes / GPU_SHARE) + 1
 
     def _templates(self, left: int) -> int:
-        asked = self.config.cache
-        if not asked.enabled or left < self.least:
+        cache_config = self.config.cache
+        if not cache_config.enabled or left < self.least:
             return 0
-        return (asked.budget_bytes or int(GPU_SHARE * left)) // self.size.nbytes
+        return (cache_config.budget_bytes or int(GPU_SHARE * left)) // self.size.nbytes
 
 
 def check_fits(config: Config, free: int) -> None:
@@ -229,23 +232,28 @@ def check_fits(config: Config, free: int) -> None:
     shapes, form, rows = Shapes(config), config.model.weights, config.engine.max_rows
     if form not in shapes.weights:
         return  # it cannot be brought to this form, as loading it says
-    asked = shapes.fit_with(form, (), rows, free, running=True)
-    if asked.missing <= shapes.least:  # at worst without a template
+    requested_fit = shapes.fit_with(form, (), rows, free, running=True)
+    if requested_fit.missing <= shapes.least:  # at worst without a template
         return
     needed = ", ".join(
-        f"{part} {getattr(asked, part) / _GIB:.1f}" for part in ("weights", "encoder", "decoder")
+        f"{part} {getattr(requested_fit, part) / _GIB:.1f}"
+        for part in ("weights", "encoder", "decoder")
     )
-    told = (
+    message = (
         f"[model] path: {shapes.name} does not fit the device, of which {free / _GIB:.1f} GiB are "
-        f"free: {needed}, a step of {rows} rows {asked.step / _GIB:.1f} GiB; "
+        f"free: {needed}, a step of {rows} rows {requested_fit.step / _GIB:.1f} GiB; "
     )
-    for other in [each for each in dict.fromkeys((form, "int8", "nf4")) if each in shapes.weights]:
-        fit = shapes.fit(other, free, running=True)
+    for other_form in [
+        candidate
+        for candidate in dict.fromkeys((form, "int8", "nf4"))
+        if candidate in shapes.weights
+    ]:
+        fit = shapes.fit(other_form, free, running=True)
         if not fit.missing:
             raise ConfigError(
-                f"{told}{fit.words(config)} would: rows {fit.rows}, templates {fit.templates}"
+                f"{message}{fit.words(config)} would: rows {fit.rows}, templates {fit.templates}"
             )
-    raise ConfigError(f"{told}{fit.missing / _GIB:.1f} GiB are missing with {fit.words(config)}")
+    raise ConfigError(f"{message}{fit.missing / _GIB:.1f} GiB are missing with {fit.words(config)}")
 
 
 def text(shapes: Shapes) -> str:
@@ -267,20 +275,23 @@ def text(shapes: Shapes) -> str:
     for card in CARDS:
         for forms in by_size.values():
             fit = shapes.fit(forms[0], int(_USABLE * card * _GIB))
-            sizes = [f"{each / _GIB:.1f}" for each in (fit.weights, fit.encoder, fit.decoder)]
-            told = ["–", f"{fit.step / _GIB:.1f}", "–", f"{fit.missing / _GIB:.1f} missing"]
+            sizes = [
+                f"{part_bytes / _GIB:.1f}" for part_bytes in (fit.weights, fit.encoder, fit.decoder)
+            ]
+            columns = ["–", f"{fit.step / _GIB:.1f}", "–", f"{fit.missing / _GIB:.1f} missing"]
             if not fit.missing:
                 settings = fit.words(replace(config, model=replace(config.model, weights=fit.form)))
-                told = [str(fit.rows), told[1], str(fit.templates), settings]
+                columns = [str(fit.rows), columns[1], str(fit.templates), settings]
             named = "GGUF" if config.model.gguf else ", ".join(forms)
-            cells = [f"{card} GB", named, *sizes, *told]
+            cells = [f"{card} GB", named, *sizes, *columns]
             lines.append(f"| {' | '.join(cells)} |")
     if config.controls.service and config.controls.folder:
-        held = service_bytes(shapes.config, shapes.adapter)
+        service_total = service_bytes(shapes.config, shapes.adapter)
         lent = config.controls.ipc_bytes
         lines += [
             "",
-            f"The ControlNet service takes {held / _GIB:.2f} GiB of its own device for one worker "
+            f"The ControlNet service takes {service_total / _GIB:.2f} GiB of its own device "
+            "for one worker "
             f"of {config.engine.max_rows} rows: {config.controls.device_bytes / _GIB:.2f} of "
             f"ControlNets, {lent / _GIB:.2f} lent ([controls] ipc_bytes), and what steps take.",
         ]

@@ -121,14 +121,14 @@ def estimated_costs(
     costs = estimate(rates)
     if not config.engine.costs:
         return costs
-    found = read_profile(config.engine.costs).costs
-    if found.device != costs.device:
+    profile = read_profile(config.engine.costs).costs
+    if profile.device != costs.device:
         _log.warning(
             "[engine] costs: %s was measured on %s, and this is %s: steps are priced as there "
             "until they have been measured here",
-            *(config.engine.costs, found.device, costs.device),
+            *(config.engine.costs, profile.device, costs.device),
         )
-    return replace(found, launch=costs.launch, loads={**costs.loads, **found.loads})
+    return replace(profile, launch=costs.launch, loads={**costs.loads, **profile.loads})
 
 
 def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> float:

@@ -59,34 +59,45 @@ def memory_table(
     keeps = adapter.facts.keeps_placed and not _recorded(config, adapter.facts)
     if config.cache.enabled and keeps:
         step += config.cache.placed_on(device.type)
-    here: dict[Stage, int] = {}
+    stage_bytes: dict[Stage, int] = {}
     adapters = config.adapters.device_bytes if config.adapters.store else 0
     controls = control_bytes(config, adapter)
-    coming = step + adapters + controls
+    pending_bytes = step + adapters + controls
     for stage in ("encoder", "decoder"):
-        own = beside_denoiser(config, stage)
-        if config.stages.service or device_of(own) != device:
-            here[stage] = 0
+        stage_config = beside_denoiser(config, stage)
+        if config.stages.service or device_of(stage_config) != device:
+            stage_bytes[stage] = 0
             continue
-        weights, work = weight_bytes(own, stage), image_bytes(own, stage, adapter.facts)
-        here[stage] = weights + work
-        coming += work if is_loaded(config, stage) else weights + work
+        weights, work = (
+            weight_bytes(stage_config, stage),
+            image_bytes(stage_config, stage, adapter.facts),
+        )
+        stage_bytes[stage] = weights + work
+        pending_bytes += work if is_loaded(config, stage) else weights + work
     cache = 0
     if config.cache.enabled:
         share = GPU_SHARE if device.type == "cuda" else _CPU_SHARE
-        cache = config.cache.budget_bytes or int(share * max(0, free - coming))
-    left = free - coming - cache
-    taken = adapter.weight_bytes + sum(here.values()) + step + adapters + controls + cache + left
+        cache = config.cache.budget_bytes or int(share * max(0, free - pending_bytes))
+    remaining = free - pending_bytes - cache
+    used = (
+        adapter.weight_bytes
+        + sum(stage_bytes.values())
+        + step
+        + adapters
+        + controls
+        + cache
+        + remaining
+    )
     return MemoryTable(
         device=_name(device),
         total=total,
         weights=adapter.weight_bytes,
-        encoder=here["encoder"],
-        decoder=here["decoder"],
+        encoder=stage_bytes["encoder"],
+        decoder=stage_bytes["decoder"],
         step=step,
         cache=cache,
-        others=max(0, total - taken),  # mapped files count as free though they are weights
-        left=left,
+        others=max(0, total - used),  # mapped files count as free though they are weights
+        left=remaining,
         rows=config.engine.max_rows,
         template=size.nbytes,
         adapters=adapters,
@@ -101,11 +112,13 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     """
     facts = adapter.facts
     side = facts.native_resolution // facts.vae_scale_factor
-    rows, two = config.engine.max_rows, 1 + facts.two_passes
+    rows, passes = config.engine.max_rows, 1 + facts.two_passes
     text = facts.text_tokens(config.model.max_sequence_length)
-    work, recorded = adapter.work(side, side), min(two * rows, _recorded(config, facts))
+    work, recorded = adapter.work(side, side), min(passes * rows, _recorded(config, facts))
     # What is recorded keeps its memory beside that of steps that are not.
-    values = [peak_values(work, each, text) for each in (two * rows, recorded) if each]
+    values = [
+        peak_values(work, row_count, text) for row_count in (passes * rows, recorded) if row_count
+    ]
     return int(sum(values) + rows * still_values(work)) * dtype_of(config).itemsize
 
 
@@ -146,9 +159,9 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
     controls, works = config.controls, _net_works(config, adapter)
     if not controls.folder:
         return 0
-    said, rows = _said_bytes(config, works), config.engine.max_rows
+    residual_bytes, rows = _said_bytes(config, works), config.engine.max_rows
     ahead = config.cache.enabled and own_stride(config, adapter.facts) > 0
-    of_rows = _passes(adapter.facts) * (rows + ahead) * said
+    of_rows = _passes(adapter.facts) * (rows + ahead) * residual_bytes
     if controls.service:
         return of_rows
     return controls.device_bytes + of_rows + _kept_bytes(config, adapter.facts, works)
@@ -163,8 +176,8 @@ def service_bytes(config: Config, adapter: Adapter) -> int:
     passes = _passes(facts) * rows
     peak = max((peak_values(work, passes, text) for work in works), default=0)
     step = peak * dtype_of(config).itemsize + passes * _said_bytes(config, works)
-    held = config.controls.device_bytes + config.controls.ipc_bytes
-    return held + step + _kept_bytes(config, facts, works)
+    fixed_bytes = config.controls.device_bytes + config.controls.ipc_bytes
+    return fixed_bytes + step + _kept_bytes(config, facts, works)
 
 
 def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
@@ -193,8 +206,8 @@ def _kept_bytes(config: Config, facts: ModelFacts, works: Iterable[ModelWork]) -
     if not config.cache.enabled:
         return 0
     device = device_of(config).type
-    each = max((_left_bytes(config, facts, work, device) for work in works), default=0)
-    return _passes(facts) * config.engine.max_rows * each
+    net_bytes = max((_left_bytes(config, facts, work, device) for work in works), default=0)
+    return _passes(facts) * config.engine.max_rows * net_bytes
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:
@@ -262,13 +275,13 @@ def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
     channels = facts.latents.widths
     if not channels:
         return 0
-    last, before = channels[0], channels[min(1, len(channels) - 1)]
-    held = 5 * last if stage == "encoder" else before + max(2 * before, 3 * last)
+    last, previous = channels[0], channels[min(1, len(channels) - 1)]
+    live_channels = 5 * last if stage == "encoder" else previous + max(2 * previous, 3 * last)
     whole, itemsize = facts.native_resolution**2, dtype_of(config).itemsize
     if not in_tiles(config, facts):
-        return (held + _PICTURE) * whole * itemsize
+        return (live_channels + _PICTURE) * whole * itemsize
     tile = min(whole, facts.latents.tile**2)
-    return (held * tile + _TILED * _PICTURE * whole) * itemsize
+    return (live_channels * tile + _TILED * _PICTURE * whole) * itemsize
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -282,12 +295,12 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 def _numbers(file: Path) -> int:
     """Numbers in a file of the safetensors format."""
-    return sum(prod(each.shape) for each in header_of(file).tensors.values())
+    return sum(prod(tensor.shape) for tensor in header_of(file).tensors.values())
 
 
 def _file_bytes(file: Path) -> int:
     """Of all tensors in such a file, as they lie there."""
-    return sum(each.nbytes for each in header_of(file).tensors.values())
+    return sum(tensor.nbytes for tensor in header_of(file).tensors.values())
 
 
 def is_loaded(config: Config, stage: Stage) -> bool:

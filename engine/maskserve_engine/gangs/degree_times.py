@@ -54,12 +54,12 @@ class DegreeTimes:
         def shares(kind: str, ratio: float) -> list[float]:
             row, exchange = work.row_at(ratio, text), self._exchange()
             seconds = seconds_by_degree(work, row, kind, line, exchange, degrees)
-            alone, *others = [each - line.fixed for each in seconds]
+            single, *shared = [value - line.fixed for value in seconds]
             # A line that was fitted to steps that hardly differ may have no slope.
-            return [each / alone if each < alone else 1.0 for each in others]
+            return [value / single if value < single else 1.0 for value in shared]
 
-        both = zip(shares("dense", 1.0), shares("kv", 0.2), strict=True)
-        return tuple([DegreePrice(dense, cached) for dense, cached in both])
+        pairs = zip(shares("dense", 1.0), shares("kv", 0.2), strict=True)
+        return tuple([DegreePrice(dense, cached) for dense, cached in pairs])
 
     def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
         """Of one step of the edit by itself on 1, 2, 4 and 8 devices, as far as it may have them;
@@ -81,7 +81,7 @@ class DegreeTimes:
             exchange,
             tuple([degree for degree in DEGREES if degree <= most]),
         )
-        of_passes = [passes * each for each in seconds]
+        of_passes = [passes * step_s for step_s in seconds]
         if passes == 2 and most > 1:  # each has one (`batch.cfg_parallel`)
             of_passes[1] = seconds[0] + exchange.call_seconds
         return tuple(of_passes), line.fixed
@@ -93,10 +93,11 @@ class DegreeTimes:
         exchange, counted = self._exchange(), [self._counted(edit) for edit in edits]
         work, row = counted[0]
         calls = exchange.seconds(work, RowTokens((0.0,) * len(row.active), 0.0), ranks)
-        exchanged = calls + sum(exchange.seconds(*each, ranks) - calls for each in counted)
+        exchanged = calls + sum(exchange.seconds(*work_row, ranks) - calls for work_row in counted)
         kinds = ["kv" if edit.mode == "cached" else "dense" for edit in edits]
         uneven = sum(
-            uneven_flops(*each, kind, ranks) for each, kind in zip(counted, kinds, strict=True)
+            uneven_flops(*work_row, kind, ranks)
+            for work_row, kind in zip(counted, kinds, strict=True)
         )
         return exchanged + self._costs.model.compute.per_unit * uneven
 

@@ -125,7 +125,9 @@ class GangExecutor:
     ) -> None:
         self._ranks, self._adapter, self._post, self._deals = ranks, adapter, post, deals
         self._store = store
-        self._living: dict[int, RankProcess] = {each.device: each for each in ranks.processes}
+        self._living: dict[int, RankProcess] = {
+            rank_process.device: rank_process for rank_process in ranks.processes
+        }
         self._rows: dict[str, _Row] = {}
         self._under_way: list[_UnderWay] = []
         self._names = count()
@@ -154,7 +156,7 @@ class GangExecutor:
 
     @property
     def devices(self) -> Devices:
-        busy = [each.device for step in self._under_way for each in step.gang]
+        busy = [process.device for step in self._under_way for process in step.gang]
         lost = set(range(len(self._ranks.processes))).difference(self._living)
         return Devices(frozenset(busy), frozenset(lost))
 
@@ -170,15 +172,17 @@ class GangExecutor:
             process.call("drop", adapter)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
-        made = self._rows[row]
-        made.adapters = tuple(adapters)
-        for process in made.there:
-            process.call("attach", made.name, made.adapters)
+        gang_row = self._rows[row]
+        gang_row.adapters = tuple(adapters)
+        for process in gang_row.there:
+            process.call("attach", gang_row.name, gang_row.adapters)
 
     def bring_net(self, net: str, folder: NetFolder) -> None:
         self._adapter.control_net(folder.shape())  # or it does not fit
         self._nets[net] = folder  # first: a rank that comes back now has it from there
-        answers = [each.call("bring_net", net, folder) for each in list(self._living.values())]
+        answers = [
+            process.call("bring_net", net, folder) for process in list(self._living.values())
+        ]
         try:
             for answer in answers:
                 with suppress(RankLostError):
@@ -193,44 +197,52 @@ class GangExecutor:
             process.call("drop_net", net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        made = self._rows[row]
-        assert isinstance(made.spec, CachedRowSpec)
-        made.spec = replace(made.spec, key=key, anchors=tuple(anchors))
-        for process in made.there:
-            process.call("read", made.name, key, made.spec.anchors)
+        gang_row = self._rows[row]
+        assert isinstance(gang_row.spec, CachedRowSpec)
+        gang_row.spec = replace(gang_row.spec, key=key, anchors=tuple(anchors))
+        for process in gang_row.there:
+            process.call("read", gang_row.name, key, gang_row.spec.anchors)
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
         """A rank makes it with its first step there; what goes wrong then fails the row."""
         assert row not in self._rows, f"there is a row {row}"
         self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
         # Rows of one mask and ring read the same tokens; which these are, ranks know.
-        own = spec.own if isinstance(spec, CachedRowSpec) else None
-        return RowMade(True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes(), own)
+        refresh_schedule = spec.own if isinstance(spec, CachedRowSpec) else None
+        return RowMade(
+            True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes(), refresh_schedule
+        )
 
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
     ) -> Mapping[str, LoadState]:
-        held = [self._rows[read.row] for read in reads]
-        gang = self._gang(held, devices)
+        gang_rows = [self._rows[read.row] for read in reads]
+        gang = self._gang(gang_rows, devices)
         for process in gang:
-            self._bring(held, process)
+            self._bring(gang_rows, process)
         # Not before: a row that begins anew has another name.
-        rows = {row.name: read.row for row, read in zip(held, reads, strict=True)}
-        asked = [read._replace(row=row.name) for row, read in zip(held, reads, strict=True)]
-        cuts = self._share_tokens(held, len(gang))
+        rows = {row.name: read.row for row, read in zip(gang_rows, reads, strict=True)}
+        rank_reads = [
+            read._replace(row=row.name) for row, read in zip(gang_rows, reads, strict=True)
+        ]
+        cuts = self._share_tokens(gang_rows, len(gang))
         shares = [(number, len(gang)) if cuts else None for number in range(len(gang))]
         dealt = len(gang) > 1 and self._deals
         answers = [
-            process.call("load", asked, share, dealt)
+            process.call("load", rank_reads, share, dealt)
             for process, share in zip(gang, shares, strict=True)
         ]
-        found = [self._awaited(process, call) for process, call in zip(gang, answers, strict=True)]
-        if None in found:
+        results = [
+            self._awaited(process, call) for process, call in zip(gang, answers, strict=True)
+        ]
+        if None in results:
             return {}  # nor will it take the step
-        first, *others = found
+        first, *other_results = results
         # What one of them has to do without, all do.
         return {
-            rows[name]: load for name, load in first.items() if all(name in each for each in others)
+            rows[name]: load
+            for name, load in first.items()
+            if all(name in result for result in other_results)
         }
 
     def step(self, step: StepInput, done: StepDone) -> None:
@@ -239,28 +251,28 @@ class GangExecutor:
         self._begin(_UnderWay(step, rows, gang, done))
 
     def result(self, row: str) -> HostCopy:
-        after = self._rows[row].after
-        latents = None if after is None else after.result
+        outcome = self._rows[row].after
+        latents = None if outcome is None else outcome.result
         assert latents is not None, "it has taken its last step"
         return HostCopy(latents)
 
     def estimate(self, row: str) -> HostCopy:
-        after = self._rows[row].after
-        latents = None if after is None else after.estimate
+        outcome = self._rows[row].after
+        latents = None if outcome is None else outcome.estimate
         assert latents is not None, "its client is shown this step"
         return HostCopy(latents)
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
-        after = self._rows[row].after  # the rank has put it there as part of the step
-        return after is not None and after.kept
+        outcome = self._rows[row].after  # the rank has put it there as part of the step
+        return outcome is not None and outcome.kept
 
     def release(self, row: str) -> RowLoads | None:
-        made = self._rows.pop(row, None)
-        if made is None:
+        gang_row = self._rows.pop(row, None)
+        if gang_row is None:
             return None
-        for process in made.there:
-            process.call("release", made.name)
-        return None if made.after is None else made.after.loads
+        for process in gang_row.there:
+            process.call("release", gang_row.name)
+        return None if gang_row.after is None else gang_row.after.loads
 
     def idle(self) -> None:
         if not self._idle:
@@ -277,7 +289,7 @@ class GangExecutor:
 
     def _on_all(self, verb: str, *arguments: object) -> None:
         """Wait for every rank to have it; from a thread that is not the engine's."""
-        answers = [each.call(verb, *arguments) for each in list(self._living.values())]
+        answers = [process.call(verb, *arguments) for process in list(self._living.values())]
         for answer in answers:
             with suppress(RankLostError):
                 answer.result()
@@ -343,7 +355,7 @@ class GangExecutor:
         for process in step.gang:
             self._bring(step.rows, process)
         names = dict(zip(step.step.rows, [row.name for row in step.rows], strict=True))
-        told = replace(
+        rank_step = replace(
             step.step,
             rows=tuple(names.values()),
             reads=tuple([read._replace(row=names[read.row]) for read in step.step.reads]),
@@ -351,7 +363,7 @@ class GangExecutor:
         gang = self._joined(step.gang)
         for process in step.gang:
             self._when_done(
-                process.call("step", told, gang), partial(self._answered, step, process)
+                process.call("step", rank_step, gang), partial(self._answered, step, process)
             )
 
     def _answered(self, step: _UnderWay, process: RankProcess, answer: Future[StepAnswer]) -> None:
@@ -362,7 +374,7 @@ class GangExecutor:
         if len(step.answers) < len(step.gang):
             return
         self._under_way.remove(step)
-        answers = [each for each in step.answers.values() if isinstance(each, StepAnswer)]
+        answers = [reply for reply in step.answers.values() if isinstance(reply, StepAnswer)]
         if len(answers) == len(step.gang):
             self._end(step, step.answers[step.gang[0]])
         else:
@@ -371,29 +383,29 @@ class GangExecutor:
     def _end(self, step: _UnderWay, said: StepAnswer | Exception) -> None:
         """All its ranks have taken the step."""
         assert isinstance(said, StepAnswer)
-        for each in step.answers.values():
-            assert isinstance(each, StepAnswer)
-            self._moves += each.moves
+        for item in step.answers.values():
+            assert isinstance(item, StepAnswer)
+            self._moves += item.moves
             if self._store is not None:
-                for tier, nbytes, _ in each.moves:
+                for tier, nbytes, _ in item.moves:
                     self._store.travelled_elsewhere(tier, nbytes)
         for row in step.rows:
-            after = said.rows.get(row.name)
-            if after is None:
+            outcome = said.rows.get(row.name)
+            if outcome is None:
                 continue
-            row.after, row.steps, row.carried = after, after.step.done, after.carried
-            if after.result is None:
+            row.after, row.steps, row.carried = outcome, outcome.step.done, outcome.carried
+            if outcome.result is None:
                 row.there.update(dict.fromkeys(step.gang, row.steps))
                 continue
             for process in row.there.keys() - step.gang:  # where it was before; the gang let it go
                 process.call("release", row.name)
             row.there = {}
-        ids = {row.name: asked for row, asked in zip(step.rows, step.step.rows, strict=True)}
+        ids = {row.name: row_id for row, row_id in zip(step.rows, step.step.rows, strict=True)}
         result = said.result
         step.done(
             replace(
                 result,
-                rows=tuple([each._replace(row=ids[each.row]) for each in result.rows]),
+                rows=tuple([item._replace(row=ids[item.row]) for item in result.rows]),
                 lost=tuple([ids[row] for row in result.lost]),
                 failed={ids[row]: error for row, error in result.failed.items()},
                 ranks=len(step.gang),
@@ -412,12 +424,14 @@ class GangExecutor:
                 if self._rows.get(name) is row]  # fmt: skip
         if len(step.gang) > 1:
             self._part(step.gang)
-            left = [each for each in step.gang if self._living.get(each.device) is each]
-            if left and rows:
-                names, held = zip(*rows, strict=True)
+            survivors = [rank for rank in step.gang if self._living.get(rank.device) is rank]
+            if survivors and rows:
+                names, gang_rows = zip(*rows, strict=True)
                 reads = tuple([read for read in step.step.reads if read.row in names])
-                alone = replace(step.step, rows=names, reads=reads, devices=(left[0].device,))
-                self._begin(_UnderWay(alone, held, (left[0],), step.done))
+                solo_step = replace(
+                    step.step, rows=names, reads=reads, devices=(survivors[0].device,)
+                )
+                self._begin(_UnderWay(solo_step, gang_rows, (survivors[0],), step.done))
             return
         failed = {}
         for name, row in rows:
@@ -450,7 +464,7 @@ class GangExecutor:
         while count > 1:
             for first in range(0, len(self._ranks.processes), count):
                 living = [self._living.get(first + number) for number in range(count)]
-                gang = tuple([each for each in living if each is not None])
+                gang = tuple([process for process in living if process is not None])
                 if len(gang) == count and gang not in self._gangs:
                     answers += self._join(gang)
             count //= 2
@@ -509,9 +523,9 @@ class GangExecutor:
         _log.error("rank %d could not be started: %s", device, error)
         if not self._living and min(self._starts.values()) >= _STARTS:
             raise RuntimeError("no rank is left, and none can be started")
-        again = threading.Timer(_AGAIN_S, self._post, (partial(self._start, device),))
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(_AGAIN_S, self._post, (partial(self._start, device),))
+        timer.daemon = True
+        timer.start()
 
     def _evict(self, key: str) -> None:
         for process in self._living.values():

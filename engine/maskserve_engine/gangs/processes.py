@@ -108,8 +108,8 @@ class RankProcess:
         self._process.wait()
         with self._door:
             self.ended = True
-            left, self._open = list(self._open.values()), {}
-        for future in left:
+            pending, self._open = list(self._open.values()), {}
+        for future in pending:
             with suppress(InvalidStateError):
                 future.set_exception(RankLostError(f"rank {self.device} has ended"))
         self._on_lost()
@@ -139,7 +139,7 @@ class RankProcesses:
         self.processes = [self.start(device) for device in range(config.engine.devices)]
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         try:
-            hellos = [each.hello.result(_LOAD_S) for each in self.processes]
+            hellos = [rank_process.hello.result(_LOAD_S) for rank_process in self.processes]
         except Exception as error:
             self.close()
             raise ConfigError(f"[engine] devices: a rank did not start: {error}") from error
@@ -200,8 +200,8 @@ def _rank_config(config: Config) -> Config:
 
 def _visible(device: int) -> dict[str, str]:
     """The environment in which a process sees one GPU of this one's."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None:  # all, if there are any: naming one that is not there is an error
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:  # all, if there are any: naming one that is not there is an error
         return {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.device_count() else {}
-    listed = [name for name in seen.split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": listed[device] if device < len(listed) else seen}
+    listed = [name for name in visible.split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": listed[device] if device < len(listed) else visible}

@@ -105,8 +105,8 @@ class Rank:
         self.adapter = adapter
         if config.engine.warm_up:
             planner = StepPlanner(MeasuredCosts(costs))
-            kept = (self._store, kinds) if config.cache.enabled else None
-            warm_up(config, adapter, kept, planner)
+            cache_parts = (self._store, kinds) if config.cache.enabled else None
+            warm_up(config, adapter, cache_parts, planner)
         self._specs: dict[str, RowSpec] = {}
         self._unmade: dict[str, EngineFailed] = {}
         """Rows that could not be made."""
@@ -137,8 +137,8 @@ class Rank:
         self._gangs[gang] = exchange
         call_s = self._exchange_seconds(exchange, 1)
         bulk_s = max(self._exchange_seconds(exchange, _PROBE_BYTES // count) - call_s, 1e-9)
-        sent = _PROBE_BYTES * (count - 1) / count
-        return ExchangeCosts(sent / bulk_s, call_s, dtype_of(self._config).itemsize)
+        sent_bytes = _PROBE_BYTES * (count - 1) / count
+        return ExchangeCosts(sent_bytes / bulk_s, call_s, dtype_of(self._config).itemsize)
 
     def leave(self, gang: str) -> None:
         self._gangs.pop(gang, None)
@@ -155,13 +155,15 @@ class Rank:
                 # What is half primed must not be evicted by its own second half.
                 self._store.memory.pin(spec.key, pinned=True)
                 self._primed_s[row] = 0.0
-            made = self._local.make(row, spec)
-            if isinstance(spec, CachedRowSpec) and spec.sure and not made.complete:
+            row_made = self._local.make(row, spec)
+            if isinstance(spec, CachedRowSpec) and spec.sure and not row_made.complete:
                 raise EngineFailed("the template's cached activations were lost; send it again")
         except Exception as error:
             _log.exception("a row could not be made", extra=about(row))
-            said = error if isinstance(error, EngineFailed) else None
-            self._unmade[row] = said or EngineFailed(f"its row failed ({type(error).__name__})")
+            engine_error = error if isinstance(error, EngineFailed) else None
+            self._unmade[row] = engine_error or EngineFailed(
+                f"its row failed ({type(error).__name__})"
+            )
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> None:
         self._local.bring(adapter, factors)
@@ -204,17 +206,17 @@ class Rank:
                 and values of its heads alone.
             dealt: whether they deal passes.
         """
-        made = [read for read in reads if self._is_made(read.row)]
+        ready_reads = [read for read in reads if self._is_made(read.row)]
         heads = int(self.adapter.facts.denoiser["num_attention_heads"]) if share else 0
         cut = None if share is None else (*share_of(heads, *share), heads)
         try:
-            found = self._local.load_shared(made, cut, dealt=dealt)
+            loads = self._local.load_shared(ready_reads, cut, dealt=dealt)
         except ValueError:  # a format that has no such cut
-            found = self._local.load(made)
-        seen: dict[int, EntryLoad] = {}
-        for load in found.values():  # rows that share one share it on the other side, too
-            seen.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
-        return {row: seen[id(load)] for row, load in found.items()}
+            loads = self._local.load(ready_reads)
+        entry_loads: dict[int, EntryLoad] = {}
+        for load in loads.values():  # rows that share one share it on the other side, too
+            entry_loads.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
+        return {row: entry_loads[id(load)] for row, load in loads.items()}
 
     def step(self, step: StepInput, gang: str) -> StepAnswer:
         """One step.
@@ -242,21 +244,21 @@ class Rank:
         else:
             rows = tuple([row for row in step.rows if row not in unmade])
             reads = tuple([read for read in step.reads if read.row not in unmade])
-            found = self._local.load(reads)  # of all heads, whatever gang was to take the step
-            reads = tuple([read for read in reads if read.row in found])
+            loaded = self._local.load(reads)  # of all heads, whatever gang was to take the step
+            reads = tuple([read for read in reads if read.row in loaded])
             result, tells = self._local.run(replace(step, rows=rows, reads=reads)), True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        said = StepResult(
+        local_result = StepResult(
             result.rows,
             Span(0.0, result.span.seconds() or 0.0),
             tuple([Span(0.0, stall.seconds() or 0.0) for stall in result.stalls]),
             result.lost,
             {**result.failed, **unmade},
         )
-        after = [self._after(step, said.span, tells=tells) for step in result.rows]
-        rows_after = {each.step.row: each for each in after}
-        return StepAnswer(said, rows_after if tells else {}, self._local.take_moves())
+        outcomes = [self._after(step, local_result.span, tells=tells) for step in result.rows]
+        rows_after = {outcome.step.row: outcome for outcome in outcomes}
+        return StepAnswer(local_result, rows_after if tells else {}, self._local.take_moves())
 
     def release(self, row: str) -> None:
         self._local.release(row)
@@ -281,14 +283,14 @@ class Rank:
             result = torch.from_numpy(self._local.result(row).array()) if tells else None
             loads = self._local.release(row)
             self.release(row)
-            told = None if loads is None else EntryLoads(dict(loads.loaded), loads.stalled)
-            return RowAfter(step, None, result, told)
+            entry_loads = None if loads is None else EntryLoads(dict(loads.loaded), loads.stalled)
+            return RowAfter(step, None, result, entry_loads)
         carried = self._local.position(row)[1] if tells else None
-        every = spec.job.request.settings.preview_every
-        shown = None
-        if tells and every and step.done % every == 0:
-            shown = torch.from_numpy(self._local.estimate(row).array())
-        return RowAfter(step, carried, None, None, shown)
+        preview_every = spec.job.request.settings.preview_every
+        preview = None
+        if tells and preview_every and step.done % preview_every == 0:
+            preview = torch.from_numpy(self._local.estimate(row).array())
+        return RowAfter(step, carried, None, None, preview)
 
     def _keep(self, step: RowStep, spec: PrimingRowSpec) -> bool:
         """Store what a priming row has recorded. Its file is written when this returns: other
@@ -303,9 +305,9 @@ class Rank:
 
     def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Have a template's files open before its row is made, which then holds them."""
-        still = [STILL] if self.adapter.facts.semantics.exact else []
-        wanted = dict.fromkeys((*still, *anchors))
-        if not self._store.fetch(key, [each for each in wanted if each is not None]):
+        static_anchors = [STILL] if self.adapter.facts.semantics.exact else []
+        required = dict.fromkeys((*static_anchors, *anchors))
+        if not self._store.fetch(key, [anchor for anchor in required if anchor is not None]):
             self._store.settle(_OPEN_S)
 
     def _exchange_seconds(self, exchange: GangExchange, nbytes: int) -> float:
@@ -334,10 +336,10 @@ class Rank:
 
     def _agree(self, exchange: GangExchange, number: int) -> None:
         """See that all ranks of a gang begin the same."""
-        own = torch.full((exchange.count,), number, dtype=torch.int64, device=self.device)
-        came = exchange.all_to_all(list(own.split(1)), [1] * exchange.count)
-        if not bool((came == number).all()):
-            raise EngineFailed(f"ranks are out of step: {came.tolist()}")
+        numbers = torch.full((exchange.count,), number, dtype=torch.int64, device=self.device)
+        received = exchange.all_to_all(list(numbers.split(1)), [1] * exchange.count)
+        if not bool((received == number).all()):
+            raise EngineFailed(f"ranks are out of step: {received.tolist()}")
 
 
 def main(pipe: Connection) -> None:

@@ -18,10 +18,10 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         norm: over D, with weight and bias.
     """
     if has_kernels(x.device):
-        both: tuple[Tensor, Tensor] = torch.ops.maskserve.add_norm(
+        sum_and_norm: tuple[Tensor, Tensor] = torch.ops.maskserve.add_norm(
             x, y, norm.weight, norm.bias, norm.eps
         )
-        return both
+        return sum_and_norm
     added = x + y
     return added, F.layer_norm(added, added.shape[-1:], norm.weight, norm.bias, norm.eps)
 

@@ -22,11 +22,11 @@ def add_norm_kernel(
     first = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, block)
     inside = at < width
-    own = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
-    own += tl.load(y + first + at, mask=inside, other=0.0).to(tl.float32)
-    both = own.to(x.dtype.element_ty)
-    tl.store(added + first + at, both, mask=inside)
-    wide = both.to(tl.float32)
+    total = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(y + first + at, mask=inside, other=0.0).to(tl.float32)
+    stored_sum = total.to(x.dtype.element_ty)
+    tl.store(added + first + at, stored_sum, mask=inside)
+    wide = stored_sum.to(tl.float32)
     centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
     variance = tl.sum(centred * centred, axis=0) / width
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)

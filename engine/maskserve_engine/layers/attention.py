@@ -112,10 +112,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
         count = len(rows.q_spans)
         out = _dense(*(x.unflatten(0, (count, -1)) for x in (query, key, value)))
         return out.flatten(0, 1)
-    queries, keys = ([end - begin for begin, end in own] for own in (rows.q_spans, rows.k_spans))
+    queries, keys = (
+        [end - begin for begin, end in row_spans] for row_spans in (rows.q_spans, rows.k_spans)
+    )
     q, k, v = query[None], key[None], value[None]
-    each = zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
-    return torch.cat([_dense(*row)[0] for row in each])
+    row_tensors = zip(q.split(queries, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
+    return torch.cat([_dense(*row)[0] for row in row_tensors])
 
 
 def _together(query: Tensor, rows: Segments, *, alike: bool) -> bool:
@@ -136,8 +138,8 @@ def cudnn_is_sooner(device: torch.device) -> bool:
     nothing of what Hopper has, takes twice as long (docs/gpu.md). Others (`choose_flash`) do not.
     """
     major, _ = torch.cuda.get_device_capability(device)
-    own = choose_flash(major).startswith(_OWN)
-    return own and major in _CUDNN and torch.backends.cudnn.is_available()
+    uses_flash = choose_flash(major).startswith(_OWN)
+    return uses_flash and major in _CUDNN and torch.backends.cudnn.is_available()
 
 
 @cache

@@ -74,9 +74,9 @@ class Fp8Linear(NamedTuple):
         )
 
     def columns(self, begin: int, end: int) -> Fp8Linear:
-        own = slice(begin, end)
-        bias = None if self.bias is None else self.bias[own]
-        return Fp8Linear(self.weight[own], self.scale[own], bias, self.dtype)
+        rows = slice(begin, end)
+        bias = None if self.bias is None else self.bias[rows]
+        return Fp8Linear(self.weight[rows], self.scale[rows], bias, self.dtype)
 
 
 def in_fp8(module: nn.Module) -> bool:
@@ -120,8 +120,8 @@ def quantised(x: Tensor) -> Fp8Tokens:
 def quantised_gelu(up: Tensor, beside: Tensor | None = None) -> Fp8Tokens:
     """GELU (tanh) of tokens `up` [N, D] in FP8, behind the numbers `beside` [N, E] if given."""
     if has_kernels(up.device):
-        before = up[:, :0] if beside is None else beside
-        return Fp8Tokens(*torch.ops.maskserve.quantise(before, up))
+        prefix_tokens = up[:, :0] if beside is None else beside
+        return Fp8Tokens(*torch.ops.maskserve.quantise(prefix_tokens, up))
     activated = F.gelu(up, approximate="tanh")
     return _plain(activated if beside is None else torch.cat((beside, activated), dim=1))
 
@@ -138,11 +138,11 @@ def _quantise(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
     from maskserve_engine.layers.fp8_kernels import quantise_kernel
 
-    x, up = (each if each.stride(1) == 1 else each.contiguous() for each in (x, up))
+    x, up = (item if item.stride(1) == 1 else item.contiguous() for item in (x, up))
     (tokens, width), more = x.shape, up.shape[1]
     out = torch.empty(tokens, width + more, dtype=FP8, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
-    blocks = [triton.next_power_of_2(max(1, each)) for each in (width, more)]
+    blocks = [triton.next_power_of_2(max(1, item)) for item in (width, more)]
     quantise_kernel[(tokens,)](
         x, up, out, scales, x.stride(0), up.stride(0), width, more, *blocks, num_warps=8
     )

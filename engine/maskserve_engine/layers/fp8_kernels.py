@@ -35,7 +35,7 @@ def quantise_kernel(
     numbers of `up`; either may have none.
     """
     token = tl.program_id(0).to(tl.int64)
-    own = out + token * (width + more)
+    out_row = out + token * (width + more)
     at = tl.arange(0, block)
     wide = tl.load(x + token * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(wide), axis=0)
@@ -48,7 +48,7 @@ def quantise_kernel(
         z = z.to(x.dtype.element_ty).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(z), axis=0))
         scale = scale_of(largest)
-        tl.store(own + width + behind, in_fp8(z, scale), mask=behind < more)
+        tl.store(out_row + width + behind, in_fp8(z, scale), mask=behind < more)
     scale = scale_of(largest)
-    tl.store(own + at, in_fp8(wide, scale), mask=at < width)
+    tl.store(out_row + at, in_fp8(wide, scale), mask=at < width)
     tl.store(scales + token, scale)

@@ -38,8 +38,8 @@ def operation(
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
         _ours.define(name + schema)
         _ours.impl(name, function, "CompositeExplicitAutograd")
-        made: Callable[..., Any] = getattr(torch.ops.maskserve, name).default
-        return made
+        registered_op: Callable[..., Any] = getattr(torch.ops.maskserve, name).default
+        return registered_op
 
     return registered
 
@@ -79,7 +79,7 @@ def missing_for_launches(headers: Path | None = None) -> str | None:
 @operation("addresses")
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
     """[n] int64 in host memory: where they lie."""
-    return torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64)
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 
 @stand_in("addresses")

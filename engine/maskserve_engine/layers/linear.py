@@ -64,8 +64,8 @@ class PlainLinear(NamedTuple):
         return device.type == "cuda" and self.bias is not None
 
     def columns(self, begin: int, end: int) -> PlainLinear:
-        own = slice(begin, end)
-        return PlainLinear(self.weight[own], None if self.bias is None else self.bias[own])
+        rows = slice(begin, end)
+        return PlainLinear(self.weight[rows], None if self.bias is None else self.bias[rows])
 
 
 def in_epilogues(*products: Linear, device: torch.device) -> bool:
@@ -73,7 +73,9 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
     product: cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and where weights have a form of
     their own, each is an operation of its own.
     """
-    return all(isinstance(each, PlainLinear) and each.in_epilogue(device) for each in products)
+    return all(
+        isinstance(product, PlainLinear) and product.in_epilogue(device) for product in products
+    )
 
 
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
@@ -171,7 +173,7 @@ def linear(*modules: Any) -> Linear:
     if all(in_fp8(module) for module in modules):
         return fp8_linear(modules)
     if not all(_is_plain(module) for module in modules):
-        own = tuple(
+        products = tuple(
             PlainLinear(module.weight, module.bias)
             if _is_plain(module)
             else fp8_linear((module,))
@@ -179,7 +181,7 @@ def linear(*modules: Any) -> Linear:
             else ModuleLinear(module, module.out_features)
             for module in modules
         )
-        return own[0] if len(own) == 1 else JoinedLinear(own)
+        return products[0] if len(products) == 1 else JoinedLinear(products)
     if len(modules) == 1:
         return PlainLinear(modules[0].weight, modules[0].bias)
     return _joined(modules)
@@ -223,16 +225,16 @@ def map_linears(tree: Tree, change: Callable[[str, Linear], Linear], at: str = "
     def below(name: object, x: Any) -> Any:
         return map_linears(x, change, f"{at}.{name}" if at else str(name))
 
-    found: Any = tree
+    mapped: Any = tree
     if isinstance(tree, Tensor | nn.Module):
         return tree
     if isinstance(tree, Linear):
-        found = change(at, tree)
+        mapped = change(at, tree)
     elif isinstance(tree, tuple):
         names = getattr(tree, "_fields", range(len(tree)))
         parts = [below(name, x) for name, x in zip(names, tree, strict=True)]
-        found = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+        mapped = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
     elif is_dataclass(tree):
         changed = {f.name: below(f.name, getattr(tree, f.name)) for f in fields(tree)}
-        found = replace(found, **changed)
-    return found
+        mapped = replace(mapped, **changed)
+    return mapped

@@ -64,12 +64,12 @@ class Update:
             return
         low = F.linear(x, self.down)
         for up, begin, rank in self.parts:
-            own = low[..., rank : rank + up.shape[1]]
+            low_part = low[..., rank : rank + up.shape[1]]
             target = out[..., begin : begin + len(up)]
             if target.dim() == 2:
-                target.addmm_(own, up.T, alpha=scale)
+                target.addmm_(low_part, up.T, alpha=scale)
             else:
-                target.add_(F.linear(own, up), alpha=scale)
+                target.add_(F.linear(low_part, up), alpha=scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,20 +103,20 @@ class LowRankConv:
 
     def valid(self, x: Tensor) -> Tensor:
         """Where all that is read beyond the result is in `x`."""
-        own = self.base
-        return self._added(F.conv2d(x, own.weight, own.bias, own.stride), x, 0)
+        base = self.base
+        return self._added(F.conv2d(x, base.weight, base.bias, base.stride), x, 0)
 
     def take(self, passes: slice) -> LowRankConv | None:
         """For some of the passes; None: nothing is added to them."""
-        own = self.updates[passes]
-        return LowRankConv(self.base, own) if any(own) else None
+        pass_updates = self.updates[passes]
+        return LowRankConv(self.base, pass_updates) if any(pass_updates) else None
 
     def _added(self, out: Tensor, x: Tensor, padding: Any) -> Tensor:
         for number, updates in enumerate(self.updates):
-            one = slice(number, number + 1)
+            pass_slice = slice(number, number + 1)
             for update, scale in updates:
-                low = F.conv2d(x[one], update.down, None, self.base.stride, padding)
-                out[one].add_(F.conv2d(low, update.up), alpha=scale)
+                low = F.conv2d(x[pass_slice], update.down, None, self.base.stride, padding)
+                out[pass_slice].add_(F.conv2d(low, update.up), alpha=scale)
         return out
 
 
@@ -154,8 +154,8 @@ class LowRank:
         out = self.base(x, rows)
         of_rows = zip(self.updates, rows, strict=True)
         # Rows side by side with the same adapters share their products.
-        for updates, same in groupby(of_rows, key=lambda each: each[0]):
-            spans = [span for _, span in same]
+        for updates, adjacent_rows in groupby(of_rows, key=lambda each: each[0]):
+            spans = [span for _, span in adjacent_rows]
             begin, end = spans[0][0], spans[-1][1]
             if begin < end:
                 for update, scale in updates:
@@ -163,8 +163,11 @@ class LowRank:
         return out
 
     def columns(self, begin: int, end: int) -> LowRank:
-        own = [tuple([(u.columns(begin, end), s) for u, s in each]) for each in self.updates]
-        return LowRank(self.base.columns(begin, end), tuple(own))
+        column_updates = [
+            tuple([(u.columns(begin, end), s) for u, s in row_updates])
+            for row_updates in self.updates
+        ]
+        return LowRank(self.base.columns(begin, end), tuple(column_updates))
 
     def take(self, rows: Sequence[int]) -> LowRank:
         """For some of the packed rows."""
@@ -181,8 +184,14 @@ def low_rank_conv(place: str, base: nn.Conv2d, passes: Sequence[Adapters]) -> Lo
     """A convolution with what each pass's adapters add; None where they add nothing."""
     updates = tuple(
         [
-            tuple([(own.convolutions[place], s) for own, s in each if place in own.convolutions])
-            for each in passes
+            tuple(
+                [
+                    (adapter.convolutions[place], s)
+                    for adapter, s in adapters
+                    if place in adapter.convolutions
+                ]
+            )
+            for adapters in passes
         ]
     )
     return LowRankConv(base, updates) if any(updates) else None
@@ -192,7 +201,13 @@ def updates_at(place: str, rows: Sequence[Adapters]) -> tuple[Updates, ...]:
     """What each row adds at a place."""
     return tuple(
         [
-            tuple([(own.updates[place], scale) for own, scale in row if place in own.updates])
+            tuple(
+                [
+                    (adapter.updates[place], scale)
+                    for adapter, scale in row
+                    if place in adapter.updates
+                ]
+            )
             for row in rows
         ]
     )
@@ -232,12 +247,12 @@ def low_rank_set(
     """
     joined: dict[str, list[tuple[int, Factors]]] = {}
     convolutions: dict[str, ConvUpdate] = {}
-    for name, given in factors.items():
+    for name, layer_factors in factors.items():
         place = places.get(name)
         if place is None:
             raise ValueError(f"changes {name[:80]!r}, which is no layer that an adapter may change")
-        _check_shape(name, given, place.shape)
-        down, up = (each.to(device, dtype) for each in given)
+        _check_shape(name, layer_factors, place.shape)
+        down, up = (tensor.to(device, dtype) for tensor in layer_factors)
         if place.convolves:
             maps = (*down.shape, 1, 1)[:4], (*up.shape, 1, 1)[:4]
             channels_last = down.view(maps[0]).contiguous(memory_format=torch.channels_last)
@@ -251,8 +266,10 @@ def low_rank_set(
     tensors = [u.down for u in updates.values()] + [
         part.up for update in updates.values() for part in update.parts
     ]
-    tensors += [each for conv in convolutions.values() for each in (conv.down, conv.up)]
-    of_kernels = {place: (own.down, own.parts) for place, own in updates.items()}
+    tensors += [tensor for conv in convolutions.values() for tensor in (conv.down, conv.up)]
+    of_kernels = {
+        place: (layer_update.down, layer_update.parts) for place, layer_update in updates.items()
+    }
     of_kernels |= {place: conv.flat() for place, conv in convolutions.items()}
     slices = slices_of(of_kernels) if has_kernels(device) else {}
     return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors), slices)
@@ -262,25 +279,26 @@ def _check_shape(name: str, given: Factors, shape: tuple[int, ...]) -> None:
     out, *inner = shape
     rank = given.down.shape[0]
     kernel = (1, 1) if len(inner) > 1 else ()
-    wanted = (rank, *inner), (out, rank, *kernel)
-    if (tuple(given.down.shape), tuple(given.up.shape)) == wanted:
+    expected_shapes = (rank, *inner), (out, rank, *kernel)
+    if (tuple(given.down.shape), tuple(given.up.shape)) == expected_shapes:
         return
     flat = tuple(given.down.flatten(1).shape), tuple(given.up.flatten(1).shape)
     if all(size == 1 for size in inner[1:]) and flat == ((rank, inner[0]), (out, rank)):
         return  # either form of a 1x1 convolution
-    shown = " and ".join("x".join(map(str, each.shape)) for each in given)
+    factor_shapes = " and ".join("x".join(map(str, factor.shape)) for factor in given)
     raise ValueError(
-        f"has factors of {shown} for {name[:80]!r}, whose weight is {'x'.join(map(str, shape))}"
+        f"has factors of {factor_shapes} for {name[:80]!r}, whose weight is "
+        f"{'x'.join(map(str, shape))}"
     )
 
 
 def _joined(parts: Sequence[tuple[int, Factors]]) -> Update:
-    downs, found, rank = [], [], 0
+    downs, update_parts, rank = [], [], 0
     for begin, (down, up) in parts:
         downs.append(down)
-        found.append(Part(up, begin, rank))
+        update_parts.append(Part(up, begin, rank))
         rank += len(down)
-    return Update(downs[0] if len(downs) == 1 else torch.cat(downs), tuple(found))
+    return Update(downs[0] if len(downs) == 1 else torch.cat(downs), tuple(update_parts))
 
 
 def is_layer(module: object) -> bool:

@@ -80,10 +80,10 @@ def add_gated(x: Tensor, gate: Vector, y: Tensor, norm: Norm | None = None) -> t
     if has_kernels(x.device):
         if norm is not None and x.dim() == 2:
             vectors, row_of = zip(*map(_looked_up, (gate, *norm[:2])), strict=True)
-            added, made, scales = torch.ops.maskserve.add_gated_modulate(
+            added, modulated, scales = torch.ops.maskserve.add_gated_modulate(
                 x, y.view_as(x), *vectors, row_of[0], norm.fp8
             )
-            return added, Fp8Tokens(made, scales) if norm.fp8 else made
+            return added, Fp8Tokens(modulated, scales) if norm.fp8 else modulated
         if isinstance(gate, PerRow):
             return torch.ops.maskserve.add_gated(x, y, *gate), None
     added = torch.addcmul(x, gate.spread() if isinstance(gate, PerRow) else gate, y.view_as(x))
@@ -190,8 +190,8 @@ def _add_gated_modulate(
 def _(
     x: Tensor, y: Tensor, g: Tensor, sh: Tensor, sc: Tensor, row_of: Tensor | None, fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = _new_fp8(x) if fp8 else (x.new_empty(x.shape), x.new_empty(0))
-    return x.new_empty(x.shape), *made
+    quantised = _new_fp8(x) if fp8 else (x.new_empty(x.shape), x.new_empty(0))
+    return x.new_empty(x.shape), *quantised
 
 
 @stand_in("modulate")

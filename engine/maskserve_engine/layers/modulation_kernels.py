@@ -39,14 +39,14 @@ def _store(
     fp8: tl.constexpr,
 ):
     """A token, as it is or in FP8."""
-    own = out + token * width + at
+    out_at = out + token * width + at
     if fp8:
         made = tl.where(inside, made, 0.0).to(dtype).to(tl.float32)
         scale = scale_of(tl.max(tl.abs(made), axis=0))
-        tl.store(own, in_fp8(made, scale), mask=inside)
+        tl.store(out_at, in_fp8(made, scale), mask=inside)
         tl.store(scales + token, scale)
     else:
-        tl.store(own, made, mask=inside)
+        tl.store(out_at, made, mask=inside)
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def modulate_kernel(
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
     shift = _wide(shifts + row * shifts_stride + at, inside)
     scale = _wide(scales + row * scales_stride + at, inside)
-    made = shift + normed * scale
-    _store(out, out_scales, token, at, inside, made, width, x.dtype.element_ty, fp8)
+    modulated = shift + normed * scale
+    _store(out, out_scales, token, at, inside, modulated, width, x.dtype.element_ty, fp8)
 
 
 @triton.jit
@@ -98,10 +98,10 @@ def add_gated_kernel(
     row = tl.load(row_of + token)
     at = tl.arange(0, block)
     inside = at < width
-    own = _wide(x + token * width + at, inside)
+    residual = _wide(x + token * width + at, inside)
     added = _wide(y + token * width + at, inside)
     gate = _wide(gates + row * gates_stride + at, inside)
-    tl.store(out + token * width + at, own + gate * added, mask=inside)
+    tl.store(out + token * width + at, residual + gate * added, mask=inside)
 
 
 @triton.jit
@@ -132,13 +132,13 @@ def add_gated_modulate_kernel(
     at = tl.arange(0, block)
     inside = at < width
     gate = _wide(gates + row * gates_stride + at, inside)
-    y_own = _wide(y + token * width + at, inside)
-    summed = _wide(x + token * width + at, inside) + gate * y_own
+    update = _wide(y + token * width + at, inside)
+    summed = _wide(x + token * width + at, inside) + gate * update
     summed = summed.to(x.dtype.element_ty)
     tl.store(added + token * width + at, summed, mask=inside)
     normed = _normed(summed.to(tl.float32), inside, eps, width)
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
     shift = _wide(shifts + row * shifts_stride + at, inside)
     scale = _wide(scales + row * scales_stride + at, inside)
-    made = shift + normed * scale
-    _store(out, out_scales, token, at, inside, made, width, x.dtype.element_ty, fp8)
+    modulated = shift + normed * scale
+    _store(out, out_scales, token, at, inside, modulated, width, x.dtype.element_ty, fp8)

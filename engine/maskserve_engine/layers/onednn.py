@@ -59,8 +59,8 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @cache
 def is_faster() -> bool:
     """Whether oneDNN's products are faster on this host."""
-    there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return there and beats_mkl(vendor(), torch.backends.cpu.get_cpu_capability())
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return has_both and beats_mkl(vendor(), torch.backends.cpu.get_cpu_capability())
 
 
 def beats_mkl(vendor: str, capability: str) -> bool:

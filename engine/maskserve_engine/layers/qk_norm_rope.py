@@ -42,8 +42,8 @@ def qk_norm_rope(
     if has_kernels(x.device) and x.shape[-1].bit_count() == 1:
         fused(x, norms, cis, stream_of, epsilon)
         return
-    own = norms if stream_of is None else norms.index_select(0, stream_of)
-    normed = norm_heads(x, own, epsilon)
+    stream_norms = norms if stream_of is None else norms.index_select(0, stream_of)
+    normed = norm_heads(x, stream_norms, epsilon)
     if x.dtype == torch.float32:
         pairs = *x.shape[:-1], x.shape[-1] // 2, 2  # each two numbers of a head as a complex one
         to = torch.view_as_complex(x.view(pairs))

@@ -37,9 +37,9 @@ def qk_norm_rope_kernel(
     at = tl.arange(0, head_dim)
     head = tl.arange(0, block)[:, None]
     inside = head < heads
-    own = x + token * x_stride + part * heads * head_dim + head * head_dim + at[None, :]
+    head_at = x + token * x_stride + part * heads * head_dim + head * head_dim + at[None, :]
 
-    wide = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(head_at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(wide * wide, axis=1) / head_dim
     normed = (wide * (1.0 / tl.sqrt(mean + eps))[:, None]).to(dtype).to(tl.float32)
     normed *= tl.load(norm + at)[None, :]
@@ -49,4 +49,4 @@ def qk_norm_rope_kernel(
     cos, sin = cos[None, :], sin[None, :]
     turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
     turned = tl.reshape(turned, (block, head_dim)).to(dtype)
-    tl.store(own, turned, mask=inside)
+    tl.store(head_at, turned, mask=inside)

@@ -49,25 +49,32 @@ def ring_table(maps: Sequence[RingMap]) -> Tensor:
     """[maps, FIELDS] int64 in host memory: what the kernel is told of maps, all of one format. The
     tensors that it points to must outlive it.
     """
-    given = [
-        (each.coded.data, each.coded.scale, each.coded.groups, each.ids, each.ring, each.own)
-        for each in maps
+    map_tensors = [
+        (
+            ring_map.coded.data,
+            ring_map.coded.scale,
+            ring_map.coded.groups,
+            ring_map.ids,
+            ring_map.ring,
+            ring_map.own,
+        )
+        for ring_map in maps
     ]
-    there = [tensor for of_map in given for tensor in of_map if tensor is not None]
-    found = iter(addresses(there).numpy().tolist())
+    present_tensors = [tensor for of_map in map_tensors for tensor in of_map if tensor is not None]
+    tensor_addresses = iter(addresses(present_tensors).numpy().tolist())
     rows = [
         [
-            *(0 if tensor is None else next(found) for tensor in of_map),
-            each.region,
-            len(each.ring),
-            0 if each.own is None else len(each.own),
-            each.coded.channels,
-            each.to_ring,
-            each.to_moments,
-            each.number,
-            each.whole,
+            *(0 if tensor is None else next(tensor_addresses) for tensor in of_map),
+            ring_map.region,
+            len(ring_map.ring),
+            0 if ring_map.own is None else len(ring_map.own),
+            ring_map.coded.channels,
+            ring_map.to_ring,
+            ring_map.to_moments,
+            ring_map.number,
+            ring_map.whole,
         ]
-        for of_map, each in zip(given, maps, strict=True)
+        for of_map, ring_map in zip(map_tensors, maps, strict=True)
     ]
     return torch.from_numpy(np.array(rows, np.int64))
 

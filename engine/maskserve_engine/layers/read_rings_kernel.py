@@ -44,9 +44,11 @@ def _values(
             pair = tl.load(tl.cast(data, tl.pointer_type(tl.uint8)) + at // 2, mask=mask, other=0)
             upper = (channels % 2 == 1)[None, :]
             steps = tl.where(upper, pair >> 4, pair & 0xF).to(tl.float32) - 8.0
-            own = token[:, None] * (width // group) + channels[None, :] // group
-            each = tl.load(tl.cast(groups, tl.pointer_type(tl.float16)) + own, mask=mask, other=0.0)
-            wide = (steps * each.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            group_at = token[:, None] * (width // group) + channels[None, :] // group
+            group_scale = tl.load(
+                tl.cast(groups, tl.pointer_type(tl.float16)) + group_at, mask=mask, other=0.0
+            )
+            wide = (steps * group_scale.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         elif kind == "int8":
             stored = tl.cast(data, tl.pointer_type(tl.int8)) + at
             wide = tl.load(stored, mask=mask, other=0).to(tl.float32)
@@ -84,11 +86,11 @@ def _sum(
         of_region = tl.load(at_own + number, mask=inside, other=0)
         for beyond in range(0, each, block):
             channel = beyond + tl.arange(0, block)
-            there = channel < each
+            in_group = channel < each
             x = _values(given[0], given[1], given[2], given[3], given[4], of_region, inside,
-                        first + channel, there, width, dtype, kind, group)  # fmt: skip
-            apart = tl.where(inside[:, None] & there[None, :], x.to(tl.float32) - mean, 0.0)
-            sums += apart if power == 1 else apart * apart
+                        first + channel, in_group, width, dtype, kind, group)  # fmt: skip
+            deviation = tl.where(inside[:, None] & in_group[None, :], x.to(tl.float32) - mean, 0.0)
+            sums += deviation if power == 1 else deviation * deviation
     return tl.sum(tl.sum(sums, 1), 0)
 
 
@@ -114,47 +116,81 @@ def read_rings_kernel(
     row = table + tl.program_id(0) * fields
     data, scales, groups, ids = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     at_ring = tl.cast(tl.load(row + 4), tl.pointer_type(tl.int64))
-    at_own = tl.cast(tl.load(row + 5), tl.pointer_type(tl.int64))
-    region, in_ring, own, width = (
+    at_box = tl.cast(tl.load(row + 5), tl.pointer_type(tl.int64))
+    region, in_ring, box_positions, width = (
         tl.load(row + 6), tl.load(row + 7), tl.load(row + 8), tl.load(row + 9),
     )  # fmt: skip
     to_ring, to_moments, number_of_map, whole = (
         tl.load(row + 10), tl.load(row + 11), tl.load(row + 12), tl.load(row + 13),
     )  # fmt: skip
     dtype: tl.constexpr = rings.dtype.element_ty
-    each = width // norm_groups
-    first = norm_group * each
+    group_channels = width // norm_groups
+    first = norm_group * group_channels
     begin = half * region
 
     for at in range(0, in_ring, positions):
         number = at + tl.arange(0, positions)
         inside = number < in_ring
         of_region = tl.load(at_ring + number, mask=inside, other=0)
-        for beyond in range(0, each, block):
+        for beyond in range(0, group_channels, block):
             channel = beyond + tl.arange(0, block)
-            there = channel < each
+            in_group = channel < group_channels
             channels = first + channel
-            x = _values(data, scales, groups, ids, begin, of_region, inside, channels, there,
+            x = _values(data, scales, groups, ids, begin, of_region, inside, channels, in_group,
                         width, dtype, kind, group)  # fmt: skip
             out = rings + to_ring + (half * width + channels)[None, :] * in_ring + number[:, None]
-            tl.store(out, x, mask=inside[:, None] & there[None, :])
+            tl.store(out, x, mask=inside[:, None] & in_group[None, :])
 
-    if own > 0:
-        count = (own * each).to(tl.float32)
-        given = (data, scales, groups, ids, begin)
-        mean = _sum(given, at_own, own, first, each, width, 0.0, 1, positions, block, dtype, kind,
-                    group) / count  # fmt: skip
-        variance = _sum(given, at_own, own, first, each, width, mean, 2, positions, block, dtype,
-                        kind, group) / count  # fmt: skip
+    if box_positions > 0:
+        count = (box_positions * group_channels).to(tl.float32)
+        map_fields = (data, scales, groups, ids, begin)
+        mean = (
+            _sum(
+                map_fields,
+                at_box,
+                box_positions,
+                first,
+                group_channels,
+                width,
+                0.0,
+                1,
+                positions,
+                block,
+                dtype,
+                kind,
+                group,
+            )
+            / count
+        )
+        variance = (
+            _sum(
+                map_fields,
+                at_box,
+                box_positions,
+                first,
+                group_channels,
+                width,
+                mean,
+                2,
+                positions,
+                block,
+                dtype,
+                kind,
+                group,
+            )
+            / count
+        )
 
         # What `Moments.__sub__` does.
         total = totals + (number_of_map * halves + half) * 2 * norm_groups + norm_group
         all_mean, all_variance = tl.load(total), tl.load(total + norm_groups)
-        share = own.to(tl.float32) / whole.to(tl.float32)
-        left = 1.0 - share
-        outside = (all_mean - share * mean) / left
-        apart = mean - outside
-        rest = (all_variance - share * variance - share * left * apart * apart) / left
+        share = box_positions.to(tl.float32) / whole.to(tl.float32)
+        outside_share = 1.0 - share
+        outside = (all_mean - share * mean) / outside_share
+        mean_change = mean - outside
+        outside_variance = (
+            all_variance - share * variance - share * outside_share * mean_change * mean_change
+        ) / outside_share
         to = moments + to_moments + half * norm_groups + norm_group
         tl.store(to, outside)
-        tl.store(to + halves * norm_groups, tl.maximum(rest, 0.0))
+        tl.store(to + halves * norm_groups, tl.maximum(outside_variance, 0.0))

@@ -94,9 +94,11 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
     """
     device = outs[0].device
     if device.type == "cuda":
-        given = [source for source in sources if source is not None]
-        parts = [part for source in given for part in source.parts]
-        parts += [part for source in given for each in source.changes for part in each.parts]
+        present_sources = [source for source in sources if source is not None]
+        parts = [part for source in present_sources for part in source.parts]
+        parts += [
+            part for source in present_sources for change in source.changes for part in change.parts
+        ]
         formats = {part.format for part in parts}
         if not any(missing_kernel(device, format) for format in formats):
             fused(sources, outs, slots)
@@ -115,13 +117,16 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
 
 def _decode(source: KvSource, number: int, out: Tensor) -> None:
     """A part of a row, with its changes."""
-    own = _of(source.parts[number], source.ids)
-    added = [(_of(each.parts[number], each.ids), each.weight) for each in source.changes]
-    if added and own.format == added[0][0].format == "model":
+    coded_part = _of(source.parts[number], source.ids)
+    added = [
+        (_of(kv_change.parts[number], kv_change.ids), kv_change.weight)
+        for kv_change in source.changes
+    ]
+    if added and coded_part.format == added[0][0].format == "model":
         first, weight = added.pop(0)
-        torch.add(own.data, first.data, alpha=weight, out=out)
+        torch.add(coded_part.data, first.data, alpha=weight, out=out)
     else:
-        own.into(out)
+        coded_part.into(out)
     for coded, weight in added:
         change = torch.empty_like(out)
         coded.into(change)
@@ -148,7 +153,7 @@ def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvS
     """
     runs = [[] if source is None else _runs(source) for source in sources]
     for number in range(max(map(len, runs), default=0)):
-        turn = [own[number] if number < len(own) else () for own in runs]
+        turn = [run_terms[number] if number < len(run_terms) else () for run_terms in runs]
         for format in dict.fromkeys(terms[0].parts[0].format for terms in turn if terms):
             chosen = [
                 terms if terms and terms[0].parts[0].format == format else () for terms in turn
@@ -188,7 +193,9 @@ def _launch(
     most = max(map(len, chosen))
     # Of every row the first term, then the second, …
     read = [
-        own[number] if number < len(own) else _NOTHING for number in range(most) for own in chosen
+        row_terms[number] if number < len(row_terms) else _NOTHING
+        for number in range(most)
+        for row_terms in chosen
     ]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
@@ -235,14 +242,16 @@ def _scatter_kv(
 
     from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel
 
-    given, width = len(ids), outs[0][0].numel()
+    source_count, width = len(ids), outs[0][0].numel()
     # The kernel is made anew for each number of addresses: those up to a power of two are enough.
-    own = given // terms
-    rows = triton.next_power_of_2(own)
+    row_count = source_count // terms
+    rows = triton.next_power_of_2(row_count)
 
     def padded(numbers: list[Any]) -> tuple[Any, ...]:
-        of_terms = [numbers[begin : begin + own] for begin in range(0, given, own)]
-        return tuple(n for of in of_terms for n in (*of, *of[-1:] * (rows - own)))
+        of_terms = [
+            numbers[begin : begin + row_count] for begin in range(0, source_count, row_count)
+        ]
+        return tuple(n for of in of_terms for n in (*of, *of[-1:] * (rows - row_count)))
 
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         # One of nothing is that of something: the kernel is made anew for each pattern of numbers
@@ -252,7 +261,7 @@ def _scatter_kv(
     parts = [
         addresses(part)
         for tensors in (data, scales, groups)
-        for part in (tensors[:given], tensors[-given:])
+        for part in (tensors[:source_count], tensors[-source_count:])
     ]
     step = outs[0].stride(0)
     steps = (step * outs[0].element_size(),)

@@ -25,10 +25,10 @@ def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
 @triton.jit
 def _of(numbers, row, term: tl.constexpr, rows: tl.constexpr):
     """A row's, of the numbers of a term."""
-    found = numbers[term * rows]
+    value = numbers[term * rows]
     for i in tl.static_range(1, rows):
-        found = tl.where(row == i, numbers[term * rows + i], found)
-    return found
+        value = tl.where(row == i, numbers[term * rows + i], value)
+    return value
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _decoded(
     at = begin + tl.arange(0, block)
     inside = mine[:, None] & (at < here)[None, :]
     if kind == "model":
-        own = _pointer(data, like.dtype, aligned) + (source * width)[:, None]
-        x = tl.load(own + at[None, :], mask=inside, other=0.0)
+        stored_at = _pointer(data, like.dtype, aligned) + (source * width)[:, None]
+        x = tl.load(stored_at + at[None, :], mask=inside, other=0.0)
     else:
         scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, at < here, 0.0)
         scale = scale.to(dtype).to(tl.float32)
@@ -66,10 +66,10 @@ def _decoded(
             pairs = pairs + (source * (width // 2))[:, None] + half[None, :]
             pair = tl.load(pairs, mask=mine[:, None] & (half < here // 2)[None, :], other=0)
             steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
-            own = _pointer(groups, tl.pointer_type(tl.float16), aligned)
-            own = own + (source * (width // group))[:, None] + (at // group)[None, :]
-            each = tl.load(own, mask=inside, other=0.0).to(dtype).to(tl.float32)
-            wide = (steps * each).to(dtype).to(tl.float32)
+            stored_at = _pointer(groups, tl.pointer_type(tl.float16), aligned)
+            stored_at = stored_at + (source * (width // group))[:, None] + (at // group)[None, :]
+            group_scale = tl.load(stored_at, mask=inside, other=0.0).to(dtype).to(tl.float32)
+            wide = (steps * group_scale).to(dtype).to(tl.float32)
         elif kind == "int8":
             stored = _pointer(data, tl.pointer_type(tl.int8), aligned) + (source * width)[:, None]
             wide = tl.load(stored + at[None, :], mask=inside, other=0).to(tl.float32)
@@ -121,20 +121,20 @@ def scatter_kv_kernel(
     out = tl.where(second, tl.cast(other, tl.int64), tl.cast(first, tl.int64))
     at = first_number + tl.arange(0, block)
     token = begin + tl.arange(0, tokens)
-    there = token < count
-    row_of_token = tl.load(row_of + token, mask=there, other=-1)
-    number = tl.load(local + token, mask=there, other=0)
+    in_range = token < count
+    row_of_token = tl.load(row_of + token, mask=in_range, other=-1)
+    number = tl.load(local + token, mask=in_range, other=0)
     place = _pointer(out, first.dtype, aligned)
-    place = place + (tl.load(to + token, mask=there, other=0) * step)[:, None] + at[None, :]
+    place = place + (tl.load(to + token, mask=in_range, other=0) * step)[:, None] + at[None, :]
 
     # Of one row, but where another begins.
     last = tl.minimum(begin + tokens, count) - 1
     for row in range(tl.load(row_of + begin), tl.load(row_of + last) + 1):
-        mine = row_of_token == row
-        held = 0.0
+        in_row = row_of_token == row
+        weight_sum = 0.0
         for n in tl.static_range(terms):
-            held += tl.abs(tl.cast(_of(weights, row, n, rows), tl.float32))
-        written = mine[:, None] & (at < tl.where(held == 0.0, 0, width))[None, :]
+            weight_sum += tl.abs(tl.cast(_of(weights, row, n, rows), tl.float32))
+        written = in_row[:, None] & (at < tl.where(weight_sum == 0.0, 0, width))[None, :]
         total = tl.zeros((tokens, block), tl.float32)
         if adds:
             total = tl.load(place, mask=written, other=0.0).to(tl.float32)
@@ -143,11 +143,13 @@ def scatter_kv_kernel(
             scales = tl.where(second, _of(scale_b, row, n, rows), _of(scale_a, row, n, rows))
             groups = tl.where(second, _of(groups_b, row, n, rows), _of(groups_a, row, n, rows))
             weight = tl.cast(_of(weights, row, n, rows), tl.float32)
-            here = tl.where(weight == 0.0, 0, width)  # of a token's numbers, those that are read
-            own = tl.cast(_of(ids, row, n, rows), tl.pointer_type(tl.int64))
-            source = tl.load(own + number, mask=mine, other=0)
+            read_width = tl.where(
+                weight == 0.0, 0, width
+            )  # of a token's numbers, those that are read
+            row_ids = tl.cast(_of(ids, row, n, rows), tl.pointer_type(tl.int64))
+            source = tl.load(row_ids + number, mask=in_row, other=0)
             x = _decoded(
-                data, scales, groups, source, mine, here, first_number, first,
+                data, scales, groups, source, in_row, read_width, first_number, first,
                 width, block, kind, group, aligned,
             )  # fmt: skip
             if n == 0 and not adds:

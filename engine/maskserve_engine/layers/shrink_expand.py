@@ -51,20 +51,22 @@ def slices_of(updates: Mapping[str, tuple[Tensor, Sequence[Part]]]) -> dict[str,
         updates: at each place A [ranks, in] of all parts, one below the other, and the parts; in
             the device's memory.
     """
-    tensors = [each for down, parts in updates.values() for each in (down, *(p.up for p in parts))]
+    tensors = [
+        tensor for down, parts in updates.values() for tensor in (down, *(p.up for p in parts))
+    ]
     found_at = iter(addresses(tensors).numpy().tolist())
-    found = {}
+    slices = {}
     for place, (down, parts) in updates.items():
         at, rows = next(found_at), []
         for up, begin, rank_begin in parts:
             at_up, ranks = next(found_at), up.shape[1]
             for first in range(0, ranks, RANKS):
-                own_down = at + (rank_begin + first) * down.stride(0) * down.element_size()
-                own_up = at_up + first * up.element_size()
+                slice_down = at + (rank_begin + first) * down.stride(0) * down.element_size()
+                slice_up = at_up + first * up.element_size()
                 count = min(RANKS, ranks - first)
-                rows.append((own_down, own_up, count, up.stride(0), begin, begin + len(up)))
-        found[place] = np.array(rows, np.int64).reshape(-1, FIELDS)
-    return found
+                rows.append((slice_down, slice_up, count, up.stride(0), begin, begin + len(up)))
+        slices[place] = np.array(rows, np.int64).reshape(-1, FIELDS)
+    return slices
 
 
 def add_slices(

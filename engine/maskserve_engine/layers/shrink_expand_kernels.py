@@ -35,29 +35,29 @@ def shrink_kernel(
     end = tl.load(tiles + tile * 3 + 2)
     at = tl.load(ends + row) + number
     if at < tl.load(ends + row + 1):
-        own = slices + at * fields
-        if (tl.load(own + 5) > first) & (tl.load(own + 4) < last):
-            down = tl.cast(tl.load(own), x.dtype)
+        slice_at = slices + at * fields
+        if (tl.load(slice_at + 5) > first) & (tl.load(slice_at + 4) < last):
+            down = tl.cast(tl.load(slice_at), x.dtype)
             rank, token = tl.arange(0, ranks), begin + tl.arange(0, tokens)
-            there = token < end
-            known = rank < tl.load(own + 2)
-            found = tl.zeros((tokens, ranks), tl.float32)
+            in_tile = token < end
+            in_rank = rank < tl.load(slice_at + 2)
+            low_sums = tl.zeros((tokens, ranks), tl.float32)
             for k in range(0, inner, block):
                 column = k + tl.arange(0, block)
                 inside = column < inner
-                ours = tl.load(
+                x_tile = tl.load(
                     x + token[:, None] * x_stride + column[None, :],
-                    mask=there[:, None] & inside[None, :],
+                    mask=in_tile[:, None] & inside[None, :],
                     other=0.0,
                 )
-                theirs = tl.load(
+                down_tile = tl.load(
                     down + column[:, None] + rank[None, :] * inner,
-                    mask=inside[:, None] & known[None, :],
+                    mask=inside[:, None] & in_rank[None, :],
                     other=0.0,
                 )
-                found += tl.dot(ours, theirs, input_precision="ieee")
+                low_sums += tl.dot(x_tile, down_tile, input_precision="ieee")
             to = low + ((tile * tokens + tl.arange(0, tokens)) * most + number)[:, None] * ranks
-            tl.store(to + rank[None, :], found.to(low.dtype.element_ty))
+            tl.store(to + rank[None, :], low_sums.to(low.dtype.element_ty))
 
 
 @triton.jit
@@ -95,37 +95,37 @@ def shrink_map_kernel(
     end = tl.load(tiles + tile * 3 + 2)
     at = tl.load(ends + row) + number
     if at < tl.load(ends + row + 1):
-        own = slices + at * fields
-        down = tl.cast(tl.load(own), x.dtype)
+        slice_at = slices + at * fields
+        down = tl.cast(tl.load(slice_at), x.dtype)
         rank, token = tl.arange(0, ranks), begin + tl.arange(0, tokens)
-        there = token < end
-        known = rank < tl.load(own + 2)
+        in_tile = token < end
+        in_rank = rank < tl.load(slice_at + 2)
         of_pass = begin // places
         place = token - of_pass * places
         top = place // out_width * stride - padding
         left = place % out_width * stride - padding
-        found = tl.zeros((tokens, ranks), tl.float32)
+        low_sums = tl.zeros((tokens, ranks), tl.float32)
         for tap in range(side * side):
             y, z = top + tap // side, left + tap % side
-            seen = there & (y >= 0) & (y < height) & (z >= 0) & (z < width)
-            ours_at = x + of_pass * pass_stride + y * row_stride + z * column_stride
-            theirs_at = down + rank * (side * side * channels) + tap * channels
+            in_map = in_tile & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            x_at = x + of_pass * pass_stride + y * row_stride + z * column_stride
+            down_at = down + rank * (side * side * channels) + tap * channels
             for k in range(0, channels, block):
                 channel = k + tl.arange(0, block)
                 inside = channel < channels
-                ours = tl.load(
-                    ours_at[:, None] + channel[None, :] * channel_stride,
-                    mask=seen[:, None] & inside[None, :],
+                x_tile = tl.load(
+                    x_at[:, None] + channel[None, :] * channel_stride,
+                    mask=in_map[:, None] & inside[None, :],
                     other=0.0,
                 )
-                theirs = tl.load(
-                    theirs_at[None, :] + channel[:, None],
-                    mask=inside[:, None] & known[None, :],
+                down_tile = tl.load(
+                    down_at[None, :] + channel[:, None],
+                    mask=inside[:, None] & in_rank[None, :],
                     other=0.0,
                 )
-                found += tl.dot(ours, theirs, input_precision="ieee")
+                low_sums += tl.dot(x_tile, down_tile, input_precision="ieee")
         to = low + ((tile * tokens + tl.arange(0, tokens)) * most + number)[:, None] * ranks
-        tl.store(to + rank[None, :], found.to(low.dtype.element_ty))
+        tl.store(to + rank[None, :], low_sums.to(low.dtype.element_ty))
 
 
 @triton.jit
@@ -163,21 +163,21 @@ def expand_kernel(
     begin_slice = tl.load(ends + row)
     added = tl.zeros((tokens, block), tl.float32)
     for at in range(begin_slice, tl.load(ends + row + 1)):
-        own = slices + at * fields
-        lowest, highest = tl.load(own + 4) - first, tl.load(own + 5) - first
+        slice_at = slices + at * fields
+        lowest, highest = tl.load(slice_at + 4) - first, tl.load(slice_at + 5) - first
         if (highest > least) & (lowest < most_column):
-            up = tl.cast(tl.load(own + 1), out.dtype)
+            up = tl.cast(tl.load(slice_at + 1), out.dtype)
             inside = (column >= lowest) & (column < highest)
-            known = rank < tl.load(own + 2)
-            ours = tl.load(lows + (at - begin_slice) * ranks)
-            theirs = tl.load(
-                up + (column - lowest)[None, :] * tl.load(own + 3) + rank[:, None],
-                mask=inside[None, :] & known[:, None],
+            in_rank = rank < tl.load(slice_at + 2)
+            low_tile = tl.load(lows + (at - begin_slice) * ranks)
+            up_tile = tl.load(
+                up + (column - lowest)[None, :] * tl.load(slice_at + 3) + rank[:, None],
+                mask=inside[None, :] & in_rank[:, None],
                 other=0.0,
             )
-            added += tl.load(scales + at) * tl.dot(ours, theirs, input_precision="ieee")
+            added += tl.load(scales + at) * tl.dot(low_tile, up_tile, input_precision="ieee")
     token, of_pass = begin + number, begin // places
     from_pass = out + of_pass * pass_stride + (token - of_pass * places) * place_stride
     to = from_pass[:, None] + column[None, :] * output_stride
-    there = (token < end)[:, None] & (column < outputs)[None, :]
-    tl.store(to, tl.load(to, mask=there, other=0.0).to(tl.float32) + added, mask=there)
+    in_out = (token < end)[:, None] & (column < outputs)[None, :]
+    tl.store(to, tl.load(to, mask=in_out, other=0.0).to(tl.float32) + added, mask=in_out)

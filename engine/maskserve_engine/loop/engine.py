@@ -171,7 +171,10 @@ class Engine:
         if cache is None:
             return self.ask(list)
         return self.ask(
-            lambda: [{**held, **self.audits.of(str(held["key"]))} for held in cache.templates()]
+            lambda: [
+                {**template, **self.audits.of(str(template["key"]))}
+                for template in cache.templates()
+            ]
         )
 
     def prime(self, job: EditJob) -> Future[str]:
@@ -291,10 +294,10 @@ class Engine:
 
     def _check_cache(self) -> None:
         """With no row left, the cache's books must match; log where they do not."""
-        taken = self.counters["steps_total"]
-        if self._cache is None or len(self.manager.scheduler) or self._checked == taken:
+        steps_taken = self.counters["steps_total"]
+        if self._cache is None or len(self.manager.scheduler) or self._checked == steps_taken:
             return
-        self._checked = taken
+        self._checked = steps_taken
         try:
             self._cache.check_integrity(files=False)
         except AssertionError as error:

@@ -98,8 +98,8 @@ class LocalExecutor:
         self._adapters.pop(adapter, None)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
-        found = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
-        self._adapter.attach(self._rows[row], self._jobs[row], found)
+        scaled_sets = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
+        self._adapter.attach(self._rows[row], self._jobs[row], scaled_sets)
 
     def bring_net(self, net: str, folder: NetFolder) -> None:
         model = folder.read()
@@ -135,15 +135,17 @@ class LocalExecutor:
             self._read_still(row, spec.key)
             return RowMade()
         assert self._store is not None, _NO_STORE
-        own = spec.own if self._booked(row, spec.nbytes, spare=True) else None
-        made = self._with_room(row, lambda: adapter.cached_row(spec.job, spec.noise_seed, own))
-        self._control(row, made, spec.job)
-        selection = made.selection
+        refresh_schedule = spec.own if self._booked(row, spec.nbytes, spare=True) else None
+        cached_row = self._with_room(
+            row, lambda: adapter.cached_row(spec.job, spec.noise_seed, refresh_schedule)
+        )
+        self._control(row, cached_row, spec.job)
+        selection = cached_row.selection
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
-        self._rows[row], self._readers[row] = made, reader
-        still = self._read_still(row, spec.key, sure=spec.sure)
-        return RowMade(reader.complete and still, selection.digest, own)
+        self._rows[row], self._readers[row] = cached_row, reader
+        references_ready = self._read_still(row, spec.key, sure=spec.sure)
+        return RowMade(reader.complete and references_ready, selection.digest, refresh_schedule)
 
     def _read_still(self, row: str, key: str, *, sure: bool = False) -> bool:
         """Have a row read its references, if it has any that see nothing of it, of a template;
@@ -165,15 +167,15 @@ class LocalExecutor:
 
     def _turn_to_still(self, row: str, turn: int) -> None:
         """Have a row's references be what its template has of them, if that can be read now."""
-        made = self._rows[row]
-        if getattr(made, "references", None) is None:
+        row_state = self._rows[row]
+        if getattr(row_state, "references", None) is None:
             return
-        made.references.made = False
+        row_state.references.made = False
         reader = self._still.get(row)
-        handle = None if reader is None else reader.turn_to(made.step, whole=True)
+        handle = None if reader is None else reader.turn_to(row_state.step, whole=True)
         if handle is not None:
             handle.want([(block, "kv") for block in range(self._adapter.blocks)], turn)
-            made.references.entry = handle
+            row_state.references.entry = handle
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
         """Whether there is room for what a row keeps of its own; as of `MemoryTier.book`."""
@@ -197,8 +199,8 @@ class LocalExecutor:
 
     def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowMade:
         if not self._booked(row, spec.nbytes):
-            made = self.make(row, DenseRowSpec(spec.job, spec.key))
-            return made._replace(complete=False)
+            row_made = self.make(row, DenseRowSpec(spec.job, spec.key))
+            return row_made._replace(complete=False)
         anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
         self._control(row, anchored, spec.job)
         reader = OwnReader(anchored, self._adapter.entry_blocks)
@@ -313,10 +315,10 @@ class LocalExecutor:
         if served is not None:
             served.close()
         self._give_back(row)
-        reader, still = self._readers.pop(row, None), self._still.pop(row, None)
-        for each in (reader, still):
-            if each is not None:
-                each.release()
+        reader, reference_reader = self._readers.pop(row, None), self._still.pop(row, None)
+        for row_reader in (reader, reference_reader):
+            if row_reader is not None:
+                row_reader.release()
         return reader
 
     def idle(self) -> None:
@@ -333,13 +335,13 @@ class LocalExecutor:
 
     def position(self, row: str) -> tuple[int, tuple[Any, ...] | None]:
         """(steps taken, what else to give `place`): see `Adapter.carried`."""
-        made = self._rows[row]
-        return made.step, self._adapter.carried(made)
+        row_state = self._rows[row]
+        return row_state.step, self._adapter.carried(row_state)
 
     def is_done(self, row: str) -> bool:
         """Whether it has taken its last step."""
-        made = self._rows[row]
-        return bool(made.step == made.steps)
+        row_state = self._rows[row]
+        return bool(row_state.step == row_state.steps)
 
     def place(self, row: str, steps: int, carried: tuple[Any, ...]) -> None:
         """Have a row where another executor has brought it."""
@@ -354,11 +356,11 @@ class LocalExecutor:
         for handle in entries.values():
             handle.want(wants, step.number)
         for row in entries:
-            now = self._rows[row].step
-            ahead = self._readers[row].look_ahead(now)
+            current_step = self._rows[row].step
+            ahead = self._readers[row].look_ahead(current_step)
             if ahead is not None:
                 handle, at = ahead
-                handle.want(later, step.number + at - now)
+                handle.want(later, step.number + at - current_step)
 
     def _step_all(
         self,
@@ -379,12 +381,12 @@ class LocalExecutor:
             except EntryLost as error:
                 if exchange is not None:
                     raise
-                gone = [read for read in step.reads if _is_lost(entries.get(read.row))]
-                if not gone and not self._lose_still(running):
+                lost_reads = [read for read in step.reads if _is_lost(entries.get(read.row))]
+                if not lost_reads and not self._lose_still(running):
                     raise
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
-            for read in gone:
+            for read in lost_reads:
                 del entries[read.row]
                 if read.required:
                     running.remove(read.row)
@@ -408,30 +410,33 @@ class LocalExecutor:
         entries: dict[str, Entry],
         failed: dict[str, EngineFailed],
     ) -> None:
-        own = False
+        is_row_error = False
         for row in list(running):
             try:
                 self._adapter.step([self._rows[row]], step.plan, [entries.get(row)])
             except EngineFailed as error:  # not the model's fault, and said in words
                 running.remove(row)
-                failed[row], own = error, True
+                failed[row], is_row_error = error, True
             except Exception as error:
                 _log.exception("the step of an edit failed", extra=about(row))
                 running.remove(row)
                 failed[row] = EngineFailed(f"a denoising step failed ({type(error).__name__})")
-        self._failed_steps = 0 if running or own else self._failed_steps + 1
+        self._failed_steps = 0 if running or is_row_error else self._failed_steps + 1
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
     def _taken(self, row: str, *, read: bool) -> RowStep:
-        made = self._rows[row]
+        row_state = self._rows[row]
         served = self._served.get(row)
         stale = served is not None and served.stale
-        text = not (read and made.frozen)
-        references = getattr(made, "references", None)
+        text = not (read and row_state.frozen)
+        references = getattr(row_state, "references", None)
         new = references is not None and references.made
-        skipped, foresaw = getattr(made, "skipped", 0), getattr(made, "foreseen", None) is not None
-        return RowStep(row, made.step, skipped, read, text, stale, new, foresaw)
+        skipped, foresaw = (
+            getattr(row_state, "skipped", 0),
+            getattr(row_state, "foreseen", None) is not None,
+        )
+        return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw)
 
 
 def _is_lost(handle: Entry | None) -> bool:

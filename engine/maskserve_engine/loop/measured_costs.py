@@ -90,8 +90,8 @@ class _Samples:
         x, seconds = np.array(self._kept).T
         alike = np.round(np.log2(np.maximum(x, 1.0)) * 16)
         fair = np.zeros(len(x), dtype=bool)
-        for each in np.unique(alike):
-            of_it = alike == each
+        for bucket in np.unique(alike):
+            of_it = alike == bucket
             fair |= of_it & (seconds <= np.median(seconds[of_it]))
         x, seconds = x[fair], seconds[fair]
         if x.std() > _VARIED * x.mean() and len(x) > 2:

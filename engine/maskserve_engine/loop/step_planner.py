@@ -89,25 +89,25 @@ class StepPlanner:
             return missing.costs(totals, model, dense)
 
         if fixed:
-            made = evaluate(now(), missing.all_loaded(), lead=0.0)
-            return StepPlan(made, made, "fixed")
+            step_plan = evaluate(now(), missing.all_loaded(), lead=0.0)
+            return StepPlan(step_plan, step_plan, "fixed")
         whole = _Bytes(work, [(row.load.tier, row.load.sizes / row.stays) for row in loads])
-        what = (self.costs.sequence, work.tokens, whole.kept, ranks)
+        problem = (self.costs.sequence, work.tokens, whole.kept, ranks)
         steady = self.plans.get(
-            what,
+            problem,
             plan_totals(totals, whole.totals, dense),
             lambda: whole.costs(totals, model, dense),
         )
         if not missing.any:
             key = plan_totals(totals, {}, dense)
-            return StepPlan(self.plans.get(what, key, now, 0.0), steady, "here")
+            return StepPlan(self.plans.get(problem, key, now, 0.0), steady, "here")
         costs = now()
         kept_up = evaluate(costs, steady.kinds, lead=0.0)
         if kept_up.latency <= _LATE * steady.latency:
             return StepPlan(kept_up, steady, "steady")
         key = plan_totals(totals, missing.totals, dense)
-        made = self.plans.get((*what, missing.pattern), key, lambda: costs, 0.0)
-        return StepPlan(made, steady, "arrived")
+        step_plan = self.plans.get((*problem, missing.pattern), key, lambda: costs, 0.0)
+        return StepPlan(step_plan, steady, "arrived")
 
 
 def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
@@ -116,15 +116,17 @@ def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
     """
     ends, blocks = set(plan.end_restores), len(plan.kinds)
     wants: list[Want] = [(blocks + len(maps), "map")] if maps else []
-    left = deque((each.block, (blocks + n, "map")) for n, each in enumerate(maps))
+    pending_maps = deque(
+        (feature_map.block, (blocks + n, "map")) for n, feature_map in enumerate(maps)
+    )
     for block, part in enumerate(plan.loads):
-        while left and left[0][0] <= block:
-            wants.append(left.popleft()[1])
+        while pending_maps and pending_maps[0][0] <= block:
+            wants.append(pending_maps.popleft()[1])
         if part != "none":
             wants.append((block, part))
         if block in ends:
             wants.append((block, "end"))
-    return wants + [want for _, want in left]
+    return wants + [want for _, want in pending_maps]
 
 
 def _of_rank(model: CostModel, ranks: int) -> CostModel:
@@ -160,7 +162,7 @@ class _Bytes:
     @property
     def totals(self) -> dict[str, float]:
         """Bytes per tier."""
-        return {t: float(each[self._finite].sum()) for t, each in sorted(self._tiers.items())}
+        return {t: float(sizes[self._finite].sum()) for t, sizes in sorted(self._tiers.items())}
 
     def all_loaded(self) -> list[str]:
         """Kinds that take what is kept of every block."""
@@ -172,10 +174,10 @@ class _Bytes:
             work,
             totals,
             model,
-            {tier: self._of_blocks(each) for tier, each in self._tiers.items()},
+            {tier: self._of_blocks(sizes) for tier, sizes in self._tiers.items()},
             end_loads={
-                tier: each[work.ends, 2] if work.restore_ends else np.zeros(len(work.ends))
-                for tier, each in self._tiers.items()
+                tier: sizes[work.ends, 2] if work.restore_ends else np.zeros(len(work.ends))
+                for tier, sizes in self._tiers.items()
             },
             dense=dense,
         )
@@ -185,9 +187,9 @@ class _Bytes:
         behind them: rows that read any take every block's.
         """
         blocks = len(self._work.blocks)
-        own = sizes[:blocks, :2]
+        block_sizes = sizes[:blocks, :2]
         if self._work.maps:
-            own = own.copy()
-            at = [min(each.block, blocks - 1) for each in self._work.maps]
-            np.add.at(own[:, 1], at, sizes[blocks : blocks + len(at), PARTS.index("map")])
-        return own
+            block_sizes = block_sizes.copy()
+            at = [min(feature_map.block, blocks - 1) for feature_map in self._work.maps]
+            np.add.at(block_sizes[:, 1], at, sizes[blocks : blocks + len(at), PARTS.index("map")])
+        return block_sizes

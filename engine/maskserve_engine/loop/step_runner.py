@@ -74,8 +74,8 @@ class StepRunner:
         self._pair = policy_of(config.engine).deals
         """Whether all devices take every step: the worker is as one that is faster."""
         # Of what a text encoder was shown there are keys and values alone.
-        alone = config.cache.conv_halo > 0 or adapter.facts.shown is not None
-        self._fixed = config.cache.plan == "fixed" or alone
+        keys_only = config.cache.conv_halo > 0 or adapter.facts.shown is not None
+        self._fixed = config.cache.plan == "fixed" or keys_only
         self._dense = ("dense",) * adapter.blocks
         self._numbers = count(1)
         self._batch_flops = BatchFlops()
@@ -98,10 +98,10 @@ class StepRunner:
 
         def done(result: StepResult) -> None:
             # Edits that were cancelled during the step have had their answer.
-            still = [edit for edit in running if self.manager.holds(edit)]
-            self._book_waits(still, result.control_waits)
-            self._book(still, len(running), work, result, planned)
-            self._update(still, result, self._dense if planned is None else planned.plan.kinds)
+            live_edits = [edit for edit in running if self.manager.holds(edit)]
+            self._book_waits(live_edits, result.control_waits)
+            self._book(live_edits, len(running), work, result, planned)
+            self._update(live_edits, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
 
@@ -115,7 +115,7 @@ class StepRunner:
             return [], {}
         readers = [(e, reads) for e, reads in readers if not reads.is_dense(e.tally.done)]
         shared = _shared([(reads, e.tally.done, e.work.mask_ratio) for e, reads in readers])
-        asked = [
+        row_reads = [
             Read(
                 edit.request_id,
                 (reads.key, reads.anchors[edit.tally.done]) in shared,
@@ -124,8 +124,8 @@ class StepRunner:
             )
             for edit, reads in readers
         ]
-        loads = self.executor.load(asked, devices)
-        return [read for read in asked if read.row in loads], loads
+        loads = self.executor.load(row_reads, devices)
+        return [read for read in row_reads if read.row in loads], loads
 
     def _plan(
         self, running: Running, devices: int, work: ModelWork, loads: Mapping[str, LoadState]
@@ -133,25 +133,25 @@ class StepRunner:
         """Decide how the rows that read entries run on so many devices."""
         if not loads:
             return None
-        reading, others, fixed = [], list[Totals](), self._fixed
+        reading, dense_totals, fixed = [], list[Totals](), self._fixed
         ranks = devices if devices > 1 and self._share_tokens(running) else 1
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
-                done, ahead = edit.tally.done, edit.work.ahead
-                stays = edit.reads.stays(done)
-                reading.append(Reading(edit.reads_counted(done), load, stays))
-                if edit.reads.foresees(done) and ahead.reads:
+                steps_done, ahead = edit.tally.done, edit.work.ahead
+                stays = edit.reads.stays(steps_done)
+                reading.append(Reading(edit.reads_counted(steps_done), load, stays))
+                if edit.reads.foresees(steps_done) and ahead.reads:
                     reading.append(Reading(ahead.counted, load, stays))
-                elif edit.reads.foresees(done):
-                    others.append(ahead.counted)
+                elif edit.reads.foresees(steps_done):
+                    dense_totals.append(ahead.counted)
                 fixed = fixed or edit.job.request.settings.reproducible
                 # There are keys and values alone of the text, and of what own anchors leave. That
                 # follows from the row's own step, so that its picture does not depend on its batch.
-                fixed = fixed or edit.reads.own or edit.reads.without_text(done)
+                fixed = fixed or edit.reads.own or edit.reads.without_text(steps_done)
             else:
-                others.append(edit.counted)
-        dense = Totals.sum_of(others) if others else None
+                dense_totals.append(edit.counted)
+        dense = Totals.sum_of(dense_totals) if dense_totals else None
         planned = self.planner.plan(work, reading, dense, fixed=fixed, ranks=ranks)
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
@@ -234,18 +234,21 @@ class StepRunner:
         """Counted work of the step just taken. None: its rows have done less, since they failed or
         left blocks out, or more, since they made their references.
         """
-        going = [edit for edit in running if edit.request_id not in result.failed]
-        if not going or any(map(_uncounted, going, result.rows)):
+        surviving = [edit for edit in running if edit.request_id not in result.failed]
+        if not surviving or any(map(_uncounted, surviving, result.rows)):
             return None
-        rows = list(zip(going, result.rows, strict=True))
+        rows = list(zip(surviving, result.rows, strict=True))
         edits = ((edit, step) for edit, step in rows if isinstance(edit, RequestState))
         ahead = [edit.work.ahead for edit, step in edits if step.foresaw]
         return self._batch_flops.of(
             work,
-            [*(_counted(edit, step) for edit, step in rows), *(each.counted for each in ahead)],
-            [*(step.read for step in result.rows), *(each.reads for each in ahead)],
+            [
+                *(_counted(edit, step) for edit, step in rows),
+                *(ahead_work.counted for ahead_work in ahead),
+            ],
+            [*(step.read for step in result.rows), *(ahead_work.reads for ahead_work in ahead)],
             () if planned is None else planned.plan.kinds,
-        ) + sum(map(_control_flops, going, result.rows))
+        ) + sum(map(_control_flops, surviving, result.rows))
 
     def _update(self, running: Running, result: StepResult, kinds: tuple[str, ...]) -> None:
         """Book what became of each row."""
@@ -367,13 +370,13 @@ def _anchors_in_turn(running: Running) -> Running:
     that have waited longest. A row that waits stays as it is: no picture depends on its batch.
     """
     edits = [edit for edit in running if isinstance(edit, RequestState)]
-    own = [(edit, edit.reads) for edit in edits if edit.reads is not None and edit.reads.own]
-    room = max(1, round(sum(edit.route.dense_steps / edit.work.steps for edit, _ in own)))
-    due = [(edit, reads) for edit, reads in own if reads.anchor_due(edit.tally.done)]
-    due.sort(key=lambda each: -each[1].held)
-    for number, (_, reads) in enumerate(due):
+    refreshing = [(edit, edit.reads) for edit in edits if edit.reads is not None and edit.reads.own]
+    room = max(1, round(sum(edit.route.dense_steps / edit.work.steps for edit, _ in refreshing)))
+    due_edits = [(edit, reads) for edit, reads in refreshing if reads.anchor_due(edit.tally.done)]
+    due_edits.sort(key=lambda each: -each[1].held)
+    for number, (_, reads) in enumerate(due_edits):
         reads.held = 0 if number < room else reads.held + 1
-    late = [edit for edit, reads in due if reads.held]
+    late = [edit for edit, reads in due_edits if reads.held]
     return [edit for edit in running if edit not in late] if late else running
 
 
@@ -384,10 +387,10 @@ def _shared(rows: list[tuple[EntryReads, int, float]]) -> set[tuple[str, Anchor 
         rows: what each reads, its step and its mask ratio.
     """
     share: dict[tuple[str, Anchor | None], float] = {}
-    seen: set[tuple[str, Anchor | None, bytes]] = set()
+    counted_reads: set[tuple[str, Anchor | None, bytes]] = set()
     for reads, step, mask_ratio in rows:
         name = (reads.key, reads.anchors[step])
-        if (*name, reads.selection) not in seen:
-            seen.add((*name, reads.selection))
+        if (*name, reads.selection) not in counted_reads:
+            counted_reads.add((*name, reads.selection))
             share[name] = share.get(name, 0.0) + 1.0 - mask_ratio
     return {name for name, total in share.items() if total > 1.0}

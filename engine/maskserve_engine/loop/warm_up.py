@@ -71,11 +71,11 @@ def rows_per_s(
         entry, work = _primed(config, adapter, jobs[0], kinds), adapter.work(height, width)
         step = partial(_cached, adapter, jobs, entry, store, planner, work)
     begin, steps = time.perf_counter(), 0
-    while (taken := time.perf_counter() - begin) < seconds:
+    while (elapsed_s := time.perf_counter() - begin) < seconds:
         step()
         steps += 1
     adapter.release()
-    return count * steps / taken
+    return count * steps / elapsed_s
 
 
 def row_counts(config: Config) -> list[int]:

@@ -42,5 +42,5 @@ class EnlargeNodes:
         pixels = np.array(read_picture(asked.inputs["picture"], self._limits))
         small = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)[None].float() / 255
         large = self._model(small).reconstruction[0].clamp(0, 1)
-        made = (255 * large).round().permute(1, 2, 0).to(torch.uint8).cpu().numpy()
-        return {"picture": np.ascontiguousarray(made)}
+        large_pixels = (255 * large).round().permute(1, 2, 0).to(torch.uint8).cpu().numpy()
+        return {"picture": np.ascontiguousarray(large_pixels)}

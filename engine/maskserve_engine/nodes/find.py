@@ -34,30 +34,30 @@ class FindNodes:
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
         """Of each call its outputs; each picture is seen once, whatever is looked for in it."""
-        seen: dict[bytes, Any] = {}
-        return one_by_one(lambda asked: self._run(asked, seen), calls)
+        features_by_picture: dict[bytes, Any] = {}
+        return one_by_one(lambda asked: self._run(asked, features_by_picture), calls)
 
     def _run(self, asked: AskedNode, seen: dict[bytes, Any]) -> dict[str, Any]:
         name, encoded = asked.inputs["name"], asked.inputs["picture"]
         pixels = read_picture(encoded, self._limits)
         if encoded not in seen:
             seen[encoded] = self.seen(pixels)
-        found = self.found(seen[encoded], pixels.shape[:2], name, asked.settings["threshold"])
+        matched = self.found(seen[encoded], pixels.shape[:2], name, asked.settings["threshold"])
         if asked.node == "find":
-            if not found.any():
+            if not matched.any():
                 raise InvalidRequest("name", f"{name[:60]!r} is not found in the picture")
-            return {"mask": mask_pixels(found)}
+            return {"mask": mask_pixels(matched)}
         mask = read_mask(asked.inputs["mask"], self._limits, pixels.shape[:2])
-        score = float(found[mask].mean()) if mask.any() else 0.0
+        score = float(matched[mask].mean()) if mask.any() else 0.0
         return {"verdict": Judgement(round(score, 4), score >= asked.settings["enough"])}
 
     @torch.inference_mode()
     def seen(self, pixels: Pixels) -> Any:
         """What the decoder takes of a picture [H, W, 3]: activations of some layers."""
         picture = Image.fromarray(pixels)  # of an array three rows would be taken for channels
-        given = self._processor.image_processor(images=[picture], return_tensors="pt")
+        processed = self._processor.image_processor(images=[picture], return_tensors="pt")
         states = self._model.clip.vision_model(
-            given["pixel_values"].to(self._device), output_hidden_states=True
+            processed["pixel_values"].to(self._device), output_hidden_states=True
         ).hidden_states
         return [states[layer + 1] for layer in self._model.extract_layers]
 
@@ -73,5 +73,5 @@ class FindNodes:
         sized = torch.nn.functional.interpolate(
             logits.reshape(1, 1, *logits.shape[-2:]), (size[0], size[1]), mode="bilinear"
         )
-        said: Grey = (torch.sigmoid(sized[0, 0]) > threshold).cpu().numpy()
-        return np.ascontiguousarray(said)
+        above_threshold: Grey = (torch.sigmoid(sized[0, 0]) > threshold).cpu().numpy()
+        return np.ascontiguousarray(above_threshold)

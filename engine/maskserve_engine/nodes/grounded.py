@@ -42,13 +42,17 @@ class GroundedNodes(FindNodes):
     def found(self, seen: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
         """Where the named thing is, [H, W]: all boxes whose score is over the threshold."""
         words = f"{name.lower().strip().rstrip('.')}."  # as it was trained
-        given = self._processor(
+        processed = self._processor(
             images=[Image.fromarray(seen)], text=[words], return_tensors="pt", truncation=True
         ).to(self._device)
-        [said] = self._processor.post_process_grounded_object_detection(
-            self._model(**given), given["input_ids"], threshold, 0.0, target_sizes=[size[:2]]
+        [detections] = self._processor.post_process_grounded_object_detection(
+            self._model(**processed),
+            processed["input_ids"],
+            threshold,
+            0.0,
+            target_sizes=[size[:2]],
         )
-        boxes = said["boxes"].tolist()
+        boxes = detections["boxes"].tolist()
         if not boxes:
             return np.zeros(size[:2], np.bool_)
         return self._loaded["segment"].in_boxes(seen, boxes)

@@ -37,11 +37,11 @@ class LikenessNodes:
     @torch.inference_mode()
     def _run(self, asked: AskedNode) -> dict[str, Any]:
         pixels = read_picture(asked.inputs["picture"], self._limits)
-        given = self._processor(
+        processed = self._processor(
             text=[asked.inputs["text"]], images=[Image.fromarray(pixels)],
             return_tensors="pt", padding=True, truncation=True,
         )  # fmt: skip
-        made = self._model(**{name: x.to(self._device) for name, x in given.items()})
+        embeddings = self._model(**{name: x.to(self._device) for name, x in processed.items()})
         # Both are of length 1; below 0 they say no more than at it (CLIPScore, Hessel et al. 2021).
-        score = round(max(float((made.image_embeds * made.text_embeds).sum()), 0.0), 4)
+        score = round(max(float((embeddings.image_embeds * embeddings.text_embeds).sum()), 0.0), 4)
         return {"verdict": Judgement(score, score >= asked.settings["enough"])}

@@ -54,10 +54,10 @@ class SegmentNodes:
         pixels = read_picture(asked.inputs["picture"], self._limits)
         points, box = asked.settings["points"], asked.settings["box"]
         check_clicks(points, box, pixels.shape[1], pixels.shape[0])
-        found, score = self.found(pixels, points, box)
-        if not found.any():
+        segmented, score = self.found(pixels, points, box)
+        if not segmented.any():
             raise InvalidRequest("points" if points else "box", "show nothing in the picture")
-        return {"mask": mask_pixels(found), "verdict": Judgement(round(score, 4), passed=True)}
+        return {"mask": mask_pixels(segmented), "verdict": Judgement(round(score, 4), passed=True)}
 
     @torch.inference_mode()
     def found(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:
@@ -69,28 +69,30 @@ class SegmentNodes:
             points: clicks.
             box: left, top, right and bottom; empty: none.
         """
-        asked: dict[str, Any] = {}
+        prompts: dict[str, Any] = {}
         if points:
-            asked["input_points"] = [[[[float(x), float(y)] for x, y, _ in points]]]
-            asked["input_labels"] = [[[int(of_it) for *_, of_it in points]]]
+            prompts["input_points"] = [[[[float(x), float(y)] for x, y, _ in points]]]
+            prompts["input_labels"] = [[[int(of_it) for *_, of_it in points]]]
         if box:
-            asked["input_boxes"] = [[[float(side) for side in box]]]
-        given = self._given(pixels, asked)
-        said = self._model(**given.inputs, multimask_output=True)
-        [scores] = said.iou_scores[0].cpu()
+            prompts["input_boxes"] = [[[float(side) for side in box]]]
+        model_inputs = self._given(pixels, prompts)
+        prediction = self._model(**model_inputs.inputs, multimask_output=True)
+        [scores] = prediction.iou_scores[0].cpu()
         best = int(scores.argmax())
-        return given.whole(said.pred_masks[0, 0, best]), float(scores[best])
+        return model_inputs.whole(prediction.pred_masks[0, 0, best]), float(scores[best])
 
     @torch.inference_mode()
     def in_boxes(self, pixels: Pixels, boxes: Sequence[Sequence[float]]) -> Grey:
         """The things in all of these boxes, bool [H, W]."""
-        given = self._given(pixels, {"input_boxes": [boxes]})
-        seen = self._model.get_image_embeddings(given.inputs["pixel_values"])
+        model_inputs = self._given(pixels, {"input_boxes": [boxes]})
+        image_embeddings = self._model.get_image_embeddings(model_inputs.inputs["pixel_values"])
         white: Grey = np.zeros(pixels.shape[:2], np.bool_)
-        for some in given.inputs["input_boxes"].split(_BOXES_AT_A_TIME, dim=1):
-            said = self._model(image_embeddings=seen, input_boxes=some, multimask_output=False)
-            for mask in said.pred_masks[0, :, 0]:
-                white |= given.whole(mask)
+        for box_batch in model_inputs.inputs["input_boxes"].split(_BOXES_AT_A_TIME, dim=1):
+            prediction = self._model(
+                image_embeddings=image_embeddings, input_boxes=box_batch, multimask_output=False
+            )
+            for mask in prediction.pred_masks[0, :, 0]:
+                white |= model_inputs.whole(mask)
         return white
 
     def _given(self, pixels: Pixels, asked: dict[str, Any]) -> _Given:
@@ -98,18 +100,18 @@ class SegmentNodes:
         height, width = pixels.shape[:2]
         longest = self._processor.image_processor.size.get("longest_edge")  # SAM 2 has squares
         if longest and 2 * longest * min(height, width) < max(height, width):
-            told = f"is {width}x{height} pixels"
-            raise InvalidRequest("picture", told, f"sides of up to 1:{2 * longest}")
-        made = self._processor(images=[Image.fromarray(pixels)], return_tensors="pt", **asked)
-        sizes = {name: made.pop(name) for name in _SIZES if name in made}
-        return _Given(made.to(self._device, torch.float32), partial(self._whole, sizes))
+            problem = f"is {width}x{height} pixels"
+            raise InvalidRequest("picture", problem, f"sides of up to 1:{2 * longest}")
+        processed = self._processor(images=[Image.fromarray(pixels)], return_tensors="pt", **asked)
+        sizes = {name: processed.pop(name) for name in _SIZES if name in processed}
+        return _Given(processed.to(self._device, torch.float32), partial(self._whole, sizes))
 
     def _whole(self, sizes: Mapping[str, Any], mask: torch.Tensor) -> Grey:
         """A mask as the model says it, at the picture's size: bool [H, W]. One at a time: of a
         photograph of 12 megapixels each is 48 MB on its way.
         """
-        [said] = self._processor.post_process_masks(mask[None, None, None].cpu(), **sizes)
-        whole: Grey = said[0, 0].numpy()
+        [masks] = self._processor.post_process_masks(mask[None, None, None].cpu(), **sizes)
+        whole: Grey = masks[0, 0].numpy()
         return whole
 
 
@@ -123,9 +125,9 @@ class Sam2Pictures(ViTImageProcessorPil):
         self, images: Sequence[Image.Image], segmentation_maps: None = None, **asked: Any
     ) -> Any:
         """`pixel_values` of pictures, and their sizes."""
-        made = super().preprocess(images, **asked)
-        made["original_sizes"] = [(picture.height, picture.width) for picture in images]
-        return made
+        features = super().preprocess(images, **asked)
+        features["original_sizes"] = [(picture.height, picture.width) for picture in images]
+        return features
 
     def post_process_masks(
         self, masks: torch.Tensor, sizes: Sequence[tuple[int, int]], *_: Any

@@ -83,8 +83,8 @@ class VerifyNodes:
                 if len(raw) > _MOST_BYTES:
                     raise EngineFailed(f"the verifier's answer is over {_MOST_BYTES} bytes")
         try:
-            said = msgspec.json.decode(raw)["choices"][0]["message"]["content"]
-            number = re.search(r"\d+", said)
+            reply = msgspec.json.decode(raw)["choices"][0]["message"]["content"]
+            number = re.search(r"\d+", reply)
         except (msgspec.MsgspecError, LookupError, TypeError):
             number = None
         if number is None:

@@ -26,8 +26,8 @@ class ExchangeCosts:
 
     def seconds(self, work: ModelWork, row: RowTokens, degree: int) -> float:
         """Of all calls of a step; each lasts as long as the device that sends or gets most."""
-        sent = sent_bytes(work, row, degree, self.value_bytes) * busiest(work.heads, degree)
-        return sent / self.bytes_per_second + calls(work, degree) * self.call_seconds
+        bytes_sent = sent_bytes(work, row, degree, self.value_bytes) * busiest(work.heads, degree)
+        return bytes_sent / self.bytes_per_second + calls(work, degree) * self.call_seconds
 
 
 def calls(work: ModelWork, degree: int) -> int:
@@ -59,11 +59,11 @@ def busiest(heads: int, degree: int) -> float:
     """
     if not heads or degree == 1:
         return 1.0
-    most, own = [], 1 / degree
+    most, token_share = [], 1 / degree
     for share in (most_heads(heads, degree), heads // degree / heads):
-        most.append(3 * (1 - share) * own + share * (1 - own))
-        most.append(3 * share * (1 - own) + (1 - share) * own)
-    return max(most) / (4 * own * (1 - own))
+        most.append(3 * (1 - share) * token_share + share * (1 - token_share))
+        most.append(3 * share * (1 - token_share) + (1 - share) * token_share)
+    return max(most) / (4 * token_share * (1 - token_share))
 
 
 def uneven_flops(work: ModelWork, row: RowTokens, kind: str, degree: int) -> float:

@@ -82,10 +82,12 @@ def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1
         copies: as in `block_bytes`.
     """
     loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
-    kept = loads[:, ("h", "kv").index(kind)].copy()
+    block_sizes = loads[:, ("h", "kv").index(kind)].copy()
     if kind == "h" and work.restore_ends:
-        kept[work.starts] = 0.0
-    return float(kept.sum() + end_bytes(work, loads).sum()) + map_bytes(work, fmt, copies=copies)
+        block_sizes[work.starts] = 0.0
+    return float(block_sizes.sum() + end_bytes(work, loads).sum()) + map_bytes(
+        work, fmt, copies=copies
+    )
 
 
 def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
@@ -98,8 +100,9 @@ def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
         copies: as in `block_bytes`.
     """
     return sum(
-        fmt.bytes_of(copies * work.tokens[each.level], each.width) + 8.0 * copies * each.groups
-        for each in work.maps
+        fmt.bytes_of(copies * work.tokens[feature_map.level], feature_map.width)
+        + 8.0 * copies * feature_map.groups
+        for feature_map in work.maps
     )
 
 
@@ -115,7 +118,9 @@ def kept_bytes(
 ) -> float:
     """As `entry_bytes`, where block i keeps `kinds[i]`: any of "h" and "kv"."""
     loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
-    kept = [
+    block_sizes = [
         ("h" in kind) * h + ("kv" in kind) * kv for kind, (h, kv) in zip(kinds, loads, strict=True)
     ]
-    return float(sum(kept) + end_bytes(work, loads).sum()) + map_bytes(work, fmt, copies=copies)
+    return float(sum(block_sizes) + end_bytes(work, loads).sum()) + map_bytes(
+        work, fmt, copies=copies
+    )

@@ -120,14 +120,14 @@ class Added:
     @classmethod
     def by(cls, loras: Iterable[ModelWork], totals: Totals) -> Added:
         """What these add to all rows of `totals`; there is at least one."""
-        made = [
+        parts = [
             cls(
-                each.block_flops(totals),
-                np.stack((each.fixed_flops(totals, dense=True), each.fixed_flops(totals))),
+                lora.block_flops(totals),
+                np.stack((lora.fixed_flops(totals, dense=True), lora.fixed_flops(totals))),
             )
-            for each in loras
+            for lora in loras
         ]
-        return reduce(add, made)
+        return reduce(add, parts)
 
     def __add__(self, other: Added) -> Added:
         return Added(self.blocks + other.blocks, self.fixed + other.fixed)
@@ -155,7 +155,7 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         """Of both batches together."""
-        added = [each for each in (self.added, other.added) if each is not None]
+        added = [part for part in (self.added, other.added) if part is not None]
         return Totals(
             self.rows + other.rows,
             self.dense + other.dense,
@@ -272,10 +272,10 @@ class ModelWork:
 
     def looking_at(self, tokens: int) -> ModelWork:
         """The same with so many further tokens that are only looked at."""
-        [own] = self.tokens
-        peak = self.peak_row * (own + tokens) / own
+        [base_tokens] = self.tokens
+        peak = self.peak_row * (base_tokens + tokens) / base_tokens
         context = self.context + tokens
-        return replace(self, tokens=(own + tokens,), context=context, peak_row=peak)
+        return replace(self, tokens=(base_tokens + tokens,), context=context, peak_row=peak)
 
     def totals(self, rows: Sequence[RowTokens]) -> Totals:
         """The sums of `rows`.
@@ -297,8 +297,8 @@ class ModelWork:
                 a, joined = r.active[level], r.text if self.joint else 0.0
                 active += a
                 pairs += (a + joined) * (n + joined + r.text_read + self.still)
-                said = r.text_read if self.said_once else 0.0
-                all_pairs += (n + joined) * (n + joined + said + self.still)
+                text_keys = r.text_read if self.said_once else 0.0
+                all_pairs += (n + joined) * (n + joined + text_keys + self.still)
                 cross += a * r.text
             cached[level] = (count, active, text, count * n - active, pairs, cross)
             dense[level] = (count, count * n, text, 0.0, all_pairs, n * text)
@@ -312,8 +312,12 @@ class ModelWork:
     @property
     def still_flops(self) -> float:
         """Of making the keys and values of `still` tokens, once."""
-        alone = replace(self, tokens=(self.still,), still=0)
-        return alone.step_flops([alone.row_at(1.0, 0.0)], "dense") if self.still else 0.0
+        reference_work = replace(self, tokens=(self.still,), still=0)
+        return (
+            reference_work.step_flops([reference_work.row_at(1.0, 0.0)], "dense")
+            if self.still
+            else 0.0
+        )
 
     def block_flops(self, totals: Totals) -> Floats:
         """FLOPs of every block for the whole batch, `[blocks, len(KINDS)]`."""
@@ -368,12 +372,12 @@ class ModelWork:
             after: what is behind the last stack, likewise.
             positions: of convolutions, per level.
         """
-        own = []
+        block_work = []
         for block, numbers in zip(self.blocks, blocks, strict=True):
             row, token, text, spare = (
                 2.0 * numbers.get(term, 0.0) for term in ("row", "token", "text", "spare")
             )
-            own.append(
+            block_work.append(
                 replace(block, row=row, token=token, text=text, spare=spare, pair=0.0, cross=0.0)
             )
         first, last = (
@@ -385,8 +389,8 @@ class ModelWork:
             for numbers in (before, after)
         )
         last = replace(last, positions=tuple(2.0 * n for n in positions))
-        others = (FixedWork(),) * (len(self.before) - 1)
-        return replace(self, blocks=tuple(own), before=(first, *others), after=last)
+        other_stacks = (FixedWork(),) * (len(self.before) - 1)
+        return replace(self, blocks=tuple(block_work), before=(first, *other_stacks), after=last)
 
     def batch_launches(self, kinds: Sequence[str]) -> float:
         """Kernels of one step whose block i runs as `kinds[i]`."""
@@ -445,8 +449,12 @@ class BatchFlops:
         way = _Batch(counted, reads, kinds)
         if not way.same(self._way):
             cached, dense = (
-                [own for own, reading in zip(counted, reads, strict=True) if reading is wanted]
-                for wanted in (True, False)
+                [
+                    totals
+                    for totals, reading in zip(counted, reads, strict=True)
+                    if reading is is_cached
+                ]
+                for is_cached in (True, False)
             )
             self._way = way
             self._flops = work.batch_flops(

@@ -63,8 +63,8 @@ def own_steps(
     for number in range(1, count):
         begin = max(chosen[-1] + 1, 1 + (growth > 0))
         ahead = way[begin : steps - count + number + 1]
-        wanted = way[0] * (1 - ends[number])
-        chosen.append(begin + int(np.abs(ahead - wanted).argmin()))
+        target = way[0] * (1 - ends[number])
+        chosen.append(begin + int(np.abs(ahead - target).argmin()))
     return frozenset(chosen)
 
 
@@ -72,7 +72,7 @@ def foreseen_at(anchors: frozenset[int]) -> frozenset[int]:
     """Steps that compute these anchors, of a row that foresees all but the first: where it arrives
     at the one before, and from its second step on, as its first one shows where it goes.
     """
-    return frozenset({0} | {max(1, each) for each in anchors - {max(anchors)}})
+    return frozenset({0} | {max(1, anchor) for anchor in anchors - {max(anchors)}})
 
 
 def clock_steps(steps: int, stride: float) -> frozenset[int]:

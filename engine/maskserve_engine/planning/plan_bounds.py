@@ -86,9 +86,9 @@ def counted(
         if len(sums) * len(costs) > _MAX_PAIRS:
             return None
         joined = (sums[:, None] + costs[None]).reshape(-1, 2)
-        kept = _pareto(joined) if i else np.arange(len(joined))
-        left, right = np.divmod(kept, len(costs))
-        sums, chosen = joined[kept], [c[left] for c in chosen] + [right]
+        pareto_ids = _pareto(joined) if i else np.arange(len(joined))
+        left, right = np.divmod(pareto_ids, len(costs))
+        sums, chosen = joined[pareto_ids], [c[left] for c in chosen] + [right]
     last = fronts[-1][1]
     if len(sums) * len(last) > _MAX_PAIRS:
         return None
@@ -184,34 +184,34 @@ def _front_of(sort: Sort) -> tuple[NDArray[np.int64], Floats]:
     if not math.isinf(sort.kv):
         loads = loads + counts[:, KV] * sort.kv
     costs = np.stack((loads, counts @ np.array(sort.compute)), axis=1)
-    kept = _pareto(costs)
-    return counts[kept], costs[kept]
+    pareto_ids = _pareto(costs)
+    return counts[pareto_ids], costs[pareto_ids]
 
 
 def _pareto(costs: Floats) -> NDArray[np.intp]:
     order = np.lexsort((costs[:, 1], costs[:, 0]))
     second = costs[order, 1]
-    before = np.concatenate(([math.inf], np.minimum.accumulate(second)[:-1]))
-    kept: NDArray[np.intp] = order[second < before]
-    return kept
+    best_before = np.concatenate(([math.inf], np.minimum.accumulate(second)[:-1]))
+    pareto_ids: NDArray[np.intp] = order[second < best_before]
+    return pareto_ids
 
 
 def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
     """Each sort's kinds as evenly spaced as they can be; `project` goes first on equal terms."""
     kinds = [DENSE] * sum(item.block >= 0 for item in items)
-    for sort, wanted in zip(sorts, counts, strict=True):
-        given, total = [0, 0, 0], len(sort.blocks)
+    for sort, targets in zip(sorts, counts, strict=True):
+        assigned, total = [0, 0, 0], len(sort.blocks)
         for i, block in enumerate(sort.blocks, 1):
-            kind = max((PROJECT, KV, DENSE), key=lambda k: wanted[k] * i - given[k] * total)
-            given[kind] += 1
+            kind = max((PROJECT, KV, DENSE), key=lambda k: targets[k] * i - assigned[k] * total)
+            assigned[kind] += 1
             kinds[block] = kind
     return kinds
 
 
 def _take_gift(kinds: list[int], alike: Sequence[int]) -> None:
     """Begin with a `project` block, which there loads nothing, if one of its sort can be moved."""
-    other = next((block for block in alike if kinds[block] == PROJECT), 0)
-    kinds[0], kinds[other] = kinds[other], kinds[0]
+    swap_block = next((block for block in alike if kinds[block] == PROJECT), 0)
+    kinds[0], kinds[swap_block] = kinds[swap_block], kinds[0]
 
 
 def _balance(
@@ -219,7 +219,7 @@ def _balance(
 ) -> list[int]:
     """The kind at each block that keeps compute and loads closest, fixed work included."""
     sort_of = {block: i for i, sort in enumerate(sorts) for block in sort.blocks}
-    left = [list(c) for c in counts]
+    remaining = [list(c) for c in counts]
     kinds = [DENSE] * len(sort_of)
     ahead, present = 0.0, True
     for item in items:
@@ -228,11 +228,11 @@ def _balance(
         if item.block < 0:
             ahead, present = ahead - h, True
             continue
-        rest = left[sort_of[item.block]]
+        sort_counts = remaining[sort_of[item.block]]
         change = (item.dense - h, item.project - h, item.cached - item.kv)
-        now = ahead
-        kind = min((k for k in range(3) if rest[k]), key=lambda k: abs(now + change[k]))
-        rest[kind] -= 1
+        start = ahead
+        kind = min((k for k in range(3) if sort_counts[k]), key=lambda k: abs(start + change[k]))
+        sort_counts[kind] -= 1
         kinds[item.block] = kind
         ahead, present = ahead + change[kind], kind == DENSE
     return kinds

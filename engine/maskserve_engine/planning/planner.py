@@ -85,8 +85,8 @@ def plan(
     if not best.host or best.host < best.latency:
         return best
     slowed = replace(costs, compute=np.maximum(costs.compute, costs.launching))
-    others = [found(slowed)[1], *search.plain]
-    plans = [plan_of(costs, search.items, each, lead, bound) for each in others]
+    alternatives = [found(slowed)[1], *search.plain]
+    plans = [plan_of(costs, search.items, candidate, lead, bound) for candidate in alternatives]
     return min([best, *plans], key=lambda each: each.latency)
 
 
@@ -120,10 +120,10 @@ class _Search:
         counts = counted(self.items, self.sorts, self.fixed, tolerance)
         for kinds in counts.plans if counts is not None else ():
             best = _least(best, self._timed(kinds, lead))
-        found = self._explore(lead, 0.0, self.ahead, best.value / goal)
-        if found is None:
+        explored = self._explore(lead, 0.0, self.ahead, best.value / goal)
+        if explored is None:
             return best.kinds, best.value / goal
-        return found.kinds, found.value
+        return explored.kinds, explored.value
 
     def steady(self, tolerance: float, intervals: int) -> tuple[list[int], float]:
         """`(kinds, lower bound)` of the step repeated."""
@@ -186,18 +186,18 @@ class _Search:
         """
         weight = best_weight(self.sorts, self.fixed, offset - lead)
         ceiling = below * (1 - _ROUNDING)
-        rest = self._rest(weight, offset)
-        if rest[0][1] - weight * lead >= ceiling:
+        weighted = self._rest(weight, offset)
+        if weighted[0][1] - weight * lead >= ceiling:
             return None
         fast = self._rest(0.0, offset)
         slow = self._rest(1.0, offset)
-        other = 1 - weight
+        compute_weight = 1 - weight
         present: list[Any] = [(-lead, 0.0, None, 0)]
         absent: list[Any] = []
         for n, item in enumerate(self.items):
-            before, h, kv, dense, project, cached, block = item
+            fixed, h, kv, dense, project, cached, block = item
             (rest_a, rest_p), (fast_a, fast_p), (slow_a, slow_p) = (
-                rest[n + 1],
+                weighted[n + 1],
                 fast[n + 1],
                 slow[n + 1],
             )
@@ -213,7 +213,7 @@ class _Search:
             for states, load_h in ((present, 0.0), (absent, h)):
                 for state in states:
                     f, t = state[0], state[1]
-                    t += before
+                    t += fixed
                     x = t - ahead
                     if f < x:
                         f = x
@@ -221,22 +221,34 @@ class _Search:
                     start = ready if ready > t else t
                     end = start + dense
                     x = end - ahead
-                    done = ready if ready > x else x
-                    if weight * done + other * end < max_p and end < t_p and done < f_p:
-                        next_p.append((done, end, state, 0))
+                    loads_done = ready if ready > x else x
+                    if (
+                        weight * loads_done + compute_weight * end < max_p
+                        and end < t_p
+                        and loads_done < f_p
+                    ):
+                        next_p.append((loads_done, end, state, 0))
                     if block < 0:
                         continue
                     end = start + project
                     x = end - ahead
-                    done = ready if ready > x else x
-                    if weight * done + other * end < max_a and end < t_a and done < f_a:
-                        next_a.append((done, end, state, 1))
+                    loads_done = ready if ready > x else x
+                    if (
+                        weight * loads_done + compute_weight * end < max_a
+                        and end < t_a
+                        and loads_done < f_a
+                    ):
+                        next_a.append((loads_done, end, state, 1))
                     ready = f + kv
                     end = (ready if ready > t else t) + cached
                     x = end - ahead
-                    done = ready if ready > x else x
-                    if weight * done + other * end < max_a and end < t_a and done < f_a:
-                        next_a.append((done, end, state, 2))
+                    loads_done = ready if ready > x else x
+                    if (
+                        weight * loads_done + compute_weight * end < max_a
+                        and end < t_a
+                        and loads_done < f_a
+                    ):
+                        next_a.append((loads_done, end, state, 2))
             present, absent = _front(next_p), _front(next_a)
         return self._finish([*present, *absent], offset, ahead, ceiling)
 
@@ -262,17 +274,17 @@ class _Search:
         """Per place in the step, for inactive states (absent, present): a lower bound on what
         the rest adds to weight * F + (1 - weight) * t, streams not waiting for one another.
         """
-        other = 1 - weight
-        absent = present = weight * offset + other * self.after
+        compute_weight = 1 - weight
+        absent = present = weight * offset + compute_weight * self.after
         places = [(absent, present)]
-        for before, h, kv, dense, project, cached, block in reversed(self.items):
-            d = other * (before + dense) + present
+        for fixed, h, kv, dense, project, cached, block in reversed(self.items):
+            d = compute_weight * (fixed + dense) + present
             load = weight * h if weight else 0.0
             if block < 0:
                 absent, present = d + load, d
             else:
-                p = other * (before + project) + absent
-                k = other * (before + cached) + absent + (weight * kv if weight else 0.0)
+                p = compute_weight * (fixed + project) + absent
+                k = compute_weight * (fixed + cached) + absent + (weight * kv if weight else 0.0)
                 absent = min(k, min(p, d) + load)
                 present = min(k, p, d)
             places.append((absent, present))
@@ -289,12 +301,12 @@ def _front(states: list[Any]) -> list[Any]:
     if len(states) < 2:
         return states
     states.sort(key=itemgetter(0))
-    kept, least = [], INF
+    front, least = [], INF
     for state in states:
         if state[1] < least:
             least = state[1]
-            kept.append(state)
-    return kept
+            front.append(state)
+    return front
 
 
 _INTERVALS = 2
@@ -311,9 +323,16 @@ def plan_totals(
         tier_tokens: inactive tokens to load per tier, summed over the rows and in a fixed order.
         dense: sums over the dense rows of the step.
     """
-    beside = (float(dense.rows), dense.text) if dense is not None else (0.0, 0.0)
-    loras = sum(each.added.cached for each in (cached, dense) if each and each.added)
-    return (float(cached.rows), cached.text, *cached.active, *tier_tokens.values(), *beside, loras)
+    dense_terms = (float(dense.rows), dense.text) if dense is not None else (0.0, 0.0)
+    loras = sum(part.added.cached for part in (cached, dense) if part and part.added)
+    return (
+        float(cached.rows),
+        cached.text,
+        *cached.active,
+        *tier_tokens.values(),
+        *dense_terms,
+        loras,
+    )
 
 
 class PlanCache:
@@ -362,14 +381,14 @@ class PlanCache:
         """
         steps, log2 = self.steps, math.log2
         key = (what, lead, *(round(log2(x) * steps) if x > 0 else None for x in totals))
-        found = self._plans.get(key)
-        if found is not None:
+        cached = self._plans.get(key)
+        if cached is not None:
             self.hits += 1
             self._plans.move_to_end(key)
-            return found
+            return cached
         self.misses += 1
-        made = plan(build(), lead=lead, tolerance=self.tolerance, intervals=_INTERVALS)
-        self._plans[key] = made
+        new_plan = plan(build(), lead=lead, tolerance=self.tolerance, intervals=_INTERVALS)
+        self._plans[key] = new_plan
         if len(self._plans) > self.capacity:
             self._plans.popitem(last=False)
-        return made
+        return new_plan

@@ -120,12 +120,12 @@ def step_costs(
     per_flop = model.compute.per_unit
     compute = work.block_flops(totals) * per_flop
     fixed = work.fixed_flops(totals) * per_flop
-    before = np.zeros(len(work.blocks))
+    fixed_before = np.zeros(len(work.blocks))
     if dense is not None:
-        before += work.block_flops(dense)[:, 0] * per_flop
+        fixed_before += work.block_flops(dense)[:, 0] * per_flop
         fixed = fixed + work.fixed_flops(dense, dense=True) * per_flop
-    before[work.starts] += fixed[:-1]
-    before[0] += model.compute.fixed
+    fixed_before[work.starts] += fixed[:-1]
+    fixed_before[0] += model.compute.fixed
     loads = np.zeros((len(work.blocks), 2))
     ends = np.full(len(work.blocks), NO_RESTORE)
     restores, size = np.zeros(len(work.ends)), 0.0
@@ -144,14 +144,14 @@ def step_costs(
     seconds = float(loads[np.isfinite(loads[:, 1]), 1].sum())
     ahead = budget_bytes * seconds / size if size and seconds else math.inf
     launching = work.launches * model.launch, work.fixed_launches * model.launch
-    return StepCosts(compute, loads, before, float(fixed[-1]), ends, ahead, *launching)
+    return StepCosts(compute, loads, fixed_before, float(fixed[-1]), ends, ahead, *launching)
 
 
 def _seconds(line: Line, moved: Floats) -> Floats:
     """Of one transfer each; nothing takes no time, what is not there never comes."""
-    there = np.isfinite(moved)
-    seconds = line.fixed + line.per_unit * np.where(there, moved, 0.0)
-    return np.where(there, np.where(moved > 0, seconds, 0.0), math.inf)
+    is_finite = np.isfinite(moved)
+    seconds = line.fixed + line.per_unit * np.where(is_finite, moved, 0.0)
+    return np.where(is_finite, np.where(moved > 0, seconds, 0.0), math.inf)
 
 
 INF = math.inf
@@ -211,8 +211,8 @@ def items_of(costs: StepCosts) -> list[Item]:
         costs.ends.tolist(),
         strict=True,
     )
-    for i, (before, (h, kv), (dense, project, cached), end) in enumerate(rows):
-        items.append(Item(before, h, kv, dense, project, cached, i))
+    for i, (fixed, (h, kv), (dense, project, cached), end) in enumerate(rows):
+        items.append(Item(fixed, h, kv, dense, project, cached, i))
         if end >= 0:
             items.append(Item(0.0, end, INF, 0.0, 0.0, 0.0, -1))
     return items
@@ -245,8 +245,8 @@ def run(
 ) -> tuple[float, float]:
     """`(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads done."""
     f, t = -min(lead, ahead), 0.0
-    for before, load, compute in steps:
-        t += before
+    for fixed, load, compute in steps:
+        t += fixed
         f = max(f, t - ahead) + load
         t = max(f, t) + compute
         f = max(f, t - ahead)
@@ -270,8 +270,8 @@ def period(
 def _column(
     steps: Sequence[tuple[float, float, float]], after: float, ahead: float, f: float, t: float
 ) -> tuple[float, float]:
-    for before, load, compute in steps:
-        t += before
+    for fixed, load, compute in steps:
+        t += fixed
         x = t - ahead
         f = (f if f > x else x) + load
         t = (f if f > t else t) + compute
@@ -311,11 +311,11 @@ def plan_of(
     steps, ahead = actions(items, kinds), ahead_of(costs)
     load = sum(s[1] for s in steps)
     if lead is None:
-        latency, before = period(steps, costs.after, ahead)
-        before = min(before, load)
+        latency, start_lead = period(steps, costs.after, ahead)
+        start_lead = min(start_lead, load)
     else:
-        before = min(lead, ahead)
-        _, latency = run(steps, costs.after, ahead, before)
+        start_lead = min(lead, ahead)
+        _, latency = run(steps, costs.after, ahead, start_lead)
     host = costs.host(kinds)
     latency = max(latency, host)
     names, restores, ends, present = [], [], [], True
@@ -338,6 +338,6 @@ def plan_of(
         load=load,
         host=host,
         latency=latency,
-        lead=before,
+        lead=start_lead,
         bound=bound,
     )

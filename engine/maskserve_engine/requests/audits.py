@@ -121,11 +121,11 @@ class Audits:
         drift = drift_of(audit.latents.array(), dense, audit.job.edit_mask)
         if not math.isfinite(drift):
             return drift  # the edit has overflowed, which its client was told
-        held = self._drifts.setdefault(audit.key, _Drift())
+        drift_record = self._drifts.setdefault(audit.key, _Drift())
         self._drifts.move_to_end(audit.key)
         if len(self._drifts) > _REMEMBERED:
             self._drifts.popitem(last=False)
-        if held.largest <= self._limit < drift:
+        if drift_record.largest <= self._limit < drift:
             self.distrusted += 1
             _log.warning(
                 "template %s: an edit drifted by %.3f, [cache] audit_limit is %.3f; its edits run "
@@ -135,28 +135,32 @@ class Audits:
                 self._limit,
                 extra=about(audit.job.request.request_id),
             )
-        held.audits += 1
-        held.total += drift
-        held.largest = max(held.largest, drift)
+        drift_record.audits += 1
+        drift_record.total += drift
+        drift_record.largest = max(drift_record.largest, drift)
         self.done += 1
         self._observations.add("cache_drift", drift, self._label(audit.job.request.template_id))
         return drift
 
     def over_limit(self, key: str) -> float | None:
         """The largest drift of a template whose edits are not to be cached; None of any other."""
-        held = self._drifts.get(key)
-        return held.largest if held is not None and held.largest > self._limit else None
+        drift_record = self._drifts.get(key)
+        return (
+            drift_record.largest
+            if drift_record is not None and drift_record.largest > self._limit
+            else None
+        )
 
     def of(self, key: str) -> dict[str, float | int | bool]:
         """What is known of a template, for people; empty before its first audit."""
-        held = self._drifts.get(key)
-        if held is None:
+        drift_record = self._drifts.get(key)
+        if drift_record is None:
             return {}
         return {
-            "audits": held.audits,
-            "drift_mean": round(held.total / held.audits, 4),
-            "drift_max": round(held.largest, 4),
-            "runs_dense": held.largest > self._limit,
+            "audits": drift_record.audits,
+            "drift_mean": round(drift_record.total / drift_record.audits, 4),
+            "drift_max": round(drift_record.largest, 4),
+            "runs_dense": drift_record.largest > self._limit,
         }
 
     def counters(self) -> dict[str, float]:
@@ -180,5 +184,5 @@ def drift_of(
     _, h, w = dense.shape
     height, width = edit_mask.shape
     under = edit_mask.reshape(h, height // h, w, width // w).max(axis=(1, 3)) > 0
-    apart, size = (cached - dense)[:, under], dense[:, under]
-    return float(np.sqrt(np.square(apart).mean() / max(float(np.square(size).mean()), 1e-12)))
+    difference, size = (cached - dense)[:, under], dense[:, under]
+    return float(np.sqrt(np.square(difference).mean() / max(float(np.square(size).mean()), 1e-12)))

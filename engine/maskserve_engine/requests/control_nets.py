@@ -70,7 +70,7 @@ class ControlWork:
             MaskserveError: one of them is not served, or no longer.
         """
         controls, size = acting(job.request.controls, steps), job.moments.shape[1:]
-        works = tuple([control_work(facts, nets.config(each), *size) for each in controls])
+        works = tuple([control_work(facts, nets.config(control), *size) for control in controls])
         flops = tuple([(_dense(work, counted), _active(work, counted)) for work in works])
         return cls(controls, flops, steps, anchors, works)
 
@@ -82,7 +82,10 @@ class ControlWork:
             between: what a step between them costs beside others.
         """
         active = [_active(work, between) for work in self.works]
-        flops = [(dense, own) for (dense, _), own in zip(self.flops, active, strict=True)]
+        flops = [
+            (dense, cached_flops)
+            for (dense, _), cached_flops in zip(self.flops, active, strict=True)
+        ]
         return replace(self, flops=tuple(flops), anchors=plan.dense, own=plan)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
@@ -107,8 +110,8 @@ class ControlWork:
     def mean(self, *, cached: bool) -> float:
         """FLOPs of its steps, on average."""
         ahead = self.own.ahead if cached and self.own is not None else ()
-        each = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
-        return sum(each) / self.steps
+        step_flops = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
+        return sum(step_flops) / self.steps
 
 
 def _dense(work: ModelWork, counted: Totals) -> float:

@@ -43,9 +43,9 @@ class Doings:
 
     def _add(self, thing: tuple[str, ...]) -> int:
         """Count one more; how many there were before."""
-        before = self._done.get(thing, 0)
-        self._done[thing] = before + 1
+        previous = self._done.get(thing, 0)
+        self._done[thing] = previous + 1
         self._done.move_to_end(thing)
         if len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
-        return before
+        return previous

@@ -64,17 +64,19 @@ class InTime:
         if pricing is None:
             return
         work, request = edit.work, edit.job.request
-        wanted, share = _wanted(edit), min([1.0, *(level.work for level in edit.levels)])
-        alone = self._view(wanted, pricing, (), ())
+        router_edit, share = _wanted(edit), min([1.0, *(level.work for level in edit.levels)])
+        idle_view = self._view(router_edit, pricing, (), ())
         after_s = request.after_token_s * work.total_tokens
-        least_s = share * predicted_seconds(wanted, alone, 0.0) + after_s
+        least_s = share * predicted_seconds(router_edit, idle_view, 0.0) + after_s
         if least_s > self._refuse_above * limit_ms / 1e3:
             raise DeadlineExceeded(
                 f"SETTINGS.deadline_ms: {limit_ms} ms are too short for this edit; alone on this "
                 f"worker it takes about {math.ceil(1e3 * least_s)} ms"
             )
-        ahead = [other for other in waiting if _order(other) <= _order(edit)]
-        now_s = share * predicted_seconds(wanted, self._view(wanted, pricing, running, ahead), 0.0)
+        ahead = [queued_edit for queued_edit in waiting if _order(queued_edit) <= _order(edit)]
+        now_s = share * predicted_seconds(
+            router_edit, self._view(router_edit, pricing, running, ahead), 0.0
+        )
         soonest_s = now_s + after_s
         left_s = edit.deadline - now
         if soonest_s > self._refuse_above * left_s:
@@ -93,14 +95,14 @@ class InTime:
             running: edits that have a row beside it.
             now: time.monotonic().
         """
-        pricing, due = self._prices(), edit.make_ticket().due
-        if pricing is None or due is None:
+        pricing, due_at = self._prices(), edit.make_ticket().due
+        if pricing is None or due_at is None:
             return None
-        wanted = _wanted(edit)
-        needs_s = predicted_seconds(wanted, self._view(wanted, pricing, running, ()), 0.0)
-        if needs_s <= due - now:
+        router_edit = _wanted(edit)
+        needs_s = predicted_seconds(router_edit, self._view(router_edit, pricing, running, ()), 0.0)
+        if needs_s <= due_at - now:
             return None
-        enough = (level for level in edit.levels if level.work * needs_s <= due - now)
+        enough = (level for level in edit.levels if level.work * needs_s <= due_at - now)
         return next(enough, edit.levels[-1])
 
     def gains_by_waiting(
@@ -120,17 +122,17 @@ class InTime:
             anchors: that the priming still has to compute, a dense step each.
             running: edits that have a row beside it.
         """
-        pricing, due = self._prices(), edit.make_ticket().due
-        if pricing is None or due is None:
+        pricing, due_at = self._prices(), edit.make_ticket().due
+        if pricing is None or due_at is None:
             return False
-        now, left_s = _wanted(edit, without), due - time.monotonic()
+        immediate, left_s = _wanted(edit, without), due_at - time.monotonic()
         cached = _wanted(edit, route)
-        view = self._view(now, pricing, running, ())
-        if predicted_seconds(now, view, 0.0) <= left_s:
+        view = self._view(immediate, pricing, running, ())
+        if predicted_seconds(immediate, view, 0.0) <= left_s:
             return False
         priming = replace(_wanted(edit, DENSE), steps=anchors, controls=())
-        both = (priming, cached)
-        return sum(predicted_seconds(each, view, 0.0) for each in both) <= left_s
+        phases = (priming, cached)
+        return sum(predicted_seconds(phase, view, 0.0) for phase in phases) <= left_s
 
     def _view(
         self,
@@ -157,7 +159,7 @@ class InTime:
 def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
     """As a router would see it, on this route or its own."""
     work, route = edit.work, route or edit.route
-    own = route.own is not None
+    has_refresh = route.own is not None
     return Edit(
         steps=work.steps,
         active_tokens=work.passes * work.active_tokens,
@@ -165,8 +167,8 @@ def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
         template_id=edit.job.request.template_id,
         cache=route.mode != "dense",
         dense_steps=route.dense_steps,
-        own_steps=route.dense_steps if own else 0,
-        own=own,
+        own_steps=route.dense_steps if has_refresh else 0,
+        own=has_refresh,
         inner_tokens=work.passes * work.inner_tokens,
         ring_tokens=work.passes * work.ring_tokens,
         controls=shares(edit.controls.wanted, work.steps),
@@ -175,5 +177,5 @@ def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
 
 def _order(edit: RequestState) -> tuple[int, float]:
     """Of those that wait for a row the least comes first, as the scheduler has it."""
-    due = edit.make_ticket().due
-    return -edit.job.request.settings.priority, math.inf if due is None else due
+    due_at = edit.make_ticket().due
+    return -edit.job.request.settings.priority, math.inf if due_at is None else due_at

@@ -50,7 +50,9 @@ class EditAdapters:
         self._adapter, self._executor = adapter, executor
         self.loras, self.nets = loras, nets
         self._held: dict[str, Holdings[Any]] = {
-            each.kind.name: each for each in (loras, nets) if each is not None
+            resource_set.kind.name: resource_set
+            for resource_set in (loras, nets)
+            if resource_set is not None
         }
         """By kind."""
         self._drop = {LORAS.name: executor.drop, CONTROL_NETS.name: executor.drop_net}
@@ -71,7 +73,7 @@ class EditAdapters:
             )
         absent = self.nets.hold(edit.request_id, controls.wanted)
         if not absent:
-            controls.digests = tuple([self.nets.digest(each) for each in controls.wanted])
+            controls.digests = tuple([self.nets.digest(control) for control in controls.wanted])
         return absent
 
     def absent_loras(self, edit: RequestState) -> tuple[Resource, ...]:
@@ -92,8 +94,8 @@ class EditAdapters:
         if settings.adapters != "fast" or settings.insists or self.loras is None:
             return False
         sigmas = self._adapter.sigmas(edit.job)
-        each = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.wanted]
-        edit.loras.without = min(each)
+        step_counts = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.wanted]
+        edit.loras.without = min(step_counts)
         return edit.loras.without > 0
 
     def name(self, edit: RequestState) -> None:
@@ -128,8 +130,8 @@ class EditAdapters:
 
     def let_go(self, owner: str) -> None:
         """An edit or a priming has ended: what it held may make room."""
-        for held in self._held.values():
-            held.let_go(owner)
+        for resource_set in self._held.values():
+            resource_set.let_go(owner)
 
     def arrived(self, kind: Kind, wanted: Loadable, loaded: Loaded) -> list[str]:
         """One is on the device; the edits that wait for nothing more."""
@@ -159,4 +161,4 @@ class EditAdapters:
         assert self.loras is not None
         work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.facts
         loaded = map(self.loras.loaded, job.request.used_loras)
-        return [lora_work(facts, work, each.layers) for each in loaded]
+        return [lora_work(facts, work, lora.layers) for lora in loaded]

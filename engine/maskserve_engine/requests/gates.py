@@ -59,7 +59,10 @@ class AdaptersHere:
     def _may_begin_without(self, edit: RequestState) -> bool:
         if not self._adapters.may_begin_without(edit):
             return False
-        return sum(each.loras.late for each in self._books.edits.values()) < self._most_without
+        return (
+            sum(running_edit.loras.late for running_edit in self._books.edits.values())
+            < self._most_without
+        )
 
 
 class WayChosen:
@@ -107,8 +110,8 @@ class TemplateHere:
     def lacks(self, edit: RequestState) -> Sequence[Resource]:
         route, waits = edit.route, edit.mode == "wait"
         if route.prime:
-            due = edit.make_ticket().due if waits else None
-            self._primings.begin(edit.job, urgent=waits, due=due)
+            due_at = edit.make_ticket().due if waits else None
+            self._primings.begin(edit.job, urgent=waits, due=due_at)
         if not waits:
             return ()
         # What was coming may have come since, on another thread, whose word of it is still unread.
@@ -116,9 +119,12 @@ class TemplateHere:
             return (Resource(TEMPLATE, route.key),)
         settings = edit.job.request.settings
         if settings.insists:
-            asked = "cache is require" if settings.cache == "require" else "reproducible is set"
+            requirement = (
+                "cache is require" if settings.cache == "require" else "reproducible is set"
+            )
             raise EngineFailed(
-                f"SETTINGS.{asked}, but the template could not be primed (it does not fit the "
+                f"SETTINGS.{requirement}, but the template could not be primed (it does not "
+                "fit the "
                 "cache's budget, or the worker is short of memory); with cache: off the edit needs "
                 "no template"
             )

@@ -61,10 +61,10 @@ class LateRows:
         """By its template's entries that know its LoRAs, if it reads any and there are such."""
         if edit.route.outcome != "hit" or not edit.job.adapters or self._ways is None:
             return edit.route  # anchors of its own have them from the next one on
-        own = self._ways.when_adapters_came(edit)
-        if own is None:
+        adapter_plan = self._ways.when_adapters_came(edit)
+        if adapter_plan is None:
             return edit.route  # it goes on with those of the base model
-        self._executor.read(edit.request_id, own.key, own.anchors)
+        self._executor.read(edit.request_id, adapter_plan.key, adapter_plan.anchors)
         assert edit.reads is not None
-        edit.reads = edit.reads.of_entries(own.key, own.anchors)
-        return replace(own, beside=edit.route.beside)
+        edit.reads = edit.reads.of_entries(adapter_plan.key, adapter_plan.anchors)
+        return replace(adapter_plan, beside=edit.route.beside)

@@ -89,12 +89,12 @@ class Loras(Holdings[Lora]):
         return self._tiers
 
     def listed(self) -> tuple[AdapterStatus, ...]:
-        before, listed = self._listed, super().listed()
-        if listed is not before:
+        previous_list, listed = self._listed, super().listed()
+        if listed is not previous_list:
             host = self._listed_host
             self._tiers = {
                 "device": AdapterTierTotal(len(self._loaded), self.nbytes()),
-                "host": AdapterTierTotal(len(host), sum(each.nbytes for each in host)),
+                "host": AdapterTierTotal(len(host), sum(status.nbytes for status in host)),
             }
         return listed
 
@@ -102,8 +102,8 @@ class Loras(Holdings[Lora]):
         """First steps of an edit that look the same without the LoRA, as it was profiled; 0 for one
         that was not.
         """
-        until = self._profiles.get(lora.name, 2.0)
-        return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= until), len(sigmas))
+        sigma_limit = self._profiles.get(lora.name, 2.0)
+        return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= sigma_limit), len(sigmas))
 
     def _book(self, owner: str, wanted: Mapping[Resource, Lora]) -> None:
         """Raises Overloaded: these are more than the share of the owner's key of the device's bytes
@@ -115,10 +115,10 @@ class Loras(Holdings[Lora]):
             for resource, lora in wanted.items()
             if (key, resource) not in self._holders
         }
-        held, more = self._pinned.held(key), sum(sizes.values())
-        if key != NO_SCOPE and held and more > self._pinned.room(key):
+        held_bytes, more = self._pinned.held(key), sum(sizes.values())
+        if key != NO_SCOPE and held_bytes and more > self._pinned.room(key):
             raise Overloaded(
-                f"SETTINGS.loras: edits of this key hold LoRAs of {held} bytes, its share of "
+                f"SETTINGS.loras: edits of this key hold LoRAs of {held_bytes} bytes, its share of "
                 "[adapters] device_bytes; try again later"
             )
         for resource in wanted:

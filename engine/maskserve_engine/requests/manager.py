@@ -132,21 +132,21 @@ class RequestManager:
 
     def holds(self, edit: RequestState | PrimingState) -> bool:
         """Whether it has not ended."""
-        held = self.edits if isinstance(edit, RequestState) else self._priming
-        return held.get(edit.request_id) is edit
+        registry = self.edits if isinstance(edit, RequestState) else self._priming
+        return registry.get(edit.request_id) is edit
 
     def schedule(self) -> tuple[Run, ...]:
         """Decide the next step: tell the expired, make rows for the admitted."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         self.audits.judge_arrived()
-        late = [r for r, e in self.edits.items() if e.waiting and e.late(now)]
+        late = [r for r, e in self.edits.items() if e.waiting and e.late(now_s)]
         for request_id in late:
             self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
         for edit in self.late.overdue():
             self._park(edit)
         if not len(self.scheduler) and self.refusal is None:
             self._audit()
-        decision = self.scheduler.schedule(now, self.executor.devices)
+        decision = self.scheduler.schedule(now_s, self.executor.devices)
         for ticket in decision.expired:
             self.end(
                 ticket.request_id, DeadlineExceeded("its deadline passed before the edit was done")
@@ -158,10 +158,10 @@ class RequestManager:
 
     def running(self, run: Run) -> list[RequestState | PrimingState]:
         """Of a run those that have a row now."""
-        held: list[RequestState | PrimingState | None] = [
+        requests: list[RequestState | PrimingState | None] = [
             self.edits.get(t.request_id) or self._priming.get(t.request_id) for t in run.rows
         ]
-        return [edit for edit in held if edit is not None and edit.running]
+        return [edit for edit in requests if edit is not None and edit.running]
 
     def cancel(self, request_id: str) -> None:
         self.end(request_id, Cancelled("the edit was cancelled"))
@@ -274,13 +274,15 @@ class RequestManager:
         """Status of what runs and of what waits; the latter is the same object for as long as the
         same edits wait.
         """
-        held: dict[str, RequestState | PrimingState] = {**self.edits, **self._priming}
-        running = [held[t.request_id] for t in self.scheduler.running if t.request_id in held]
-        listed = [*held.values(), None, *running]
+        requests: dict[str, RequestState | PrimingState] = {**self.edits, **self._priming}
+        running = [
+            requests[t.request_id] for t in self.scheduler.running if t.request_id in requests
+        ]
+        listed = [*requests.values(), None, *running]
         if listed != self._listed:
             self._listed = listed
             names = {edit.request_id for edit in running}
-            self._waiting = tuple(e.status() for name, e in held.items() if name not in names)
+            self._waiting = tuple(e.status() for name, e in requests.items() if name not in names)
         return tuple([edit.status() for edit in running]), self._waiting
 
     def _start(self, edit: RequestState) -> None:
@@ -360,9 +362,9 @@ class RequestManager:
             return  # its row was parked
         try:
             edit.times.admitted = time.monotonic()
-            made = self._make_row(edit)
+            row_made = self._make_row(edit)
             edit.running = True
-            if edit.job.request.settings.insists and not made.complete:
+            if edit.job.request.settings.insists and not row_made.complete:
                 self._go_back(edit)
             elif self.primings is not None:
                 self.primings.cache.count(edit.route)
@@ -380,12 +382,12 @@ class RequestManager:
         self._resume(edit)
 
     def _make_row(self, edit: RequestState) -> RowMade:
-        made = self._make_plain_row(edit)
+        row_made = self._make_plain_row(edit)
         if self.adapters.absent_loras(edit):
             self.late.add(edit)
         elif edit.loras.wanted:
             self.adapters.attach(edit.request_id, edit.loras.wanted)
-        return made
+        return row_made
 
     def _make_plain_row(self, edit: RequestState) -> RowMade:
         if edit.levels:
@@ -402,29 +404,33 @@ class RequestManager:
         if route.beside is not None:
             nbytes = bytes_beside(route.beside, self.adapter, job, self._dtype)
         spec = CachedRowSpec(job, seed, route.key, route.anchors, sure, route.beside, nbytes)
-        made = self.executor.make(edit.request_id, spec)
-        edit.reads = EntryReads.of_template(route.key, route.anchors, made)
-        if made.own is not None:
+        row_made = self.executor.make(edit.request_id, spec)
+        edit.reads = EntryReads.of_template(route.key, route.anchors, row_made)
+        if row_made.own is not None:
             edit.own_bytes = nbytes
         elif route.beside is not None:
             edit.go(replace(route, beside=None), self.adapter)
-        return made
+        return row_made
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:
         """With anchors of its own; where there is no room for these, dense."""
         nbytes = own_bytes(plan, self.adapter, edit.job, self._dtype)
         spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.route.key)
-        made = self.executor.make(edit.request_id, spec)
-        if made.complete:
+        row_made = self.executor.make(edit.request_id, spec)
+        if row_made.complete:
             edit.reads = EntryReads.of_own(edit.request_id, plan, self.adapter.sigmas(edit.job))
             edit.own_bytes = nbytes
         else:
             edit.route = replace(DENSE, outcome="miss", key=edit.route.key, dense_for="memory")
-        return made
+        return row_made
 
     def _beside(self, edit: RequestState) -> list[RequestState]:
         """Edits that have a row, but for this one."""
-        return [each for each in self.edits.values() if each.running and each is not edit]
+        return [
+            running_edit
+            for running_edit in self.edits.values()
+            if running_edit.running and running_edit is not edit
+        ]
 
     def _release(self, edit: RequestState) -> None:
         """Let go of its row, if it has one."""

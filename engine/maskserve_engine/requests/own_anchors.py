@@ -101,29 +101,29 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
         dtype: of the model.
     """
     work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job, plan)
-    texts = [each for each in (job.conditioning, job.negative) if each is not None]
-    shown = adapter.facts.shown_tokens(*job.moments.shape[1:])  # among the work's tokens
-    each = [
+    texts = [per_text for per_text in (job.conditioning, job.negative) if per_text is not None]
+    picture_tokens = adapter.facts.shown_tokens(*job.moments.shape[1:])  # among the work's tokens
+    per_text = [
         tuple(
-            n - active / len(texts) + (len(text["prompt_embeds"]) - shown) * plan.text
+            n - active / len(texts) + (len(text["prompt_embeds"]) - picture_tokens) * plan.text
             for n, active in zip(work.tokens, counted.active, strict=True)
         )
         for text in texts
     ]
-    return _bytes(plan, adapter, job, each, dtype) + adapter.anchored_bytes(job)
+    return _bytes(plan, adapter, job, per_text, dtype) + adapter.anchored_bytes(job)
 
 
 def bytes_beside(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
     """The same of an edit that reads a template."""
-    texts = [each for each in (job.conditioning, job.negative) if each is not None]
+    texts = [text for text in (job.conditioning, job.negative) if text is not None]
     tokens = adapter.tokens(job)
     ring = plan.ring * tokens.ring
-    words = [(float(len(each["prompt_embeds"]) + ring),) for each in texts]
+    words = [(float(len(text["prompt_embeds"]) + ring),) for text in texts]
     nbytes = _bytes(plan, adapter, job, words, dtype) if plan.text else 0
     if plan.lifts:
         all_tokens, *_ = adapter.work(*job.moments.shape[1:]).tokens
-        others = [(float(all_tokens - tokens.active),)] * len(texts)
-        nbytes += _bytes(replace(plan, power=0.0), adapter, job, others, dtype)
+        cached_counts = [(float(all_tokens - tokens.active),)] * len(texts)
+        nbytes += _bytes(replace(plan, power=0.0), adapter, job, cached_counts, dtype)
     return nbytes
 
 

@@ -121,13 +121,13 @@ class EditWork:
         plain = self.without_own()
         kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
         between = replace(between, added=self.counted.added)
-        others = 1.0 - len(plan.dense) / self.steps
+        cached_share = 1.0 - len(plan.dense) / self.steps
         at_anchors, tokens = self.dense_flops, between.active[0]
         if renewed is not None:
             renewed = replace(renewed, added=self.counted.added)
             at_anchors = work.batch_flops(renewed, kinds, None)
-            tokens = share * renewed.active[0] + others * tokens
-        mean = share * at_anchors + others * work.batch_flops(between, kinds, None)
+            tokens = share * renewed.active[0] + cached_share * tokens
+        mean = share * at_anchors + cached_share * work.batch_flops(between, kinds, None)
         controls = plain.controls
         if controls is not None and renewed is None:
             controls = controls.with_own(plan, replace(between, added=None))
@@ -283,9 +283,9 @@ class EntryReads:
     @classmethod
     def of_template(cls, key: str, anchors: Sequence[Anchor | None], made: RowMade) -> EntryReads:
         """Of a row that was made to read a template, and what it keeps of its own."""
-        reads, own = cls(key, anchors, made.selection), made.own
-        if own is not None and own.text:
-            reads.text, reads.ahead = own.dense, own.ahead
+        reads, refresh_schedule = cls(key, anchors, made.selection), made.own
+        if refresh_schedule is not None and refresh_schedule.text:
+            reads.text, reads.ahead = refresh_schedule.dense, refresh_schedule.ahead
         return reads
 
     def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> EntryReads:
@@ -354,7 +354,7 @@ class LoraUse:
         """What META says; empty without LoRAs."""
         if not self.wanted:
             return {}
-        each = zip(self.wanted, self.digests or ("",) * len(self.wanted), strict=True)
+        pairs = zip(self.wanted, self.digests or ("",) * len(self.wanted), strict=True)
         return {
             "adapters": mode,
             "loras": [
@@ -364,7 +364,7 @@ class LoraUse:
                     "scale": lora.scale,
                     **({"notes": list(lora.notes)} if lora.notes else {}),
                 }
-                for lora, digest in each
+                for lora, digest in pairs
             ],
             "loras_from_step": self.from_step,
             "loras_waited_ms": _ms(self.waited_s),
@@ -390,19 +390,21 @@ class ControlUse:
         """What META says; empty without controls."""
         if not self.asked:
             return {}
-        digests = dict(zip((each.version for each in self.wanted), self.digests, strict=False))
+        digests = dict(
+            zip((control.version for control in self.wanted), self.digests, strict=False)
+        )
         return {
             "controls": [
                 {
-                    "name": each.name,
-                    "digest": digests.get(each.version, ""),
-                    "scale": each.scale,
-                    "start": each.start,
-                    "end": each.end,
-                    "image": each.image,
-                    **({} if each.mode is None else {"mode": each.mode}),
+                    "name": control.name,
+                    "digest": digests.get(control.version, ""),
+                    "scale": control.scale,
+                    "start": control.start,
+                    "end": control.end,
+                    "image": control.image,
+                    **({} if control.mode is None else {"mode": control.mode}),
                 }
-                for each in self.asked
+                for control in self.asked
             ],
             "controls_waited_ms": _ms(self.waited_s),
             "controls_stalled_ms": _ms(self.stalled_s),
@@ -490,8 +492,8 @@ class RequestState:
         Raises:
             MaskserveError: one of its ControlNets is no longer served.
         """
-        request, now = job.request, time.monotonic()
-        heard = now + (request.accepted_ns - time.time_ns()) / 1e9
+        request, now_s = job.request, time.monotonic()
+        heard = now_s + (request.accepted_ns - time.time_ns()) / 1e9
         limit_ms, due_ms = request.settings.deadline_ms, request.due_ms
         if due_ms is None:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
@@ -505,7 +507,7 @@ class RequestState:
             job,
             sink,
             work,
-            EditTimes(now),
+            EditTimes(now_s),
             None if limit_ms is None else heard + limit_ms / 1e3,
             due_ms,
             None if due_ms is None else heard + due_ms / 1e3 - after_s,
@@ -531,8 +533,8 @@ class RequestState:
         """Of one pass, those that the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
-        own = self.work.reading(text=step.text).active[0] / self.work.passes
-        return round(own + step.foresaw * self.work.ahead.tokens)
+        row_tokens = self.work.reading(text=step.text).active[0] / self.work.passes
+        return round(row_tokens + step.foresaw * self.work.ahead.tokens)
 
     @property
     def load_stall(self) -> float:
@@ -553,8 +555,8 @@ class RequestState:
     def step_tokens(self) -> int:
         """Tokens that one step of it computes, on average."""
         plan, share = self.route.own, self.dense_share
-        alone = share if plan is None else len(plan.dense) / self.work.steps
-        return self.work.tokens(self.mode, share, alone)
+        dense_only_share = share if plan is None else len(plan.dense) / self.work.steps
+        return self.work.tokens(self.mode, share, dense_only_share)
 
     def late(self, now: float) -> bool:
         """Whether its deadline has passed."""
@@ -566,7 +568,7 @@ class RequestState:
         A reproducible edit shares its steps with none: kernels round differently for batches of
         other shapes.
         """
-        work, alone = self.work, self.job.request.settings.reproducible
+        work, is_exclusive = self.work, self.job.request.settings.reproducible
         return Ticket(
             request_id=self.request_id,
             steps=work.steps - self.tally.done,
@@ -576,7 +578,7 @@ class RequestState:
             priority=self.job.request.settings.priority,
             deadline=self.deadline,
             background=self.audit is not None,
-            batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
+            batch_key=(work.batch_key, self.request_id) if is_exclusive else work.batch_key,
             cost=self.flops,
             due=self.deadline if self.due is None else self.due,
             seconds=self.seconds,
@@ -592,14 +594,14 @@ class RequestState:
     def status(self) -> RowStatus:
         """The one it has had since how it runs was decided, with the steps now left."""
         kind: Kind = "cached" if self.mode == "cached" else "dense"
-        left = self.work.steps - self.tally.done
+        steps_left = self.work.steps - self.tally.done
         if self.said is None or self.said.kind != kind:
             self.said = RowStatus(
                 request_id=self.request_id,
                 kind=kind,
                 active_tokens=self.work.tokens(self.mode),
                 total_tokens=self.work.passes * self.work.total_tokens,
-                steps_left=left,
+                steps_left=steps_left,
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,
                 due_ns=0 if self.due is None else int(1e9 * self.due),
@@ -608,12 +610,12 @@ class RequestState:
                 dense_share=self.dense_share,
                 own=self.route.own is not None,
             )
-        self.said.steps_left = left
+        self.said.steps_left = steps_left
         return self.said
 
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
         """META of the finished edit, without what the models after the denoiser add."""
-        now, request = time.monotonic(), self.job.request
+        now_s, request = time.monotonic(), self.job.request
         return {
             "event": "final",
             "step": self.work.steps,
@@ -636,19 +638,19 @@ class RequestState:
             "timings_ms": {
                 **request.timings_ms,
                 "queue": _ms(self.times.admitted - self.times.submitted),
-                "denoise": _ms(now - self.times.admitted),
+                "denoise": _ms(now_s - self.times.admitted),
                 "load_stall": _ms(self.load_stall),
             },
         }
 
     def _dense_steps(self) -> dict[str, Any]:
         """What META says of a cached edit's steps that computed all tokens."""
-        own, beside = self.route.own, self.route.beside
+        refresh_schedule, template_refresh = self.route.own, self.route.beside
         of_text = {"text_steps": self.tally.text, "own_bytes": self.own_bytes}
-        if own is not None:
+        if refresh_schedule is not None:
             return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
         first = {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
-        return first if beside is None else {**first, **of_text}
+        return first if template_refresh is None else {**first, **of_text}
 
     def go(self, route: Route, adapter: Adapter) -> None:
         """Run so. What its steps cost follows, and which levels it may step down to."""
@@ -670,9 +672,9 @@ class RequestState:
         return self.work_of(route, adapter).step_flops(route.mode, _reads_nothing(route))
 
     def _levels(self, facts: ModelFacts) -> tuple[ReuseLevel, ...]:
-        settings, own = self.job.request.settings, self.route.own
-        if own is not None:
-            return levels_of(settings, facts.skipping, "own", len(own.anchors))
+        settings, refresh_schedule = self.job.request.settings, self.route.own
+        if refresh_schedule is not None:
+            return levels_of(settings, facts.skipping, "own", len(refresh_schedule.anchors))
         if self.mode != "cached":
             return levels_of(settings, facts.skipping, "dense")
         times = self.work.without_own().cached_flops / self.work.cached_flops
@@ -715,7 +717,7 @@ class RequestState:
 
     def timeline(self) -> RequestTimeline:
         """What it went through, now that it ends."""
-        done, times = self.tally.done, self.times
+        steps_done, times = self.tally.done, self.times
         return RequestTimeline(
             submitted=times.submitted,
             queued=times.queued,
@@ -728,9 +730,9 @@ class RequestState:
                 "template_id": self.job.request.template_id,
             },
             work={
-                "steps_done": done,
+                "steps_done": steps_done,
                 "row": "cached" if self.mode == "cached" else "dense",
-                **self._work(done),
+                **self._work(steps_done),
                 "load_stall_ms": _ms(self.load_stall),
             },
         )

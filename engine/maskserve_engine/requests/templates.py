@@ -194,9 +194,9 @@ class Pins:
         """Undo `pin`, of another worker of the host too; False when it was not pinned."""
         keys = self._store.keys_of(template_id)
         pinned = template_id in self or any(
-            held.pinned
+            template.pinned
             for templates in self._store.held().values()
-            for key, held in templates.items()
+            for key, template in templates.items()
             if key in keys
         )
         self._owners.pop(template_id, None)
@@ -206,25 +206,25 @@ class Pins:
 
     def _has_room(self, template_id: str, owner: str) -> bool:
         """Whether all that is held of the template is in its owner's share of each tier."""
-        held, seen = self._store.held(), entries_id(template_id)
-        owned = {entries_id(name) for name, whose in self._owners.items() if whose == owner}
+        by_tier, entries_key = self._store.held(), entries_id(template_id)
+        owned = {entries_id(name) for name, pin_owner in self._owners.items() if pin_owner == owner}
         for tier in self._store.tiers if owner != NO_SCOPE else ():
-            total = own = more = 0
-            for each in held.get(tier.name, {}).values():
-                name = entries_id(each.note.template_id)
-                if name == seen:
-                    more += each.nbytes
-                elif each.pinned:
-                    total += each.nbytes
-                    own += each.nbytes if name in owned else 0
-            if more > room(tier.budget_bytes, total, own, owner):
+            total = owned_bytes = more = 0
+            for template in by_tier.get(tier.name, {}).values():
+                name = entries_id(template.note.template_id)
+                if name == entries_key:
+                    more += template.nbytes
+                elif template.pinned:
+                    total += template.nbytes
+                    owned_bytes += template.nbytes if name in owned else 0
+            if more > room(tier.budget_bytes, total, owned_bytes, owner):
                 return False
         return True
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the device keeps what nobody asked for, none being primed."""
-        left = self._store.memory.pinned.difference(*self._keys.values())
-        assert not left, f"{len(left)} pins that nobody asked for"
+        leftovers = self._store.memory.pinned.difference(*self._keys.values())
+        assert not leftovers, f"{len(leftovers)} pins that nobody asked for"
 
 
 class TemplateCache:
@@ -255,10 +255,10 @@ class TemplateCache:
         self.default_steps = adapter.facts.steps_default(config.model.num_inference_steps)
         self.dense_steps = dense_steps(self.config.dense_steps, adapter.facts.dense_steps)
         self.kinds = kinds
-        self.keeps_kv = all("kv" in kept for kept in kinds)
+        self.keeps_kv = all("kv" in parts for parts in kinds)
         """Whether rows of templates can share their plan with those that have anchors of their own,
         which leave keys and values alone."""
-        self._kept = ",".join("+".join(sorted(kept)) for kept in kinds)
+        self._kept = ",".join("+".join(sorted(parts)) for parts in kinds)
         """The kinds as the key says them."""
         if self.config.conv_halo:
             self._kept += ",maps"
@@ -320,7 +320,7 @@ class TemplateCache:
         if not again:
             self._reuse.add(key)
         anchors, first = self._anchors(job), self._dense_first(job)
-        priming, coming = key in self.priming, self.is_coming(key)
+        priming, is_loading = key in self.priming, self.is_coming(key)
         return Sight(
             key,
             anchors,
@@ -328,9 +328,9 @@ class TemplateCache:
             first,
             None if priming else self.store.locate(key, anchors),
             priming,
-            coming,
-            not coming and self._reuse.may_prime(key),
-            not coming and self._reuse.worth_priming(key),
+            is_loading,
+            not is_loading and self._reuse.may_prime(key),
+            not is_loading and self._reuse.worth_priming(key),
         )
 
     def fetch(self, sight: Sight) -> bool:
@@ -409,17 +409,17 @@ class TemplateCache:
         pinned = set(map(entries_id, self.pins))
         return [
             {
-                "template_id": held.note.template_id,
+                "template_id": template.note.template_id,
                 "key": key,
                 "tier": tier,
-                "pinned": held.pinned or entries_id(held.note.template_id) in pinned,
-                "bytes": held.nbytes,
-                "anchors": len(held.anchors),
-                "whole": held.whole,
+                "pinned": template.pinned or entries_id(template.note.template_id) in pinned,
+                "bytes": template.nbytes,
+                "anchors": len(template.anchors),
+                "whole": template.whole,
                 "priming": key in self.priming,
             }
             for tier, templates in self.store.held().items()
-            for key, held in templates.items()
+            for key, template in templates.items()
         ]
 
     def check_integrity(self, *, files: bool = True) -> None:

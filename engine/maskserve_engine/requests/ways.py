@@ -98,10 +98,10 @@ class Ways:
         if plan is None or not self._cache.keeps_kv:
             return dense
         dense_steps = len(plan.anchors)
-        own = replace(
+        refreshed = replace(
             dense, mode="cached", outcome="own", own=plan, dense_steps=dense_steps, dense_for=""
         )
-        return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), own)
+        return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), refreshed)
 
     def _least(self, edit: RequestState, *routes: Route) -> Route:
         """The route of least work; of equal ones the first."""
@@ -153,9 +153,11 @@ class Ways:
         primes = not sight.priming
         if primes and not sight.may_prime:
             return None
-        left = len(sight.anchors) if primes else self._primings.left(sight.key)
+        anchors_left = len(sight.anchors) if primes else self._primings.left(sight.key)
         route = Route("wait", "hit", sight.key, prime=primes, dense_steps=sight.dense_steps)
         running = self._books.running()
-        if left is not None and self._in_time.gains_by_waiting(edit, without, route, left, running):
+        if anchors_left is not None and self._in_time.gains_by_waiting(
+            edit, without, route, anchors_left, running
+        ):
             return route
         return None

@@ -34,10 +34,10 @@ class Pair(StepScheduler):
         """Decide once the last step has ended on all devices. Gangs are pairs: with a device lost
         one of those that are left takes the steps.
         """
-        left = tuple([device for device in self._devices if device not in devices.lost])
-        if devices.busy or not left:
+        living = tuple([device for device in self._devices if device not in devices.lost])
+        if devices.busy or not living:
             return Decision((), (), ())
-        if len(left) < len(self._devices):
-            left = left[:1]
+        if len(living) < len(self._devices):
+            living = living[:1]
         decision = super().schedule(now)
-        return replace(decision, runs=tuple([replace(r, devices=left) for r in decision.runs]))
+        return replace(decision, runs=tuple([replace(r, devices=living) for r in decision.runs]))

@@ -54,11 +54,11 @@ class Spread:
 
     @property
     def running(self) -> tuple[Ticket, ...]:
-        return tuple([ticket for each in self._each for ticket in each.running])
+        return tuple([ticket for scheduler in self._each for ticket in scheduler.running])
 
     @property
     def waiting(self) -> tuple[Ticket, ...]:
-        return tuple([ticket for each in self._each for ticket in each.waiting])
+        return tuple([ticket for scheduler in self._each for ticket in scheduler.waiting])
 
     def __len__(self) -> int:
         return len(self._device)
@@ -83,8 +83,8 @@ class Spread:
         del self._device[request_id], self._taken[request_id]
 
     def drain(self) -> None:
-        for each in self._each:
-            each.drain()
+        for scheduler in self._each:
+            scheduler.drain()
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide for each device by itself, as soon as its step has ended."""
@@ -94,11 +94,11 @@ class Spread:
         admitted: list[Ticket] = []
         runs: list[Run] = []
         expired: list[Ticket] = []
-        for device, each in enumerate(self._each):
+        for device, scheduler in enumerate(self._each):
             if device in devices.busy or device in devices.lost:
                 continue
             self._fill(device)
-            decision = each.schedule(now)
+            decision = scheduler.schedule(now)
             admitted += decision.admitted
             expired += decision.expired
             for run in decision.runs:
@@ -109,9 +109,9 @@ class Spread:
         return Decision(tuple(admitted), tuple(runs), tuple(expired))
 
     def check_integrity(self) -> None:
-        for device, each in enumerate(self._each):
-            each.check_integrity()
-            for ticket in (*each.running, *each.waiting):
+        for device, scheduler in enumerate(self._each):
+            scheduler.check_integrity()
+            for ticket in (*scheduler.running, *scheduler.waiting):
                 if self._device.get(ticket.request_id) != device:
                     raise RuntimeError(f"{ticket.request_id} is not known to be on {device}")
         if sum(map(len, self._each)) != len(self._device):
@@ -122,16 +122,16 @@ class Spread:
 
     def _load(self, device: int) -> int:
         """Tokens that are left to compute, as its tickets have said."""
-        each = self._each[device]
+        scheduler = self._each[device]
         return sum(
             (t.steps - self._taken[t.request_id]) * t.active_tokens
-            for t in (*each.running, *each.waiting)
+            for t in (*scheduler.running, *scheduler.waiting)
         )
 
     def _fill(self, device: int) -> None:
         """Give its free rows to tickets that have none elsewhere."""
-        each = self._each[device]
-        while len(each) < each.max_rows:
+        scheduler = self._each[device]
+        while len(scheduler) < scheduler.max_rows:
             longest = max(self._each, key=len)
             if len(longest) <= longest.max_rows or not longest.waiting:
                 return
@@ -143,8 +143,8 @@ class Spread:
         self._device[ticket.request_id] = device
 
     def _move_from(self, device: int) -> None:
-        each, left = self._each[device], self._left()
-        if not left:
+        scheduler, living = self._each[device], self._left()
+        if not living:
             return
-        for ticket in (*each.running, *each.waiting):
-            self._move(each, ticket, min(left, key=self._load))
+        for ticket in (*scheduler.running, *scheduler.waiting):
+            self._move(scheduler, ticket, min(living, key=self._load))

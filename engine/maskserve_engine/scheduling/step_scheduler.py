@@ -237,15 +237,15 @@ class TicketQueue:
     def check_room(self, ticket: Ticket) -> None:
         """Raises Overloaded: no more may wait, in all or of its key."""
         if self._waiting.room(scope_of(ticket.request_id)) < 1:
-            held = self._waiting.held(scope_of(ticket.request_id))
+            waiting_count = self._waiting.held(scope_of(ticket.request_id))
             free = len(self) < self._waiting.budget
-            told = f"{held} edits of this key" if free else f"{len(self)} edits"
-            raise Overloaded(f"{told} are waiting already; try again later")
+            count_text = f"{waiting_count} edits of this key" if free else f"{len(self)} edits"
+            raise Overloaded(f"{count_text} are waiting already; try again later")
 
     def add(self, ticket: Ticket) -> None:
         """Queue a ticket, however many wait."""
-        due = ticket.deadline if ticket.due is None else ticket.due
-        urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due, PATIENCE_S)
+        due_at = ticket.deadline if ticket.due is None else ticket.due
+        urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due_at, PATIENCE_S)
         place = _Place(urgent, self._number, ticket)
         self._number += 1
         insort(self._places, place)
@@ -423,13 +423,13 @@ class StepScheduler:
         longest ago, so that each moves on in turn; where clients' keys meet, of that key's whose
         turn it is, and of it no more rows than the keys' shares allow.
         """
-        whose = self._key_turns.next(live)
+        turn_key = self._key_turns.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
         self._step += 1
         self._turns = {key: self._turns.get(key, 0) for key in keys}
-        if whose is not None:
-            own = (t.batch_key for t in live if scope_of(t.request_id) == whose)
-            keys = dict.fromkeys(own)
+        if turn_key is not None:
+            batch_keys = (t.batch_key for t in live if scope_of(t.request_id) == turn_key)
+            keys = dict.fromkeys(batch_keys)
         if not keys:
             return (), ()
         chosen = min(keys, key=self._turns.__getitem__)
@@ -454,10 +454,10 @@ class StepScheduler:
 
     def _background_turn(self) -> int:
         """How many background rows take this step."""
-        wanted = len(self._background) + len(self._background_waiting)
+        background_count = len(self._background) + len(self._background_waiting)
         if not self._live and not self._live_waiting:
-            return min(wanted, self.max_rows)
-        if not wanted or self.priming_share == 0.0 or self._credit < self._price():
+            return min(background_count, self.max_rows)
+        if not background_count or self.priming_share == 0.0 or self._credit < self._price():
             return 0
         # One dense row at a time: a live row then waits for the rest of a single step.
         return min(1, self.max_rows - len(self._live))

@@ -76,20 +76,20 @@ class ControlNets:
             raise InvalidRequest(field, "ControlNets are not served here", "no controls")
         if ADAPTER_NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
             raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
-        found = self._described(name)
-        if found.problem:
-            raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
-        return found
+        net = self._described(name)
+        if net.problem:
+            raise InvalidRequest(field, f"ControlNet {name} {net.problem}")
+        return net
 
     def _described(self, name: str) -> KnownControlNet:
         assert self._folder is not None
         path = self._folder / name
         try:
             version = version_of(path)
-            known = self._known.get(name)
-            if known is None or known.version != version:
-                known = self._known[name] = self._read(KnownControlNet(name, path, version))
-            return known
+            net = self._known.get(name)
+            if net is None or net.version != version:
+                net = self._known[name] = self._read(KnownControlNet(name, path, version))
+            return net
         except OSError as error:
             return KnownControlNet(
                 name, path, "", problem=f"cannot be read: {error.strerror or error}"
@@ -119,13 +119,15 @@ def check_config(config: dict[str, Any], facts: ModelFacts) -> None:
     Raises:
         ValueError: it is not; a sentence whose subject is the net.
     """
-    asked = facts.control
-    if asked is None:
+    control_spec = facts.control
+    if control_spec is None:
         raise ValueError("does not go with the served model, which takes no ControlNets")
-    if config.get("_class_name") != asked.net:
-        raise ValueError(f"is a {config.get('_class_name')}; the served model takes {asked.net}")
+    if config.get("_class_name") != control_spec.net:
+        raise ValueError(
+            f"is a {config.get('_class_name')}; the served model takes {control_spec.net}"
+        )
     base = {**facts.denoiser, "in_channels": facts.latent_channels * facts.patch**2}
-    for key in ("in_channels", *asked.equal):
+    for key in ("in_channels", *control_spec.equal):
         if key in config and key in base and _plain(config[key]) != _plain(base[key]):
             raise ValueError(
                 f"is for another model: its {key} is {config[key]}, the served model's {base[key]}"
@@ -171,6 +173,6 @@ def _numbers(file: Path) -> int:
         ValueError: it is cut off, or none.
     """
     try:
-        return sum(prod(each.shape) for each in header_of(file).tensors.values())
+        return sum(prod(tensor.shape) for tensor in header_of(file).tensors.values())
     except BadHeader as error:
         raise ValueError(f"has a file {file.name} that {error}") from error

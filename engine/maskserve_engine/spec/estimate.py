@@ -58,8 +58,8 @@ def pricing_of(
     # Rows of UNets with anchors of their own convolve on a tile in any case.
     tiled = work if work.joint or work.halo else replace(work, halo=1)
     cached_row, per_mask = _line(work, text, text_shares.template)
-    between = [each * per_flop for each in _line(tiled, text, text_shares.own)]
-    with_text = [each * per_flop for each in _line(work, text, 1.0)]
+    between = [flops * per_flop for flops in _line(tiled, text, text_shares.own)]
+    with_text = [flops * per_flop for flops in _line(work, text, 1.0)]
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
     per_byte = costs.loads[HOST.name].per_unit if HOST.name in costs.loads else 0.0
@@ -96,8 +96,8 @@ def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
     """Of rows that compute a ring which they may leave out wherever they compute their text."""
     if not leaves_ring:
         return RINGS._replace(ahead=text.ahead)
-    template, own = (share if share < 1.0 else None for share in (text.template, text.own))
-    return RingShares(template, own, text.ahead)
+    template, refresh = (share if share < 1.0 else None for share in (text.template, text.own))
+    return RingShares(template, refresh, text.ahead)
 
 
 def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:
@@ -121,11 +121,11 @@ def _row(work: ModelWork, mask_ratio: float, text: float, share: float) -> RowTo
 def _control_price(
     net: ModelWork, per_flop: float, text: float, anchored: float, share: float
 ) -> RowPrice:
-    own, between = _row_price(net, per_flop, text, share), 1.0 - anchored
+    row_price, between = _row_price(net, per_flop, text, share), 1.0 - anchored
     return RowPrice(
-        dense_row=own.dense_row,
-        cached_row=own.dense_row * anchored + between * own.cached_row,
-        active_token=between * own.active_token,
+        dense_row=row_price.dense_row,
+        cached_row=row_price.dense_row * anchored + between * row_price.cached_row,
+        active_token=between * row_price.active_token,
     )
 
 

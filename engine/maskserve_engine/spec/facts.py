@@ -247,10 +247,10 @@ def check_served(*asked: tuple[str, Any, Any]) -> None:
     Raises:
         ConfigError: the two differ.
     """
-    for name, given, served in asked:
-        if given != served:
+    for name, value, served in asked:
+        if value != served:
             raise ConfigError(
-                f"[model] path: {name}: {given} is not served of such models; served: {served}"
+                f"[model] path: {name}: {value} is not served of such models; served: {served}"
             )
 
 
@@ -273,8 +273,8 @@ def own_stride(config: Config, facts: ModelFacts) -> float:
     """
     if facts.own_stride is None:
         return 0.0
-    asked = config.cache.own_anchors
-    return asked if asked >= 0 else facts.own_stride
+    configured = config.cache.own_anchors
+    return configured if configured >= 0 else facts.own_stride
 
 
 def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:

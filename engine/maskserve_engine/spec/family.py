@@ -85,5 +85,5 @@ def family_work(
         references=int(facts.semantics.reference),
         exact=facts.semantics.exact,
     )
-    shown = facts.shown_tokens(height, width)
-    return work.looking_at(shown) if shown else work
+    picture_tokens = facts.shown_tokens(height, width)
+    return work.looking_at(picture_tokens) if picture_tokens else work

@@ -59,7 +59,7 @@ def _kl(vae: Mapping[str, Any]) -> LatentSpace:
         pixels=2 ** (len(widths) - 1),
         channels=int(vae["latent_channels"]),
         shift=tuple(map(float, mean)) if mean else (float(vae.get("shift_factor") or 0.0),),
-        scale=tuple(scale / float(each) for each in std) if std else (scale,),
+        scale=tuple(scale / float(value) for value in std) if std else (scale,),
         widths=widths,
         tile=int(side[0] if isinstance(side, list) else side or _TILE),
     )
@@ -70,8 +70,8 @@ def _qwen_image(vae: Mapping[str, Any]) -> LatentSpace:
         pixels=2 ** len(vae["temperal_downsample"]),
         channels=int(vae["z_dim"]),
         shift=tuple(map(float, vae["latents_mean"])),
-        scale=tuple(1.0 / float(each) for each in vae["latents_std"]),
-        widths=tuple(int(vae["base_dim"]) * int(each) for each in vae["dim_mult"]),
+        scale=tuple(1.0 / float(value) for value in vae["latents_std"]),
+        widths=tuple(int(vae["base_dim"]) * int(value) for value in vae["dim_mult"]),
         vae="AutoencoderKLQwenImage",
         frames=True,
         tile=256,
@@ -82,11 +82,11 @@ def _qwen_image21(vae: Mapping[str, Any]) -> LatentSpace:
     """Its latents, of which one is a token, are taken as patches of four of a quarter of the
     channels each: so they lie as those of other models.
     """
-    own = _qwen_image(vae)
+    space = _qwen_image(vae)
     return replace(
-        own,
+        space,
         pixels=int(vae["scale_factor_spatial"]) // _SIDE,
-        channels=own.channels // _SIDE**2,
+        channels=space.channels // _SIDE**2,
         patch=_SIDE,
         vae="AutoencoderKLQwenImage21",
         alpha=int(vae["in_channels"]) == _RGBA,
@@ -110,7 +110,7 @@ def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentS
     Raises:
         ConfigError: its weights lack the statistics.
     """
-    found: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    statistics: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files and not any(folder.glob("*.bin")):
         none = (0.0,) * (4 * space.channels)
@@ -120,16 +120,16 @@ def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentS
             tensors = header_of(file).tensors
         except (OSError, BadHeader) as error:
             raise ConfigError(f"[model] path: {file} {error}") from error
-        for name in found.keys() ^ set(_STATISTICS) & tensors.keys():
+        for name in statistics.keys() ^ set(_STATISTICS) & tensors.keys():
             place = tensors[name]
             raw = np.fromfile(file, np.uint8, place.nbytes, offset=place.begin)
             if place.dtype == "BF16":  # the upper half of a float32
-                found[name] = (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(float)
+                statistics[name] = (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(float)
             else:
-                found[name] = raw.view({"F16": "<f2", "F32": "<f4"}[place.dtype]).astype(float)
-    if len(found) < len(_STATISTICS):
+                statistics[name] = raw.view({"F16": "<f2", "F32": "<f4"}[place.dtype]).astype(float)
+    if len(statistics) < len(_STATISTICS):
         raise ConfigError(f"[model] path: {folder} has no {' and '.join(_STATISTICS)}")
-    mean, variance = (found[name] for name in _STATISTICS)
+    mean, variance = (statistics[name] for name in _STATISTICS)
     scale = 1.0 / np.sqrt(variance + epsilon)
     return replace(space, shift=tuple(mean.tolist()), scale=tuple(scale.tolist()), patch=2)
 

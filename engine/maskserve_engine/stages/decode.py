@@ -79,7 +79,7 @@ class Decoder:
     ) -> list[NDArray[np.uint8] | EngineFailed]:
         """The same of several of one size, in one call; of one that overflows its error."""
         with torch.inference_mode():
-            scaled = torch.cat([self._scaled(each) for each in latents])
+            scaled = torch.cat([self._scaled(latent) for latent in latents])
             images = images_of(self.vae, scaled, self.latents)
             return [_pixels_or_error(image[None]) for image in images]
 
@@ -136,8 +136,8 @@ class Decoder:
         """From there to the image, [1, 3, H, W] of each piece."""
         decoder, level = self.vae.decoder, 0
         for block in decoder.up_blocks:
-            for each in block.resnets:
-                maps = resnet(each, maps, norm, level)
+            for block_resnet in block.resnets:
+                maps = resnet(block_resnet, maps, norm, level)
             for upsampler in block.upsamplers or ():
                 maps = [F.interpolate(x, scale_factor=2.0, mode="nearest") for x in maps]
                 level += 1
@@ -153,10 +153,10 @@ def _upsampled(conv: Any, maps: list[Tensor], pieces: Pieces | None, level: int)
         return [conv(x) for x in maps]
     out = []
     for x, box in zip(maps, pieces.boxes, strict=True):
-        came = pieces.outer(box, level - 1).scaled(2)
+        doubled = pieces.outer(box, level - 1).scaled(2)
         goes = pieces.outer(box, level)
-        read = goes.grown(1, pieces.at(level)).common(came)
-        y = conv(_cut(x, read.within(came)))
+        read = goes.grown(1, pieces.at(level)).common(doubled)
+        y = conv(_cut(x, read.within(doubled)))
         out.append(_cut(y, goes.within(read)))
     return out
 

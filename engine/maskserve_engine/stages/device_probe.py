@@ -52,12 +52,12 @@ def peak_rates(
     """By a GPU's properties (None: as torch tells them), or a CPU's threads (0: all cores)."""
     if device.type != "cuda":
         return cpu_rates(threads or cores())
-    found = (properties or torch.cuda.get_device_properties)(device)
+    gpu_properties = (properties or torch.cuda.get_device_properties)(device)
     gpu = GpuProperties(
-        name=found.name,
-        multiprocessors=found.multi_processor_count,
-        clock_hz=1e3 * found.clock_rate,
-        capability=(found.major, found.minor),
+        name=gpu_properties.name,
+        multiprocessors=gpu_properties.multi_processor_count,
+        clock_hz=1e3 * gpu_properties.clock_rate,
+        capability=(gpu_properties.major, gpu_properties.minor),
     )
     return gpu_rates(gpu, str(dtype).removeprefix("torch."))
 
@@ -84,9 +84,9 @@ def probed(
     a = torch.randn(side, side, device=device, dtype=dtype)
     out = torch.empty_like(a)
     product = seconds(lambda: torch.mm(a, a, out=out))
-    here = torch.empty(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(copied, dtype=torch.uint8, device=device)
-    copy = seconds(lambda: there.copy_(here, non_blocking=True))
+    host_buffer = torch.empty(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    device_buffer = torch.empty(copied, dtype=torch.uint8, device=device)
+    copy = seconds(lambda: device_buffer.copy_(host_buffer, non_blocking=True))
     small = torch.zeros(_SMALL, device=device, dtype=dtype)
     launch = seconds(lambda: small.add_(1)) if device.type == "cuda" else 0.0
     rates = peak
@@ -110,5 +110,5 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         return (time.perf_counter() - begin) / times
 
     lasts(1)
-    once = max(lasts(1), 1e-6)
-    return lasts(min(1000, max(1, int(_SECONDS / once))))
+    run_s = max(lasts(1), 1e-6)
+    return lasts(min(1000, max(1, int(_SECONDS / run_s))))

@@ -77,7 +77,7 @@ class EncodeReport(msgspec.Struct, frozen=True):
             "masked": self.masked,
             "batch": self.batch,
         }
-        read = {f"{name}_tokens": msgspec.to_builtins(each) for name, each in self.tokens.items()}
+        read = {f"{name}_tokens": msgspec.to_builtins(reads) for name, reads in self.tokens.items()}
         return {"encoded": encoded, **read}
 
     @property
@@ -86,8 +86,8 @@ class EncodeReport(msgspec.Struct, frozen=True):
         fields = {"prompt": "PROMPT", "negative_prompt": "SETTINGS.negative_prompt"}
         return tuple(
             f"{fields[prompt]}: {encoder} reads {read.used} tokens and not the last {read.cut}"
-            for prompt, each in self.tokens.items()
-            for encoder, read in each.items()
+            for prompt, reads in self.tokens.items()
+            for encoder, read in reads.items()
             if read.cut
         )
 
@@ -107,6 +107,6 @@ def unpack_conditioning(packed: NDArray[np.uint8]) -> tuple[Conditioning, Condit
     prompt: Conditioning = {}
     negative: Conditioning = {}
     for name, array in load(packed.tobytes()).items():
-        whose, _, name = name.partition(".")
-        (prompt if whose == "prompt" else negative)[name] = array
+        prompt_kind, _, name = name.partition(".")
+        (prompt if prompt_kind == "prompt" else negative)[name] = array
     return prompt, negative or None

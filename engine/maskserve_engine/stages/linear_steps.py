@@ -29,12 +29,12 @@ def is_linear(sampler: Any) -> bool:
     random = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(0))
     ends = []
     for size in (1.0, 10.0):
-        own = copy.deepcopy(sampler)
-        own.set_timesteps(3)
+        probe_sampler = copy.deepcopy(sampler)
+        probe_sampler.set_timesteps(3)
         latents, *answers = (size * random).unbind()
-        for timestep, answer in zip(own.timesteps, answers, strict=False):
-            own.scale_model_input(latents, timestep)
-            latents = own.step(answer, timestep, latents, return_dict=False)[0]
+        for timestep, answer in zip(probe_sampler.timesteps, answers, strict=False):
+            probe_sampler.scale_model_input(latents, timestep)
+            latents = probe_sampler.step(answer, timestep, latents, return_dict=False)[0]
         ends.append(latents / size)
     return torch.allclose(ends[0], ends[1], rtol=1e-3, atol=1e-3)
 
@@ -49,17 +49,19 @@ class ProbedStep(NamedTuple):
 
 def probed(sampler: Any, timestep: Tensor) -> ProbedStep:
     """Take a step; what the sampler remembers of those before is replaced."""
-    held = _remembered(sampler)
+    memory = _remembered(sampler)
     # Some samplers take apart a batch [1, numbers].
-    latents, *units, answer = torch.eye(len(held) + 2, dtype=torch.float64)[:, None].unbind()
-    for (name, index), unit in zip(held, units, strict=True):
+    latents, *units, answer = torch.eye(len(memory) + 2, dtype=torch.float64)[:, None].unbind()
+    for (name, index), unit in zip(memory, units, strict=True):
         if isinstance(getattr(sampler, name), list):
             getattr(sampler, name)[index] = unit
         else:
             setattr(sampler, name, unit)
     moved = sampler.step(answer, timestep, latents, return_dict=False)[0]
-    after = {_LATENTS: moved, **_remembered(sampler)}
-    return ProbedStep([_LATENTS, *held], {place: row.flatten() for place, row in after.items()})
+    state_after = {_LATENTS: moved, **_remembered(sampler)}
+    return ProbedStep(
+        [_LATENTS, *memory], {place: row.flatten() for place, row in state_after.items()}
+    )
 
 
 def matrices(steps: Sequence[ProbedStep]) -> Tensor:
@@ -70,29 +72,30 @@ def matrices(steps: Sequence[ProbedStep]) -> Tensor:
         place
         for step in steps
         for number, place in enumerate(step.before)
-        if place == _LATENTS or any(each[number] for each in step.after.values())
+        if place == _LATENTS
+        or any(factors_of_place[number] for factors_of_place in step.after.values())
     }
     places = sorted(read, key=lambda place: (place != _LATENTS, place))
     column = {place: number for number, place in enumerate(places)}
-    made = torch.zeros(len(steps), len(places), len(places) + 1)
-    for matrix, (before, after) in zip(made, steps, strict=True):
+    step_matrices = torch.zeros(len(steps), len(places), len(places) + 1)
+    for matrix, (before, after) in zip(step_matrices, steps, strict=True):
         for place, factors in after.items():
             if place not in column:
                 continue
             row = matrix[column[place]]
             row[-1] = factors[-1]
-            for each, factor in zip(before, factors, strict=False):
-                if each in column:
-                    row[column[each]] = factor
-    return made
+            for factors_of_place, factor in zip(before, factors, strict=False):
+                if factors_of_place in column:
+                    row[column[factors_of_place]] = factor
+    return step_matrices
 
 
 def _remembered(sampler: Any) -> dict[_Place, Tensor]:
     """The tensors of steps before, by attribute and place in its list."""
-    found = {}
+    tensors = {}
     for name in _MEMORY:
-        held = getattr(sampler, name, None)
-        for index, each in enumerate(held if isinstance(held, list) else [held]):
-            if isinstance(each, Tensor):
-                found[name, index] = each
-    return found
+        stored = getattr(sampler, name, None)
+        for index, item in enumerate(stored if isinstance(stored, list) else [stored]):
+            if isinstance(item, Tensor):
+                tensors[name, index] = item
+    return tensors

@@ -46,9 +46,11 @@ def device_of(config: Config, cuda: Any = torch.cuda, gpus: Path = GPUS) -> torc
     if device.type == "cuda":
         if not cuda.is_available():
             raise ConfigError(f"[model] device: {name!r} asked for, but there is no CUDA device")
-        seen = cuda.device_count()
-        if (device.index or 0) >= seen:
-            raise ConfigError(f"[model] device: {name!r} asked for, but {seen} can be seen here")
+        device_count = cuda.device_count()
+        if (device.index or 0) >= device_count:
+            raise ConfigError(
+                f"[model] device: {name!r} asked for, but {device_count} can be seen here"
+            )
     return device
 
 

@@ -37,10 +37,10 @@ class MomentsFolder:
     def read(self, pixels_id: str) -> NDArray[np.float32] | None:
         """[2C, h, w], or None where there is no whole file."""
         try:
-            found: NDArray[np.float32] = np.load(self._path(pixels_id), allow_pickle=False)
+            moments: NDArray[np.float32] = np.load(self._path(pixels_id), allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        return found
+        return moments
 
     def drop(self, pixels_id: str) -> None:
         self._path(pixels_id).unlink(missing_ok=True)

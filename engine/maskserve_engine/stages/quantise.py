@@ -66,8 +66,8 @@ def gguf_bytes(config: Config) -> int:
         raise _unreadable(config, error) from error
     itemsize = dtype_of(config).itemsize
     return sum(
-        int(each.n_elements) * itemsize if each.tensor_type in plain else int(each.n_bytes)
-        for each in tensors
+        int(tensor.n_elements) * itemsize if tensor.tensor_type in plain else int(tensor.n_bytes)
+        for tensor in tensors
     )
 
 
@@ -119,7 +119,7 @@ def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
 def largest_layer_bytes(model: nn.Module) -> int:
     """What a model takes on a device to which its layers go one after the other."""
     layers = (module.parameters(recurse=False) for module in model.modules())
-    return max(sum(each.nbytes for each in layer) for layer in layers)
+    return max(sum(parameter.nbytes for parameter in layer) for layer in layers)
 
 
 def form_in_words(config: Config) -> str:
@@ -193,7 +193,9 @@ def _load_gguf(config: Config, name: str, cls: Any) -> Any:
         )
     except BAD_FILE as error:
         raise _unreadable(config, error) from error
-    missing = [path for path, each in loaded.named_parameters() if each.device.type == "meta"]
+    missing = [
+        path for path, parameter in loaded.named_parameters() if parameter.device.type == "meta"
+    ]
     if missing:
         raise ConfigError(f"[model] gguf: {model.gguf} has no {missing[0]}")
     return loaded.eval().requires_grad_(False)

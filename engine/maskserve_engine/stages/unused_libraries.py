@@ -80,9 +80,9 @@ def unused_libraries(config: Config, *, text: bool = True) -> list[str]:
     what makes or reads fewer bits may ask for transformers.
     """
     model, folder = config.model, Path(config.model.path)
-    told = [Path(path) / "config.json" for path in config.nodes.folders().values()]
-    told += folder.glob("*/config.json") if model.path else ()
-    if any(read_json(file).get("quantization_config") for file in told):
+    config_files = [Path(path) / "config.json" for path in config.nodes.folders().values()]
+    config_files += folder.glob("*/config.json") if model.path else ()
+    if any(read_json(file).get("quantization_config") for file in config_files):
         return []
     forms = {model.weights, model.t5_weights}
     unused = ["peft"]

@@ -61,8 +61,8 @@ def images_of(vae: Any, latents: Tensor, space: LatentSpace) -> Tensor:
 
 def in_tiles(config: Config, facts: ModelFacts) -> bool:
     """Whether a worker's VAE takes large pictures in tiles."""
-    asked = config.stages.vae_tiles
-    return asked == "on" or (asked == "auto" and facts.native_resolution > _WHOLE)
+    vae_tiles = config.stages.vae_tiles
+    return vae_tiles == "on" or (vae_tiles == "auto" and facts.native_resolution > _WHOLE)
 
 
 def is_tiled(vae: Any, size: tuple[int, int], space: LatentSpace) -> bool:

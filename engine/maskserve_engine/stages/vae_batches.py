@@ -37,12 +37,12 @@ def vae_batches(sizes: Mapping[K, tuple[int, int]]) -> dict[K, tuple[K, ...]]:
     Returns:
         For each picture all that go with it, itself too, in the given order.
     """
-    found: dict[K, tuple[K, ...]] = {}
+    batches: dict[K, tuple[K, ...]] = {}
     filling: dict[tuple[int, int], list[K]] = {}
     for name, size in sizes.items():
         batch = filling.setdefault(size, [])
         if (len(batch) + 1) * size[0] * size[1] > _FULL:
             batch = filling[size] = []
         batch.append(name)
-        found |= dict.fromkeys(batch, tuple(batch))
-    return found
+        batches |= dict.fromkeys(batch, tuple(batch))
+    return batches

@@ -145,24 +145,25 @@ def plan_pieces(
         halos: as of `Pieces`.
         spread: likewise.
     """
-    found = Pieces(tuple(boxes), size, halos, spread)
-    while len(found.wanted) > 1:
-        saving, one, other = max(
-            (_saving(found, one, other), one, other) for one, other in combinations(found.wanted, 2)
+    pieces = Pieces(tuple(boxes), size, halos, spread)
+    while len(pieces.wanted) > 1:
+        saving, first, second = max(
+            (_saving(pieces, first, second), first, second)
+            for first, second in combinations(pieces.wanted, 2)
         )
-        if saving < 0 and len(found.wanted) <= _MOST_PIECES:
+        if saving < 0 and len(pieces.wanted) <= _MOST_PIECES:
             break
-        rest = tuple(box for box in found.wanted if box not in (one, other))
-        found = replace(found, wanted=(*rest, one.joined(other)))
-    return replace(found, probes=_probes(found))
+        remaining = tuple(box for box in pieces.wanted if box not in (first, second))
+        pieces = replace(pieces, wanted=(*remaining, first.joined(second)))
+    return replace(pieces, probes=_probes(pieces))
 
 
 def _saving(pieces: Pieces, one: PixelBox, other: PixelBox) -> float:
     """Share of the picture that is computed less if two boxes are one."""
     if pieces.changed(one, 0).common(pieces.changed(other, 0)).area:
         return 1.0
-    apart = pieces.share_of(one) + pieces.share_of(other)
-    return apart - pieces.share_of(one.joined(other))
+    separate_share = pieces.share_of(one) + pieces.share_of(other)
+    return separate_share - pieces.share_of(one.joined(other))
 
 
 def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
@@ -174,13 +175,15 @@ def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
     )
     changed = [box.grown(2 * pieces.spread, pieces.size) for box in pieces.wanted]
     places = [PixelBox(y, x, y + height, x + width) for y, x in product(tops, lefts)]
-    places = [box for box in places if not any(box.common(each).area for each in changed)]
-    found: list[PixelBox] = []
-    while places and len(found) < _PROBES:
-        far = max(places, key=lambda box: min(box.distance(o) for o in (*changed, *found)))
+    places = [
+        box for box in places if not any(box.common(changed_box).area for changed_box in changed)
+    ]
+    probes: list[PixelBox] = []
+    while places and len(probes) < _PROBES:
+        far = max(places, key=lambda box: min(box.distance(o) for o in (*changed, *probes)))
         places.remove(far)
-        found.append(far)
-    return tuple(found)
+        probes.append(far)
+    return tuple(probes)
 
 
 class _Known(NamedTuple):
@@ -213,12 +216,12 @@ class CellSums:
         levels = range(max(self.levels) + 1)
         changed = [[pieces.changed(box, k) for box in pieces.wanted] for k in levels]
         probes = [[box.scaled(1 << k) for box in pieces.probes] for k in levels]
-        rest = [1.0 - self._covered(changed[k], k) for k in levels]
+        outside_weights = [1.0 - self._covered(changed[k], k) for k in levels]
         areas = [self._positions(k) - sum(box.area for box in changed[k]) for k in levels]
-        outside = self._moments(rest, areas)
-        there = [self._covered(probes[k], k) for k in levels]
+        outside = self._moments(outside_weights, areas)
+        probe_weights = [self._covered(probes[k], k) for k in levels]
         areas = [max(1, sum(box.area for box in probes[k])) for k in levels]
-        return _Known(outside, self._moments(there, areas))
+        return _Known(outside, self._moments(probe_weights, areas))
 
     def _moments(self, cells: Sequence[Tensor], areas: Sequence[int]) -> Tensor:
         """[norms, 2, groups] mean and variance over parts of cells: by level, [CELLS, CELLS] and
@@ -293,8 +296,8 @@ class MixedNorm:
 
     def __init__(self, template: CellSums, pieces: Pieces, device: torch.device) -> None:
         self._pieces = pieces
-        known = torch.stack(template.known(pieces), 1).float().to(device)
-        self._known = iter(known)
+        template_moments = torch.stack(template.known(pieces), 1).float().to(device)
+        self._known = iter(template_moments)
 
     def __call__(self, norm: nn.GroupNorm, maps: list[Tensor], level: int) -> list[Tensor]:
         pieces, groups = self._pieces, norm.num_groups
@@ -302,11 +305,11 @@ class MixedNorm:
         changed = [pieces.changed(box, level) for box in pieces.wanted]
         inside = _moments(groups, maps, [pieces.outer(b, level) for b in pieces.wanted], changed)
         if pieces.probes:
-            there = [box.scaled(1 << level) for box in pieces.probes]
+            probe_boxes = [box.scaled(1 << level) for box in pieces.probes]
             outers = [pieces.outer(box, level) for box in pieces.probes]
-            now, spread = _moments(groups, maps[len(changed) :], outers, there)
+            probe_mean, spread = _moments(groups, maps[len(changed) :], outers, probe_boxes)
             wider = (spread / probes[1].clamp(min=1e-12)).sqrt().clamp(*_MOVED)
-            mean, variance = now + (mean - probes[0]) * wider, variance * wider.square()
+            mean, variance = probe_mean + (mean - probes[0]) * wider, variance * wider.square()
         height, width = pieces.at(level)
         share = sum(box.area for box in changed) / (height * width)
         whole = share * inside[0] + (1 - share) * mean
@@ -314,7 +317,7 @@ class MixedNorm:
         square = square + (1 - share) * (variance + (mean - whole).square())
         scale = norm.weight.view(groups, -1) * (square + norm.eps).rsqrt()[:, None]
         shift = norm.bias.view(groups, -1) - whole[:, None] * scale
-        scale, shift = (each.to(maps[0].dtype).view(1, -1, 1, 1) for each in (scale, shift))
+        scale, shift = (vector.to(maps[0].dtype).view(1, -1, 1, 1) for vector in (scale, shift))
         return [torch.addcmul(shift, x, scale) for x in maps]
 
 
@@ -343,7 +346,7 @@ def resnet(block: Any, maps: list[Tensor], norm: Norm, level: int) -> list[Tenso
 
 def is_local(mid_block: Any) -> bool:
     """Whether the middle of a VAE has no attention, so that it can run on pieces, too."""
-    return all(each is None for each in mid_block.attentions)
+    return all(attention is None for attention in mid_block.attentions)
 
 
 def plain_resnets(blocks: Iterable[Any], of: type[nn.Module]) -> bool:
@@ -353,12 +356,12 @@ def plain_resnets(blocks: Iterable[Any], of: type[nn.Module]) -> bool:
     return all(
         type(block) is of
         and all(
-            type(each) is ResnetBlock2D
-            and each.time_embedding_norm in ("default", "group")
-            and each.time_emb_proj is None
-            and each.output_scale_factor == 1.0
-            and isinstance(each.nonlinearity, nn.SiLU)
-            for each in cast("Iterable[Any]", block.resnets)
+            type(block_resnet) is ResnetBlock2D
+            and block_resnet.time_embedding_norm in ("default", "group")
+            and block_resnet.time_emb_proj is None
+            and block_resnet.output_scale_factor == 1.0
+            and isinstance(block_resnet.nonlinearity, nn.SiLU)
+            for block_resnet in cast("Iterable[Any]", block.resnets)
         )
         for block in blocks
     )

@@ -84,8 +84,8 @@ def load_engine(
         ConfigError: the model cannot be served.
     """
     if config.engine.devices > 1:
-        said = partial(policy_of(config.engine).make, config.engine)
-        return _load_ranks(config, policy or said, lora_loader)
+        configured_policy = partial(policy_of(config.engine).make, config.engine)
+        return _load_ranks(config, policy or configured_policy, lora_loader)
     _log.info("the denoiser's device: %s", device_in_words(config))
     device = device_of(config)
     if device.type == "cuda":
@@ -126,12 +126,12 @@ def _load_ranks(
     on_gpus = device_of(config).type == "cuda"
     check_devices(config, torch.cuda.device_count() if on_gpus else 0)
     ranks = RankProcesses(config)
-    own = ranks.scheduling_config
+    scheduling_config = ranks.scheduling_config
     most = config.engine.devices if shared.shares_steps else 1
     inbox = Inbox()
     return assemble(
-        own,
-        load_adapter(own),
+        scheduling_config,
+        load_adapter(scheduling_config),
         revision=ranks.hello.revision,
         executor=lambda adapter, store: GangExecutor(
             ranks, adapter, store, inbox.put, most, deals=shared.deals
@@ -189,8 +189,8 @@ def assemble(
 
     cache = store = None
     if config.cache.enabled:
-        here = 0 if elsewhere else memory.cache
-        store = open_store(config, size, costs.model, here, mover)
+        local_cache_bytes = 0 if elsewhere else memory.cache
+        store = open_store(config, size, costs.model, local_cache_bytes, mover)
         store.lower.on_change = arrived
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
         cache = TemplateCache(

@@ -69,7 +69,7 @@ def try_counts(config: Path, threads: int) -> Trial:
     Raises:
         RuntimeError: the model cannot be stepped in one process.
     """
-    found = {}
+    rates = {}
     for count in _COUNTS:
         if count == 1 or count <= threads:
             rate = _together(config, count, max(1, threads // count))
@@ -77,8 +77,8 @@ def try_counts(config: Path, threads: int) -> Trial:
                 raise RuntimeError("the model took no step in one process")
             if rate is None:  # such as for want of memory
                 break
-            found[count] = round(rate, 2)
-    return Trial(best(found), found)
+            rates[count] = round(rate, 2)
+    return Trial(best(rates), rates)
 
 
 def _together(config: Path, count: int, threads: int) -> float | None:
@@ -130,14 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="of the worker")
     parser.add_argument("--threads", type=int, default=cores(), help="cores of all processes")
     parser.add_argument("--rows", type=int, default=0, help="be one of the processes")
-    given = parser.parse_args(arguments)
-    config = load_config(given.config)
-    if given.rows:
-        _step(replace(config, model=replace(config.model, torch_threads=given.threads)), given.rows)
+    options = parser.parse_args(arguments)
+    config = load_config(options.config)
+    if options.rows:
+        _step(
+            replace(config, model=replace(config.model, torch_threads=options.threads)),
+            options.rows,
+        )
     elif device_of(config).type != "cpu":
         print(msgspec.json.encode(Trial(1, {})).decode())
     else:
-        print(msgspec.json.encode(try_counts(given.config, given.threads)).decode())
+        print(msgspec.json.encode(try_counts(options.config, options.threads)).decode())
     return 0
 
 

@@ -65,8 +65,8 @@ def popularity(service: Service) -> NDArray[np.float64]:
 def drawn(service: Service, calls: int, seed: int) -> list[int]:
     """Which adapter each call asks for."""
     rng = np.random.default_rng(seed)
-    found: list[int] = rng.choice(service.adapters, calls, p=popularity(service)).tolist()
-    return found
+    draws: list[int] = rng.choice(service.adapters, calls, p=popularity(service)).tolist()
+    return draws
 
 
 def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
@@ -80,12 +80,12 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
     missed = 0
     for number, adapter in enumerate(calls):
         lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
-        there = residency.state(Resource(LORAS.name, lora.version)) == "here"
+        is_loaded = residency.state(Resource(LORAS.name, lora.version)) == "here"
         books.hold("edit", (lora,))
         loader.arrive(books)
         books.let_go("edit")
         loader.arrive(books)
-        missed += not there and number >= WARM * len(calls)
+        missed += not is_loaded and number >= WARM * len(calls)
     residency.check_integrity()
     assert len(books.names()) == service.slots
     return missed / (len(calls) * (1 - WARM)), loader.loads / len(calls)
@@ -93,14 +93,14 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
 
 def misses_of_lru(slots: int, calls: Sequence[int]) -> float:
     """The same with the least recently used evicted."""
-    held: OrderedDict[int, None] = OrderedDict()
+    cache: OrderedDict[int, None] = OrderedDict()
     missed = 0
     for number, adapter in enumerate(calls):
-        missed += adapter not in held and number >= WARM * len(calls)
-        held[adapter] = None
-        held.move_to_end(adapter)
-        if len(held) > slots:
-            held.popitem(last=False)
+        missed += adapter not in cache and number >= WARM * len(calls)
+        cache[adapter] = None
+        cache.move_to_end(adapter)
+        if len(cache) > slots:
+            cache.popitem(last=False)
     return missed / (len(calls) * (1 - WARM))
 
 
@@ -142,6 +142,6 @@ def main() -> int:
         calls = drawn(service, args.calls, 0)
         missed, loads = misses(service, calls)
         lru, beyond = misses_of_lru(service.slots, calls), 1 - service.share
-        rows.append([service.name, *(f"{each:.3f}" for each in (missed, lru, beyond, loads))])
+        rows.append([service.name, *(f"{value:.3f}" for value in (missed, lru, beyond, loads))])
     print(table(["service", "misses", "of an LRU", "beyond the first", "loads a call"], rows))
     return 0

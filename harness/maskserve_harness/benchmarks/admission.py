@@ -43,16 +43,17 @@ def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
     engine = meta_engine()
     _prime(engine, large_job("auto", 0))
     ways = [(kind, prepared) for kind in _KINDS for prepared in (True, False)]
-    taken: dict[tuple[str, bool], list[dict[str, float]]] = {way: [] for way in ways}
+    timings: dict[tuple[str, bool], list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for kind, prepared in ways:
             job = large_job(_KINDS[kind], number)
-            taken[kind, prepared].append(_admit(engine, job, kind, prepared=prepared))
+            timings[kind, prepared].append(_admit(engine, job, kind, prepared=prepared))
     return {
         f"{kind}, {'' if prepared else 'not '}prepared": {
-            name: round(statistics.median(each[name] for each in found[1:]), 3) for name in found[0]
+            name: round(statistics.median(timing[name] for timing in way_timings[1:]), 3)
+            for name in way_timings[0]
         }
-        for (kind, prepared), found in taken.items()
+        for (kind, prepared), way_timings in timings.items()
     }
 
 
@@ -96,8 +97,10 @@ def _prime(engine: Engine, job: EditJob) -> None:
     """Have the job's template count as primed: its entries are never read."""
     priming = engine.cache.begin(job)
     assert priming is not None
-    for done, anchor in enumerate(priming.anchors, 1):
-        assert engine.cache.store.put(priming.key, AnchorEntry(anchor, ()), priming.note(done))
+    for anchor_count, anchor in enumerate(priming.anchors, 1):
+        assert engine.cache.store.put(
+            priming.key, AnchorEntry(anchor, ()), priming.note(anchor_count)
+        )
     engine.cache.end(priming, complete=True)
 
 
@@ -107,8 +110,8 @@ def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[s
 
     def timed(call: Callable[[], Any]) -> tuple[float, Any]:
         begin = time.thread_time()
-        made = call()
-        return 1e3 * (time.thread_time() - begin), made
+        value = call()
+        return 1e3 * (time.thread_time() - begin), value
 
     prepare = engine.prepared if prepared else lambda given: given
     adapter = engine.adapter

@@ -89,11 +89,11 @@ def lora_step(args: argparse.Namespace) -> dict[str, Any]:
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     bench = Bench("flux-256", (1, 1), dtype, device, "model")
     bench.fill_entry("kv")
-    plain, ours = ([bench.row(RATIO, seed) for seed in range(ROWS)] for _ in range(2))
-    for row in ours:
+    plain, lora_rows = ([bench.row(RATIO, seed) for seed in range(ROWS)] for _ in range(2))
+    for row in lora_rows:
         row.adapters = ((bench.lora(RANK), 0.8),)
     timer = Timer(device, args.clock)
-    batches = [kept(bench, AHEAD, partial(bench.step, rows, "kv")) for rows in (plain, ours)]
+    batches = [kept(bench, AHEAD, partial(bench.step, rows, "kv")) for rows in (plain, lora_rows)]
     for steps in batches:
         steps(1)
     without, with_loras = (ms / AHEAD for ms in timer.in_turn(batches, args.repeat))
@@ -111,21 +111,21 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     refresh = args.refresh
     bench = Bench("flux-256", (1, 1), dtype, device, "model", steps=refresh)
-    one = bench.weights
-    bench.weights = _repeated(one, BASE_BLOCKS)
+    base_weights = bench.weights
+    bench.weights = _repeated(base_weights, BASE_BLOCKS)
     bench.blocks = sum(BASE_BLOCKS)
     tokens = bench.work.tokens[0]
     bench.text = round(TEXT_TO_TOKENS * tokens)
     bench.fill_entry("kv")
-    net = _net(_repeated(one, NET_BLOCKS), bench)
-    plain, ours, dense = (bench.row(CONTROL_RATIO, 0) for _ in range(3))
-    for row, every in ((ours, refresh), (dense, 1)):
+    net = _net(_repeated(base_weights, NET_BLOCKS), bench)
+    plain, control_row, dense = (bench.row(CONTROL_RATIO, 0) for _ in range(3))
+    for row, interval in ((control_row, refresh), (dense, 1)):
         with torch.inference_mode():
             hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
-        given = FluxNetInput(control, net, hint, row.text, row.guidance)
-        row.residuals = RowControl((given,), refreshed_every(every, refresh))
-    without, with_control, all_dense = _in_turn(bench, (plain, ours, dense), refresh, args)
+        net_input = FluxNetInput(control, net, hint, row.text, row.guidance)
+        row.residuals = RowControl((net_input,), refreshed_every(interval, refresh))
+    without, with_control, all_dense = _in_turn(bench, (plain, control_row, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
     full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]
     return {
@@ -148,10 +148,10 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
     bench = UnetBench(UNET_PRESET, dtype, device, "model", steps=refresh)
     bench.fill_entry("kv")
     net = bench.net()
-    plain, ours, dense = (bench.row(UNET_CONTROL_RATIO, 0) for _ in range(3))
-    bench.control(ours, net, refresh)
+    plain, control_row, dense = (bench.row(UNET_CONTROL_RATIO, 0) for _ in range(3))
+    bench.control(control_row, net, refresh)
     bench.control(dense, net, 1)
-    without, with_control, all_dense = _in_turn(bench, (plain, ours, dense), refresh, args)
+    without, with_control, all_dense = _in_turn(bench, (plain, control_row, dense), refresh, args)
     narrow = [_unet_control_count(UNETS[UNET_PRESET], n) for n in (refresh, 1)]
     full = [_unet_control_count(SDXL, n) for n in (refresh, 1)]
     return {
@@ -180,10 +180,12 @@ def _in_turn(
 
 def _unet_control_count(config: Mapping[str, Any], refresh: int) -> float:
     """As `_control_count`, of a UNet with a ControlNet of its size."""
-    own, side = dict(config), int(config["sample_size"])
-    work, beside = (count(own, side, side, guidance=False) for count in (unet_work, control_work))
+    unet_config, side = dict(config), int(config["sample_size"])
+    work, net_work = (
+        count(unet_config, side, side, guidance=False) for count in (unet_work, control_work)
+    )
     row = work.row_at(UNET_CONTROL_RATIO, TEXT)
-    whole, active = (beside.step_flops([row], kind) for kind in ("dense", "kv"))
+    whole, active = (net_work.step_flops([row], kind) for kind in ("dense", "kv"))
     mean = (whole + (refresh - 1) * active) / refresh
     return 1.0 + mean / work.step_flops([row], "kv")
 
@@ -202,14 +204,16 @@ def _net(weights: FluxWeights, bench: Bench) -> FluxControlNet:
     """A FluxControlNetModel of these blocks, beside the bench's base."""
     width, channels = weights.width, int(bench.config["in_channels"])
     layers = [torch.nn.Linear(n, width) for n in (channels, width)]
-    hint, out = (linear(each.to(bench.device, bench.dtype)) for each in layers)
-    own = replace(weights, last_vectors=None, proj_out=None)
+    hint, out = (linear(layer.to(bench.device, bench.dtype)) for layer in layers)
+    net_weights = replace(weights, last_vectors=None, proj_out=None)
     doubles, singles = NET_BLOCKS
     places = (
         *spread(doubles, 0, BASE_BLOCKS[0]),
         *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
     )
-    return FluxControlNet(own, hint, (out,) * len(places), None, channels, BASE_BLOCKS, places)
+    return FluxControlNet(
+        net_weights, hint, (out,) * len(places), None, channels, BASE_BLOCKS, places
+    )
 
 
 def _control_count(
@@ -230,16 +234,16 @@ def _control_count(
     """
 
     def work_of(blocks: tuple[int, int]) -> ModelWork:
-        own = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
-        return flux_work(own, side, side)
+        flux_config = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
+        return flux_work(flux_config, side, side)
 
-    work, beside = work_of(base), work_of(net)
+    work, net_work = work_of(base), work_of(net)
     tokens = work.tokens[0]
     row = work.row_at(CONTROL_RATIO, TEXT_TO_TOKENS * tokens)
     width = work.blocks[0].width
     out = 2.0 * width * width * sum(net)  # of each computed token, behind each block
-    whole = beside.step_flops([row], "dense") + out * tokens
-    active = beside.step_flops([row], "kv") + out * CONTROL_RATIO * tokens
+    whole = net_work.step_flops([row], "dense") + out * tokens
+    active = net_work.step_flops([row], "kv") + out * CONTROL_RATIO * tokens
     mean = (whole + (refresh - 1) * active) / refresh
     return 1.0 + mean / work.step_flops([row], "kv")
 
@@ -310,9 +314,9 @@ def main() -> int:
             summary |= measure(args)
     bars = held(summary)
     for name, value in summary.items():
-        told = bars.get(name)
-        bar = f"  ({told['bar']}: {'met' if told['met'] else 'MISSED'})" if told else ""
+        result = bars.get(name)
+        bar = f"  ({result['bar']}: {'met' if result['met'] else 'MISSED'})" if result else ""
         print(f"{name:24} {value}{bar}")
-    told = {"torch": torch.__version__, "summary": summary, "bars": bars}
-    write_json(about(hardware(torch.device(args.device))) | told, args.json)
+    result = {"torch": torch.__version__, "summary": summary, "bars": bars}
+    write_json(about(hardware(torch.device(args.device))) | result, args.json)
     return 0

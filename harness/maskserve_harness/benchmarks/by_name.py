@@ -53,12 +53,14 @@ async def _by_name(address: str, values: Values, rounds: int) -> dict[str, Any]:
         for _ in range(rounds + 1):  # the first one warms
             pixels = rng.integers(0, 256, (_SIDE, _SIDE, 3), np.uint8)
             puts = [
-                values.put(plain_picture(each), _CLIENT.scope, _RUN) for each in (pixels, white)
+                values.put(plain_picture(item), _CLIENT.scope, _RUN) for item in (pixels, white)
             ]
             picture, mask = (NamedValue(put) for put in puts if put is not None)
-            by_name_s, made = await _two(named, picture, mask, _RUN)
+            by_name_s, actual = await _two(named, picture, mask, _RUN)
             by_value_s, expected = await _two(plain, encode_png(pixels), encode_png(white), "")
-            cut = made if isinstance(made, bytes) else values.read(made.element, _CLIENT.scope)
+            cut = (
+                actual if isinstance(actual, bytes) else values.read(actual.element, _CLIENT.scope)
+            )
             assert as_file(cut) == as_file(expected)
             seconds["named"].append(round(by_name_s, 4))
             seconds["plain"].append(round(by_value_s, 4))
@@ -68,7 +70,7 @@ async def _by_name(address: str, values: Values, rounds: int) -> dict[str, Any]:
         values.end(_CLIENT.scope, _RUN)
         await named.close()
         await plain.close()
-    middle = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    middle = {name: statistics.median(item[1:]) for name, item in seconds.items()}
     return {
         "by_name_ms": round(1e3 * middle["named"], 1),
         "by_value_ms": round(1e3 * middle["plain"], 1),
@@ -83,5 +85,5 @@ async def _two(pool: NodePool, picture: Any, mask: Any, run: str) -> tuple[float
     begin = time.perf_counter()
     padded = (await pool.call(pad, _CLIENT, run=run)).outputs["picture"]
     cut = Task("crop", NodeCall("crop", "crop"), {"picture": padded, "mask": mask})
-    made = (await pool.call(cut, _CLIENT, run=run)).outputs["picture"]
-    return time.perf_counter() - begin, made
+    result = (await pool.call(cut, _CLIENT, run=run)).outputs["picture"]
+    return time.perf_counter() - begin, result

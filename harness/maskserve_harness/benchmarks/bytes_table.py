@@ -56,9 +56,9 @@ def table(side: int, steps: int, strides: Sequence[int]) -> str:
     rows: list[Sequence[object]] = [["", "anchors", 1, *counts]]
     for kind in KINDS:
         for name in SHOWN:
-            each = entry_bytes(work, kind, FORMATS[name]) / 2**30
-            cells = (f"{each * count:.2f}" for count in counts)
-            rows.append([kind, name, f"{each:.2f}", *cells])
+            entry_gib = entry_bytes(work, kind, FORMATS[name]) / 2**30
+            cells = (f"{entry_gib * count:.2f}" for count in counts)
+            rows.append([kind, name, f"{entry_gib:.2f}", *cells])
     strided = [f"stride {stride}" for stride in strides]
     return markdown(["kind", "format", "per anchor", *strided], rows)
 
@@ -77,9 +77,9 @@ def unet_table(steps: int) -> str:
         work = unet_work(config, side, side, guidance=False)
         for kind in KINDS:
             for fmt in SHOWN:
-                each = entry_bytes(work, kind, FORMATS[fmt]) / 2**30
-                cells = (f"{each * count:.2f}" for count in (default, steps))
-                rows.append([name, kind, fmt, f"{each:.3f}", *cells])
+                entry_gib = entry_bytes(work, kind, FORMATS[fmt]) / 2**30
+                cells = (f"{entry_gib * count:.2f}" for count in (default, steps))
+                rows.append([name, kind, fmt, f"{entry_gib:.3f}", *cells])
     return markdown(["model", "kind", "format", "per anchor", *strides], rows)
 
 

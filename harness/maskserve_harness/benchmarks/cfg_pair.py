@@ -48,25 +48,25 @@ class _Rank:
         torch.manual_seed(0)  # the same weights and rows in both
         self.rank = rank
         meeting: Any = dist  # torch's stubs do not name its stores
-        own = meeting.FileStore(store, 2)
-        self.ranks = GangExchange(own, rank, 2, _CPU, _TIMEOUT_S, deals=True)
+        file_store = meeting.FileStore(store, 2)
+        self.ranks = GangExchange(file_store, rank, 2, _CPU, _TIMEOUT_S, deals=True)
         self.steps = {**_unet_steps(dtype), **_flux_steps(dtype)}
 
     def measure(self, rounds: int, clock: str) -> Times:
         """Seconds per round, from when both begin until both have done; by the clock `cpu` those
         that this process computes.
         """
-        now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
+        read_clock = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
         times: Times = {}
         for _ in range(rounds):
             for name, step in self.steps.items():
                 for way in WAYS:
                     self._take(step, way)
                     self._meet()
-                    begin = now()
+                    begin = read_clock()
                     self._take(step, way)
                     self._meet()
-                    times.setdefault((name, way), []).append(now() - begin)
+                    times.setdefault((name, way), []).append(read_clock() - begin)
         return times
 
     def _take(self, step: Step, way: str) -> None:
@@ -76,8 +76,8 @@ class _Rank:
             step(None)
 
     def _meet(self) -> None:
-        one = torch.zeros(1)
-        self.ranks.all_to_all([one, one], [1, 1])
+        tensor = torch.zeros(1)
+        self.ranks.all_to_all([tensor, tensor], [1, 1])
 
 
 def _unet_steps(dtype: torch.dtype) -> dict[str, Step]:
@@ -118,25 +118,25 @@ def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        given = f"{folder}/store", getattr(torch, args.dtype), args.repeat, args.clock, out
-        ranks = [context.Process(target=_run, args=(i, *given), daemon=True) for i in range(2)]
-        for each in ranks:
-            each.start()
-        both: list[Times] = [out.get(timeout=_TIMEOUT_S) for _ in ranks]
-        for each in ranks:
-            each.join(60.0)
-    found: dict[str, Any] = {}
+        arguments = f"{folder}/store", getattr(torch, args.dtype), args.repeat, args.clock, out
+        ranks = [context.Process(target=_run, args=(i, *arguments), daemon=True) for i in range(2)]
+        for rank in ranks:
+            rank.start()
+        rank_times: list[Times] = [out.get(timeout=_TIMEOUT_S) for _ in ranks]
+        for rank in ranks:
+            rank.join(60.0)
+    figures: dict[str, Any] = {}
     times = {  # of the rank that takes longer
-        key: list(map(max, *(each[key] for each in both))) for key in both[0]
+        key: list(map(max, *(rank[key] for rank in rank_times))) for key in rank_times[0]
     }
     for name in dict.fromkeys(name for name, _ in times):
         seconds = {way: times[name, way] for way in WAYS}
         # Rounds are paired: what else the machine does meets both ways of one.
         pairs = zip(seconds["alone"], seconds["pair"], strict=True)
         workers = zip(seconds["alone"], seconds["beside"], strict=True)
-        found[f"{name}_step_ms"] = round(1e3 * statistics.median(seconds["pair"]), 1)
-        found[name] = round(statistics.median(alone / pair for alone, pair in pairs), 3)
-        found[f"{name}_two_workers"] = round(
-            statistics.median(2.0 * alone / beside for alone, beside in workers), 3
+        figures[f"{name}_step_ms"] = round(1e3 * statistics.median(seconds["pair"]), 1)
+        figures[name] = round(statistics.median(alone_s / pair for alone_s, pair in pairs), 3)
+        figures[f"{name}_two_workers"] = round(
+            statistics.median(2.0 * alone_s / beside_s for alone_s, beside_s in workers), 3
         )
-    return found
+    return figures

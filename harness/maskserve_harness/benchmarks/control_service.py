@@ -43,10 +43,10 @@ def build_net(preset: str) -> Any:
     """A ControlNet beside the preset's UNet; nothing that it adds is zero."""
     config = UNETS[preset]
     left_out = ("sample_size", "out_channels", "up_block_types")
-    own = {name: value for name, value in config.items() if name not in left_out}
+    net_config = {name: value for name, value in config.items() if name not in left_out}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        net = ControlNetModel(**own).eval().requires_grad_(False)
+        net = ControlNetModel(**net_config).eval().requires_grad_(False)
         for name, weight in net.named_parameters():
             if name.startswith("controlnet"):
                 torch.nn.init.normal_(weight, std=0.02)
@@ -91,7 +91,9 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
             alone_on(cores[0])
             service = ControlService(calls, bench.device, "float32", PATIENCE_S)
             service.load(NET, NET, NET, PATIENCE_S)
-            without, beside, served = _timed(bench, service, Timer(bench.device, clock), repeat)
+            without, in_process_ms, served = _timed(
+                bench, service, Timer(bench.device, clock), repeat
+            )
             service.close()
     finally:
         os.sched_setaffinity(0, set(cores))
@@ -100,11 +102,11 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
     limit = 1.0 + net / base  # what hiding the ControlNet can give
     return {
         "service_step_without_ms": round(without, 1),
-        "service_step_beside_ms": round(beside, 1),
+        "service_step_beside_ms": round(in_process_ms, 1),
         "service_step_ms": round(served, 1),
-        "service_speedup": round(beside / served, 3),
+        "service_speedup": round(in_process_ms / served, 3),
         "service_limit": round(limit, 3),
-        "service_of_limit": round(beside / served / limit, 3),
+        "service_of_limit": round(in_process_ms / served / limit, 3),
     }
 
 
@@ -114,21 +116,21 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
         texts = torch.randn(1, TEXT, width)
         pooled, sizes = torch.randn(1, 1280), torch.tensor([[512.0, 512, 0, 0, 512, 512]])
         picture = torch.rand(1, 3, side, side)
-    plain, beside, served = (bench.row(None, 0) for _ in range(3))
+    plain, in_process_row, served = (bench.row(None, 0) for _ in range(3))
     control = ControlInput(NET, np.zeros((0, 0, 3), np.uint8))
     net = UnetControlNet.of(build_net(PRESET), bench.model, 4)
     with torch.inference_mode():
-        given = UnetNetInput.made(control, net, picture, texts, (pooled, sizes))
+        net_input = UnetNetInput.made(control, net, picture, texts, (pooled, sizes))
     plan = refreshed_every(1, bench.steps)
-    beside.control = RowControl((given,), plan)
+    in_process_row.control = RowControl((net_input,), plan)
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
     facts = OpeningFacts((OpenedControl.of(control),), tuple(served.timesteps_ahead), plan)
     row = service.open(Opening(facts, arrays))
     served.control = UnetServedControl(row, (ServedPass(row, 0),))
-    rows = plain, beside, served
-    for each in rows:
-        bench.step([each], "dense")
-    steps = [partial(bench.step, [each], "dense") for each in rows]
+    rows = plain, in_process_row, served
+    for bench_row in rows:
+        bench.step([bench_row], "dense")
+    steps = [partial(bench.step, [bench_row], "dense") for bench_row in rows]
     return timer.in_turn(steps, repeat)
 
 

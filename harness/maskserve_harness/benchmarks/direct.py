@@ -48,8 +48,8 @@ class Direct:
     def __init__(self, config: Config, policy: MakePolicy | None = None) -> None:
         self.config = config
         self.facts = load_facts(config.model.path, config.model.native_resolution)
-        beside = beside_denoiser(config, "encoder")
-        self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
+        stage_config = beside_denoiser(config, "encoder")
+        self.encoder, self.decoder = load_encoder(stage_config), load_decoder(stage_config)
         self._status = tempfile.TemporaryDirectory()
         config = structs.replace(config, runtime_dir=self._status.name)
         write_priming_prompt(self.encoder.priming_prompt(), config.runtime_dir)
@@ -68,15 +68,15 @@ class Direct:
         return finish_edit(pixels, ready.context)
 
     def denoise(self, job: EditJob) -> FinalEvent:
-        done, events = threading.Event(), list[EngineEvent]()
+        finished_event, events = threading.Event(), list[EngineEvent]()
 
         def sink(event: EngineEvent) -> None:
             events.append(event)
             if isinstance(event, FinalEvent | Failed):
-                done.set()
+                finished_event.set()
 
         self.engine.submit(job, sink)
-        done.wait()
+        finished_event.wait()
         last = events[-1]
         assert isinstance(last, FinalEvent), last
         return last
@@ -94,7 +94,7 @@ class Direct:
         Raises:
             RuntimeError: an edit failed.
         """
-        left, failed = threading.Semaphore(0), list[Failed]()
+        finished_jobs, failed = threading.Semaphore(0), list[Failed]()
         begin = clock()
 
         def submit(job: EditJob) -> list[float]:
@@ -106,29 +106,31 @@ class Direct:
                 if isinstance(event, Failed):
                     failed.append(event)
                 if isinstance(event, Failed | FinalEvent):
-                    left.release()
+                    finished_jobs.release()
 
             self.engine.submit(job, sink)
             return times
 
         ended = [submit(job) for job in jobs]
         for _ in jobs:
-            left.acquire()
+            finished_jobs.acquire()
         if failed:
             raise RuntimeError(str(failed[0].error))
         return ended
 
     def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
-        made = []
+        edit_jobs = []
         for edit in edits:
             ready = self._prepare(edit, settings)
-            made.append(job_of(self.encoder, ready.request, ready.pixels, ready.edit_mask))
-        return made
+            edit_jobs.append(job_of(self.encoder, ready.request, ready.pixels, ready.edit_mask))
+        return edit_jobs
 
     def _prepare(self, edit: Edit, settings: dict[str, Any]) -> PreparedEdit:
         image, mask, prompt = edit
-        asked = parse_settings(json.dumps(settings).encode())
-        accepted = accept_edit(asked, prompt.encode(), self.facts, self.config, self._catalogue)
+        edit_settings = parse_settings(json.dumps(settings).encode())
+        accepted = accept_edit(
+            edit_settings, prompt.encode(), self.facts, self.config, self._catalogue
+        )
         return prepare_edit(image, mask, accepted, self.facts, self.config)
 
 

@@ -107,35 +107,35 @@ class Cluster:
                 last = self._shown[of.name] > (of.tries - 1) * len(of.edits)
                 return {"verdict": Judgement(1.0, last)}
             case "best":
-                passed = [each.passed for each in inputs["verdicts"]]
+                passed = [verdict.passed for verdict in inputs["verdicts"]]
                 return {"picture": inputs["pictures"][0], "verdict": Judgement(1.0, any(passed))}
         return {"picture": inputs["picture"]}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Cluster]:
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as exit_stack:
             servers: list[EmulatedWorker | EmulatedNodes] = [*self.workers, *self.nodes]
-            for each in servers:
-                await each.start()
-                held.push_async_callback(each.stop)
-            folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            for server in servers:
+                await server.start()
+                exit_stack.push_async_callback(server.stop)
+            folder = Path(exit_stack.enter_context(tempfile.TemporaryDirectory()))
             site = RouterSite(
                 [worker.address for worker in self.workers],
                 folder,
                 {
                     "workflows": {
                         "folder": str(CHECKOUT / "assets" / "workflows"),
-                        "nodes": [each.address for each in self.nodes],
+                        "nodes": [server.address for server in self.nodes],
                     },
                     "routing": {"order": self.order},
                     "admission": {"deadline_slack": 1.0, "waiting_per_worker": 0},
                 },
             )
             # Blocks, and what it waits for is in this loop.
-            held.push_async_callback(asyncio.to_thread, site.stop)
+            exit_stack.push_async_callback(asyncio.to_thread, site.stop)
             await asyncio.to_thread(site.start)
             self.router = psutil.Process(site.pid)
-            channel = await held.enter_async_context(grpc.aio.insecure_channel(site.grpc_url))
+            channel = await exit_stack.enter_async_context(grpc.aio.insecure_channel(site.grpc_url))
             await channel.channel_ready()
             self.infer = channel.unary_unary(
                 f"/{SERVICE}/ModelInfer",
@@ -153,8 +153,8 @@ class Cluster:
                 if scripted:
                     await self._script(request, end)
                 else:
-                    asked = self._inputs(request)
-                    call = wire.workflow(request.kind, asked, {"deadline_ms": round(1e3 * due_s)})
+                    inputs = self._inputs(request)
+                    call = wire.workflow(request.kind, inputs, {"deadline_ms": round(1e3 * due_s)})
                     await self.infer(call.request)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             if isinstance(error, TimeoutError) or error.code() in (
@@ -166,9 +166,9 @@ class Cluster:
         return True
 
     def _inputs(self, request: Request) -> dict[str, Any]:
-        given = {"mask": request.masks[0], "name": request.name, "prompt": request.name}
-        names = [each.name for each in self.plans[request.kind].inputs]
-        return {name: given.get(name, self._picture) for name in names}
+        values = {"mask": request.masks[0], "name": request.name, "prompt": request.name}
+        names = [plan_input.name for plan_input in self.plans[request.kind].inputs]
+        return {name: values.get(name, self._picture) for name in names}
 
     async def _script(self, request: Request, end: float) -> None:
         """The plan as a client runs it: the router sees edits, and nodes go to the node servers."""
@@ -177,14 +177,14 @@ class Cluster:
         try:
             while not machine.ended:
                 for task in machine.ready():
-                    own = (
+                    coroutine = (
                         self._edited(task, request, end)
                         if task.call.node == EDIT
                         else self._node(task)
                     )
-                    calls[asyncio.create_task(own)] = task
-                done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-                for call in done:
+                    calls[asyncio.create_task(coroutine)] = task
+                finished_calls, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for call in finished_calls:
                     machine.done(calls.pop(call).key, call.result())
         finally:
             for call in calls:
@@ -219,34 +219,34 @@ async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
     # what things take.
     await cluster.edit(square(64), "", {"seed": 0})
     warm = [
-        replace(each, number=number, tries=1)
-        for number, each in enumerate(requests[:24], len(requests))
+        replace(item, number=number, tries=1)
+        for number, item in enumerate(requests[:24], len(requests))
     ]
     if not all(
-        await asyncio.gather(*(cluster.run(each, 60.0, scripted=scripted) for each in warm))
+        await asyncio.gather(*(cluster.run(item, 60.0, scripted=scripted) for item in warm))
     ):
         raise RuntimeError("not all of the first requests were answered")
     late: list[float] = []
 
     async def look() -> None:
         while True:
-            wanted = time.monotonic() + 0.02
+            wakeup_s = time.monotonic() + 0.02
             await asyncio.sleep(0.02)
-            late.append(time.monotonic() - wanted)
+            late.append(time.monotonic() - wakeup_s)
 
     looking = asyncio.create_task(look())
     processes = {"router": cluster.router, "emulators": psutil.Process()}
-    used = {name: sum(each.cpu_times()[:2]) for name, each in processes.items()}
+    used = {name: sum(item.cpu_times()[:2]) for name, item in processes.items()}
     begin, runs = time.monotonic(), []
-    for each in requests:
-        await asyncio.sleep(begin + each.at - time.monotonic())
-        runs.append(asyncio.create_task(cluster.run(each, each.due_s, scripted=scripted)))
+    for item in requests:
+        await asyncio.sleep(begin + item.at - time.monotonic())
+        runs.append(asyncio.create_task(cluster.run(item, item.due_s, scripted=scripted)))
     met = await asyncio.gather(*runs)
     took = time.monotonic() - begin
     looking.cancel()
     share = {
-        name: round((sum(each.cpu_times()[:2]) - used[name]) / took, 3)
-        for name, each in processes.items()
+        name: round((sum(item.cpu_times()[:2]) - used[name]) / took, 3)
+        for name, item in processes.items()
     }
     p99 = quantiles(late, n=100)[98]
     by_kind = {
@@ -264,13 +264,13 @@ async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
 
 
 async def _both(requests: Sequence[Request], hardware: Hardware) -> Figures:
-    found: Figures = {}
+    figures: Figures = {}
     for order, rules in RULES.items():
         async with Cluster(order, hardware).running() as cluster:
-            found[order] = await _measured(cluster, requests)
-        found[order]["simulated"] = round(simulated(requests, rules), 3)
-        print(order, json.dumps(found[order]), flush=True)
-    return found
+            figures[order] = await _measured(cluster, requests)
+        figures[order]["simulated"] = round(simulated(requests, rules), 3)
+        print(order, json.dumps(figures[order]), flush=True)
+    return figures
 
 
 def due_plans(count: int, seeds: Sequence[int], loads: Sequence[float] = LOADS) -> Figures:
@@ -282,14 +282,14 @@ def due_plans(count: int, seeds: Sequence[int], loads: Sequence[float] = LOADS) 
         was too slow; `seconds_due`: all figures by load, order and seed.
     """
     hardware = Hardware()
-    found: dict[str, dict[str, list[Figures]]] = {}
+    figures: dict[str, dict[str, list[Figures]]] = {}
     for load in loads:
-        found[f"{load:g}"] = {order: [] for order in RULES}
+        figures[f"{load:g}"] = {order: [] for order in RULES}
         for seed in seeds:
             print(f"load {load:g}, seed {seed}", flush=True)
-            both = asyncio.run(_both(drawn(count, load, seed, hardware), hardware))
-            for order, runs in found[f"{load:g}"].items():
-                runs.append(both[order])
+            order_figures = asyncio.run(_both(drawn(count, load, seed, hardware), hardware))
+            for order, runs in figures[f"{load:g}"].items():
+                runs.append(order_figures[order])
 
     def points(one: float, other: float) -> float:
         return round(100 * (one - other), 1)
@@ -297,20 +297,23 @@ def due_plans(count: int, seeds: Sequence[int], loads: Sequence[float] = LOADS) 
     return {
         "over_fcfs_points": {
             load: [
-                points(ours["in_time"], fcfs["in_time"])
-                for ours, fcfs in zip(each["slack"], each["fcfs"], strict=True)
+                points(slack["in_time"], fcfs["in_time"])
+                for slack, fcfs in zip(by_order["slack"], by_order["fcfs"], strict=True)
             ]
-            for load, each in found.items()
+            for load, by_order in figures.items()
         },
         "due_apart_points": {
             load: {
                 order: [points(run["in_time"], run["simulated"]) for run in runs]
-                for order, runs in each.items()
+                for order, runs in by_order.items()
             }
-            for load, each in found.items()
+            for load, by_order in figures.items()
         },
         "due_bottlenecks": sum(
-            run["bottleneck"] for each in found.values() for runs in each.values() for run in runs
+            run["bottleneck"]
+            for by_order in figures.values()
+            for runs in by_order.values()
+            for run in runs
         ),
-        "seconds_due": found,
+        "seconds_due": figures,
     }

@@ -85,9 +85,9 @@ class Times:
 
     def slower(self, times: float) -> Times:
         """On a machine that takes so many times as long."""
-        one, both = self.step
-        rest = (self.before * times, self.after * times, self.shared * times)
-        return Times((one * times, both * times), *rest)
+        single_s, pair_s = self.step
+        scaled = (self.before * times, self.after * times, self.shared * times)
+        return Times((single_s * times, pair_s * times), *scaled)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -133,7 +133,7 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
     begin = time.perf_counter()
     with Client(server.grpc) as client:
         try:
-            done = client.edit(
+            result = client.edit(
                 edit.image,
                 edit.mask,
                 edit.prompt,
@@ -143,7 +143,7 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
             )
         except MaskserveError:
             return time.perf_counter() - begin, {}
-    return time.perf_counter() - begin, done.meta
+    return time.perf_counter() - begin, result.meta
 
 
 def profiled(model: Path, file: Path) -> dict[int, Times]:
@@ -168,18 +168,20 @@ def measured(
     """With what edits take round their steps, one at a time: medians, behind one of each that has
     its prompt encoded.
     """
-    found = {}
+    measured_times = {}
     for side, of_side in edits.items():
-        answers = [send(server, each, 60_000) for each in (*of_side, *of_side)][len(of_side) :]
-        before, after = [], []
+        answers = [send(server, edit, 60_000) for edit in (*of_side, *of_side)][len(of_side) :]
+        prepare_times, answer_times = [], []
         for took, meta in answers:
             stages = {name: ms / 1e3 for name, ms in meta["timings_ms"].items()}
-            before.append(sum(stages[name] for name in _BEFORE))
-            after.append(took - before[-1] - stages["queue"] - stages["denoise"])
-        found[side] = replace(
-            times[side], before=statistics.median(before), after=statistics.median(after)
+            prepare_times.append(sum(stages[name] for name in _BEFORE))
+            answer_times.append(took - prepare_times[-1] - stages["queue"] - stages["denoise"])
+        measured_times[side] = replace(
+            times[side],
+            before=statistics.median(prepare_times),
+            after=statistics.median(answer_times),
         )
-    return found
+    return measured_times
 
 
 def patience(side: int, times: Times) -> float:
@@ -190,8 +192,8 @@ def patience(side: int, times: Times) -> float:
 
 def sides(count: int, rng: np.random.Generator) -> list[int]:
     """Equally many of each size, shuffled."""
-    each = np.resize(np.array(sorted(DUE)), count)
-    return [int(side) for side in rng.permutation(each)]
+    all_sides = np.resize(np.array(sorted(DUE)), count)
+    return [int(side) for side in rng.permutation(all_sides)]
 
 
 def real(
@@ -221,18 +223,18 @@ def simulated(
     """The same in virtual time."""
     edits = []
     for number, (at, side) in enumerate(arrivals):
-        own, tokens = times[side], (side // 16) ** 2
+        side_times, tokens = times[side], (side // 16) ** 2
         ticket = Ticket(
             f"{side}-{number}",
             STEPS,
             tokens,
             tokens,
             at,
-            due=at + due[side] - own.after,
-            seconds=own.step,
-            shared=own.shared,
+            due=at + due[side] - side_times.after,
+            seconds=side_times.step,
+            shared=side_times.shared,
         )
-        edits.append(StagedEdit(ticket, own.before, own.after))
+        edits.append(StagedEdit(ticket, side_times.before, side_times.after))
     answered = Machine(policy, DEVICES, cores).run(edits)
     return shares(
         [
@@ -257,8 +259,8 @@ def shares(met: Sequence[tuple[int, bool]]) -> Figures:
     def share(those: Sequence[bool]) -> float:
         return round(sum(those) / max(1, len(those)), 3)
 
-    by_side = {str(side): share([was for of, was in met if of == side]) for side in DUE}
-    return {"sar": share([was for _, was in met]), "by_side": by_side}
+    by_side = {str(side): share([is_met for of, is_met in met if of == side]) for side in DUE}
+    return {"sar": share([is_met for _, is_met in met]), "by_side": by_side}
 
 
 def run(
@@ -277,7 +279,7 @@ def run(
     """
     edits = edits_by_side()
     times = measured(servers["deadline"], times, edits)
-    due = {side: t.before + t.after + STEPS * patience(side, t) for side, t in times.items()}
+    due_s = {side: t.before + t.after + STEPS * patience(side, t) for side, t in times.items()}
     work = statistics.mean(STEPS * t.step[0] for t in times.values())
     report: Figures = {
         "times": {
@@ -285,7 +287,7 @@ def run(
                 "step_ms": [round(1e3 * s, 1) for s in t.step],
                 "before_ms": round(1e3 * t.before),
                 "after_ms": round(1e3 * t.after),
-                "due_ms": round(1e3 * due[side]),
+                "due_ms": round(1e3 * due_s[side]),
             }
             for side, t in times.items()
         },
@@ -300,24 +302,27 @@ def run(
                 (float(t), side) for t, side in zip(at, sides(args.edits, rng), strict=True)
             ]
             turns = list(servers.items())[:: 1 if number % 2 else -1]
-            found, slower = Figures(), Figures()
+            real_shares, slower = Figures(), Figures()
             for name, server in turns:
                 products = [product_s()]
-                found[name] = real(server, edits, arrivals, due)
+                real_shares[name] = real(server, edits, arrivals, due_s)
                 products.append(product_s())
                 slower[name] = round(statistics.mean(products) / product, 3)
-            then = {**slower, "fixed2": statistics.mean(slower.values())}
+            slowdowns = {**slower, "fixed2": statistics.mean(slower.values())}
             point: Figures = {
                 "load": load,
                 "per_minute": round(60 * rate, 1),
                 "slower": slower,
-                "real": found,
+                "real": real_shares,
                 "simulated": {
                     name: simulated(
                         policy,
-                        {side: own.slower(then[name]) for side, own in times.items()},
+                        {
+                            side: side_times.slower(slowdowns[name])
+                            for side, side_times in times.items()
+                        },
                         arrivals,
-                        due,
+                        due_s,
                         cores(),
                     )
                     for name, policy in policies().items()
@@ -332,25 +337,30 @@ def run(
 
 def summary(points: Sequence[Figures]) -> Figures:
     """Per load: shares in time, and how far what was measured is from what was simulated."""
-    found = {}
+    by_load = {}
     for load in LOADS:
         of_load = [point for point in points if point["load"] == load]
 
         def all_of(kind: str, name: str, of_load: list[Figures] = of_load) -> list[float]:
             return [point[kind][name]["sar"] for point in of_load]
 
-        own: Figures = {
+        figures: Figures = {
             f"{kind} {name}": round(statistics.mean(all_of(kind, name)), 3)
             for kind in ("real", "simulated")
             for name in of_load[0][kind]
         }
         for name in CONFIGS:
             pairs = zip(all_of("real", name), all_of("simulated", name), strict=True)
-            apart = [100 * (one - other) for one, other in pairs]
-            own[f"apart {name}"] = round(statistics.mean(apart), 1)
-            own[f"error {name}"] = round(statistics.stdev(apart) / len(apart) ** 0.5, 1)
-        found[str(load)] = own
-    return found
+            differences = [
+                100 * (measured_share - simulated_share)
+                for measured_share, simulated_share in pairs
+            ]
+            figures[f"apart {name}"] = round(statistics.mean(differences), 1)
+            figures[f"error {name}"] = round(
+                statistics.stdev(differences) / len(differences) ** 0.5, 1
+            )
+        by_load[str(load)] = figures
+    return by_load
 
 
 def say(line: object) -> None:
@@ -360,8 +370,8 @@ def say(line: object) -> None:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     stolen, begin = stolen_s(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as made, ExitStack() as running:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as running:
+        folder = Path(directory)
         model = large_model(folder / "model")
         products = [product_s()]
         times = profiled(model, folder / "costs.json")

@@ -136,11 +136,11 @@ class Site:
 
     def run(self, edits: Sequence[Edit], concurrent: int) -> Figures:
         """Send edits, so many at a time, and count."""
-        before, stolen, begin = self.cpu_ms(), stolen_s(), time.perf_counter()
+        cpu_before_ms, stolen, begin = self.cpu_ms(), stolen_s(), time.perf_counter()
         with ThreadPoolExecutor(concurrent) as pool:
             answers = list(pool.map(lambda edit: self.grpc.edit(edit.tensors()), edits))
         took = time.perf_counter() - begin
-        used, metas = self.cpu_ms() - before, [meta for _, meta in answers]
+        used, metas = self.cpu_ms() - cpu_before_ms, [meta for _, meta in answers]
         count = len(edits)
         per_model = {model: round(ms / count, 1) for model, ms in sorted(used.items())}
         return {
@@ -201,23 +201,23 @@ def drawn_edits(size: int, count: int, templates: int) -> list[Edit]:
 def with_ratio(edits: Sequence[Edit], size: int, ratio: float) -> list[Edit]:
     """The same edits with masks of one ratio."""
     rng = np.random.default_rng(1)
-    found = []
+    masked_edits = []
     for edit in edits:
         mask = draw_mask(size, ratio, rng)
         encoded = encode_image(mask * np.uint8(255), "png")
-        found.append(replace(edit, mask=encoded, mask_ratio=float(mask.mean())))
-    return found
+        masked_edits.append(replace(edit, mask=encoded, mask_ratio=float(mask.mean())))
+    return masked_edits
 
 
 def never_seen(edits: Sequence[Edit], seed: int) -> list[Edit]:
     """The same edits, each of a picture and with a prompt of its own."""
-    rng, found = np.random.default_rng(seed), []
+    rng, fresh_edits = np.random.default_rng(seed), []
     for number, edit in enumerate(edits):
         pixels = decode(edit.image).copy()
         pixels[0, :8] = rng.integers(0, 256, (8, 3))
         prompt = f"{edit.prompt} {seed}.{number}"
-        found.append(replace(edit, image=encode_image(pixels, "png"), prompt=prompt))
-    return found
+        fresh_edits.append(replace(edit, image=encode_image(pixels, "png"), prompt=prompt))
+    return fresh_edits
 
 
 def handed_over(model: Path, edit: Edit) -> Figures:
@@ -226,8 +226,8 @@ def handed_over(model: Path, edit: Edit) -> Figures:
     """
     config = config_of({"model": {"path": str(model)}})
     facts = load_facts(config.model.path)
-    asked = parse_settings(json.dumps(edit.settings).encode())
-    accepted = accept_edit(asked, edit.prompt.encode(), facts, config)
+    edit_settings = parse_settings(json.dumps(edit.settings).encode())
+    accepted = accept_edit(edit_settings, edit.prompt.encode(), facts, config)
     ready = prepare_edit(edit.image, edit.mask, accepted, facts, config)
     encoded = load_encoder(config).encode(ready.pixels, ready.edit_mask, edit.prompt)
     _, height, width = encoded.moments.shape
@@ -382,9 +382,9 @@ def measure_model(
         }
         batches: dict[str, list[Figures]] = {name: [] for name in pipelines}
         for number in range(rounds):
-            for way, (sent, concurrent) in ways.items():
+            for way, (way_edits, concurrent) in ways.items():
                 for name, site in sites.items():
-                    runs[name][way].append(site.run(sent, concurrent))
+                    runs[name][way].append(site.run(way_edits, concurrent))
             for name, pipeline in pipelines.items():
                 batches[name].append(pipeline.run(number))
         for name in sites:
@@ -411,9 +411,9 @@ def over_masks(site: Site, edits: Sequence[Edit], size: int, scale: int) -> Figu
             "one": site.run(masked[: 2 * scale], 1),
             "eight": site.run(masked, 8),
         }
-    found = {"cold": cold, "by_ratio": by_ratio}
-    print(json.dumps(found), flush=True)
-    return found
+    figures = {"cold": cold, "by_ratio": by_ratio}
+    print(json.dumps(figures), flush=True)
+    return figures
 
 
 def faster(*runs: Figures) -> Figures:
@@ -425,15 +425,18 @@ def summary_of(reports: dict[str, Figures]) -> Figures:
     the way that serves more of it, as `--devices-per-worker auto` does: one process, or one per
     core.
     """
-    found: Figures = {}
+    figures: Figures = {}
     for name, report in reports.items():
-        one, ranks = (report[site]["eight"] for site in ("hot", "ranks"))
-        ours, theirs = faster(one, ranks), faster(*report["diffusers"].values())
-        rate = theirs["edits_per_s"]
-        found |= {
-            f"vs_diffusers_{name}": round(ours["edits_per_s"] / rate, 2),
-            f"vs_diffusers_{name}_one_process": round(one["edits_per_s"] / rate, 2),
-            f"vs_diffusers_{name}_cpu": round(theirs["cpu_ms"] / ours["cpu_ms"], 2),
+        single_process, ranks = (report[site]["eight"] for site in ("hot", "ranks"))
+        maskserve_run, diffusers_run = (
+            faster(single_process, ranks),
+            faster(*report["diffusers"].values()),
+        )
+        rate = diffusers_run["edits_per_s"]
+        figures |= {
+            f"vs_diffusers_{name}": round(maskserve_run["edits_per_s"] / rate, 2),
+            f"vs_diffusers_{name}_one_process": round(single_process["edits_per_s"] / rate, 2),
+            f"vs_diffusers_{name}_cpu": round(diffusers_run["cpu_ms"] / maskserve_run["cpu_ms"], 2),
             f"steps_flop_limit_{name}": report["steps_flop_limit"],
         }
         outside = {
@@ -442,9 +445,9 @@ def summary_of(reports: dict[str, Figures]) -> Figures:
             for way in ("small_one", "small_eight")
         }
         key = "outside_steps_ratio" + (f"_{name}" if name != "demo" else "")
-        found[key] = round(statistics.mean(outside.values()), 3)
-        found |= {f"{key}_{way}": round(value, 3) for way, value in outside.items()}
-    return found
+        figures[key] = round(statistics.mean(outside.values()), 3)
+        figures |= {f"{key}_{way}": round(value, 3) for way, value in outside.items()}
+    return figures
 
 
 def main() -> int:

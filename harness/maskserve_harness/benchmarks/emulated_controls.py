@@ -90,11 +90,11 @@ def residual_maps(config: Mapping[str, Any]) -> list[ResidualMap]:
     channels, layers = config["block_out_channels"], int(config["layers_per_block"])
     side = int(config["sample_size"])
     maps = [ResidualMap(channels[0], side**2)]
-    for level, own in enumerate(channels):
-        maps += [ResidualMap(own, side**2)] * layers
+    for level, width in enumerate(channels):
+        maps += [ResidualMap(width, side**2)] * layers
         if level < len(channels) - 1:
             side //= 2
-            maps.append(ResidualMap(own, side**2))
+            maps.append(ResidualMap(width, side**2))
     return [*maps, maps[-1]]
 
 
@@ -138,8 +138,8 @@ class _NetBatch:
         self._added = [torch.zeros(n, dtype=torch.uint8) for n in nets.sizes]
 
     def run(self, rows: Sequence[NetStep], send: Send) -> None:
-        for number, each in enumerate(rows):
-            self._device.launch(each.row * self._nets.seconds + self._nets.sent_s)
+        for number, net_step in enumerate(rows):
+            self._device.launch(net_step.row * self._nets.seconds + self._nets.sent_s)
             self._device.wait()
             places = enumerate(self._added)
             send([Residual(number, place, place, added) for place, added in places])
@@ -156,10 +156,13 @@ class Base:
         base, net = flops()
         # What a ControlNet computes is a copy of the way down and of the middle, and products of
         # its own behind them.
-        own = sum(2.0 * each.channels**2 * each.positions for each in residual_maps(UNETS[PRESET]))
+        projection_flops = sum(
+            2.0 * residual_map.channels**2 * residual_map.positions
+            for residual_map in residual_maps(UNETS[PRESET])
+        )
         self.of_net = net / base
         self.step_s, self.net_s = step_s, step_s * self.of_net
-        self._down_s = step_s * (net - own) / base
+        self._down_s = step_s * (net - projection_flops) / base
         self._device = EmulatedDevice()
 
     def alone(self, nets: int) -> None:
@@ -220,23 +223,29 @@ def three_controls(repeat: int) -> dict[str, Any]:
         def started(sent_s: float, *each: Sequence[str]) -> list[tuple[PipeCalls, Sequence[str]]]:
             """Services that will have these ControlNets."""
             nets = Nets(_NET_S, sent_s, [1] * _PLACES)
-            return [(stack.enter_context(service_process(nets)), own) for own in each]
+            return [
+                (stack.enter_context(service_process(nets)), service_names)
+                for service_names in each
+            ]
 
-        apart = [[name] for name in names]
+        single_names = [[name] for name in names]
         services = {
             "one_service": (started(0.0, names), None),
-            "": (started(0.0, *apart), None),
-            "bus": (started(bus_s, *apart), _BUS_BYTES_PER_S),
+            "": (started(0.0, *single_names), None),
+            "bus": (started(bus_s, *single_names), _BUS_BYTES_PER_S),
         }
-        made = {
-            name: ([(_session(calls, own), own) for calls, own in each], bytes_per_s)
-            for name, (each, bytes_per_s) in services.items()
+        sessions_by_way = {
+            name: (
+                [(_session(calls, net_names), net_names) for calls, net_names in items],
+                bytes_per_s,
+            )
+            for name, (items, bytes_per_s) in services.items()
         }
-        times: dict[str, list[float]] = {name: [] for name in ("alone", *made)}
+        times: dict[str, list[float]] = {name: [] for name in ("alone", *sessions_by_way)}
         for _ in range(repeat):
             times["alone"] += _timed([partial(base.alone, NETS)] * _DENSE_STEPS)
-            for name, (sessions, bytes_per_s) in made.items():
-                rows = [_row(session, own, _DENSE_STEPS) for session, own in sessions]
+            for name, (sessions, bytes_per_s) in sessions_by_way.items():
+                rows = [_row(session, net_names, _DENSE_STEPS) for session, net_names in sessions]
                 batch = new_batch()
 
                 def step(
@@ -251,10 +260,10 @@ def three_controls(repeat: int) -> dict[str, Any]:
                 times[name] += _timed([partial(step, n) for n in range(_DENSE_STEPS)])
                 for row in rows:
                     row.close()
-        for sessions, _ in made.values():
+        for sessions, _ in sessions_by_way.values():
             for session, _ in sessions:
                 session.close()
-    ms = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+    ms = {name: 1e3 * statistics.median(items) for name, items in times.items()}
     speedup, limit = ms["alone"] / ms[""], 1.0 + NETS * base.of_net
     return {
         "three_controls_alone_ms": round(ms["alone"], 1),
@@ -270,12 +279,12 @@ def three_controls(repeat: int) -> dict[str, Any]:
 
 def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
     """Seconds of each; the first one, which begins an edit, is left out."""
-    found = []
+    seconds = []
     for step in steps:
         begin = time.perf_counter()
         step()
-        found.append(time.perf_counter() - begin)
-    return found[1:]
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
 
 
 class SlowConnection(Connection):
@@ -305,9 +314,9 @@ class SlowConnection(Connection):
 
     def _carry(self) -> None:
         free_at = 0.0
-        while (sent := self._under_way.get()) is not None:
-            at, answered = sent
-            nbytes = sum(_bytes(each.shape, each.dtype) for each in answered.parts)
+        while (packet := self._under_way.get()) is not None:
+            at, answered = packet
+            nbytes = sum(_bytes(part.shape, part.dtype) for part in answered.parts)
             free_at = max(free_at, at) + nbytes / self._bytes_per_s
             time.sleep(max(0.0, free_at - time.monotonic()))
             try:
@@ -336,8 +345,8 @@ def slow_link(repeat: int) -> dict[str, Any]:
     slow = partial(SlowConnection, _LINK_BYTES_PER_S / _STANDS_FOR)
     with ExitStack() as stack:
         free, slowed = (
-            stack.enter_context(service_process(nets, connection=each))
-            for each in (Connection, slow)
+            stack.enter_context(service_process(nets, connection=item))
+            for item in (Connection, slow)
         )
         ahead = _session(slowed, net)
         ways: dict[str, tuple[ControlService, AdapterMode]] = {
@@ -353,7 +362,7 @@ def slow_link(repeat: int) -> dict[str, Any]:
                 _edit(base, row)
                 seconds[name].append(time.perf_counter() - begin)
                 row.close()
-    median = {name: statistics.median(each) for name, each in seconds.items()}
+    median = {name: statistics.median(item) for name, item in seconds.items()}
     return {
         "free_link_edit_ms": round(1e3 * median["free"], 1),
         "link_transfer_ms": round(1e3 * transfer_s, 1),

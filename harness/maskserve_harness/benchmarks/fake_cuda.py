@@ -222,11 +222,11 @@ class FakeCuda:
     @contextmanager
     def watch(self) -> Iterator[Log]:
         """Log what is done inside."""
-        before, self._recorder.log = self._recorder.log, Log()
+        previous_log, self._recorder.log = self._recorder.log, Log()
         try:
             yield self._recorder.log
         finally:
-            self._recorder.log = before
+            self._recorder.log = previous_log
 
 
 def _register_guard() -> None:

@@ -95,20 +95,23 @@ _SENT, _WIDTH = 2**28, 3072
 def versions(device: torch.device) -> dict[str, str]:
     """Of what decides which kernels run, and the device's driver, clocks and power limit."""
     names = ("diffusers", "torchao", "bitsandbytes", "triton", "flash-attn-3", "flash-attn-4")
-    found = {}
+    by_name = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
     if device.type == "cuda":
-        found["CUDA"], found["cuDNN"] = str(torch.version.cuda), str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        by_name["CUDA"], by_name["cuDNN"] = (
+            str(torch.version.cuda),
+            str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        )
         asked = "driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit"
         with suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run(
+            output = subprocess.run(
                 ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
                 capture_output=True, text=True, timeout=30, check=True,
             )  # fmt: skip
-            found[asked] = said.stdout.strip().splitlines()[device.index or 0]
-    return found
+            by_name[asked] = output.stdout.strip().splitlines()[device.index or 0]
+    return by_name
 
 
 def run_tests(device: torch.device) -> bool:
@@ -130,8 +133,8 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     rows = []
     for format, kinds, batches in ((FORMAT, KINDS, BATCHES), (DEFAULT, ("kv",), BATCHES[:1])):
         bench.format = format
-        found = measure(bench, _asked(repeat, kind=kinds, batch=batches, alike=True))
-        rows += [{**row, "format": format} for row in found]
+        timings = measure(bench, _asked(repeat, kind=kinds, batch=batches, alike=True))
+        rows += [{**row, "format": format} for row in timings]
     bench.format = FORMAT
     peak = peak_rates(bench.device, bench.dtype)
     for row in rows:
@@ -152,30 +155,30 @@ def time_served_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     `anchor_of_limit`); and of one such row a whole edit of `STEPS`: how many times sooner it is
     done than a dense one (`edit_times`).
     """
-    own, served = bench.weights, as_served(bench)
+    weights, served = bench.weights, as_served(bench)
     bench.fill_entry("kv")
     mixes = product(SERVED, ("kv", NO_TEXT), RATIOS)
-    found = [_served_step(bench, served, *mix, repeat) for mix in mixes]
-    bench.weights, bench.batch = own, None
-    return found
+    served_steps = [_served_step(bench, served, *mix, repeat) for mix in mixes]
+    bench.weights, bench.batch = weights, None
+    return served_steps
 
 
 def _served_step(
     bench: Bench, served: Any, batch: int, kind: str, ratio: float, repeat: int
 ) -> dict[str, Any]:
-    own, between = bench.weights, kind == NO_TEXT
+    weights, between = bench.weights, kind == NO_TEXT
     timer, make = Timer(bench.device), bench.anchored_row if between else bench.row
     dense: list[Any] = [bench.row(None, n) for n in range(batch)]
     rows: list[Any] = [make(ratio, n) for n in range(batch)]
     for row in rows:
         row.recorded = True
-    ways = {"dense_ms": kept(bench, 1, partial(bench.step, dense, "kv"), own)}
+    ways = {"dense_ms": kept(bench, 1, partial(bench.step, dense, "kv"), weights)}
     ways["ms"] = kept(bench, 1, stepping(bench, rows, kind), served)
     if batch == 1 and served.graphs is not None:
-        ways["asked_ms"] = kept(bench, 1, stepping(bench, [make(ratio, 1)], kind), own)
+        ways["asked_ms"] = kept(bench, 1, stepping(bench, [make(ratio, 1)], kind), weights)
     step: dict[str, Any] = {"batch": batch, "kind": kind, "mask_ratio": ratio}
     step |= _steady(timer, ways, repeat)
-    whole, cached = (bench.flops([ratio] * batch, each) for each in ("dense", kind))
+    whole, cached = (bench.flops([ratio] * batch, step_kind) for step_kind in ("dense", kind))
     step["of_limit"] = round(step["dense_ms"] / step["ms"] / (whole / cached), 3)
     if between:
         one_more = bench.row(None, batch)
@@ -185,7 +188,7 @@ def _served_step(
                 row.step = 3
             bench.step([*rows, one_more], "kv")
 
-        step |= _steady(timer, {"anchor_ms": kept(bench, 1, anchor, own)}, repeat)
+        step |= _steady(timer, {"anchor_ms": kept(bench, 1, anchor, weights)}, repeat)
         cached += bench.flops([ratio], "dense")
         share = step["dense_ms"] / step["anchor_ms"] / (whole / cached)
         step["anchor_of_limit"] = round(share, 3)
@@ -193,7 +196,7 @@ def _served_step(
         anchors = own_count(STEPS, OWN_STRIDES[FILL])
         edit = step["dense_ms"] + (anchors - 1) * step["anchor_ms"] + (STEPS - anchors) * step["ms"]
         step["edit_times"] = round(STEPS * step["dense_ms"] / edit, 3)
-    bench.weights = own
+    bench.weights = weights
     return step
 
 
@@ -202,8 +205,8 @@ def _steady(
 ) -> dict[str, float]:
     """Medians of milliseconds, once what is done once has been, recording among it."""
     for _ in range(_UNRECORDED):
-        for each in ways.values():
-            each()
+        for way in ways.values():
+            way()
     return in_turn(timer, ways, repeat)
 
 
@@ -223,7 +226,7 @@ def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int
 
 def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
     """Of one row of a UNet that has anchors of its own: an anchor's step, and one between two."""
-    found, timer = [], Timer(bench.device)
+    figures, timer = [], Timer(bench.device)
     for ratio in RATIOS:
         rows = [bench.row(ratio, 0, own=OwnPlan(frozenset({0}), FORMAT, text=False))]
         step = partial(bench.step, rows, "kv")
@@ -231,8 +234,8 @@ def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
         bench.turn_between(rows)
         between = [timer.ms(step) for _ in range(4)]
         least = {"anchor_ms": round(min(anchors), 3), "ms": round(min(between), 3)}
-        found.append({"mask_ratio": ratio, **least})
-    return found
+        figures.append({"mask_ratio": ratio, **least})
+    return figures
 
 
 def _asked(repeat: int, **of: Any) -> argparse.Namespace:
@@ -244,7 +247,7 @@ def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
     """For how long the host asks for a steady step (`asked_ms`), of all that it takes (`ms`): as
     long as the first is shorter, launches hold up nothing.
     """
-    found = []
+    figures = []
     bench.fill_entry("kv")
     for batch in BATCHES:
         for ratio in (None, RATIOS[1]):
@@ -260,9 +263,9 @@ def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
 
             took = [timer.ms(step) for _ in range(5)]
             least = {"asked_ms": round(min(asked[1:]), 3), "ms": round(min(took[1:]), 3)}
-            found.append({"batch": batch, "mask_ratio": ratio, **least})
+            figures.append({"batch": batch, "mask_ratio": ratio, **least})
     bench.batch = None
-    return found
+    return figures
 
 
 def attention_of(device: torch.device, dtype: torch.dtype) -> str:
@@ -277,17 +280,19 @@ def attention_of(device: torch.device, dtype: torch.dtype) -> str:
 
 def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
     """What steps hold at once, and the most that the memory table counts for so many rows."""
-    found = []
+    figures = []
     bench.fill_entry("kv")
     for batch in BATCHES:
         for ratio in (None, RATIOS[0], RATIOS[-1]):
             rows = [bench.row(ratio, seed) for seed in range(batch)]
             bench.batch = None
-            held = peak_bytes(bench.device, partial(bench.step, rows, "kv"))
+            step_bytes = peak_bytes(bench.device, partial(bench.step, rows, "kv"))
             counted = peak_values(bench.work, batch, bench.text) * bench.dtype.itemsize
-            found.append({"batch": batch, "mask_ratio": ratio, "held": held, "counted": counted})
+            figures.append(
+                {"batch": batch, "mask_ratio": ratio, "held": step_bytes, "counted": counted}
+            )
     bench.batch = None
-    return found
+    return figures
 
 
 def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
@@ -298,7 +303,7 @@ def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
     part = encode(torch.randn(sent // _WIDTH, _WIDTH), FORMAT)
     ids = np.flatnonzero(np.random.default_rng(0).random(len(part.data)) > RATIOS[2])
     host = torch.empty(sent, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty_like(host, device=device)
+    device_copy = torch.empty_like(host, device=device)
     timer = Timer(device)
 
     def rate(nbytes: int, move: Callable[[], object]) -> float:
@@ -310,7 +315,7 @@ def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
     return {
         "gathered": rate(len(ids) * _WIDTH, lambda: mover.move((part,), ids).get()),
         "whole": rate(part.data.nbytes, lambda: mover.move((part,), None).get()),
-        "link": rate(sent, lambda: there.copy_(host, non_blocking=True)),
+        "link": rate(sent, lambda: device_copy.copy_(host, non_blocking=True)),
     }
 
 
@@ -365,23 +370,23 @@ def main(
         if args.only is not None and name not in (*args.only, "model"):
             return None
         try:
-            found = part()
+            figures = part()
         except Exception as error:  # whatever libraries and drivers raise
             traceback.print_exc()
-            found, report["failed"][name] = None, in_words(error)
+            figures, report["failed"][name] = None, in_words(error)
         else:
-            report[name] = found
+            report[name] = figures
         keep()
-        return found
+        return figures
 
-    made: list[Bench] = []
+    benches: list[Bench] = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def make_model() -> dict[str, Any]:
         blocks = None if args.blocks is None else tuple(args.blocks)
         bench = Bench(args.preset, blocks, dtype, device, FORMAT)
         total, free = device_memory(device)
-        made.append(bench)
+        benches.append(bench)
         of = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
         weights = sum(p.nbytes for p in bench.model.parameters())
         return {"name": of, "weights": weights, "total": total, "free": free}
@@ -390,17 +395,17 @@ def main(
     find("attention", lambda: attention_of(device, dtype))
     find("gb_per_s", lambda: load_gb_per_s(device, sent))
     torch.manual_seed(0)
-    few, held = BATCHES[: 2 if device.type == "cuda" else 1], None
+    few, memory_rows = BATCHES[: 2 if device.type == "cuda" else 1], None
     find("model", make_model)
-    while made:  # its memory is the next model's
-        bench = made.pop()
+    while benches:  # its memory is the next model's
+        bench = benches.pop()
         find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
         find("placing", partial(time_placing, bench, SERVED[-1:]))
         find("served", partial(time_served_steps, bench, args.repeat))
         find("steps", partial(steps, bench, args.repeat))
         find("mixed", partial(time_mixed_steps, bench, args.repeat))
         find("asked", partial(ask_for_steps, bench))
-        held = find("held", partial(weigh_steps, bench))
+        memory_rows = find("held", partial(weigh_steps, bench))
         find("loads", partial(time_loads, bench, few))
         find("rivals", partial(time_rivals, bench, few, args.repeat, args.rivals))
         del bench
@@ -413,7 +418,7 @@ def main(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     find("edits", lambda: time_edits(args.model, EDITS))
-    over = [each for each in held or () if each["held"] > each["counted"]]
+    over = [row for row in memory_rows or () if row["held"] > row["counted"]]
     failed = report["failed"]
     if "tests_passed" in report:
         print(f"tests {'passed' if passed else 'FAILED'}")

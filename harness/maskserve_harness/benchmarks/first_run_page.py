@@ -38,7 +38,7 @@ def _lines(report: Report, plots: Mapping[str, str]) -> list[str]:
         f"Made by `{report['command']}` on {report['date']}, torch {report['torch']}, in "
         f"{report.get('seconds', 0):g} s. Do not edit: the command writes it.",
         "",
-        *(f"- {name}: {told}" for name, told in report.get("versions", {}).items()),
+        *(f"- {name}: {version}" for name, version in report.get("versions", {}).items()),
     ]
     failed = report.get("failed", {})
     for name, facts in _FACTS.items():
@@ -69,9 +69,10 @@ def _model(model: Report) -> str:
 
 
 def _rates(rates: Report) -> str:
-    told = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    rates_text = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return (
-        f"entries from host memory, GB/s: {told} (gathered: of tokens outside a mask; whole: of "
+        f"entries from host memory, GB/s: {rates_text} (gathered: of tokens outside a mask; "
+        "whole: of "
         "all; link: a plain copy from pinned memory)"
     )
 
@@ -156,7 +157,7 @@ def _served_table(steps: Sequence[Report]) -> list[str]:
         )
         for s in steps
     ]
-    own = [
+    anchor_rows = [
         (
             *(s["batch"], _ratio(s), *_tenths(s, "ms", "anchor_ms")),
             *(
@@ -178,7 +179,7 @@ def _served_table(steps: Sequence[Report]) -> list[str]:
         "that is foreseen does; *edit*: how many times sooner a picture that was never seen is "
         "edited than by dense steps, counted from these.",
         "",
-        table(("rows", "m", "step", "with an anchor", "of limit", "edit"), own),
+        table(("rows", "m", "step", "with an anchor", "of limit", "edit"), anchor_rows),
     ]
 
 
@@ -223,9 +224,9 @@ def _asked_table(asked: Sequence[Report]) -> list[str]:
 def _memory_table(held: Sequence[Report]) -> list[str]:
     rows = []
     for step in held:
-        own, counted = (f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
+        peak_gib, counted = (f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
         over = " **more than counted**" if step["held"] > step["counted"] else ""
-        rows.append((step["batch"], _ratio(step), own, counted + over))
+        rows.append((step["batch"], _ratio(step), peak_gib, counted + over))
     return [
         "Beside weights and entries; *counted* is what the memory table leaves room for.",
         "",
@@ -251,17 +252,22 @@ def _plot_steps(steps: Sequence[Report], file: Path) -> Path:
     figure, axes = _figure(len(batches))
     for axis, batch in zip(axes, batches, strict=True):
         for kind, format in dict.fromkeys((step["kind"], step["format"]) for step in steps):
-            wanted = batch, kind, format
-            own = [s for s in steps if (s["batch"], s["kind"], s["format"]) == wanted]
-            ratios, colour = [step["mask_ratio"] for step in own], _COLOURS.get(kind)
+            selection = batch, kind, format
+            kind_steps = [s for s in steps if (s["batch"], s["kind"], s["format"]) == selection]
+            ratios, colour = [step["mask_ratio"] for step in kind_steps], _COLOURS.get(kind)
             style = "o-" if format == steps[0]["format"] else "x--"
             label = f"{kind}, {format}"
-            axis.plot(ratios, [step["ms"] for step in own], style, color=colour, label=label)
-            axis.plot(ratios, [step["limit_ms"] for step in own], ":", color=colour)
+            axis.plot(ratios, [step["ms"] for step in kind_steps], style, color=colour, label=label)
+            axis.plot(ratios, [step["limit_ms"] for step in kind_steps], ":", color=colour)
         axis.plot(
-            ratios, [step["dense_ms"] for step in own], color=_COLOURS["dense"], label="dense"
+            ratios,
+            [step["dense_ms"] for step in kind_steps],
+            color=_COLOURS["dense"],
+            label="dense",
         )
-        axis.plot(ratios, [step["dense_limit_ms"] for step in own], ":", color=_COLOURS["dense"])
+        axis.plot(
+            ratios, [step["dense_limit_ms"] for step in kind_steps], ":", color=_COLOURS["dense"]
+        )
         axis.set(
             title=f"{batch} row{'' if batch == 1 else 's'}", xlabel="mask ratio", ylim=(0, None)
         )

@@ -72,11 +72,11 @@ def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     meanwhile, and the loads by themselves; each way of the loader that there is here. On a GPU
     loads are cut of a reserve, and steps recorded, as in the engine.
     """
-    own, bench.weights = bench.weights, as_served(bench)
+    weights, bench.weights = bench.weights, as_served(bench)
     try:
         return _time_loads(bench, batches)
     finally:
-        bench.weights, bench.batch = own, None
+        bench.weights, bench.batch = weights, None
 
 
 def _time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
@@ -85,7 +85,7 @@ def _time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     mover: Mover = HostMover()
     if device.type == "cuda":
         mover = CudaMover(device, _BUFFER, registrar=Registrar(device))
-    found = []
+    figures = []
     with tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else None) as folder:
         tier = FolderTier("host", folder, _ENDLESS, opened=mover.register)
         # What is kept would come from the device: it has no budget, and loads are forced.
@@ -93,12 +93,12 @@ def _time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
         store = Store(MemoryTier(0), [tier], None, Loader(mover), reserve=reserve)
         try:
             for way, batch in ((way, batch) for way in WAYS for batch in batches):
-                told = _time_load(bench, store, mover, way, batch)
-                if told is not None:
-                    found.append({"way": way, "batch": batch, **told})
+                timing = _time_load(bench, store, mover, way, batch)
+                if timing is not None:
+                    figures.append({"way": way, "batch": batch, **timing})
         finally:
             store.close()
-    return found
+    return figures
 
 
 def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -> Figures | None:
@@ -137,8 +137,8 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
         return handles
 
     def alone() -> None:
-        for row, own in zip(rows, near, strict=True):
-            row.entry = own
+        for row, near_entry in zip(rows, near, strict=True):
+            row.entry = near_entry
         bench.step(rows, "kv")
 
     def beside() -> None:
@@ -163,10 +163,10 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     nbytes = sum(handle.load.nbytes for handle in handles)
     let_go(handles)
     del handles  # whoever has one has its memory
-    before = _allocator(bench.device)
+    stats_before = _allocator(bench.device)
     ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
-    after = _allocator(bench.device)
-    torch_does = {name: after[name] - before[name] for name in after}
+    stats_after = _allocator(bench.device)
+    torch_does = {name: stats_after[name] - stats_before[name] for name in stats_after}
     per_s = round(nbytes / 1e6 / ms["load_ms"], 4)
     return {**ms, "bytes": nbytes, "gb_per_s": per_s, "allocator": torch_does}
 
@@ -186,10 +186,10 @@ def in_turn(
     timer: Timer, ways: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
     """Medians of milliseconds, after a first time of each."""
-    for each in ways.values():
-        each()
-    took = [{name: timer.ms(each) for name, each in ways.items()} for _ in range(rounds)]
-    return {name: round(statistics.median(one[name] for one in took), 3) for name in ways}
+    for way in ways.values():
+        way()
+    took = [{name: timer.ms(way) for name, way in ways.items()} for _ in range(rounds)]
+    return {name: round(statistics.median(round_ms[name] for round_ms in took), 3) for name in ways}
 
 
 def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]) -> list[Figures]:
@@ -197,11 +197,11 @@ def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]
     `scaled_dot_product_attention`, which is what alike rows take if that is cuDNN.
     """
     heads, head_dim = bench.config["num_attention_heads"], bench.config["attention_head_dim"]
-    keys, found = bench.work.tokens[0] + bench.text, []
+    keys, figures = bench.work.tokens[0] + bench.text, []
     for batch, ratio in product(batches, ratios):
         queries = bucket(round(ratio * bench.work.tokens[0]))
         rows = moved(segments([queries] * batch, [keys] * batch), bench.device)
-        shapes = [(batch * each, heads, head_dim) for each in (queries, keys, keys)]
+        shapes = [(batch * item, heads, head_dim) for item in (queries, keys, keys)]
         query, key, value = (torch.randn(s, device=bench.device).to(bench.dtype) for s in shapes)
         of_rows = (x.view(batch, -1, heads, head_dim) for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in of_rows)
@@ -212,9 +212,11 @@ def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]
             ways["varlen_ms"] = partial(varlen, query, key, value, rows)
         timer = Timer(bench.device)
         ms = in_turn(timer, {name: repeated(way, _CALLS) for name, way in ways.items()}, _ROUNDS)
-        own = {name: round(each / _CALLS, 4) for name, each in ms.items()}
-        found.append({"batch": batch, "mask_ratio": ratio, "queries": queries, "keys": keys, **own})
-    return found
+        timings = {name: round(item / _CALLS, 4) for name, item in ms.items()}
+        figures.append(
+            {"batch": batch, "mask_ratio": ratio, "queries": queries, "keys": keys, **timings}
+        )
+    return figures
 
 
 def time_placing(bench: Bench, batches: Sequence[int]) -> list[Figures]:
@@ -222,7 +224,7 @@ def time_placing(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     the bytes per second of what is read and written once.
     """
     width, tokens = bench.weights.width, round((1.0 - RATIO) * bench.work.tokens[0])
-    found = []
+    figures = []
     for batch, changes, format in product(batches, range(3), ("int8", "int4")):
 
         def coded(format: str = format) -> Coded:
@@ -243,8 +245,8 @@ def time_placing(bench: Bench, batches: Sequence[int]) -> list[Figures]:
         read = sum(part.nbytes for source in sources for part in source.parts) * (1 + changes)
         per_s = round((read + outs.nbytes) / 1e6 / ms, 1)
         step = {"batch": batch, "format": format, "changes": changes}
-        found.append({**step, "ms": round(ms, 4), "gb_per_s": per_s})
-    return found
+        figures.append({**step, "ms": round(ms, 4), "gb_per_s": per_s})
+    return figures
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
@@ -278,7 +280,7 @@ def time_rivals(
             models[name] = rival_of(bench, name, quantised)
         except Exception as error:  # whatever libraries and drivers raise
             why[name] = in_words(error)
-    found = []
+    figures = []
     for batch in batches:
         inputs = inputs_of(bench, batch)
         dense = [bench.row(None, seed) for seed in range(batch)]
@@ -297,17 +299,20 @@ def time_rivals(
             bench.batch = None
             bench.step(rows, "kv")
 
-        own = {"ours, dense": partial(step, dense), f"ours, m = {RATIO:g}": partial(step, cached)}
-        ms = in_turn(Timer(bench.device), {**own, **ways}, rounds)
-        found += [{"batch": batch, "who": name, "ms": each} for name, each in ms.items()]
+        our_ways = {
+            "ours, dense": partial(step, dense),
+            f"ours, m = {RATIO:g}": partial(step, cached),
+        }
+        ms = in_turn(Timer(bench.device), {**our_ways, **ways}, rounds)
+        figures += [{"batch": batch, "who": name, "ms": value} for name, value in ms.items()]
     bench.batch = None
-    return [*found, *({"who": name, "why": each} for name, each in why.items())]
+    return [*figures, *({"who": name, "why": value} for name, value in why.items())]
 
 
 def rival_of(bench: Bench, name: str, quantised: Quantise = quantise) -> Any:
     """A copy of the model that shares its weights."""
-    own = chain(bench.model.parameters(), bench.model.buffers())
-    model = deepcopy(bench.model, {id(each): each for each in own})
+    tensors = chain(bench.model.parameters(), bench.model.buffers())
+    model = deepcopy(bench.model, {id(tensor): tensor for tensor in tensors})
     if "fp8" in name:
         quantised(model, "fp8", bench.device)
     if "compiled" in name:
@@ -362,14 +367,14 @@ def time_stages(device: torch.device, dtype: torch.dtype, *, demo: bool) -> Figu
     if demo:
         t5_config = T5Config.from_pretrained(DEMO_MODEL / "text_encoder_2")
         vae_config, tokens, side = AutoencoderKL.load_config(DEMO_MODEL / "vae"), 16, 128
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             t5 = T5EncoderModel(t5_config).eval()
             vae = AutoencoderKL.from_config(vae_config).eval()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     picture = torch.zeros(1, 3, side, side, device=device, dtype=dtype)
     latents = vae.encode(picture).latent_dist.mean

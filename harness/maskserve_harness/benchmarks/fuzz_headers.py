@@ -63,20 +63,25 @@ def loras() -> list[bytes]:
     peft = pair(f"transformer.{q}", "lora_A", "lora_B")
     kohya = pair(f"lora_unet_{flat}", "lora_down", "lora_up")
     alpha = {f"lora_unet_{flat}.alpha": np.array(4.0, np.float16)}
-    said = {
+    metadata = {
         "lora_adapter_metadata": json.dumps(
             {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {q: 2}}
         ),
         "ss_network_alpha": "4",
     }
-    return [save(peft), save({**kohya, **alpha}), save(peft, said), save({**peft, **kohya}, said)]
+    return [
+        save(peft),
+        save({**kohya, **alpha}),
+        save(peft, metadata),
+        save({**peft, **kohya}, metadata),
+    ]
 
 
 def ggufs() -> list[bytes]:
     """Whole GGUF files: of tensors in several forms, and metadata of every type."""
     import gguf
 
-    found = []
+    files = []
     for rows in (2, 64):
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             writer = gguf.GGUFWriter(file.name, "flux")
@@ -93,46 +98,46 @@ def ggufs() -> list[bytes]:
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
             writer.close()
-            found.append(Path(file.name).read_bytes())
-    return found
+            files.append(Path(file.name).read_bytes())
+    return files
 
 
 def damaged(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
     """A file with one to four faults, most of them in its first `head` bytes."""
-    found = bytearray(raw)
+    data = bytearray(raw)
     for _ in range(int(rng.integers(1, 5))):
-        reach = max(1, min(head, len(found)) if rng.random() < 0.9 else len(found))
+        reach = max(1, min(head, len(data)) if rng.random() < 0.9 else len(data))
         at = int(rng.integers(reach))
         match int(rng.integers(8)):
             case 0:
-                found[at] = int(rng.integers(256))
+                data[at] = int(rng.integers(256))
             case 1:
-                del found[at:]
+                del data[at:]
             case 2:
                 size = int(rng.choice((4, 8)))
                 value = int(rng.choice(np.array(_EXTREMES, dtype=object)))
-                found[at : at + size] = struct.pack("<Q", value)[:size]
+                data[at : at + size] = struct.pack("<Q", value)[:size]
             case 3:
-                numbers = list(re.finditer(rb"\d+", bytes(found[:reach])))
+                numbers = list(re.finditer(rb"\d+", bytes(data[:reach])))
                 if numbers:
                     place = numbers[int(rng.integers(len(numbers)))]
                     value = int(rng.choice(np.array(_EXTREMES, dtype=object)))
-                    found[place.start() : place.end()] = str(value).encode()
+                    data[place.start() : place.end()] = str(value).encode()
             case 4:
-                found[at:at] = _TEXTS[int(rng.integers(len(_TEXTS)))]
+                data[at:at] = _TEXTS[int(rng.integers(len(_TEXTS)))]
             case 5:
                 end = at + int(rng.integers(1, 200))
-                found[at:at] = found[at:end] * int(rng.integers(1, 400))
+                data[at:at] = data[at:end] * int(rng.integers(1, 400))
             case 6:
-                del found[at : at + int(rng.integers(1, 64))]
+                del data[at : at + int(rng.integers(1, 64))]
             case _:
-                found += bytes(int(rng.integers(1, 4096)))
-        if not found:
+                data += bytes(int(rng.integers(1, 4096)))
+        if not data:
             break
-    if rng.random() < 0.5 and raw[:4] != b"GGUF" and len(found) > 8:  # the length fits again
-        end = bytes(found).rfind(b"}") + 1
-        found[:8] = max(0, end - 8).to_bytes(8, "little")
-    return bytes(found)
+    if rng.random() < 0.5 and raw[:4] != b"GGUF" and len(data) > 8:  # the length fits again
+        end = bytes(data).rfind(b"}") + 1
+        data[:8] = max(0, end - 8).to_bytes(8, "little")
+    return bytes(data)
 
 
 def look_at_lora(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path], None]:
@@ -143,9 +148,9 @@ def look_at_lora(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path
         nbytes = path.stat().st_size
         with path.open("rb") as opened:
             head = head_of(reader_of(opened), nbytes)
-        found = described(head, nbytes, b"", bounds, base)
-        if found.problem:
-            raise BadAdapter(found.problem)
+        description = described(head, nbytes, b"", bounds, base)
+        if description.problem:
+            raise BadAdapter(description.problem)
         check_file(path, base, max_bytes=bounds.max_bytes, max_rank=bounds.max_rank)
         read_lora(path, base, model)
 
@@ -204,7 +209,7 @@ def fuzzed(
         for raw in whole:  # libraries are imported, and whole files are read
             path.write_bytes(raw)
             look(path)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        initial_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         end = time.monotonic() + 60 * options.minutes
         while time.monotonic() < end:
             number = int(rng.integers(len(whole)))
@@ -231,19 +236,19 @@ def fuzzed(
             if broken and options.keep and broken[-1].startswith(f"{files}:"):
                 options.keep.mkdir(parents=True, exist_ok=True)
                 (options.keep / f"{options.seed}-{files}.{options.form}").write_bytes(raw)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial_kib) * 1024
     if grown > LIMIT_BYTES:
         broken.append(f"the process grew by {grown} bytes")
-    found = {
+    report = {
         "form": options.form, "seed": options.seed, "minutes": options.minutes, "files": files,
         "read": read, "refused": sum(sentences.values()), "longest_s": round(worst, 4),
         "grown_mib": round(grown / 2**20, 1), "sentences": len(sentences),
         "most": sentences.most_common(12), "broken": broken[:20], "broken_count": len(broken),
     }  # fmt: skip
     if broken:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(report, indent=1))
         raise SystemExit(1)
-    return found
+    return report
 
 
 if __name__ == "__main__":

@@ -173,11 +173,11 @@ def flux(ratio: float | None, *, fp8: bool) -> Counted:
     moved = moved_bytes(Case(name, (ratio,), weights="fp8" if fp8 else "bf16"))
     weights = moved[WEIGHTS]
     needed = sum(moved[group] for group in NEEDED) - weights
-    others = moved.total() - needed - weights
+    other_bytes = moved.total() - needed - weights
     launches = json.loads(TABLE.read_text(encoding="utf-8"))[name]["step"]
     computed = (ratio or 1.0) * work.tokens[0] + _TEXT["FLUX.1"]
     return Counted(
-        computed, *_flops(work, ratio, _TEXT["FLUX.1"]), weights, needed, others, launches
+        computed, *_flops(work, ratio, _TEXT["FLUX.1"]), weights, needed, other_bytes, launches
     )
 
 
@@ -208,9 +208,9 @@ def sdxl(ratio: float | None) -> Counted:
         for place, nbytes in plain.nbytes.items()
         if place.startswith(("linear.", "attention."))
     )
-    others = plain.nbytes.total() - weights - needed
+    other_bytes = plain.nbytes.total() - weights - needed
     flops = _flops(unet_work(SDXL, _SIDE // 8, _SIDE // 8), ratio, _TEXT["SDXL"])
-    return Counted(0, *flops, weights, needed, others, unet_step(case)[0].launches)
+    return Counted(0, *flops, weights, needed, other_bytes, unet_step(case)[0].launches)
 
 
 def sdxl_own(hit: Counted, ratio: float) -> Counted:
@@ -315,8 +315,8 @@ def counted_ways() -> dict[Way, Counted]:
     for model, ratio, fp8, _ in list(of):
         if ratio is not None:
             hit = of[model, ratio, fp8, False]
-            own = flux_own(hit, ratio) if model == "FLUX.1" else sdxl_own(hit, ratio)
-            of[model, ratio, fp8, True] = own
+            refresh_step = flux_own(hit, ratio) if model == "FLUX.1" else sdxl_own(hit, ratio)
+            of[model, ratio, fp8, True] = refresh_step
     return of
 
 
@@ -324,39 +324,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
-    given = parser.parse_args()
+    args = parser.parse_args()
     masks = [ratio for ratio in RATIOS if ratio is not None]
     columns = ["card", "model", "weights", "attention", "dense ms"]
-    columns += [f"{what} {m:.2f}" for m in masks for what in ("hit ms,", "own ms,")]
+    columns += [f"{label} {m:.2f}" for m in masks for label in ("hit ms,", "own ms,")]
     columns += ["dense edit s", *(f"{w} {m:.2f}" for w in ("hit s,", "first s,") for m in masks)]
     columns += ["a dense server's step ms", *(f"{w} {m:.2f}" for w in ("hit times,", "first times,")
                                               for m in masks), "T5, VAE s"]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     of = counted_ways()
     t5, vae = stage_flops()
-    for offer in (each for card in CARDS for each in offered(card)):
+    for offer in (item for card in CARDS for item in offered(card)):
         card, model, form, attention = offer
         steps = STEPS[model]
 
         def took(offer: Offer, ratio: float | None, own: bool = False) -> float:
             way = offer.model, ratio, offer.form.name == "fp8", own
-            return step_ms(offer.card, of[way], offer.form, offer.attention, given)
+            return step_ms(offer.card, of[way], offer.form, offer.attention, args)
 
         # SDXL's VAE runs in float32; its text encoders take next to nothing.
         rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
-        beside = (vae if model == "SDXL" else vae + t5) / rate
+        stages_s = (vae if model == "SDXL" else vae + t5) / rate
         dense, share = took(offer, None), own_count(steps, STRIDES[model]) / steps
         hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
         reads = 1 - 1 / steps  # beside all anchors but the first
-        means = [dense, *hits, *(share * dense + reads * each for each in owns)]
-        edits = [steps * each / 1e3 + beside for each in means]
-        rival, told = _rival(offer, took)
-        rival_edit = steps * rival / 1e3 + beside
+        means = [dense, *hits, *(share * dense + reads * item for item in owns)]
+        edits = [steps * item / 1e3 + stages_s for item in means]
+        rival, rival_text = _rival(offer, took)
+        rival_edit = steps * rival / 1e3 + stages_s
         cells = [card.name, model, form.name, attention, f"{dense:.1f}"]
         cells += [f"{ms:.1f}" for pair in zip(hits, owns, strict=True) for ms in pair]
-        cells += [f"{each:.2f}" for each in edits]
-        cells += [told, *(f"{rival_edit / each:.1f}" for each in edits[1:])]
-        print(f"| {' | '.join([*cells, f'{beside:.2f}'])} |", flush=True)
+        cells += [f"{item:.2f}" for item in edits]
+        cells += [rival_text, *(f"{rival_edit / item:.1f}" for item in edits[1:])]
+        print(f"| {' | '.join([*cells, f'{stages_s:.2f}'])} |", flush=True)
     return 0
 
 
@@ -366,8 +366,8 @@ def _rival(offer: Offer, took: Callable[[Offer, float | None], float]) -> tuple[
     """
     fits = [FORMS[0]]
     if offer.model == "FLUX.1":
-        fits = [each for each in FORMS[:2] if each.held + BESIDE <= offer.card.held]
-    ms = min(took(offer._replace(form=each), None) for each in fits)
+        fits = [form for form in FORMS[:2] if form.held + BESIDE <= offer.card.held]
+    ms = min(took(offer._replace(form=form), None) for form in fits)
     published = offer.card.published
     if published is not None and offer.model == "FLUX.1" and published.ms < ms:
         return published.ms, f"{published.ms:.0f} (published, {published.form})"

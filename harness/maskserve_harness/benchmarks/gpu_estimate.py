@@ -65,9 +65,9 @@ def steps() -> Iterator[Step]:
                 name = f"kv int8, {rows} rows, mixed" if rows > 1 else "kv int8, 1 row"
             moved = moved_bytes(Case(name, (ratio,) * rows))
             needed = sum(moved[group] for group in NEEDED)
-            held = 2 * peak_values(work, rows, text)
-            others = moved.total() - needed
-            yield Step(rows, ratio, flops, needed, others, launches[name]["step"], held)
+            peak_bytes = 2 * peak_values(work, rows, text)
+            other_bytes = moved.total() - needed
+            yield Step(rows, ratio, flops, needed, other_bytes, launches[name]["step"], peak_bytes)
 
 
 def main() -> int:
@@ -83,12 +83,14 @@ def main() -> int:
     bandwidth = PEAK_BYTES * args.bytes_reached
     for step in steps():
         needed = 1e3 * max(step.flops / (PEAK_FLOPS * args.flops_reached), step.needed / bandwidth)
-        others = 1e3 * step.others / bandwidth
+        other_ms = 1e3 * step.others / bandwidth
         host = 1e-3 * args.launch_us * step.launches
-        cells = " | ".join(f"{ms:.1f}" for ms in (needed, others, host, max(needed + others, host)))
-        what = "dense" if step.ratio is None else f"{step.ratio:.2f}"
+        cells = " | ".join(
+            f"{ms:.1f}" for ms in (needed, other_ms, host, max(needed + other_ms, host))
+        )
+        label = "dense" if step.ratio is None else f"{step.ratio:.2f}"
         print(
-            f"| {step.rows} | {what} | {step.flops / 1e12:.1f} | {step.needed / 1e9:.1f} "
+            f"| {step.rows} | {label} | {step.flops / 1e12:.1f} | {step.needed / 1e9:.1f} "
             f"| {step.others / 1e9:.1f} | {step.held / 1e9:.1f} | {step.launches} | {cells} |",
             flush=True,
         )

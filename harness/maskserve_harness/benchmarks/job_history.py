@@ -89,12 +89,12 @@ async def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     site = RouterSite([worker.address for worker in workers], folder, tables)
     try:
         await asyncio.to_thread(site.start)
-        found = await asyncio.to_thread(_compared, site.http_url, args)
+        figures = await asyncio.to_thread(_compared, site.http_url, args)
     finally:
         await asyncio.to_thread(site.stop)
         for worker in workers:
             await worker.stop()
-    return {"jobs": args.jobs, "connections": args.connections, "filled_s": filled_s, **found}
+    return {"jobs": args.jobs, "connections": args.connections, "filled_s": filled_s, **figures}
 
 
 def _compared(url: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def _compared(url: str, args: argparse.Namespace) -> dict[str, Any]:
     lister.start()
     time.sleep(3.0)  # until all connections have begun
     try:
-        before, began = pages.value, time.monotonic()
+        pages_before, began = pages.value, time.monotonic()
         listing = _percentiles(_times(url, args.rounds))
-        rate = (pages.value - before) / (time.monotonic() - began)
+        rate = (pages.value - pages_before) / (time.monotonic() - began)
     finally:
         stop.set()
         lister.join(30)
@@ -153,10 +153,10 @@ def _list(url: str, connections: int, stop: Event, pages: Any) -> None:
 
     def ask() -> None:
         with closing(http.client.HTTPConnection(url, timeout=300)) as connection:
-            after = ""
+            page_query = ""
             while not stop.is_set():
-                page = _call(connection, "GET", f"/v1/jobs?limit=100{after}", headers)
-                after = f"&after={page['last_id']}" if page["has_more"] else ""
+                page = _call(connection, "GET", f"/v1/jobs?limit=100{page_query}", headers)
+                page_query = f"&after={page['last_id']}" if page["has_more"] else ""
                 with pages.get_lock():
                     pages.value += 1
 
@@ -177,12 +177,12 @@ def _call(
     content = answer.read()
     if answer.status >= 300:
         raise RuntimeError(f"{method} {path}: {answer.status} {content[:200]!r}")
-    told: dict[str, Any] = json.loads(content)
-    return told
+    reply: dict[str, Any] = json.loads(content)
+    return reply
 
 
 def _percentiles(times: list[tuple[float, float]]) -> dict[str, float]:
-    posts, jobs = (np.percentile([each[i] for each in times], 95) for i in (0, 1))
+    posts, jobs = (np.percentile([pair[i] for pair in times], 95) for i in (0, 1))
     return {"post_s": round(float(posts), 4), "job_s": round(float(jobs), 4)}
 
 

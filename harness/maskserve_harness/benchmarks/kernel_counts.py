@@ -159,8 +159,8 @@ def count(case: Case) -> Counts:
 
 def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
     """Of the steps for which the first one computes the vectors."""
-    (first, other), steps = steady_steps(case, blocks), steps_of(case)
-    return (first.launches + (steps - 1) * other.launches) / steps
+    (first, later_step), steps = steady_steps(case, blocks), steps_of(case)
+    return (first.launches + (steps - 1) * later_step.launches) / steps
 
 
 def steps_of(case: Case) -> int:
@@ -185,7 +185,7 @@ NEEDED = (WEIGHTS, "products", "attention")
 
 def moved_bytes(case: Case) -> Counter[str]:
     """Bytes that a step of the whole model moves, by group: counted as `count` does."""
-    base, double, single = (mean_bytes(case, each) for each in ((1, 1), (2, 1), (1, 2)))
+    base, double, single = (mean_bytes(case, blocks) for blocks in ((1, 1), (2, 1), (1, 2)))
     whole: Counter[str] = Counter()
     for group in {*base, *double, *single}:
         of_double, of_single = double[group] - base[group], single[group] - base[group]
@@ -195,9 +195,9 @@ def moved_bytes(case: Case) -> Counter[str]:
 
 def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
     """Per group, of the steps for which the first one computes the vectors."""
-    (first, other), steps = steady_steps(case, blocks), steps_of(case)
+    (first, later_step), steps = steady_steps(case, blocks), steps_of(case)
     mean: Counter[str] = Counter()
-    for log, times in ((first, 1), (other, steps - 1)):
+    for log, times in ((first, 1), (later_step, steps - 1)):
         for place, nbytes in log.nbytes.items():
             mean[_group(place)] += nbytes * times // steps
     return mean
@@ -205,15 +205,15 @@ def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
 
 def _group(place: str) -> str:
     begins = [(begin, group) for group, begins in GROUPS.items() for begin in begins]
-    fits = [each for each in begins if place.startswith(each[0])]
+    fits = [candidate for candidate in begins if place.startswith(candidate[0])]
     return max(fits, key=lambda each: len(each[0]))[1] if fits else "outside"
 
 
 def entry_bytes(case: Case) -> int:
     """Bytes of the entries that a step of the whole model reads, each once."""
-    rest = sum(1.0 - ratio for ratio in case.ratios if ratio is not None)
+    cached_share = sum(1.0 - ratio for ratio in case.ratios if ratio is not None)
     parts = {"kv": 2, "project": 1}.get(case.kind, 0)
-    return round(rest * TOKENS * WIDTH * parts * (DOUBLE + SINGLE) * BYTES[case.format])
+    return round(cached_share * TOKENS * WIDTH * parts * (DOUBLE + SINGLE) * BYTES[case.format])
 
 
 @cache  # what is counted of a case and what it copies are of the same steps

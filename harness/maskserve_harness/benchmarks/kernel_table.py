@@ -76,10 +76,13 @@ def main() -> int:
         )
     print("\n| step | step | per block |\n|---|---|---|")
     unets: dict[str, dict[str, float]] = {}
-    for each in UNET_CASES:
-        log, blocks = unet_step(each)
-        unets[each.name] = {"step": log.launches, "per_block": round(log.launches / blocks, 1)}
-        print("| {} | {step} | {per_block} |".format(each.name, **unets[each.name]), flush=True)
+    for unet_case in UNET_CASES:
+        log, blocks = unet_step(unet_case)
+        unets[unet_case.name] = {"step": log.launches, "per_block": round(log.launches / blocks, 1)}
+        print(
+            "| {} | {step} | {per_block} |".format(unet_case.name, **unets[unet_case.name]),
+            flush=True,
+        )
     if args.write:
         rows = {name: {"step": c.step, "per_block": c.per_block} for name, c in counts.items()}
         rows |= unets

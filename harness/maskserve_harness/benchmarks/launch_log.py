@@ -87,9 +87,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if out is not NotImplemented:
                     return out
             out = func(*args, **kwargs)
-        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_iter(out) if isinstance(t, Tensor)] or _written(func, args)
-        self._write_down(name, func._schema.is_mutable, given, made, args, kwargs)
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)] or _written(func, args)
+        self._write_down(name, func._schema.is_mutable, inputs, outputs, args, kwargs)
         return out
 
     def _fake(self, x: Any) -> Any:
@@ -117,8 +117,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = {t.device.type for t in (*given, *made) if t.dim() or name.startswith("_to_copy")}
         if len(moved) > 1:
             words = " -> ".join(t.device.type for t in (given[-1], (*made, *given)[0]))
-            asked = kwargs.get("non_blocking") or (name.startswith("copy_") and args[2:] == (True,))
-            waits = "" if asked else ", the host waits"
+            is_non_blocking = kwargs.get("non_blocking") or (
+                name.startswith("copy_") and args[2:] == (True,)
+            )
+            waits = "" if is_non_blocking else ", the host waits"
             self.log.copies.append(f"{words} in {place} ({name}){waits}")
             return
         launches = 1
@@ -130,8 +132,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in given[1:])
             given = given[:1]
         elif name.startswith("_scaled_mm."):
-            x, weight, of_tokens, *others = given
-            self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in (weight, *others))
+            x, weight, of_tokens, *other_inputs = given
+            self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in (weight, *other_inputs))
             given = [x, of_tokens]
         elif name.startswith(_PRODUCTS):
             added, x, weight = given[:3]  # a bias, or what other products have made
@@ -155,7 +157,7 @@ def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
     return (
         (device is None or torch.device(device).type == "cpu")
         and not kwargs.get("pin_memory")
-        and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs)))
+        and not any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs)))
     )
 
 
@@ -168,8 +170,8 @@ def _written(func: Any, args: Any) -> list[Tensor]:
 
 def _views(given: list[Tensor], made: list[Tensor]) -> bool:
     """Whether an operation answered with nothing but views of what it was given."""
-    held = {_storage(t) for t in given}
-    return bool(made) and all(_storage(t) in held for t in made)
+    input_storages = {_storage(t) for t in given}
+    return bool(made) and all(_storage(t) in input_storages for t in made)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -183,7 +185,7 @@ def size_of(tensor: Tensor) -> int:
 def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *others: Any) -> int:
     """Bytes of `maskserve::scatter_kv`, which reads and writes no more tokens than it places."""
     *_, terms, _, adds = others
-    stored = {size_of(each) // len(each) for each in data if len(each)}
+    stored = {size_of(part) // len(part) for part in data if len(part)}
     written = size_of(outs[0]) // len(outs[0])
     placed: int = len(to) * len(outs) * (max(stored) * terms + written * (1 + adds))
     return placed

@@ -26,11 +26,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        input_storages = {_storage(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor) and tensor.device.type == self.device:
-                self._hold(tensor, given)
+                self._hold(tensor, input_storages)
         return out
 
     def _hold(self, tensor: Tensor, given: set[int]) -> None:
@@ -62,7 +62,7 @@ def peak_bytes(device: torch.device, call: Callable[[], None]) -> int:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    allocated_before = torch.cuda.memory_allocated(device)
     call()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - allocated_before

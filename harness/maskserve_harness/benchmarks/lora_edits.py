@@ -80,7 +80,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
                     took[way].append(clock() - begin)
         finally:
             worker.engine.close(grace_s=1.0)
-    seconds = {way: statistics.median(each) for way, each in took.items()}
+    seconds = {way: statistics.median(samples) for way, samples in took.items()}
     return {
         "lora_edits_per_second": round(EDITS / seconds["mixed"], 2),
         "lora_edits_ratio": round(seconds["none"] / seconds["mixed"], 3),
@@ -100,21 +100,21 @@ def _counted(worker: Direct, job: EditJob, file: Path) -> float:
             for (_, module), names in by_module(opened.keys())[0].items()
         }
     without = EditWork.of(job, adapter)
-    ours = without.with_loras([lora_work(adapter.facts, work, layers)], work)
-    return without.cached_flops / ours.cached_flops
+    with_lora = without.with_loras([lora_work(adapter.facts, work, layers)], work)
+    return without.cached_flops / with_lora.cached_flops
 
 
 def write_loras(folder: Path) -> list[str]:
     """Files of `LORAS` LoRAs of the demo model in `folder`; returns their names."""
     names = []
     for number in range(LORAS):
-        own = CHECKOUT / "assets" / "adapters" / f"{_OWN[number % len(_OWN)]}.safetensors"
-        with safe_open(own, "pt") as file:
+        adapter_file = CHECKOUT / "assets" / "adapters" / f"{_OWN[number % len(_OWN)]}.safetensors"
+        with safe_open(adapter_file, "pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            said = file.metadata()
+            metadata = file.metadata()
         scaled = {name: weight * (1.0 - number / 100) for name, weight in weights.items()}
         names.append(f"lora-{number}")
-        save_file(scaled, folder / f"{names[-1]}.safetensors", said)
+        save_file(scaled, folder / f"{names[-1]}.safetensors", metadata)
     return names
 
 
@@ -122,16 +122,16 @@ def demo_edits(count: int) -> list[Edit]:
     """Of as many pictures."""
     return [
         (
-            encode_png(own.source),
-            encode_png(np.where(own.mask, np.uint8(255), np.uint8(0))),
-            own.prompt,
+            encode_png(demo_edit.source),
+            encode_png(np.where(demo_edit.mask, np.uint8(255), np.uint8(0))),
+            demo_edit.prompt,
         )
-        for own in held_out_edits(count)
+        for demo_edit in held_out_edits(count)
     ]
 
 
 def _job(worker: Direct, number: int, edit: Edit, lora: str | None) -> EditJob:
-    asked = {} if lora is None else {"loras": [{"name": lora, "scale": 0.8}]}
-    settings = {"seed": 1, "cache": "require", "request_id": str(number), **asked}
+    lora_settings = {} if lora is None else {"loras": [{"name": lora, "scale": 0.8}]}
+    settings = {"seed": 1, "cache": "require", "request_id": str(number), **lora_settings}
     [job] = worker.jobs([edit], settings)
     return job

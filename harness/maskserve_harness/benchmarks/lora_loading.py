@@ -69,27 +69,31 @@ def lora_loading(args: argparse.Namespace) -> dict[str, Any]:
 def _measured(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, Any]:
     worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
     edit, mate = demo_edits(2)
-    known, *fresh = names
+    loaded_name, *fresh = names
 
     def job(way: str, name: str) -> EditJob:
         return _job(worker, edit, {"adapters": way, "loras": [{"name": name, "scale": 0.8}]})
 
-    for one in (edit, mate):
+    for demo_edit in (edit, mate):
         for _ in range(2):  # the second sight is primed
-            worker.run([_job(worker, one, {})])
-    worker.run([job("exact", known)])
+            worker.run([_job(worker, demo_edit, {})])
+    worker.run([job("exact", loaded_name)])
     took: dict[str, list[float]] = {"at hand": [], "fast": [], "exact": []}
     steps: dict[str, list[float]] = {"alone": [], "beside": []}
     for n in range(rounds):
-        slow, quick, other = fresh[3 * n : 3 * n + 3]
-        asked = {"at hand": ("exact", known), "fast": ("fast", quick), "exact": ("exact", slow)}
-        for way, given in asked.items():
-            took[way] += worker.run([job(*given)])[0][-1:]
-        for way, beside in (("alone", []), ("beside", [job("exact", other)])):
-            own = worker.run([_job(worker, mate, {}), *beside])[0]
-            gaps = [b - a for a, b in pairwise(own) if b < STORAGE_S]
+        slow, quick, concurrent_name = fresh[3 * n : 3 * n + 3]
+        loras_by_way = {
+            "at hand": ("exact", loaded_name),
+            "fast": ("fast", quick),
+            "exact": ("exact", slow),
+        }
+        for way, job_args in loras_by_way.items():
+            took[way] += worker.run([job(*job_args)])[0][-1:]
+        for way, extra_jobs in (("alone", []), ("beside", [job("exact", concurrent_name)])):
+            mate_times = worker.run([_job(worker, mate, {}), *extra_jobs])[0]
+            gaps = [b - a for a, b in pairwise(mate_times) if b < STORAGE_S]
             steps[way].append(statistics.median(gaps))
-    seconds = {way: statistics.median(each) for way, each in took.items()}
+    seconds = {way: statistics.median(samples) for way, samples in took.items()}
     return {
         "lora_at_hand_ms": round(1e3 * seconds["at hand"], 1),
         "lora_fast_added_ms": round(1e3 * (seconds["fast"] - seconds["at hand"]), 1),

@@ -112,10 +112,13 @@ class Counted:
             shown: whether it reads what the text encoder is shown; else it computes that, too.
             outside: whether it sees the picture outside the mask; else the reference alone.
         """
-        work, words, seen = self.work, self.asked.words, self._shown
-        if seen and not shown:
-            work, words = replace(work, tokens=(work.tokens[0] - seen,)), words + seen
-            work = replace(work, context=work.context - seen)
+        work, words, image_tokens = self.work, self.asked.words, self._shown
+        if image_tokens and not shown:
+            work, words = (
+                replace(work, tokens=(work.tokens[0] - image_tokens,)),
+                words + image_tokens,
+            )
+            work = replace(work, context=work.context - image_tokens)
         row = work.row_at(ratio, words)
         if not text:
             row = replace(row, text=0.0, text_read=float(words))
@@ -131,8 +134,8 @@ class Counted:
     def entry(self, *, shown: bool = True, outside: bool = True) -> float:
         """Bytes of an anchor in int4, of as much as `cached` reads."""
         whole, context = self.work.tokens[0], self.work.context
-        kept = whole - (0 if shown else self._shown) - (0 if outside else whole - context)
-        return entry_bytes(self.work, "kv", FORMATS["int4"]) * kept / whole
+        entry_tokens = whole - (0 if shown else self._shown) - (0 if outside else whole - context)
+        return entry_bytes(self.work, "kv", FORMATS["int4"]) * entry_tokens / whole
 
     @property
     def anchors(self) -> int:
@@ -162,8 +165,8 @@ class Counted:
         reads = self.steps - dense_steps
         if reads and not template:
             reads = self.steps - 1  # all anchors but the first are computed beside such a step
-        others = reads * self.cached(ratio, text=text)
-        whole = self.asked.passes * (dense_steps * self.dense + others) + self.beside
+        cached_flops = reads * self.cached(ratio, text=text)
+        whole = self.asked.passes * (dense_steps * self.dense + cached_flops) + self.beside
         return whole if template else whole + self.work.still_flops
 
     def gains(self, dense_steps: int, *, template: bool) -> list[float]:
@@ -174,9 +177,11 @@ class Counted:
     @property
     def held(self) -> int:
         """Bytes that own anchors leave of one pass."""
-        left = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
-        left += self.asked.words * self.facts.leaves_text
-        return own_bytes(self.work, [(left,)], FORMATS[OWN_RULE.format], 1 + self.facts.own_bends)
+        stored_tokens = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
+        stored_tokens += self.asked.words * self.facts.leaves_text
+        return own_bytes(
+            self.work, [(stored_tokens,)], FORMATS[OWN_RULE.format], 1 + self.facts.own_bends
+        )
 
     @property
     def _config(self) -> Config:
@@ -184,7 +189,7 @@ class Counted:
 
     def _text_encoders(self) -> Iterator[float]:
         """FLOPs of each, a vision model's apart."""
-        side, shown = self.facts.native_resolution, self.facts.shown
+        side, image_view = self.facts.native_resolution, self.facts.shown
         for name, part in read_json(self.asked.folder / "model_index.json").items():
             if not name.startswith("text_encoder") or part[1] is None:
                 continue
@@ -192,8 +197,10 @@ class Counted:
             model = load(self._config, name, None)
             tokens = _CLIP_TOKENS if part[1].startswith("CLIP") else self.asked.words
             model = getattr(model, "model", model)
-            if shown is not None:
-                rows, columns = (round(each / shown.cell) for each in shown.size(side, side))
+            if image_view is not None:
+                rows, columns = (
+                    round(each / image_view.cell) for each in image_view.size(side, side)
+                )
                 tokens += rows * columns
                 yield _vision_flops(model.visual, rows * columns)
                 model = model.language_model
@@ -213,14 +220,14 @@ class Counted:
 
 def _flops_of(model: Any, tokens: int, seen: int = 0) -> float:
     """Of linear layers and attention over so many tokens, each of which sees `seen`; 0: all."""
-    found = 0.0
+    flops = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
-            found += 2.0 * tokens * layer.weight.numel()
+            flops += 2.0 * tokens * layer.weight.numel()
             asking = {"q": 1, "q_proj": 1, "qkv": 3}.get(name.rpartition(".")[2])
             if asking is not None:
-                found += 4.0 * tokens * (seen or tokens) * layer.out_features / asking
-    return found
+                flops += 4.0 * tokens * (seen or tokens) * layer.out_features / asking
+    return flops
 
 
 def _vision_flops(model: Any, tokens: int) -> float:
@@ -229,8 +236,8 @@ def _vision_flops(model: Any, tokens: int) -> float:
     window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
     whole = getattr(config, "fullatt_block_indexes", range(config.depth))
     blocks = enumerate(model.blocks)
-    found = sum(_flops_of(each, patches, 0 if n in whole else window) for n, each in blocks)
-    return found + _flops_of(model.merger, tokens)
+    flops = sum(_flops_of(each, patches, 0 if n in whole else window) for n, each in blocks)
+    return flops + _flops_of(model.merger, tokens)
 
 
 def _joined(numbers: Sequence[float]) -> str:
@@ -246,8 +253,8 @@ def steps_table(models: dict[str, Counted]) -> str:
     rows = []
     for name, each in models.items():
         limits = [each.dense / each.cached(ratio) for ratio in RATIOS]
-        once = still_bytes(each.work, FORMATS["int4"])
-        nbytes = _gib(each.entry()) + (f" + {_gib(once)} once" if once else "")
+        constant_bytes = still_bytes(each.work, FORMATS["int4"])
+        nbytes = _gib(each.entry()) + (f" + {_gib(constant_bytes)} once" if constant_bytes else "")
         rows.append((name, f"{each.dense / 1e12:.1f}", _joined(limits), nbytes))
     ratios = " / ".join(f"{ratio:g}"[1:] for ratio in RATIOS)
     columns = ["model", "TFLOP of a dense step", f"dense over cached at m {ratios}"]
@@ -284,10 +291,10 @@ def bytes_table(models: dict[str, Counted]) -> str:
             limit = each.dense / each.cached(_KEPT, **kept)
             return f"{_gib(each.entry(**kept))}, {limit:.1f}"
 
-        shown = cell(shown=False) if each._shown else ""
-        two = _gib(2 * each.anchors * each.entry()) if each.asked.passes > 1 else ""
+        without_image = cell(shown=False) if each._shown else ""
+        pair_gib = _gib(2 * each.anchors * each.entry()) if each.asked.passes > 1 else ""
         whole = f"{each.anchors}: {_gib(each.anchors * each.entry())}"
-        rows.append((name, cell(), shown, cell(outside=False), whole, two))
+        rows.append((name, cell(), without_image, cell(outside=False), whole, pair_gib))
     columns = ["model", "an anchor", "what is shown computed", "the reference alone"]
     return table([*columns, "a template's anchors", "with a set for each pass"], rows)
 
@@ -297,11 +304,11 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a folder; default: those of docs/models.md")
     parser.add_argument("--words", type=int, default=512, help="text tokens of a prompt")
     parser.add_argument("--passes", type=int, default=1, help="of a step, 2 with guidance")
-    given = parser.parse_args()
-    asked = MODELS
-    if given.model is not None:
-        asked = {given.model.name: Asked(given.model, given.words, given.passes)}
-    models = {name: Counted(each) for name, each in asked.items()}
-    for made in (steps_table, edits_table, bytes_table):
-        print(made(models), end="\n\n", flush=True)
+    args = parser.parse_args()
+    targets = MODELS
+    if args.model is not None:
+        targets = {args.model.name: Asked(args.model, args.words, args.passes)}
+    models = {name: Counted(each) for name, each in targets.items()}
+    for make_table in (steps_table, edits_table, bytes_table):
+        print(make_table(models), end="\n\n", flush=True)
     return 0

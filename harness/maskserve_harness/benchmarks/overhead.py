@@ -177,11 +177,11 @@ def measure_throughput(
                 rates[concurrent].append(count / (time.perf_counter() - begin))
             if concurrent == 8:
                 batch_means += [meta["batch_mean"] for _, meta in answers]
-    one, eight = (statistics.median(rates[n]) for n in (1, 8))
+    single_rate, eight = (statistics.median(rates[n]) for n in (1, 8))
     return {
-        "edits_per_s_1": round(one, 3),
+        "edits_per_s_1": round(single_rate, 3),
         "edits_per_s_8": round(eight, 3),
-        "ratio": round(eight / one, 3),
+        "ratio": round(eight / single_rate, 3),
         "mean_batch_at_8": round(statistics.mean(batch_means), 2),
     }
 

@@ -59,11 +59,11 @@ def measure_path(
         stages = sum(meta["timings_ms"][stage] for stage in STAGES)
         rounds.append(Round(through, straight, stages, 1e3 * (stolen_s() - stolen)))
     del rounds[:2]  # warm-up
-    took = sum(each.through + each.straight for each in rounds)
+    took = sum(sample.through + sample.straight for sample in rounds)
     calm = sorted(rounds, key=lambda each: each.stolen)[: max(1, count // 4)]
     return {
         "rounds": count,
-        "stolen_share": round(sum(each.stolen for each in rounds) / took / cores(), 4),
+        "stolen_share": round(sum(sample.stolen for sample in rounds) / took / cores(), 4),
         **_medians(rounds),
         "calmest_quarter": {
             "most_stolen_ms": round(calm[-1].stolen, 1),
@@ -89,7 +89,7 @@ def _medians(rounds: list[Round]) -> dict[str, Any]:
 
 def _interval(rounds: list[Round]) -> list[float]:
     """95 % of the differences of medians of as many rounds, drawn from these (bootstrap)."""
-    both = np.array([(each.through, each.straight) for each in rounds])
+    pairs = np.array([(sample.through, sample.straight) for sample in rounds])
     drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
-    added = np.subtract(*np.moveaxis(np.median(both[drawn], axis=1), 1, 0))
+    added = np.subtract(*np.moveaxis(np.median(pairs[drawn], axis=1), 1, 0))
     return [round(float(end), 2) for end in np.percentile(added, (2.5, 97.5))]

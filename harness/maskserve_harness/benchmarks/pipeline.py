@@ -64,9 +64,9 @@ class Throttled(HostMover):
         begin = time.perf_counter()
         arrival = super().move(parts, ids, room)
         size = sum(coded.nbytes for coded in arrival.get())
-        left = size / self.bytes_per_s - (time.perf_counter() - begin)
-        if left > 0:
-            time.sleep(left)
+        remaining_s = size / self.bytes_per_s - (time.perf_counter() - begin)
+        if remaining_s > 0:
+            time.sleep(remaining_s)
         return arrival
 
 
@@ -150,7 +150,7 @@ class Pipeline:
         costs = self._costs(reader, n)
         cached, dense = (costs.compute[:, KINDS.index(kind)].tolist() for kind in ("kv", "dense"))
         use, _ = algorithm_1(cached, dense, costs.loads[:, 1].tolist())
-        return self._within(reader, n, ["kv" if each else "dense" for each in use])
+        return self._within(reader, n, ["kv" if is_cached else "dense" for is_cached in use])
 
     def _ours(self, reader: EntryReader, n: int) -> float:
         """The engine's planner and what it brings in ahead, as `StepRunner` does."""
@@ -313,11 +313,18 @@ def main() -> int:
         for load in sorted(args.loads):
             cases.append(measure(bench, line, mask_ratio, load, args.steps, args.rounds))
             print(*asdict(cases[-1]).values(), flush=True)
-    held = bars(cases)
+    bar_results = bars(cases)
     print(table(list(asdict(cases[0])), [list(asdict(case).values()) for case in cases]))
-    print(*(f"{'held' if holds else 'MISSED':7} {bar}" for bar, holds in held.items()), sep="\n")
-    figures = {"compute": asdict(line), "cases": [asdict(case) for case in cases], "bars": held}
+    print(
+        *(f"{'held' if holds else 'MISSED':7} {bar}" for bar, holds in bar_results.items()),
+        sep="\n",
+    )
+    figures = {
+        "compute": asdict(line),
+        "cases": [asdict(case) for case in cases],
+        "bars": bar_results,
+    }
     write_json({**about(machine()), **figures}, args.json)
     if args.plot:
         plot(cases, args.plot)
-    return 0 if all(held.values()) else 1
+    return 0 if all(bar_results.values()) else 1

@@ -59,7 +59,7 @@ def main() -> None:
     for name, (facts, text) in _MODELS.items():
         for steady in (True, False):
             for arrived in (False, True):
-                loss, taken = [], np.zeros(2)
+                loss, cpu_s = [], np.zeros(2)
                 for _ in range(_BATCHES):
                     costs = steps(facts, text, arrived=arrived, rng=rng)
                     lead = None if steady else float(rng.uniform(0.0, 5e-3))
@@ -69,11 +69,11 @@ def main() -> None:
                     simple = by_counts(costs, lead)
                     marks.append(time.process_time())
                     loss.append(100 * (simple / best - 1))
-                    taken += np.diff(marks)
+                    cpu_s += np.diff(marks)
                 kind = "repeated" if steady else "from a lead"
                 kind += ", part arrived" if arrived else ""
                 figures = [f"{q:.2f} %" for q in np.percentile(loss, (50, 95, 100))]
-                figures += [f"{1e3 * s / _BATCHES:.2f}" for s in taken]
+                figures += [f"{1e3 * s / _BATCHES:.2f}" for s in cpu_s]
                 print(f"| {name} | {kind} | {' | '.join(figures)} |", flush=True)
 
 

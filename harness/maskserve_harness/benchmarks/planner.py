@@ -75,14 +75,14 @@ def cold(rng: random.Random, count: int, lead: float | None) -> dict[str, Any]:
         model, fmt = link(rng.choice((7, 14, 25, 50))), rng.choice(("bfloat16", "int8"))
         took, costs = timed(costs_of, rows, model, fmt, rng.choice((1e9, 2e9, 4e9)))
         costs_ms.append(took)
-        took, found = timed(plan, costs, lead=lead, intervals=2)
+        took, solution = timed(plan, costs, lead=lead, intervals=2)
         plan_ms.append(took)
-        gaps.append(found.latency / found.bound - 1)
-    both = [a + b for a, b in zip(costs_ms, plan_ms, strict=True)]
+        gaps.append(solution.latency / solution.bound - 1)
+    total_ms = [a + b for a, b in zip(costs_ms, plan_ms, strict=True)]
     return {
         "costs_ms": summary(costs_ms),
         "plan_ms": summary(plan_ms),
-        "both_ms": summary(both),
+        "both_ms": summary(total_ms),
         "proved_within": summary(gaps),
     }
 
@@ -106,12 +106,12 @@ def drifting(rng: random.Random, steps: int, gbytes: float, fmt: str) -> dict[st
 
     for i in range(steps):
         rows = [*rows[1:], WORK.row_at(masks(rng), TEXT)]
-        before = cache.hits
-        took, found = timed(step)
-        (hit_ms if cache.hits > before else miss_ms).append(took)
+        hits_before = cache.hits
+        took, cached_plan = timed(step)
+        (hit_ms if cache.hits > hits_before else miss_ms).append(took)
         if i % 20 == 0:
             costs = costs_of(rows, model, fmt, 2e9)
-            regrets.append(evaluate(costs, found.kinds).latency / plan(costs).latency - 1)
+            regrets.append(evaluate(costs, cached_plan.kinds).latency / plan(costs).latency - 1)
     return {
         "hit_ms": summary(hit_ms),
         "miss_ms": summary(miss_ms),

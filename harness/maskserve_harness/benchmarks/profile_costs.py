@@ -135,7 +135,9 @@ class Worker:
         self.exchange = executor.exchange
         self._by_processor = by_processor
         below = psutil.Process().children(recursive=True)
-        self._ranks = [each for each in below if "maskserve_engine.gangs.rank" in each.cmdline()]
+        self._ranks = [
+            process for process in below if "maskserve_engine.gangs.rank" in process.cmdline()
+        ]
 
     def close(self) -> None:
         self._parts.engine.close(10.0)
@@ -155,11 +157,11 @@ class Worker:
             "progress": True,
             "cache": "require" if cached else "off",
         }
-        made = self._parts.jobs([edit] * count, settings)
-        names = [f"profile-{next(self._numbers)}" for _ in made]
+        jobs = self._parts.jobs([edit] * count, settings)
+        names = [f"profile-{next(self._numbers)}" for _ in jobs]
         return [
             replace(job, request=replace(job.request, request_id=name))
-            for job, name in zip(made, names, strict=True)
+            for job, name in zip(jobs, names, strict=True)
         ]
 
     def foretold(self, side: int, *, cached: bool) -> tuple[float, ...]:
@@ -167,9 +169,9 @@ class Worker:
         [job] = self.edits(side, 1, 2, cached=cached)
         name = job.request.request_id
         self.policy.devices[name] = ()
-        said = self.policy.foretold[name] = Future()
+        future = self.policy.foretold[name] = Future()
         self._parts.engine.submit(job, lambda event: None)
-        seconds: tuple[float, ...] = said.result(_SAID_S)
+        seconds: tuple[float, ...] = future.result(_SAID_S)
         self._parts.engine.cancel(name)
         return seconds
 
@@ -183,11 +185,11 @@ class Worker:
             self.policy.devices[job.request.request_id] = tuple(range(first, first + degree))
         clock = self._processor_s if self._by_processor else None
         ended = self._parts.run(jobs, clock) if clock else self._parts.run(jobs)
-        taken = [np.diff(times[_UNSETTLED:]) for times in ended]
-        every = np.sort(np.concatenate(taken))
-        mean = seconds = float(every.mean())
+        step_s = [np.diff(times[_UNSETTLED:]) for times in ended]
+        all_step_s = np.sort(np.concatenate(step_s))
+        mean = seconds = float(all_step_s.mean())
         if not self._by_processor:  # what else the machine does makes a step longer, never shorter
-            seconds = float(every[: (len(every) + 1) // 2].mean())
+            seconds = float(all_step_s[: (len(all_step_s) + 1) // 2].mean())
         work, row = self._counted(jobs[0], cached=cached)
         kind = "kv" if cached else "dense"
         return Point(
@@ -229,9 +231,9 @@ def fitted(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
     # Columns of like size: FLOPs and calls are ten powers apart.
     scale = counted.max(axis=0)
     scale[scale == 0.0] = 1.0
-    found, _ = nnls(counted / scale / seconds[:, None], np.ones(len(points)))
-    fixed, per_flop, per_byte, call = map(float, found / scale)
-    errors = counted @ (found / scale) - seconds
+    coefficients, _ = nnls(counted / scale / seconds[:, None], np.ones(len(points)))
+    fixed, per_flop, per_byte, call = map(float, coefficients / scale)
+    errors = counted @ (coefficients / scale) - seconds
     r2 = 1.0 - float(errors @ errors) / float(np.square(seconds - seconds.mean()).sum())
     line = Line(fixed, per_flop, r2, len(points))
     return line, ExchangeCosts(1.0 / max(per_byte, _LEAST_S), call)
@@ -242,15 +244,17 @@ def measured(worker: Worker, sides: Sequence[int], args: argparse.Namespace) -> 
     for side in sides:
         worker.prime(side)
     kinds = list(itertools.product(sides, (False, True)))
-    foretold = {each: worker.foretold(each[0], cached=each[1]) for each in kinds}
-    asked = [(*each, at) for each in kinds for at in range(args.devices.bit_length())]
-    rounds: list[list[Point]] = [[] for _ in asked]
+    foretold = {case: worker.foretold(case[0], cached=case[1]) for case in kinds}
+    cases = [(*case, at) for case in kinds for at in range(args.devices.bit_length())]
+    rounds: list[list[Point]] = [[] for _ in cases]
     rng = np.random.default_rng(args.seed)
     for _ in range(args.rounds):
-        for number in rng.permutation(len(asked)):
-            side, cached, at = asked[number]
-            said = foretold[side, cached][at]
-            rounds[number].append(worker.measure(side, 1 << at, args.steps, said, cached=cached))
+        for number in rng.permutation(len(cases)):
+            side, cached, at = cases[number]
+            predicted_s = foretold[side, cached][at]
+            rounds[number].append(
+                worker.measure(side, 1 << at, args.steps, predicted_s, cached=cached)
+            )
     return [
         replace(
             of_it[0],
@@ -284,8 +288,8 @@ def _told(points: Sequence[Point]) -> str:
 
 def _summary(points: Sequence[Point]) -> dict[str, float]:
     """How far what was foretold is from what was measured, relative."""
-    apart = [abs(point.apart) for point in points]
-    return {"median": round(statistics.median(apart), 3), "most": round(max(apart), 3)}
+    errors = [abs(point.apart) for point in points]
+    return {"median": round(statistics.median(errors), 3), "most": round(max(errors), 3)}
 
 
 def worker_config(args: argparse.Namespace, model: Path, costs: str) -> Config:
@@ -318,11 +322,11 @@ def profiled(
     try:
         points = measured(worker, sides, args)
         line, exchange = fitted(points)
-        found = replace(worker.costs(), compute=line, source="measured")
+        measured_costs = replace(worker.costs(), compute=line, source="measured")
     finally:
         worker.close()
     value_bytes = worker.exchange.value_bytes
-    return points, CostProfile(found, replace(exchange, value_bytes=value_bytes))
+    return points, CostProfile(measured_costs, replace(exchange, value_bytes=value_bytes))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -350,8 +354,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
         model = args.model or large_model(folder / "model")
         file = folder / "costs.json"
         report: dict[str, Any] = about(machine())

@@ -51,8 +51,8 @@ class Replay:
         """Say what a row reads, per step."""
         selection = row.selection
         assert selection is not None
-        made = {id(e): in_memory(e, selection) for e in entries if e is not None}
-        handles = [made.get(id(entry)) for entry in entries]
+        handle_by_id = {id(e): in_memory(e, selection) for e in entries if e is not None}
+        handles = [handle_by_id.get(id(entry)) for entry in entries]
         self._reads[id(row)] = _Reads(row, tuple(entries), handles)
 
     def follow(self, row: EditRow, other: EditRow) -> None:
@@ -82,8 +82,8 @@ def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) 
         for part in PARTS:
             if coded := cast(tuple[Coded, ...], load.parts(block, part)):
                 ids = selection.on(block, coded[0].data.device)
-                own = coded if whole else tuple(c.take(ids) for c in coded)
-                load.arrive((block, part), Arrival(own))
+                row_parts = coded if whole else tuple(c.take(ids) for c in coded)
+                load.arrive((block, part), Arrival(row_parts))
     return Handle(entry.anchor, load, Loader(HostMover()), selection, lambda: None)
 
 

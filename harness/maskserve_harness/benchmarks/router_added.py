@@ -173,7 +173,7 @@ async def _added(addresses: dict[str, str], requests: Sequence[bytes], calls: in
                 begin = time.perf_counter()
                 await call(requests[number % len(requests)])
                 times[way].append(1e3 * (time.perf_counter() - begin))
-    p50 = {way: statistics.median(each) for way, each in times.items()}
+    p50 = {way: statistics.median(samples) for way, samples in times.items()}
     figures = {f"{way}_p50": value for way, value in p50.items()}
     figures |= {"p50": p50["router"] - p50["direct"], "of_it_grpc": p50["proxy"] - p50["direct"]}
     return {name: round(value, 3) for name, value in figures.items()}

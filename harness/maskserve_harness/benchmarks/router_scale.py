@@ -59,8 +59,8 @@ def main() -> int:
     report = {**about(machine()), "templates": options.templates, "workers": measured}
     write_json(report, options.json)
     names = [key for key in measured[0] if key != "workers"]
-    columns = ["", *(f"{each['workers']} workers" for each in measured)]
-    print(table(columns, ([name, *(each[name] for each in measured)] for name in names)))
+    columns = ["", *(f"{result['workers']} workers" for result in measured)]
+    print(table(columns, ([name, *(result[name] for result in measured)] for name in names)))
     return 0
 
 
@@ -75,14 +75,14 @@ async def _measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _polling(count: int, options: argparse.Namespace) -> dict[str, Any]:
-    ours, theirs = multiprocessing.Pipe()
+    parent_pipe, child_pipe = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    arguments = (theirs, count, options.templates, options.seed)
+    arguments = (child_pipe, count, options.templates, options.seed)
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     pool: Pool | None = None
     try:
-        addresses = await asyncio.to_thread(ours.recv)
+        addresses = await asyncio.to_thread(parent_pipe.recv)
         tables = {"workers": {"addresses": addresses, "poll_timeout_s": 30.0}}
         pool = Pool(router_config_of(tables), lambda: None)
         begin = time.process_time()
@@ -90,7 +90,7 @@ async def _polling(count: int, options: argparse.Namespace) -> dict[str, Any]:
         first_s = time.process_time() - begin
         misses = _Misses(pool)
         await asyncio.sleep(1.0)
-        before, heard = time.process_time(), misses.heard()
+        cpu_before_s, heard = time.process_time(), misses.heard()
         begin = time.perf_counter()
         for _ in range(max(1, round(options.seconds / 0.5))):
             await asyncio.sleep(0.5)
@@ -98,7 +98,7 @@ async def _polling(count: int, options: argparse.Namespace) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         return {
             "first records, s of a core": round(first_s, 2),
-            "polls, cores": round((time.process_time() - before) / seconds, 3),
+            "polls, cores": round((time.process_time() - cpu_before_s) / seconds, 3),
             "polls/s": round((misses.heard() - heard) / seconds),
             "workers not heard": misses.worst,
         }
@@ -142,12 +142,12 @@ def _serve(pipe: Connection, count: int, templates: int, seed: int) -> None:
 
 async def _serve_records(pipe: Connection, count: int, templates: int, seed: int) -> None:
     """Workers that all say the same, at ports of their own, until the process is ended."""
-    told = _Told(templates, random.Random(seed))
+    records = _Told(templates, random.Random(seed))
 
     async def infer(raw: bytes, context: Any) -> bytes:
         message = pb.ModelInferRequest.FromString(raw)
         operation = msgspec.json.decode(message.raw_input_contents[0][4:])
-        return answer_of("control", {"RESULT": [told.status(operation.get("templates"))]})
+        return answer_of("control", {"RESULT": [records.status(operation.get("templates"))]})
 
     server = grpc.aio.server()
     handlers = {"ModelInfer": grpc.unary_unary_rpc_method_handler(infer)}
@@ -167,20 +167,24 @@ class _Told:
         self._listings, self._answers, self._at = TemplateListings(), dict[str | None, bytes](), 0.0
 
     def status(self, known: str | None) -> bytes:
-        now = time.monotonic()
-        if now - self._at > _TOLD_S:
-            self._at = now
+        now_s = time.monotonic()
+        if now_s - self._at > _TOLD_S:
+            self._at = now_s
             self._answers.clear()
             self._first = (self._first + 1) % 1000
-            held = {"host": self._ids[self._first : self._first + self._count]}
-            self._listings.take(memoryview(msgspec.json.encode(held)))
-            self._record = record(0, self._rng, held)
+            templates = {"host": self._ids[self._first : self._first + self._count]}
+            self._listings.take(memoryview(msgspec.json.encode(templates)))
+            self._record = record(0, self._rng, templates)
         if known not in self._answers:
-            told = msgspec.to_builtins(self._record) | {"age_s": 0.0, "alive": True, "in_flight": 9}
+            fields = msgspec.to_builtins(self._record) | {
+                "age_s": 0.0,
+                "alive": True,
+                "in_flight": 9,
+            }
             if known is not None:
                 changes = msgspec.to_builtins(self._listings.changes(known))
-                told |= {"templates": {}, "template_changes": changes}
-            self._answers[known] = msgspec.json.encode(told)
+                fields |= {"templates": {}, "template_changes": changes}
+            self._answers[known] = msgspec.json.encode(fields)
         return self._answers[known]
 
 
@@ -194,13 +198,13 @@ def record(number: int, rng: random.Random, templates: dict[str, list[str]]) -> 
     def rows(count: int, what: str) -> tuple[RowStatus, ...]:
         return tuple(
             RowStatus(
-                f"{what}{number}-{each}",
+                f"{what}{number}-{index}",
                 "cached",
                 rng.randrange(100, 1000),
                 _TOKENS,
                 rng.randrange(1, _STEPS),
             )
-            for each in range(count)
+            for index in range(count)
         )
 
     noise = 0.95 + 0.1 * rng.random()
@@ -227,10 +231,14 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
     ids = _ids(2 * options.templates)
     pool = Pool(config, lambda: None)
     for number in range(count):
-        held = {"host": rng.sample(ids, min(options.templates, 160))}
+        templates = {"host": rng.sample(ids, min(options.templates, 160))}
         if number == 0:
-            held["disk"] = ids[: options.templates]
-        _hear(pool.join(f"10.{number // 62500}.{number // 250 % 250}.{number % 250}:1"), held, rng)
+            templates["disk"] = ids[: options.templates]
+        _hear(
+            pool.join(f"10.{number // 62500}.{number // 250 % 250}.{number % 250}:1"),
+            templates,
+            rng,
+        )
     disk = ids[: options.templates]
     for worker in list(pool.workers.values())[1:]:  # a host's disk is much like another's
         worker.index.add(worker.number, "disk", disk)
@@ -247,10 +255,10 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
         queue.leave(await queue.enter(f"e{next(names)}", wanted, time.monotonic(), None))
 
     def deadline(wanted: Edit) -> None:
-        now = time.monotonic()
-        call = _call(f"d{next(names)}", now)
+        now_s = time.monotonic()
+        call = _call(f"d{next(names)}", now_s)
         dispatcher._alone_s(call, wanted)
-        dispatcher._soonest_s(call, wanted, now)
+        dispatcher._soonest_s(call, wanted, now_s)
 
     async def due(wanted: Edit) -> None:
         deadline(wanted)
@@ -291,16 +299,16 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hear(worker: Worker, templates: dict[str, list[str]], rng: random.Random) -> None:
-    told = msgspec.to_builtins(record(worker.number, rng, templates))
-    told |= {"age_s": 0.0, "alive": True, "in_flight": 0}
-    worker.heard(read_status(msgspec.json.encode(told)), time.monotonic())
+    fields = msgspec.to_builtins(record(worker.number, rng, templates))
+    fields |= {"age_s": 0.0, "alive": True, "in_flight": 0}
+    worker.heard(read_status(msgspec.json.encode(fields)), time.monotonic())
 
 
 def _dispatcher(config: RouterConfig, pool: Pool, queue: PendingQueue) -> Dispatcher:
     """Its parts that judge deadlines."""
-    made = Dispatcher.__new__(Dispatcher)
-    made._config, made._pool, made._pending = config, pool, queue
-    return made
+    dispatcher = Dispatcher.__new__(Dispatcher)
+    dispatcher._config, dispatcher._pool, dispatcher._pending = config, pool, queue
+    return dispatcher
 
 
 def _call(name: str, now: float) -> Any:
@@ -313,9 +321,9 @@ async def _timed(
     """Seconds of a core that each round took."""
     seconds = []
     for _ in range(count):
-        wanted = edit()
+        new_edit = edit()
         begin = time.thread_time()
-        await work(wanted)
+        await work(new_edit)
         seconds.append(time.thread_time() - begin)
     return seconds
 

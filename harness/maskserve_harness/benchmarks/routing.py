@@ -33,7 +33,7 @@ def random_status(rng: random.Random, worker: str, running: int, waiting: int) -
         template = f"{rng.randrange(TEMPLATES):064x}"
         return RowStatus(f"{worker}-{i}", "cached", active, TOTAL, rng.randint(1, 28), template)
 
-    held = rng.sample(range(TEMPLATES), 200)
+    template_ids = rng.sample(range(TEMPLATES), 200)
     return WorkerStatus(
         worker,
         "flux",
@@ -42,7 +42,7 @@ def random_status(rng: random.Random, worker: str, running: int, waiting: int) -
         max_waiting=256,
         running=tuple(row(i) for i in range(running)),
         waiting=tuple(row(running + i) for i in range(waiting)),
-        templates={"host": tuple(f"{t:064x}" for t in held)},
+        templates={"host": tuple(f"{t:064x}" for t in template_ids)},
     )
 
 

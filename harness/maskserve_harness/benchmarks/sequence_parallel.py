@@ -75,15 +75,15 @@ class _Rank:
     def measure(self, rounds: int) -> dict[str, Any]:
         """Seconds per round of each sort of step, and the bytes of one."""
         steps: dict[str, Callable[[], None]] = {}
-        sent = {}
+        sent_bytes = {}
         for kind, row in self.rows.items():
             steps[f"{kind} alone"] = self._stepper(row, kind, None)
             steps[f"{kind} silent"] = self._stepper(row, kind, self._silent)
             steps[f"{kind} together"] = self._stepper(row, kind, self.ranks)
             steps[f"{kind} together"]()
-            before = self.ranks.sent
+            sent_before = self.ranks.sent
             steps[f"{kind} together"]()
-            sent[kind] = self.ranks.sent - before
+            sent_bytes[kind] = self.ranks.sent - sent_before
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for number in range(-1, rounds):  # the first round warms up
             for name, step in steps.items():
@@ -95,21 +95,21 @@ class _Rank:
                 if number >= 0:
                     wall, cpu = time.perf_counter() - begin[0], time.process_time() - begin[1]
                     times[name].append((wall, cpu))
-        return {"times": times, "sent": sent}
+        return {"times": times, "sent": sent_bytes}
 
     def _meet(self) -> None:
-        one = torch.zeros(1)
-        self.ranks.all_to_all([one] * self.ranks.count, [1] * self.ranks.count)
+        tensor = torch.zeros(1)
+        self.ranks.all_to_all([tensor] * self.ranks.count, [1] * self.ranks.count)
 
     def _stepper(self, row: FlowRow, kind: str, exchange: Exchange | None) -> Callable[[], None]:
         kinds = () if kind == "dense" else (kind,) * self.bench.blocks
-        kept: list[FluxBatch] = []
+        batches: list[FluxBatch] = []
 
         def step() -> None:
             with torch.inference_mode():
                 row.step = row.step % (row.steps - 1) or 1  # never the one that makes the vectors
-                kept[:] = [FluxBatch.of([row], kept[0] if kept else None)]
-                kept[0].step(self.bench.weights, kinds, exchange)
+                batches[:] = [FluxBatch.of([row], batches[0] if batches else None)]
+                batches[0].step(self.bench.weights, kinds, exchange)
 
         return step
 
@@ -141,12 +141,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             context.Process(target=_run, args=(args, rank, f"{folder}/store", out), daemon=True)
             for rank in range(args.ranks)
         ]
-        for each in ranks:
-            each.start()
+        for process in ranks:
+            process.start()
         by_rank = dict(out.get(timeout=_TIMEOUT_S) for _ in ranks)
-        for each in ranks:
-            each.join(60.0)
-    found = [by_rank[rank] for rank in range(args.ranks)]
+        for process in ranks:
+            process.join(60.0)
+    rank_reports = [by_rank[rank] for rank in range(args.ranks)]
     report: dict[str, Any] = {
         "hardware": f"{processor()}, {args.ranks} processes of one thread, gloo",
         "settings": {k: v for k, v in vars(args).items() if k != "json"},
@@ -159,8 +159,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         def rounds(way: str, clock: int, kind: str = kind) -> list[float]:
             """Of each, the slowest rank's seconds."""
-            times = [[each[clock] for each in own["times"][f"{kind} {way}"]] for own in found]
-            return [max(each) for each in zip(*times, strict=True)]
+            times = [
+                [sample[clock] for sample in rank_report["times"][f"{kind} {way}"]]
+                for rank_report in rank_reports
+            ]
+            return [max(sample) for sample in zip(*times, strict=True)]
 
         together, silent = (min(rounds(way, 0)) for way in ("together", "silent"))
         cpu = [statistics.median(rounds(way, 1)) for way in ("silent", "together")]
@@ -172,11 +175,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "silent_s": silent,
             "efficiency": silent / together,
             "efficiency_cpu": cpu[0] / cpu[1],
-            "bytes": found[0]["sent"][kind],
+            "bytes": rank_reports[0]["sent"][kind],
             "counted": count["blocks"] + count["answer"],
         }
         if args.alone:
-            step["alone_s"] = min(wall for wall, _ in found[0]["times"][f"{kind} alone"])
+            step["alone_s"] = min(wall for wall, _ in rank_reports[0]["times"][f"{kind} alone"])
         report["steps"][kind] = step
         report["summary"][f"efficiency_{kind}"] = round(silent / together, 4)
         report["summary"][f"efficiency_{kind}_cpu"] = round(cpu[0] / cpu[1], 4)

@@ -48,17 +48,17 @@ class DirectCalls:
                 attached: dict[str, Any] = msgspec.to_builtins(sessions.attach(op["dtype"]))
                 return attached
             case {"op": "load"}:
-                found: list[Loaded | MaskserveError] = []
-                came = threading.Event()
+                outcomes: list[Loaded | MaskserveError] = []
+                loaded_event = threading.Event()
 
                 def done(outcome: Loaded | MaskserveError) -> None:
-                    found.append(outcome)
-                    came.set()
+                    outcomes.append(outcome)
+                    loaded_event.set()
 
                 control = ResolvedControl(name=op["name"], version=op["version"])
                 sessions.load(op["session"], control, done)
-                came.wait(limit_s)
-                [loaded] = found
+                loaded_event.wait(limit_s)
+                [loaded] = outcomes
                 if isinstance(loaded, MaskserveError):
                     raise loaded
                 return {"digest": loaded.digest}
@@ -146,8 +146,8 @@ class PipeCalls:
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
         with self._door:
             self._pipe.send((op, arrays))
-            found: dict[str, Any] = self._pipe.recv()
-            return found
+            reply: dict[str, Any] = self._pipe.recv()
+            return reply
 
     def close(self) -> None:
         self._pipe.close()
@@ -168,15 +168,15 @@ def service_process(
         connection: of a denoiser.
         config: of the service.
     """
-    ours, theirs = multiprocessing.Pipe()
+    parent_pipe, child_pipe = multiprocessing.Pipe()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        given = theirs, core, folder, family, connection, config
+        arguments = child_pipe, core, folder, family, connection, config
         spawned = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=given, daemon=True
+            target=_serve, args=arguments, daemon=True
         )
         spawned.start()
-        theirs.close()
-        calls = PipeCalls(ours)
+        child_pipe.close()
+        calls = PipeCalls(parent_pipe)
         try:
             yield calls
         finally:
@@ -212,9 +212,9 @@ class ServiceHere:
         """A denoiser's end of it, which has had the ControlNet loaded."""
         dtype = str(dtype_of(self._config)).removeprefix("torch.")
         calls, device = DirectCalls(self._service), torch.device("cpu")
-        own = ControlService(calls, device, dtype, PATIENCE_S)
-        own.load(self._name, self.version, self._content, PATIENCE_S)
-        return own
+        service = ControlService(calls, device, dtype, PATIENCE_S)
+        service.load(self._name, self.version, self._content, PATIENCE_S)
+        return service
 
     def close(self) -> None:
         self._service.close()

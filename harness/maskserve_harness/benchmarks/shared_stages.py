@@ -39,26 +39,26 @@ _AT_ONCE, _OF_A_ROUND = 16, 48
 
 def stages_memory(model: Path) -> dict[str, float]:
     """What sharing saves, as a share of one encoder's and one decoder's processes; and in MB."""
-    own, both = _held(model, "")
+    separate_bytes, worker_stage_bytes = _held(model, "")
     shared, _ = _held(model, "cpu")
-    saved = own - shared
+    saved = separate_bytes - shared
     return {
-        "stages_memory": round(saved / both, 3),
+        "stages_memory": round(saved / worker_stage_bytes, 3),
         "stages_saved_mb": round(saved / 1e6, 1),
-        "stages_of_a_worker_mb": round(both / 1e6, 1),
-        "stages_own_mb": round(own / 1e6, 1),
+        "stages_of_a_worker_mb": round(worker_stage_bytes / 1e6, 1),
+        "stages_own_mb": round(separate_bytes / 1e6, 1),
         "stages_shared_mb": round(shared / 1e6, 1),
     }
 
 
 def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
     """Edits per second with shared stages, as a share of those with own ones: of medians."""
-    with _served(model, "") as own, _served(model, "cpu") as shared:
-        sides = {"own": own, "shared": shared}
+    with _served(model, "") as separate, _served(model, "cpu") as shared:
+        sides = {"own": separate, "shared": shared}
         for side in sides.values():
             _edits_s(side, _AT_ONCE)
         rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
-    middle = {name: statistics.median(each) for name, each in rates.items()}
+    middle = {name: statistics.median(samples) for name, samples in rates.items()}
     return {
         "stages_edits_ratio": round(middle["shared"] / middle["own"], 3),
         "seconds_stages_edits_s": rates,
@@ -77,13 +77,13 @@ def _edits_s(supervisor: Supervisor, count: int) -> float:
 
 @contextmanager
 def _served(model: Path, device: str) -> Iterator[Supervisor]:
-    with tempfile.TemporaryDirectory() as kept:
+    with tempfile.TemporaryDirectory() as directory:
         options = ServeOptions(
             model=str(model),
             workers=2,
             stages_device=device,
             base_port=free_base_port(2),
-            log_dir=Path(kept),
+            log_dir=Path(directory),
         )
         with Supervisor(options) as supervisor:
             yield supervisor
@@ -97,9 +97,9 @@ def _held(model: Path, device: str) -> tuple[int, int]:
             for _ in range(_EDITS):
                 _edit(worker.grpc_url, rng)
         processes = [*supervisor.workers, *supervisor.services]
-        every = sum(_tree(each.pid) for each in processes if each.pid is not None)
+        total_bytes = sum(_tree(process.pid) for process in processes if process.pid is not None)
         models = dict(signed_in(supervisor.workers[0].config.runtime_dir))
-        return every, sum(_pss(models[stage]) for stage in STAGES)
+        return total_bytes, sum(_pss(models[stage]) for stage in STAGES)
 
 
 def _edit(url: str, rng: np.random.Generator) -> None:
@@ -112,12 +112,12 @@ def _edit(url: str, rng: np.random.Generator) -> None:
 
 
 def _tree(pid: int) -> int:
-    return sum(_pss(each.pid) for each in [psutil.Process(pid), *_children(pid)])
+    return sum(_pss(process.pid) for process in [psutil.Process(pid), *_children(pid)])
 
 
 def _children(pid: int) -> list[psutil.Process]:
-    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-    return found
+    children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return children
 
 
 def _pss(pid: int) -> int:

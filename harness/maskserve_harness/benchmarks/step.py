@@ -119,13 +119,13 @@ def measure_mixes(
     rounds = [[timer.ms(step) / count for step in steps] for _ in range(repeat)]
     dense_times, *times = map(list, zip(*rounds, strict=True))
     results = []
-    for mix, rows, taken in zip(mixes, cached, times, strict=True):
-        results.append(_result(bench, kind, mix, dense_times, taken))
+    for mix, rows, mix_times in zip(mixes, cached, times, strict=True):
+        results.append(_result(bench, kind, mix, dense_times, mix_times))
         if kind == NO_TEXT:
             pass
         elif isinstance(bench, Bench):
-            rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
-            results[-1]["rest_ms"] = round(statistics.median(rest), 3)
+            rest_ms = [rest_time(bench, timer, rows, kind) for _ in range(3)]
+            results[-1]["rest_ms"] = round(statistics.median(rest_ms), 3)
         else:
             spent = bench.convolutions_ms(timer, rows, kind)
             results[-1]["convolutions_ms"] = round(spent, 3)

@@ -202,13 +202,17 @@ class Bench:
         model: Any = None,
         steps: int = AHEAD,
     ) -> None:
-        own = PRESETS[preset]
-        self.grid, self.text, name = own["grid"], own["text"], own.get("family", "flux")
-        self.shown: int = own.get("shown", 0)
+        preset_options = PRESETS[preset]
+        self.grid, self.text, name = (
+            preset_options["grid"],
+            preset_options["text"],
+            preset_options.get("family", "flux"),
+        )
+        self.shown: int = preset_options.get("shown", 0)
         """Text tokens besides, which are the source's: cached rows read them."""
         self.family = FAMILIES[name]
-        self.references: int = own.get("references", 0)
-        self.exact: bool = own.get("exact", False)
+        self.references: int = preset_options.get("references", 0)
+        self.exact: bool = preset_options.get("exact", False)
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
@@ -250,20 +254,20 @@ class Bench:
         """References that see nothing of a row, with keys and values in a format."""
         if not self.exact:
             return None
-        count, own = self.work.still, self._still
-        if format not in own:
-            own[format] = self._made(STILL, "kv", count, format)
+        count, entries = self.work.still, self._still
+        if format not in entries:
+            entries[format] = self._made(STILL, "kv", count, format)
         tokens = self._random(count, self._channels[0])
-        return References(tokens, self._cis[-count:], own[format])
+        return References(tokens, self._cis[-count:], entries[format])
 
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
         """A dense row (None), or a cached one with random active tokens."""
         tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
-        words, seen = self.shown + self.text, self.work.context - self.shown
-        cis = self._cis[: words + tokens + seen]
+        words, reference_tokens = self.shown + self.text, self.work.context - self.shown
+        cis = self._cis[: words + tokens + reference_tokens]
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
-        context = self._random(seen, out) if seen else None
+        context = self._random(reference_tokens, out) if reference_tokens else None
         row = FlowRow(
             request_id=str(seed),
             schedule=Schedule(
@@ -288,11 +292,13 @@ class Bench:
         order = np.random.default_rng(seed).permutation(tokens)
         count = max(1, round(mask_ratio * tokens))
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
-        rest = np.sort(order[count:])
-        others = np.concatenate((rest, np.arange(tokens, tokens + seen + self.shown)))
-        image, index = (torch.from_numpy(each).to(self.device) for each in (rest, others))
+        cached_ids = np.sort(order[count:])
+        read_ids = np.concatenate(
+            (cached_ids, np.arange(tokens, tokens + reference_tokens + self.shown))
+        )
+        image, index = (torch.from_numpy(ids).to(self.device) for ids in (cached_ids, read_ids))
         template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
-        selection = Selection([others])
+        selection = Selection([read_ids])
         places = torch.cat((cis[words:], cis[: self.shown]))[index]
         row.inactive = FlowInactive(
             active, index, template.take(image), places, selection, self.shown
@@ -308,13 +314,15 @@ class Bench:
         """A row that has taken two anchors of its own, and the first step behind them."""
         row = self.row(ratio, seed)
         assert row.inactive is not None
-        given: Any = row.inactive.outside
-        kept = len(row.inactive.index) - self.shown
+        outside: Any = row.inactive.outside
+        cached_count = len(row.inactive.index) - self.shown
         row.inactive = replace(
             row.inactive,
-            outside=OwnOutside(given.clean, given.condition, None, given.clean, given.context),
-            index=row.inactive.index[:kept],
-            cis=row.inactive.cis[:kept],
+            outside=OwnOutside(
+                outside.clean, outside.condition, None, outside.clean, outside.context
+            ),
+            index=row.inactive.index[:cached_count],
+            cis=row.inactive.cis[:cached_count],
             shown=0,
         )
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
@@ -355,7 +363,7 @@ class Bench:
 
     def priming_row(self) -> FlowPrimingRow:
         """A template whose keys, values and hidden states are recorded at one anchor."""
-        row, said = self.row(None, 0), self.shown or self.text
+        row, text_tokens = self.row(None, 0), self.shown or self.text
         return FlowPrimingRow(
             request_id="prime",
             template=FlowTemplate(
@@ -363,11 +371,11 @@ class Bench:
             ),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
-            text=row.text[:said],
+            text=row.text[:text_tokens],
             embeds=row.text,
             pooled=row.pooled,
             guidance=row.guidance,
-            cis=torch.cat((row.cis[:said], row.cis[self.shown + self.text :])),
+            cis=torch.cat((row.cis[:text_tokens], row.cis[self.shown + self.text :])),
             kinds=(frozenset({"kv"} if self.shown else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,
@@ -403,7 +411,7 @@ class Bench:
         """Of a step of a batch with these mask ratios."""
         rows = [self.work.row_at(m, self.text) for m in ratios]
         if kind == NO_TEXT:
-            rows = [replace(each, text=0.0, text_read=each.text) for each in rows]
+            rows = [replace(row, text=0.0, text_read=row.text) for row in rows]
             kind = "kv"
         return self.work.step_flops(rows, kind)
 
@@ -445,11 +453,11 @@ def build_model(
         config = PRESETS[preset].get("config", {"guidance_embeds": True})
     if blocks is not None:
         config = {**config, **dict(zip(family.blocks, blocks, strict=False))}
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             model = cls.from_config(config)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
     return model.eval().requires_grad_(False)

@@ -39,7 +39,7 @@ class Timer:
     def in_turn(self, calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
         """Milliseconds of each call, medians of so many rounds."""
         times = [[self.ms(call) for call in calls] for _ in range(rounds)]
-        return [statistics.median(each) for each in zip(*times, strict=True)]
+        return [statistics.median(samples) for samples in zip(*times, strict=True)]
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

@@ -70,20 +70,20 @@ def two_hosts(
 
 async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> dict[str, Any]:
     pools = {
-        host: NodePool(WorkflowFiles(nodes=(each,), kept_bytes=0), Turns(2), values=values)
-        for host, each in addresses.items()
+        host: NodePool(WorkflowFiles(nodes=(item,), kept_bytes=0), Turns(2), values=values)
+        for host, item in addresses.items()
     }
     rng, seconds = np.random.default_rng(), {way: list[float]() for way in _WAYS}
     white = np.zeros((_SIDE, _SIDE), np.uint8)
     white[800:840, 800:840] = 255
     mask = encode_png(white)
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         for _ in range(rounds + 1):  # the first one warms
             picture = encode_png(rng.integers(0, 256, (_SMALL, _SMALL, 3), np.uint8))
             cuts = set()
             for way in _WAYS:
                 files = RunValues(values, _CLIENT.scope)
-                held.callback(files.end)
+                exit_stack.callback(files.end)
                 begin = time.perf_counter()
                 maker, reader = way
                 cut = await _two(pools[maker], pools[reader], picture, mask, files)
@@ -93,14 +93,14 @@ async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> d
             assert len(cuts) == 1
     for pool in pools.values():
         await pool.close()
-    middle = {way: 1e3 * statistics.median(each[1:]) for way, each in seconds.items()}
+    middle = {way: 1e3 * statistics.median(item[1:]) for way, item in seconds.items()}
     one_host = middle[_WAYS[0]]
     added = {way: round(middle[way] - one_host, 1) for way in _WAYS[1:]}
     return {
         "two_hosts_added_ms": max(added[_WAYS[1]], added[_WAYS[2]]),
         **{f"two_hosts_{maker}_to_{reader}_ms": ms for (maker, reader), ms in added.items()},
         "two_hosts_one_host_ms": round(one_host, 1),
-        "seconds_two_hosts": {" to ".join(way): each for way, each in seconds.items()},
+        "seconds_two_hosts": {" to ".join(way): item for way, item in seconds.items()},
     }
 
 
@@ -132,7 +132,7 @@ def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, A
     files = ["--config", str(kept / "one.toml"), "--log-dir", str(kept / "logs-controls")]
     served = ["--workers", "0", "--model", str(DEMO_MODEL), "--base-port", str(_CONTROLS_PORT)]
     other.serve([*served, *nets, *files], folder=kept)
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         sides = {}
         for name, device in (("one", "cpu"), ("two", "")):
             options = ServeOptions(
@@ -143,11 +143,11 @@ def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, A
                 base_port=free_base_port(),
                 log_dir=kept / f"logs-{name}",
             )
-            supervisor = held.enter_context(Supervisor(options))
+            supervisor = exit_stack.enter_context(Supervisor(options))
             sides[name] = supervisor.workers[0].grpc_url
             _edits_s(sides[name], _AT_ONCE)  # warms
         rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
-    middle = {name: statistics.median(each) for name, each in rates.items()}
+    middle = {name: statistics.median(samples) for name, samples in rates.items()}
     return {
         "two_hosts_control_ratio": round(middle["two"] / middle["one"], 3),
         "seconds_two_hosts_control_edits_s": rates,

@@ -111,8 +111,8 @@ class UnetBench:
             end = coded() if number in self.work.ends else None
             blocks.append(BlockEntry(hidden, keys, values, end))
         maps = self.work.maps
-        for each in maps:
-            positions = self._random(self.work.tokens[each.level], each.width)
+        for feature_map in maps:
+            positions = self._random(self.work.tokens[feature_map.level], feature_map.width)
             blocks.append(BlockEntry(map=encode(positions, self.format)))
         if maps:
             moments = torch.zeros(len(maps), 2 * maps[0].groups, device=self.device)
@@ -205,18 +205,20 @@ class UnetBench:
 
     def control(self, row: UnetRow, net: UnetControlNet, refresh: int) -> None:
         """Give a row a ControlNet, with a random picture as the net has read it."""
-        given = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
+        control_input = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
         hint = self._random(self.model.config.block_out_channels[0], self.side, self.side)
-        own = UnetNetInput(given, net, hint, (PassInput(row.prompt.text, row.prompt.added),))
-        others: list[torch.Tensor] = []
+        net_input = UnetNetInput(
+            control_input, net, hint, (PassInput(row.prompt.text, row.prompt.added),)
+        )
+        cached_ids: list[torch.Tensor] = []
         if row.inactive is not None:
-            others = [
+            cached_ids = [
                 torch.from_numpy(np.setdiff1d(np.arange(count), row.inactive.active[level]))
                 for level, count in enumerate(self.work.tokens)
             ]
-        there = tuple([ids.to(self.device) for ids in others])
+        device_ids = tuple([ids.to(self.device) for ids in cached_ids])
         row.control = RowControl(
-            (own._replace(others=there),), refreshed_every(refresh, self.steps)
+            (net_input._replace(others=device_ids),), refreshed_every(refresh, self.steps)
         )
 
     def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:
@@ -273,10 +275,10 @@ class UnetBench:
 
 def build_unet(preset: str, dtype: torch.dtype, device: torch.device) -> Any:
     """The preset's UNet with random weights."""
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             return UNet2DConditionModel(**UNETS[preset]).eval().requires_grad_(False)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)

@@ -40,8 +40,8 @@ def main() -> int:
     rows = []
 
     def compare(what: str, side: int | None, together: Work, alone: Work) -> None:
-        both = _in_turn(timer, [together, alone], args.repeat)
-        together_ms, alone_ms = (taken / count for taken in both)
+        times_ms = _in_turn(timer, [together, alone], args.repeat)
+        together_ms, alone_ms = (time_ms / count for time_ms in times_ms)
         rate = alone_ms / together_ms
         rows.append({"what": what, "side": side, "alone_ms": round(alone_ms, 3),
                      "together_ms": round(together_ms, 3), "rate": round(rate, 2)})  # fmt: skip
@@ -74,5 +74,5 @@ def _in_turn(timer: Timer, works: list[Work], repeat: int) -> list[float]:
     """Median milliseconds of each, taken in turn."""
     for work in works:
         work()
-    taken = [[timer.ms(work) for work in works] for _ in range(repeat)]
-    return [statistics.median(times) for times in zip(*taken, strict=True)]
+    rounds_ms = [[timer.ms(work) for work in works] for _ in range(repeat)]
+    return [statistics.median(times) for times in zip(*rounds_ms, strict=True)]

@@ -74,17 +74,19 @@ def measure() -> dict[str, Counter[CodeType]]:
     mask = np.zeros((128, 128), np.uint8)
     mask[40:80, 40:72] = 255
     edit = (encode_png(pixels), encode_png(mask), "a red star")
-    found = {}
+    counts_by_kind = {}
     with Entered() as entered:
         worker = Direct(config_of({"model": {"path": str(DEMO_MODEL)}}))
         worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
         for kind, cache in _KINDS.items():
-            asked = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
-            worker.edit(edit, asked)  # primes the template, and warms up what is kept
-            counts = [entered.during(lambda a=asked: worker.edit(edit, a)) for _ in range(_TIMES)]
-            found[kind] = min(counts, key=Counter.total)
+            settings = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
+            worker.edit(edit, settings)  # primes the template, and warms up what is kept
+            counts = [
+                entered.during(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
+            ]
+            counts_by_kind[kind] = min(counts, key=Counter.total)
         worker.engine.close(grace_s=1.0)
-    return found
+    return counts_by_kind
 
 
 def summary(calls: Counter[CodeType]) -> dict[str, int]:
@@ -98,12 +100,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, of the cached hit")
     parser.add_argument("--calls", type=int, default=0, help="functions to list")
     options = parser.parse_args()
-    found = measure()
+    counts_by_kind = measure()
     if options.json:
-        dense = {f"dense_{name}": n for name, n in summary(found["dense"]).items()}
-        print(json.dumps({**summary(found["cached"]), **dense}))
+        dense = {f"dense_{name}": n for name, n in summary(counts_by_kind["dense"]).items()}
+        print(json.dumps({**summary(counts_by_kind["cached"]), **dense}))
         return 0
-    for kind, calls in found.items():
+    for kind, calls in counts_by_kind.items():
         print(f"{kind}: {summary(calls)['files']} files, {summary(calls)['calls']} calls")
         for code, n in calls.most_common(options.calls):
             path = Path(code.co_filename).relative_to(CHECKOUT)

@@ -87,9 +87,9 @@ def plans() -> list[WorkflowPlan]:
     """The workflows, of nodes that the scripts call, too."""
     with Workflow("variants_bench", "Eight edits of one picture.") as variants:
         image, mask = variants.picture("image"), variants.mask("mask")
-        with each(8) as one:
-            made = one.all(edit(image, mask, _PROMPT))
-        variants.gives(image=compose(image, made))
+        with each(8) as variant:
+            pictures = variant.all(edit(image, mask, _PROMPT))
+        variants.gives(image=compose(image, pictures))
     with Workflow("detail_bench", "Each region of one picture.") as detail:
         image = detail.picture("image")
         with each(split(detail.mask("mask")), most=4, carry=image) as part:
@@ -134,8 +134,8 @@ class Rivals:
 
     def edit(self, image: bytes, mask: bytes, seed: int) -> bytes:
         with Client(self._url) as client:
-            made = client.edit(image, mask, _PROMPT, seed=seed, num_inference_steps=_STEPS)
-        return made.encoded
+            result = client.edit(image, mask, _PROMPT, seed=seed, num_inference_steps=_STEPS)
+        return result.encoded
 
     def run(self, name: str, image: bytes, mask: bytes) -> None:
         with Client(self._url) as client:
@@ -166,13 +166,13 @@ class Rivals:
         }
         for side in sides.values():
             side(self.picture())  # warm
-        taken: dict[str, list[float]] = {name: [] for name in sides}
+        times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():
                 image, begin = self.picture(), time.perf_counter()
                 side(image)
-                taken[name].append(round(time.perf_counter() - begin, 3))
-        return taken
+                times[name].append(round(time.perf_counter() - begin, 3))
+        return times
 
     def added_ms(self, side: int, rounds: int) -> float:
         """Of a run of three nodes, beside their own times: an edit's is that of a call for one of
@@ -188,16 +188,16 @@ class Rivals:
                 drawn, _ = draw_background(rng, "photo", (side, side))
                 image = encode_png(to_bytes(drawn))
                 begin = time.perf_counter()
-                found, meta = client.run_workflow(
+                outputs, meta = client.run_workflow(
                     "added_bench", {"image": image, "mask": mask}, **few
                 )
                 run_s = time.perf_counter() - begin
-                rims = np.asarray(Image.open(io.BytesIO(found["rims"])).convert("RGB"))
-                other = encode_png(np.ascontiguousarray(rims[:, ::-1]))
+                rims = np.asarray(Image.open(io.BytesIO(outputs["rims"])).convert("RGB"))
+                mirrored = encode_png(np.ascontiguousarray(rims[:, ::-1]))
                 begin = time.perf_counter()
-                client.edit(other, mask, _PROMPT, **few)
+                client.edit(mirrored, mask, _PROMPT, **few)
                 own_s = time.perf_counter() - begin
-                own_s += sum(told["seconds"] for told in meta["nodes"] if told["node"] != "edit")
+                own_s += sum(node["seconds"] for node in meta["nodes"] if node["node"] != "edit")
                 added.append(1e3 * (run_s - own_s))
         return round(statistics.median(added[1:]), 1)  # the first one warms
 
@@ -217,9 +217,15 @@ class Rivals:
         with ThreadPoolExecutor(5) as pool:
             runs = pool.map(told, [f"a {colour} star" for colour in _COLOURS])
             nodes = [node for run in runs for node in run]
-        encoded = [each["encoded"]["template"] for each in nodes if each["node"] == "edit"]
+        encoded = [
+            node_report["encoded"]["template"]
+            for node_report in nodes
+            if node_report["node"] == "edit"
+        ]
         return {
-            "finds_of_five": sum(not each["kept"] for each in nodes if each["node"] == "find"),
+            "finds_of_five": sum(
+                not node_report["kept"] for node_report in nodes if node_report["node"] == "find"
+            ),
             "encodes_of_five": encoded.count("made"),
         }
 
@@ -230,16 +236,16 @@ class Rivals:
         image, mask = self.picture(), _mask(_BOXES)
         names = ("variants_bench", "detail_bench", "added_bench")
         self.run(names[0], image, mask)  # all that is loaded with the first use
-        with peak() as alone:
+        with peak() as single:
             self.run(names[0], self.picture(), mask)
         with peak() as together, ThreadPoolExecutor(len(names)) as pool:
             list(pool.map(lambda name: self.run(name, self.picture(), mask), names))
         return {
-            "one_workflow_mib": alone.mib,
+            "one_workflow_mib": single.mib,
             "three_workflows_mib": together.mib,
-            "one_workflow_processes": alone.processes,
+            "one_workflow_processes": single.processes,
             "three_workflows_processes": together.processes,
-            "three_of_three_servers": round(together.mib / (len(names) * alone.mib), 3),
+            "three_of_three_servers": round(together.mib / (len(names) * single.mib), 3),
         }
 
     def verified(self, count: int) -> dict[str, float]:
@@ -248,21 +254,21 @@ class Rivals:
         """
         right = first_right = tries = 0
         with Client(self._url) as client:
-            for seed, asked in enumerate(edits_with("hollow", count)):
-                given = {"image": encode_png(asked.source), "mask": encode_mask(asked.mask)}
-                found, meta = client.run_workflow(
-                    "verified_bench", {**given, "name": asked.prompt}, seed=seed,
+            for seed, case in enumerate(edits_with("hollow", count)):
+                inputs = {"image": encode_png(case.source), "mask": encode_mask(case.mask)}
+                outputs, meta = client.run_workflow(
+                    "verified_bench", {**inputs, "name": case.prompt}, seed=seed,
                     num_inference_steps=_STEPS,
                 )  # fmt: skip
-                picture = followed("hollow", _pixels(found["image"]), asked)
-                painted = [told for told in meta["nodes"] if told["node"] == "edit"]
+                picture = followed("hollow", _pixels(outputs["image"]), case)
+                painted = [node for node in meta["nodes"] if node["node"] == "edit"]
                 first = picture
                 if len(painted) > 1:
-                    made = client.edit(
-                        given["image"], given["mask"], asked.prompt, loras=[{"name": "hollow"}],
+                    result = client.edit(
+                        inputs["image"], inputs["mask"], case.prompt, loras=[{"name": "hollow"}],
                         seed=painted[0]["seed"], num_inference_steps=_STEPS,
                     )  # fmt: skip
-                    first = followed("hollow", _pixels(made.encoded), asked)
+                    first = followed("hollow", _pixels(result.encoded), case)
                 right, first_right, tries = (
                     right + picture,
                     first_right + first,
@@ -295,18 +301,18 @@ class Peak:
 @contextmanager
 def peak() -> Iterator[Peak]:
     """Looks until the end, ten times a second."""
-    found, ends = Peak(), threading.Event()
+    usage, ends = Peak(), threading.Event()
 
     def looking() -> None:
         while True:
-            found.look()
+            usage.look()
             if ends.wait(0.1):
                 return
 
     looker = threading.Thread(target=looking)
     looker.start()
     try:
-        yield found
+        yield usage
     finally:
         ends.set()
         looker.join()
@@ -319,8 +325,8 @@ def _pixels(encoded: bytes) -> Picture:
 @contextmanager
 def served(find: Path, *, own_anchors: bool = True) -> Iterator[Rivals]:
     """A router, a worker and a node server with the folder of `find`, if there is one."""
-    with tempfile.TemporaryDirectory() as kept:
-        folder, base = Path(kept), free_base_port(2)
+    with tempfile.TemporaryDirectory() as directory:
+        folder, base = Path(directory), free_base_port(2)
         for plan in plans():
             (folder / f"{plan.name}.json").write_bytes(dump_plan(plan))
         nodes = f'[nodes]\nfind = "{find}"\n' if find.is_dir() else ""
@@ -343,16 +349,16 @@ def served(find: Path, *, own_anchors: bool = True) -> Iterator[Rivals]:
 
 def rivals(args: argparse.Namespace) -> dict[str, Any]:
     """How many times as long the scripts took, with anchors and without, and all seconds."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for suffix, own_anchors in (("", True), ("_without_anchors", False)):
         with served(args.find, own_anchors=own_anchors) as sides:
             seconds = sides.seconds(args.rounds)
-        middle = {name: statistics.median(each) for name, each in seconds.items()}
+        middle = {name: statistics.median(samples) for name, samples in seconds.items()}
         for name in ("variants", "detail"):
             ratio = middle[f"{name}_script"] / middle[name]
-            found[f"{name}_vs_script{suffix}"] = round(ratio, 2)
-        found[f"seconds{suffix}"] = seconds
-    return found
+            figures[f"{name}_vs_script{suffix}"] = round(ratio, 2)
+        figures[f"seconds{suffix}"] = seconds
+    return figures
 
 
 def added(args: argparse.Namespace) -> dict[str, Any]:
@@ -375,13 +381,13 @@ def verified(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def models(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"find_iou": None, "enlarge_db": None}
+    figures: dict[str, Any] = {"find_iou": None, "enlarge_db": None}
     if args.find.is_dir():
-        found["find_iou"] = round(found_iou(args.find, 200), 3)
+        figures["find_iou"] = round(found_iou(args.find, 200), 3)
     if args.enlarge.is_dir():
-        ours, lanczos = enlarged_db(args.enlarge)
-        found["enlarge_db"] = round(ours - lanczos, 2)
-    return found
+        model_db, lanczos = enlarged_db(args.enlarge)
+        figures["enlarge_db"] = round(model_db - lanczos, 2)
+    return figures
 
 
 def stages(args: argparse.Namespace) -> dict[str, Any]:
@@ -401,13 +407,13 @@ def due(args: argparse.Namespace) -> dict[str, Any]:
 def hosts(args: argparse.Namespace) -> dict[str, Any]:
     if not can_have_one():
         return {"two_hosts_added_ms": None, "two_hosts_control_ratio": None}
-    with tempfile.TemporaryDirectory() as kept, second_host() as other:
-        folder = Path(kept)
+    with tempfile.TemporaryDirectory() as directory, second_host() as remote:
+        folder = Path(directory)
         with served(args.find) as sides:
-            here = f"127.0.0.1:{sides.nodes.ports.grpc}"
-            found = two_hosts(here, sides.values, other, folder, 4 * args.rounds)
-        other.end()
-        return {**found, **two_hosts_control(other, folder, args.rounds)}
+            local_address = f"127.0.0.1:{sides.nodes.ports.grpc}"
+            figures = two_hosts(local_address, sides.values, remote, folder, 4 * args.rounds)
+        remote.end()
+        return {**figures, **two_hosts_control(remote, folder, args.rounds)}
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {

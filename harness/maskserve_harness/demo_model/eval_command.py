@@ -34,15 +34,15 @@ def shares_right(edits: Sequence[Edit], pictures: Sequence[Picture]) -> dict[str
     colour = np.array([verdict.colour == edit.colour for edit, verdict in pairs])
     shape = np.array([verdict.shape == edit.shape for edit, verdict in pairs])
     right = {"colour": colour, "shape": shape, "both": colour & shape}
-    return {name: round(float(each.mean()), 3) for name, each in right.items()}
+    return {name: round(float(flags.mean()), 3) for name, flags in right.items()}
 
 
 def share_continued(edits: Sequence[Edit], pictures: Sequence[Picture]) -> float:
     """Of the edits, the share with half the error of a smooth fill, or less, in the mask."""
     pairs = list(zip(edits, pictures, strict=True))
-    ours = np.array([_rms(edit, picture) for edit, picture in pairs])
+    edit_rms = np.array([_rms(edit, picture) for edit, picture in pairs])
     filled = np.array([_rms(edit, fill(edit.source, edit.mask)) for edit in edits])
-    return round(float(np.mean(ours < filled / 2)), 3)
+    return round(float(np.mean(edit_rms < filled / 2)), 3)
 
 
 def _rms(edit: Edit, picture: NDArray[np.generic]) -> float:
@@ -54,13 +54,13 @@ def _rms(edit: Edit, picture: NDArray[np.generic]) -> float:
 @torch.no_grad()
 def reconstruction_psnr(vae: AutoencoderKL, pictures: Sequence[Picture]) -> list[float]:
     """PSNR in dB of each picture after encoding and decoding."""
-    found = []
+    psnrs = []
     for picture in pictures:
         x = torch.from_numpy(picture).permute(2, 0, 1)[None].float().div_(127.5).sub_(1)
         y = vae.decode(vae.encode(x.to(vae.dtype)).latent_dist.mode()).sample.clamp(-1, 1)
         mse = torch.nn.functional.mse_loss(y.float(), x).item()
-        found.append(10 * float(np.log10(4 / max(mse, 1e-10))))
-    return found
+        psnrs.append(10 * float(np.log10(4 / max(mse, 1e-10))))
+    return psnrs
 
 
 def main() -> int:

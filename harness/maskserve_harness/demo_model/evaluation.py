@@ -28,19 +28,21 @@ def run_edits(
         arguments = {"max_sequence_length": MAX_SEQUENCE_LENGTH, **arguments}
     pictures: list[Picture] = []
     for first in range(0, len(edits), batch):
-        some = edits[first : first + batch]
+        batch_edits = edits[first : first + batch]
         output = pipe(
-            prompt=[edit.prompt for edit in some],
-            image=[Image.fromarray(edit.source) for edit in some],
-            mask_image=[Image.fromarray(edit.mask.astype(np.uint8) * 255) for edit in some],
-            height=some[0].source.shape[0],
-            width=some[0].source.shape[1],
+            prompt=[edit.prompt for edit in batch_edits],
+            image=[Image.fromarray(edit.source) for edit in batch_edits],
+            mask_image=[Image.fromarray(edit.mask.astype(np.uint8) * 255) for edit in batch_edits],
+            height=batch_edits[0].source.shape[0],
+            width=batch_edits[0].source.shape[1],
             num_inference_steps=steps,
-            generator=[torch.Generator("cpu").manual_seed(first + i) for i in range(len(some))],
+            generator=[
+                torch.Generator("cpu").manual_seed(first + i) for i in range(len(batch_edits))
+            ],
             output_type="np",
             **arguments,
         ).images
-        for edit, image in zip(some, output, strict=True):
+        for edit, image in zip(batch_edits, output, strict=True):
             edited = np.rint(image * 255).astype(np.uint8)
             pictures.append(np.where(edit.mask[..., None], edited, edit.source))
     return pictures

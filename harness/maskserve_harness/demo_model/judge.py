@@ -152,11 +152,11 @@ def _label(silhouette: Silhouette) -> NDArray[np.int64]:
     far = silhouette.size
     labels = np.where(silhouette, np.arange(far).reshape(silhouette.shape), far)
     while True:
-        before = labels
+        previous = labels
         for axis in (0, 1):
             for flip in (False, True):
                 labels = _sweep(labels, silhouette, axis, flip)
-        if np.array_equal(labels, before):
+        if np.array_equal(labels, previous):
             return np.where(silhouette, labels, -1)
 
 

@@ -44,8 +44,8 @@ class NamedScene:
 
     def mask(self, colour: str, shape: str) -> Mask:
         """(H, W): where every "`colour` `shape`" stands; all False if none does."""
-        found = [x.covers for x in self.things if (x.colour, x.shape) == (colour, shape)]
-        return np.logical_or.reduce([np.zeros(self.picture.shape[:2], np.bool_), *found])
+        covers = [x.covers for x in self.things if (x.colour, x.shape) == (colour, shape)]
+        return np.logical_or.reduce([np.zeros(self.picture.shape[:2], np.bool_), *covers])
 
 
 def draw_named(
@@ -58,13 +58,13 @@ def draw_named(
     kind = str(rng.choice(["gradient", "noise", "stripes", "photo"], p=[0.25, 0.15, 0.2, 0.4]))
     picture, _ = draw_background(rng, kind, size, held_out=held_out)
     things: list[Thing] = []
-    taken: list[tuple[float, float, float]] = []
+    circles: list[tuple[float, float, float]] = []
     for _ in range(int(rng.integers(1, 6))):
         radius = float(side * np.exp(rng.uniform(np.log(0.07), np.log(0.3))))
         radius = min(radius, 0.48 * min(size))
         x = float(rng.uniform(radius, size[1] - radius))
         y = float(rng.uniform(radius, size[0] - radius))
-        if any(np.hypot(x - u, y - v) < _APART * (radius + r) for u, v, r in taken):
+        if any(np.hypot(x - u, y - v) < _APART * (radius + r) for u, v, r in circles):
             continue
         colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         rgb = np.asarray(COLOURS[colour], np.float32)
@@ -77,7 +77,7 @@ def draw_named(
             continue
         picture = (picture * (1 - alpha[..., None]) + rgb * alpha[..., None]).astype(np.float32)
         things.append(Thing(colour, shape, covered))
-        taken.append((x, y, radius))
+        circles.append((x, y, radius))
     return NamedScene(to_bytes(picture), tuple(things))
 
 

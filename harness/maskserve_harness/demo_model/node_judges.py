@@ -34,9 +34,9 @@ def found_iou(folder: Path, scenes: int) -> float:
     scores = []
     for scene, thing in held_out_scenes(scenes, (SIDE, SIDE)):
         name = f"a {thing.colour} {thing.shape}"
-        given = processor(text=[name], images=[scene.picture], return_tensors="pt")
-        found = model(**given).logits.reshape(SIDE, SIDE).numpy() > 0
-        scores.append(iou(found, scene.mask(thing.colour, thing.shape)))
+        inputs = processor(text=[name], images=[scene.picture], return_tensors="pt")
+        predicted = model(**inputs).logits.reshape(SIDE, SIDE).numpy() > 0
+        scores.append(iou(predicted, scene.mask(thing.colour, thing.shape)))
     return float(np.mean(scores))
 
 
@@ -48,18 +48,18 @@ def clicked_iou(folder: Path, clicks: int) -> tuple[float, float]:
     model: Any = SamModel.from_pretrained(folder).eval()
     processor: Any = SamProcessor.from_pretrained(folder)
     radii = range(4, SIDE // 2, 2)
-    ours, discs = [], []
+    model_scores, discs = [], []
     for scene, thing, click in held_out_clicks(clicks, (SIDE, SIDE)):
-        given = processor(
+        inputs = processor(
             images=[scene.picture], input_points=[[[list(click)]]], return_tensors="pt"
         )
-        sizes = given.pop("original_sizes"), given.pop("reshaped_input_sizes")
-        answer = model(**given)
+        sizes = inputs.pop("original_sizes"), inputs.pop("reshaped_input_sizes")
+        answer = model(**inputs)
         best = int(answer.iou_scores[0, 0].argmax())
-        found = processor.post_process_masks(answer.pred_masks, *sizes)[0][0, best]
-        ours.append(iou(found.numpy().astype(np.bool_), thing.covers))
+        masks = processor.post_process_masks(answer.pred_masks, *sizes)[0][0, best]
+        model_scores.append(iou(masks.numpy().astype(np.bool_), thing.covers))
         discs.append([iou(disc(click, r, (SIDE, SIDE)), thing.covers) for r in radii])
-    return float(np.mean(ours)), float(np.mean(discs, axis=0).max())
+    return float(np.mean(model_scores)), float(np.mean(discs, axis=0).max())
 
 
 def halved(picture: Picture) -> Picture:
@@ -78,12 +78,12 @@ def enlarged_db(folder: Path) -> tuple[float, float]:
         right = np.asarray(photo.convert("RGB"))
     right = right[: right.shape[0] // 16 * 16, : right.shape[1] // 16 * 16]
     small = halved(right)
-    given = torch.from_numpy(small.copy()).permute(2, 0, 1)[None].float() / 255
-    made = model(given).reconstruction[0].clamp(0, 1)
-    ours = (255 * made).round().permute(1, 2, 0).numpy().astype(np.uint8)
+    pixels = torch.from_numpy(small.copy()).permute(2, 0, 1)[None].float() / 255
+    enlarged = model(pixels).reconstruction[0].clamp(0, 1)
+    model_picture = (255 * enlarged).round().permute(1, 2, 0).numpy().astype(np.uint8)
     size = (right.shape[1], right.shape[0])
     lanczos = np.asarray(Image.fromarray(small).resize(size, Image.Resampling.LANCZOS))
-    return _psnr(ours, right), _psnr(lanczos, right)
+    return _psnr(model_picture, right), _psnr(lanczos, right)
 
 
 def _psnr(picture: Picture, right: Picture) -> float:

@@ -95,7 +95,7 @@ def draw_outlined(
 def _draw_place(rng: np.random.Generator, mask: Mask, shape: str) -> Drawn | None:
     """A place inside the mask, away from where the model puts an object; None: none was found."""
     middle, most = place(mask)
-    alone = coverage(shape, middle, most, mask.shape) > 0.5
+    default_cover = coverage(shape, middle, most, mask.shape) > 0.5
     ys, xs = np.nonzero(mask)
     for _ in range(12):
         radius = max(_LEAST_RADIUS, float(rng.uniform(*_SIZES)) * most)
@@ -104,7 +104,7 @@ def _draw_place(rng: np.random.Generator, mask: Mask, shape: str) -> Drawn | Non
         drawn = Drawn(shape, centre, radius, float(rng.uniform(0, 2 * math.pi)))
         covers = drawn.covers(mask.shape)
         whole = covers.sum() > 0.98 * _area(shape, radius)
-        if whole and not (covers & ~mask).any() and iou(covers, alone) < _MOST_ALIKE:
+        if whole and not (covers & ~mask).any() and iou(covers, default_cover) < _MOST_ALIKE:
             return drawn
     return None
 

@@ -84,10 +84,10 @@ def first_phrase(colour: str, shape: str) -> str:
 
 def words() -> list[str]:
     """Every word the tokenizers keep whole, lower case, sorted."""
-    every = (*TEMPLATES, *SAME_BOTH, *SAME_COLOUR, *SAME_SHAPE)
-    text = " ".join(every).replace("{c}", " ").replace("{s}", " ")
-    known = set("".join(ch if ch.isalpha() else " " for ch in text.lower()).split())
-    return sorted(known | set(COLOURS) | set(SHAPES) | {s + "s" for s in SHAPES})
+    phrases = (*TEMPLATES, *SAME_BOTH, *SAME_COLOUR, *SAME_SHAPE)
+    text = " ".join(phrases).replace("{c}", " ").replace("{s}", " ")
+    vocabulary = set("".join(ch if ch.isalpha() else " " for ch in text.lower()).split())
+    return sorted(vocabulary | set(COLOURS) | set(SHAPES) | {s + "s" for s in SHAPES})
 
 
 def phrase(rng: np.random.Generator, colour: str, shape: str, *, noisy: bool = False) -> str:

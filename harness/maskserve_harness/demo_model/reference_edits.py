@@ -71,9 +71,9 @@ class ObjectScene:
     def drawn(self, things: tuple[PlacedObject, ...]) -> Picture:
         """The picture with these objects in it instead."""
         picture = self.background
-        for each in things:
-            alpha = coverage(each.shape, each.centre, each.radius, picture.shape[:2])[..., None]
-            picture = picture + (np.asarray(COLOURS[each.colour], np.float32) - picture) * alpha
+        for thing in things:
+            alpha = coverage(thing.shape, thing.centre, thing.radius, picture.shape[:2])[..., None]
+            picture = picture + (np.asarray(COLOURS[thing.colour], np.float32) - picture) * alpha
         return to_bytes(picture)
 
 
@@ -115,9 +115,9 @@ def make_object_scene(
             background = crop_of(rng, photographs[int(rng.integers(len(photographs)))], size)
         else:
             background, _ = draw_background(rng, kind, size, held_out=held_out)
-        wanted, things = int(rng.integers(1, most + 1)), list[PlacedObject]()
-        for _ in range(8 * wanted):
-            if len(things) == wanted:
+        thing_count, things = int(rng.integers(1, most + 1)), list[PlacedObject]()
+        for _ in range(8 * thing_count):
+            if len(things) == thing_count:
                 break
             radius = float(rng.uniform(*RADII))
             edge = radius + MARGIN
@@ -130,9 +130,9 @@ def make_object_scene(
             alike = [t.colour for t in things if t.colour in colours]
             free = [c for c in colours if c not in alike]
             pick = alike if alike and (not free or rng.random() < 0.2) else free
-            taken = {t.shape for t in things if t.colour in alike}
+            used_shapes = {t.shape for t in things if t.colour in alike}
             colour = str(rng.choice(pick))
-            shape = str(rng.choice([s for s in SHAPES if s not in taken]))
+            shape = str(rng.choice([s for s in SHAPES if s not in used_shapes]))
             things.append(PlacedObject(colour, shape, (x, y), radius))
         if things:
             return ObjectScene(background, tuple(things))
@@ -159,10 +159,13 @@ def draw_named_wish(
     words = {"both": BOTH, "colour": COLOUR, "shape": SHAPE, "gone": GONE}[kind]
     name = f"{where} one" if where else f"{thing.colour} {thing.shape}"
     called = (None, None, where) if where else (thing.colour, thing.shape, None)
-    told = (colour if kind in ("both", "colour") else None, shape if "{s}" in words[0] else None)
+    target_attributes = (
+        colour if kind in ("both", "colour") else None,
+        shape if "{s}" in words[0] else None,
+    )
     prompt = str(rng.choice(words)).format(name=name, c=colour, s=shape)
     becomes = None if kind == "gone" else replace(thing, colour=colour, shape=shape)
-    return NamedWish(prompt, number, becomes, called, told)
+    return NamedWish(prompt, number, becomes, called, target_attributes)
 
 
 def finished(scene: ObjectScene, wish: NamedWish) -> Picture:
@@ -188,13 +191,13 @@ def package_photographs() -> list[Path]:
         "skimage": ("data", PACKAGE_PICTURES),
         "matplotlib": ("mpl-data/sample_data", ("grace_hopper.jpg",)),
     }
-    found = []
+    pictures = []
     for package, (folder, names) in folders.items():
         spec = importlib.util.find_spec(package)
         assert spec is not None
         assert spec.origin is not None
-        found += [Path(spec.origin).parent / folder / name for name in names]
-    return found
+        pictures += [Path(spec.origin).parent / folder / name for name in names]
+    return pictures
 
 
 def crop_of(rng: np.random.Generator, file: Path, size: tuple[int, int]) -> Float:
@@ -202,7 +205,7 @@ def crop_of(rng: np.random.Generator, file: Path, size: tuple[int, int]) -> Floa
     with Image.open(file) as opened:
         photo = opened.convert("RGB")
     side = int(rng.uniform(0.5, 1.0) * min(photo.size))
-    left, top = (int(rng.integers(0, each - side + 1)) for each in photo.size)
+    left, top = (int(rng.integers(0, length - side + 1)) for length in photo.size)
     cut = photo.crop((left, top, left + side, top + side))
     return np.asarray(cut.resize(size[::-1], Image.Resampling.LANCZOS), np.float32)
 

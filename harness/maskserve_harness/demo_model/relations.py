@@ -71,10 +71,10 @@ def make_relational_scene(
     """
     while True:
         mask = make_mask(rng, size)
-        found = _far_place(rng, mask)
-        if found is None:
+        placement = _far_place(rng, mask)
+        if placement is None:
             continue
-        centre, radius = found
+        centre, radius = placement
         kind = rng.choice(["gradient", "noise", "stripes", "photo"], p=[0.3, 0.2, 0.2, 0.3])
         background, continues = draw_background(rng, str(kind), size, held_out=held_out)
         background = emptied(background, mask, continues=continues)
@@ -97,10 +97,10 @@ def draw_wish(rng: np.random.Generator, scene: RelationalScene, relation: str) -
         shape = str(rng.choice([s for s in SHAPES if s != scene.shape]))
         return Wish((SAME, shape), scene.colour, shape)
     if relation == "same_shape":
-        others = [c for c in contrasting_colours(scene.scene) if c != scene.colour]
-        if not others:
+        colours = [c for c in contrasting_colours(scene.scene) if c != scene.colour]
+        if not colours:
             return None
-        colour = str(rng.choice(others))
+        colour = str(rng.choice(colours))
         return Wish((colour, SAME), colour, scene.shape)
     raise ValueError(f"relation: unknown {relation!r}; accepted: {', '.join(RELATIONS)}")
 

@@ -180,8 +180,8 @@ def _push_pull(value: Float, weight: Float) -> Float:
     if min(height, width) <= 1 or float(weight.min()) >= 1:
         return filled
     pad = ((0, height % 2), (0, width % 2), (0, 0))
-    both = np.pad(np.concatenate([value, weight], axis=2), pad)
-    quad = both.reshape(both.shape[0] // 2, 2, both.shape[1] // 2, 2, 4).sum(axis=(1, 3))
+    stacked = np.pad(np.concatenate([value, weight], axis=2), pad)
+    quad = stacked.reshape(stacked.shape[0] // 2, 2, stacked.shape[1] // 2, 2, 4).sum(axis=(1, 3))
     scale = np.minimum(1.0, 1.0 / np.maximum(quad[..., 3:], 1e-6))
     quad = (quad * scale).astype(np.float32)
     coarse = _push_pull(quad[..., :3], quad[..., 3:])

@@ -52,17 +52,17 @@ NODES = re.compile(r"^\| node \| takes .*\n(?:\|.*\n)+", re.MULTILINE)
 
 def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
     """The keys without a table, then each table but those that `besides` has."""
-    found: list[type] = []
+    struct_types: list[type] = []
     plain = []
     for field in types.type_info(whole).fields:  # type: ignore[attr-defined]
         kind = field.type.item_type if isinstance(field.type, types.VarTupleType) else field.type
         if isinstance(kind, types.StructType):
             if kind.cls not in get_type_hints(besides).values():
-                found.append(kind.cls)
+                struct_types.append(kind.cls)
         else:
             plain.append(_key(field, sentences(whole)))
     yield from _table("", plain)
-    for table in found:
+    for table in struct_types:
         fields = types.type_info(table).fields  # type: ignore[attr-defined]
         yield from _table(table.__doc__, [_key(f, sentences(table)) for f in fields])
 
@@ -100,11 +100,11 @@ def with_nodes(text: str) -> str:
 def _kind(found: types.Type) -> tuple[types.Type, str]:
     """A type without None, and what its description says is accepted."""
     if isinstance(found, types.Metadata):
-        kind, said = _kind(found.type)
-        return kind, said or (found.extra_json_schema or {}).get("description", "")
+        kind, description = _kind(found.type)
+        return kind, description or (found.extra_json_schema or {}).get("description", "")
     if isinstance(found, types.UnionType):
-        [some] = [kind for kind in found.types if not isinstance(kind, types.NoneType)]
-        return _kind(some)
+        [inner] = [kind for kind in found.types if not isinstance(kind, types.NoneType)]
+        return _kind(inner)
     return found, ""
 
 
@@ -121,8 +121,8 @@ def _key(field: types.Field, sentences: dict[str, str]) -> str:
     elif isinstance(kind, types.StrType) and kind.max_length and not accepted:
         accepted = f"up to {kind.max_length} characters"
     default = field.default
-    shown = "" if default is msgspec.NODEFAULT else _toml(default)
-    return _row(field.name, shown, accepted, sentences[field.name])
+    default_text = "" if default is msgspec.NODEFAULT else _toml(default)
+    return _row(field.name, default_text, accepted, sentences[field.name])
 
 
 def _table(doc: str | None, rows: list[str]) -> Iterator[str]:
@@ -153,13 +153,15 @@ def _number(value: float) -> str:
 
 def main() -> int:
     text = "".join((HEAD, WORKER, *tables(Config), ROUTER, *tables(RouterConfig, Config)))
-    made = {
+    documents = {
         DOCUMENT: text,
         API: with_settings(API.read_text(encoding="utf-8")),
         WORKFLOWS: with_nodes(WORKFLOWS.read_text(encoding="utf-8")),
     }
     if check_only(__doc__):
-        return int(any(file.read_text(encoding="utf-8") != text for file, text in made.items()))
-    for file, text in made.items():
+        return int(
+            any(file.read_text(encoding="utf-8") != text for file, text in documents.items())
+        )
+    for file, text in documents.items():
         file.write_text(text, encoding="utf-8")
     return 0

@@ -384,8 +384,8 @@ def dashboard() -> dict[str, Any]:
             at = {"x": column * width, "y": y + line * height, "w": width, "h": height}
             panels.append(_panel(panel, at))
         y += height * -(-len(row) // (_WIDTH // width))
-    for number, made in enumerate(panels, 1):
-        made["id"] = number
+    for number, panel_json in enumerate(panels, 1):
+        panel_json["id"] = number
     return {
         "uid": "maskserve",
         "title": "maskserve",

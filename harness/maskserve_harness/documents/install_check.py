@@ -47,7 +47,7 @@ def wanted() -> Iterator[tuple[str, list[str]]]:
 
 def conflict(requirements: list[str], constraints: Path, python: str) -> str:
     """Why these cannot be installed together with pip's defaults; empty if they can."""
-    ours = ("PIP_", "UV_")
+    prefixes = ("PIP_", "UV_")
     uv = str(Path(sys.executable).parent / "uv")
     target = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_36"]
     command = [uv, "pip", "compile", "-", "--quiet", "--no-config", "--only-binary", ":all:"]
@@ -56,7 +56,7 @@ def conflict(requirements: list[str], constraints: Path, python: str) -> str:
         input="\n".join(requirements),
         text=True,
         capture_output=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith(ours)},
+        env={name: value for name, value in os.environ.items() if not name.startswith(prefixes)},
         check=False,
     )
     return resolved.stderr if resolved.returncode else ""
@@ -72,25 +72,25 @@ def conflicts(
     with ThreadPoolExecutor(8) as pool:  # it is the index that is waited for
         at_once = pool.map(lambda python: reason(together, constraints, python), PYTHONS)
         pythons = [python for python, why in zip(PYTHONS, at_once, strict=True) if why]
-        apart = [(name, lines, python) for name, lines in asked.items() for python in pythons]
-        reasons = pool.map(lambda one: reason(one[1], constraints, one[2]), apart)
+        cases = [(name, lines, python) for name, lines in asked.items() for python in pythons]
+        reasons = pool.map(lambda one: reason(one[1], constraints, one[2]), cases)
         return [
             f"{name} cannot be installed on Python {python}:\n{why}"
-            for (name, _, python), why in zip(apart, reasons, strict=True)
+            for (name, _, python), why in zip(cases, reasons, strict=True)
             if why
         ]
 
 
 def main() -> int:
     argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()
-    told = b"\0".join((ROOT / name).read_bytes() for name in (*SOURCES, Path(__file__)))
-    digest = hashlib.sha256(told).hexdigest()
+    content = b"\0".join((ROOT / name).read_bytes() for name in (*SOURCES, Path(__file__)))
+    digest = hashlib.sha256(content).hexdigest()
     if GOOD.exists() and GOOD.read_text() == digest:
         return 0
-    found = conflicts(dict(wanted()), ROOT / "constraints.txt")
-    for sentence in found:
+    problems = conflicts(dict(wanted()), ROOT / "constraints.txt")
+    for sentence in problems:
         print(sentence, file=sys.stderr)
-    if not found:
+    if not problems:
         GOOD.parent.mkdir(exist_ok=True)
         GOOD.write_text(digest)
-    return 1 if found else 0
+    return 1 if problems else 0

@@ -23,18 +23,18 @@ def packages() -> list[Path]:
 
 def modules(package: Path) -> dict[str, str]:
     """Path within the package -> what the module's docstring says first; empty without one."""
-    found = {}
+    summaries = {}
     for path in sorted(package.rglob("*.py")):
         if path.name != "__init__.py":
             says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             first = says.split("\n\n")[0].replace("\n", " ").rstrip(".")
-            found[path.relative_to(package).as_posix()] = first
-    return found
+            summaries[path.relative_to(package).as_posix()] = first
+    return summaries
 
 
 def code_lines(text: str) -> int:
     """Lines of a module that hold code: neither blank nor comments nor docstrings."""
-    said = {
+    docstring_lines = {
         line
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Expr)
@@ -42,13 +42,13 @@ def code_lines(text: str) -> int:
         and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    held = {
+    token_lines = {
         line
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.string.strip() and token.type != tokenize.COMMENT
         for line in range(token.start[0], token.end[0] + 1)
     }
-    return len(held - said)
+    return len(token_lines - docstring_lines)
 
 
 def main() -> int:

@@ -91,8 +91,8 @@ def document() -> str:
 
 def _row(part: Part) -> list[str]:
     why = f"[why]({part.decision})" if part.decision else ""
-    here = f"{part.here} ({why})" if why and part.here else part.here or why
-    return [part.part, part.what, part.status, here]
+    location = f"{part.here} ({why})" if why and part.here else part.here or why
+    return [part.part, part.what, part.status, location]
 
 
 def main() -> int:

@@ -64,15 +64,15 @@ class EmulatedNodes:
 
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         message = pb.ModelInferRequest.FromString(raw)
-        told, values = (
-            bytes_tensor.elements(each, MOST_ELEMENTS) for each in message.raw_input_contents
+        encoded_task, values = (
+            bytes_tensor.elements(content, MOST_ELEMENTS) for content in message.raw_input_contents
         )
-        task = msgspec.json.decode(told[0], type=NodeTask)
+        task = msgspec.json.decode(encoded_task[0], type=NodeTask)
         if task.node == RECORD:
             models = {NODE_TYPES[name].model for name in self._seconds}
             record = {"models": [{"name": name} for name in sorted(models)]}
             return answer_of("nodes", {"RESULT": [msgspec.json.encode(record)], "MADE": [b""]})
-        made = await self.run(task.node, picked_up(task.inputs, values))
-        layout, parts = laid_out(made, NODE_TYPES[task.node].outputs)
+        outputs = await self.run(task.node, picked_up(task.inputs, values))
+        layout, parts = laid_out(outputs, NODE_TYPES[task.node].outputs)
         result = msgspec.json.encode(NodeResult(layout, self._seconds[task.node]))
         return answer_of("nodes", {"RESULT": [result], "MADE": parts})

@@ -95,9 +95,9 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
     passed_s = 1 / added["requests_per_s"]["router"]
     poll_s = _seconds_to_read(record)
     polls = workers / RouterConfig().workers.poll_interval_s  # of one router
-    own = polls * poll_s  # cores, whatever the edits are
+    poll_cores = polls * poll_s  # cores, whatever the edits are
     edits = rate / groups * (passed_s + decision_s)
-    routers = max(2, math.ceil(edits / max(_BUSY - own, 0.05)))
+    routers = max(2, math.ceil(edits / max(_BUSY - poll_cores, 0.05)))
     fetched = result.fetches * hardware.template_bytes / lasted_s * groups
     return {
         "names, each with its routers": groups,
@@ -110,7 +110,7 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
         ),
         "router: a decision, ms": round(1e3 * decision_s, 2),
         "router: cores for edits": round(edits * groups, 2),
-        "router: cores for polls, each": round(own, 3),
+        "router: cores for polls, each": round(poll_cores, 3),
         "routers": routers * groups,
         "records read, MB/s": round(polls * routers * groups * len(record) / 1e6, 1),
         "pictures in and out, Gbit/s": round(rate * 2 * _PICTURE_MB * 8 / 1e3, 2),

@@ -129,8 +129,8 @@ class EmulatedWorker:
             try:
                 queued = await self._edit(inputs["MASK"], settings, self._hardware)
             except DeadlineExceeded as late:
-                told = f"[{late.code}] {late}"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, told)
+                problem = f"[{late.code}] {late}"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
         meta = {
             "event": "final",
             "template_id": settings.template_id or "0" * 32,
@@ -184,12 +184,12 @@ class EmulatedWorker:
         """
         assert self._status.served is not None
         active, total, *_ = count_tokens(mask, settings, self._status.served, LimitsConfig())
-        name, now = settings.request_id, time.monotonic()
+        name, now_s = settings.request_id, time.monotonic()
         assert name is not None
         cached = hardware.cacheable(active)
         steps, computed = settings.num_inference_steps or 28, active if cached else total
-        limit, due = (
-            None if ms is None else now + ms / 1e3
+        limit, due_time = (
+            None if ms is None else now_s + ms / 1e3
             for ms in (settings.limit_ms, settings.deadline_ms)
         )
         ticket = Ticket(
@@ -197,10 +197,10 @@ class EmulatedWorker:
             steps,
             total,
             computed,
-            now,
+            now_s,
             settings.priority,
             deadline=limit,
-            due=due if self._order == "slack" else math.inf,
+            due=due_time if self._order == "slack" else math.inf,
         )
         row = RowStatus(
             name,
@@ -220,7 +220,7 @@ class EmulatedWorker:
         finally:
             if self._edits.pop(name, None) is not None:  # it was withdrawn
                 self._scheduler.cancel(name)
-        return edit.began - now
+        return edit.began - now_s
 
     # Steps.
 

@@ -58,19 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, rest = (__doc__ or "").partition("\n\n")
+    summary, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--front", choices=FRONTS, help="one front; default: both")
-    what.add_argument("--protocol", choices=PROTOCOLS, help="one protocol; default: both")
-    what.add_argument("--all", action="store_true", help="every front and protocol: the default")
-    where = what.add_mutually_exclusive_group()
+    measured_group = parser.add_argument_group("what is measured")
+    measured_group.add_argument("--front", choices=FRONTS, help="one front; default: both")
+    measured_group.add_argument("--protocol", choices=PROTOCOLS, help="one protocol; default: both")
+    measured_group.add_argument(
+        "--all", action="store_true", help="every front and protocol: the default"
+    )
+    where = measured_group.add_mutually_exclusive_group()
     demo = str(DEMO_MODEL)
     where.add_argument("--model", default=demo, help="folder or hub id that an own worker serves")
     where.add_argument("--url", metavar="HOST:PORT", help="gRPC address of a running worker")
-    what.add_argument(
+    measured_group.add_argument(
         "--http-url", metavar="HOST:PORT", help="with --url; default: the port before"
     )
     load = parser.add_argument_group("load")
@@ -109,10 +111,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     edits.add_argument("--templates", type=int, default=8, help="different pictures among them")
     edits.add_argument("--seed", type=int, default=0, help="of edits and arrivals")
     edits.add_argument("--progress", action="store_true", help="edit_stream: an event per step")
-    other = parser.add_argument_group("other")
-    other.add_argument("--tool", type=Path, help="an installed perf_analyzer")
-    other.add_argument("--json", type=Path, help="file for the results")
-    other.add_argument("--hardware", default=machine(), help="what the worker runs on, in words")
+    other_group = parser.add_argument_group("other")
+    other_group.add_argument("--tool", type=Path, help="an installed perf_analyzer")
+    other_group.add_argument("--json", type=Path, help="file for the results")
+    other_group.add_argument(
+        "--hardware", default=machine(), help="what the worker runs on, in words"
+    )
     options = parser.parse_args(argv)
     if options.all and (options.front or options.protocol):
         parser.error("--all: not with --front or --protocol")
@@ -157,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
         for target in measured:
             for load in loads:
                 worker.wait_ready()
-                before = worker.counters()
+                counters_before = worker.counters()
                 url = worker.url(target.protocol)
                 outcome = measure(
                     tool,
@@ -166,7 +170,9 @@ def run(options: argparse.Namespace) -> int:
                     ),
                 )
                 outcomes.append(outcome)
-                runs.append({**outcome.to_json(), "worker_counters": worker.growth(before)})
+                runs.append(
+                    {**outcome.to_json(), "worker_counters": worker.growth(counters_before)}
+                )
                 print(line(outcome), flush=True)
     if options.json:
         text = json.dumps({**about, "runs": runs}, indent=2, ensure_ascii=False)

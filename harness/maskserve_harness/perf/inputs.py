@@ -152,13 +152,13 @@ def pack(payload: bytes) -> str:
 
 def find_photos(assets: Path) -> list[Path]:
     """The repository's photographs, in a fixed order."""
-    found = [
+    photos = [
         *sorted((assets / "photos").glob("*.jpg")),
         *sorted((assets / "demo").glob("source.*")),
     ]
-    if not found:
+    if not photos:
         raise PerfError(f"{assets} holds no photographs")
-    return found
+    return photos
 
 
 def _open(path: Path) -> Image.Image:

@@ -83,7 +83,7 @@ class Stamps:
     def latencies(self, response: int = -1) -> Latencies:
         """To each request's response of this index: 0 the first, -1 the answer."""
         pairs = zip(self.sent, self.responses, strict=True)
-        return _latencies([(responses[response] - sent) * _MS for sent, responses in pairs])
+        return _latencies([(responses[response] - start_ns) * _MS for start_ns, responses in pairs])
 
 
 def parse_report(text: str) -> Report:
@@ -111,18 +111,20 @@ def parse_stamps(export: bytes) -> Stamps:
         PerfError: a request has no response.
     """
     begins = list(_REQUEST.finditer(export))
-    sent = [int(found[1]) for found in begins]
+    send_times = [int(match[1]) for match in begins]
     responses = [
-        tuple(int(stamp) for stamp in found.split(b",") if stamp)
-        for found in _RESPONSES.findall(export)
+        tuple(int(stamp) for stamp in match.split(b",") if stamp)
+        for match in _RESPONSES.findall(export)
     ]
-    if not sent or len(sent) != len(responses) or not all(responses):
+    if not send_times or len(send_times) != len(responses) or not all(responses):
         answered = sum(map(bool, responses))
-        raise PerfError(f"perf_analyzer's export has {len(sent)} requests and {answered} answers")
-    starts = [found.start() for found in begins]
+        raise PerfError(
+            f"perf_analyzer's export has {len(send_times)} requests and {answered} answers"
+        )
+    starts = [match.start() for match in begins]
     pieces = zip(starts, [*starts[1:], len(export)], strict=True)
     metas = [_meta(_META.findall(export, start, end)) for start, end in pieces]
-    ordered = sorted(zip(sent, responses, metas, strict=True), key=lambda one: one[0])
+    ordered = sorted(zip(send_times, responses, metas, strict=True), key=lambda one: one[0])
     return Stamps(*zip(*ordered, strict=True))
 
 
@@ -133,8 +135,8 @@ def _meta(found: Sequence[bytes]) -> dict[str, Any]:
 
 def parse_errors(output: str) -> list[str]:
     """What perf_analyzer printed of failures, each once, in its order."""
-    found = _THREAD_ERROR.findall(output) or _PLAIN_ERROR.findall(output)
-    return list(dict.fromkeys(line.strip() for line in found))
+    lines = _THREAD_ERROR.findall(output) or _PLAIN_ERROR.findall(output)
+    return list(dict.fromkeys(line.strip() for line in lines))
 
 
 def _latencies(values: Sequence[float]) -> Latencies:

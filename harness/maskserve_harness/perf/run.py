@@ -40,8 +40,8 @@ class Measurement:
     def arguments(self, folder: Path) -> list[str]:
         """perf_analyzer's arguments, without the files it writes; those it reads go to `folder`."""
         load = self.load.arguments(self.requests, self.seed, folder)
-        what = ["-u", self.url, "--request-count", str(self.requests)]
-        return [*self.target.arguments(), *load, *what, "--input-data", str(self.inputs)]
+        options = ["-u", self.url, "--request-count", str(self.requests)]
+        return [*self.target.arguments(), *load, *options, "--input-data", str(self.inputs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ def measure_once(
     with tempfile.TemporaryDirectory() as scratch:
         report, export = Path(scratch) / "report.csv", Path(scratch) / "export.json"
         arguments = measurement.arguments(Path(scratch))
-        shown = [Path(word).name if os.path.isabs(word) else word for word in arguments]
-        command = " ".join(["perf_analyzer", *shown])
+        words = [Path(word).name if os.path.isabs(word) else word for word in arguments]
+        command = " ".join(["perf_analyzer", *words])
         written = ["--verbose-csv", "-f", str(report), "--profile-export-file", str(export)]
         process: subprocess.Popen[str] | None = None
         try:

@@ -57,8 +57,10 @@ class Tool:
         """Its environment variables."""
         env = dict(os.environ)
         if self.libraries is not None:
-            known = env.get("LD_LIBRARY_PATH")
-            env["LD_LIBRARY_PATH"] = os.pathsep.join([str(self.libraries), *filter(None, [known])])
+            search_path = env.get("LD_LIBRARY_PATH")
+            env["LD_LIBRARY_PATH"] = os.pathsep.join(
+                [str(self.libraries), *filter(None, [search_path])]
+            )
         return env
 
 
@@ -96,8 +98,8 @@ def check_platform(system: str, machine: str, libc: tuple[str, str]) -> None:
         machine: as platform.machine() gives it.
         libc: name and version, as platform.libc_ver() gives them.
     """
-    wanted = ".".join(map(str, OLDEST_GLIBC))
-    needs = f"{NAME} needs Linux on x86-64 with glibc {wanted} or newer, and this is"
+    oldest = ".".join(map(str, OLDEST_GLIBC))
+    needs = f"{NAME} needs Linux on x86-64 with glibc {oldest} or newer, and this is"
     otherwise = "name an installed one with --tool"
     if system != "Linux" or machine not in ("x86_64", "AMD64"):
         raise PerfError(f"{needs} {system} on {machine}; {otherwise}")
@@ -125,10 +127,10 @@ def _checked(binary: Path, libraries: Path | None, version: str) -> Tool:
     if ran.returncode != 0:
         why = _last_line(ran.stderr) or f"exit code {ran.returncode}"
         raise PerfError(f"{binary} does not start: {why}")
-    said = _last_line(ran.stdout + ran.stderr)
-    if not said.startswith("Perf Analyzer"):
+    version_text = _last_line(ran.stdout + ran.stderr)
+    if not version_text.startswith("Perf Analyzer"):
         raise PerfError(f"{binary} is not {NAME}")
-    return tool if version else Tool(binary, libraries, said)
+    return tool if version else Tool(binary, libraries, version_text)
 
 
 def _install(tree: Path) -> None:

@@ -55,7 +55,9 @@ def main() -> int:
     size = args.side, args.side
     edits = {kind: photo_edits(kind, args.edits, grounds, size) for kind in KINDS if args.edits}
     begun = time.perf_counter()
-    pictures = {kind: run_edits(pipe, list(some), args.steps, 1) for kind, some in edits.items()}
+    pictures = {
+        kind: run_edits(pipe, list(edit_list), args.steps, 1) for kind, edit_list in edits.items()
+    }
     seconds = (time.perf_counter() - begun) / max(1, len(KINDS) * args.edits)
     if args.edits:
         report = {
@@ -75,10 +77,12 @@ def main() -> int:
         ]
         sheet(rows, 4).save(args.sheet)
     if args.blind:
-        other = FluxFillPipeline.from_pretrained(args.beside, torch_dtype=torch.float32)
-        other.set_progress_bar_config(disable=True)
-        some = [edit for kind, n in _PAIRS.items() for edit in photo_edits(kind, n, grounds, size)]
-        blind_sheet(pipe, other, args.steps, some, args.blind)
+        other_pipe = FluxFillPipeline.from_pretrained(args.beside, torch_dtype=torch.float32)
+        other_pipe.set_progress_bar_config(disable=True)
+        edit_list = [
+            edit for kind, n in _PAIRS.items() for edit in photo_edits(kind, n, grounds, size)
+        ]
+        blind_sheet(pipe, other_pipe, args.steps, edit_list, args.blind)
     return 0
 
 
@@ -87,13 +91,13 @@ def figures(
 ) -> dict[str, Any]:
     """Rims, likeness and words of edited pictures, by kind."""
     report: dict[str, Any] = {}
-    for kind, some in edits.items():
-        pairs = list(zip(some, pictures[kind], strict=True))
+    for kind, kind_edits in edits.items():
+        pairs = list(zip(kind_edits, pictures[kind], strict=True))
         rim = np.mean([rim_step(picture, edit.mask) for edit, picture in pairs])
-        plain = np.mean([rim_step(edit.target, edit.mask) for edit in some])
+        plain = np.mean([rim_step(edit.target, edit.mask) for edit in kind_edits])
         part: dict[str, float] = {"rim_beside_untouched": float(rim / plain)}
         part["psnr_db"] = float(np.mean([psnr(p, e.target, e.mask) for e, p in pairs]))
-        smooth = [psnr(to_bytes(fill(e.source, e.mask)), e.target, e.mask) for e in some]
+        smooth = [psnr(to_bytes(fill(e.source, e.mask)), e.target, e.mask) for e in kind_edits]
         part["psnr_db_of_a_smooth_fill"] = float(np.mean(smooth))
         if kind not in ("fill", "pattern"):
             right = [shown(p, e.source, e.mask, grounds) == e.wish for e, p in pairs]
@@ -109,7 +113,7 @@ def vae_likeness(vae: AutoencoderKL, side: int) -> float:
     """Mean PSNR in dB of each held-out photograph's middle, `side` pixels square at most, coded
     and decoded.
     """
-    found = []
+    psnrs = []
     for path in HELD_OUT_PHOTOS:
         with Image.open(path) as image:
             square = min(*image.size, side) // 16 * 16
@@ -118,26 +122,26 @@ def vae_likeness(vae: AutoencoderKL, side: int) -> float:
             photo = np.asarray(image.convert("RGB").crop(box))
         x = torch.from_numpy(photo.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
         y = vae.decode(vae.encode(x).latent_dist.mode()).sample[0].permute(1, 2, 0)
-        seen = to_bytes(((y + 1) * 127.5).numpy())
-        found.append(psnr(seen, photo, np.ones(photo.shape[:2], np.bool_)))
-    return float(np.mean(found))
+        decoded = to_bytes(((y + 1) * 127.5).numpy())
+        psnrs.append(psnr(decoded, photo, np.ones(photo.shape[:2], np.bool_)))
+    return float(np.mean(psnrs))
 
 
 def blind_sheet(
     pipe: FluxFillPipeline, other: FluxFillPipeline, steps: int, edits: list[PhotoEdit], path: Path
 ) -> None:
     """Write the pairs to `path`, and as JSON beside it which of each pair is the first model's."""
-    ours = run_edits(pipe, list(edits), steps, 1)
+    first_pictures = run_edits(pipe, list(edits), steps, 1)
     side = int(other.vae.config.sample_size)
     small = [_reduced(edit, side) for edit in edits]
-    theirs = [
+    other_pictures = [
         np.where(edit.mask[..., None], _enlarged(picture, edit.source.shape), edit.source)
         for edit, picture in zip(edits, run_edits(other, small, 20, 1), strict=True)
     ]
     first = np.random.default_rng(len(edits)).random(len(edits)) < 0.5
     rows = [
         (edit, [a, b] if swap else [b, a])
-        for edit, a, b, swap in zip(edits, ours, theirs, first, strict=True)
+        for edit, a, b, swap in zip(edits, first_pictures, other_pictures, first, strict=True)
     ]
     sheet(rows, 2).save(path)
     key = ["left" if swap else "right" for swap in first]

@@ -47,7 +47,7 @@ def shown(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> W
     height, width = mask.shape
     scale = _JUDGED_SIDE / max(height, width)
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    small, before = (
+    small, small_source = (
         np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BOX))
         for picture in (edited, source)
     )
@@ -55,7 +55,7 @@ def shown(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> W
     region = np.asarray(part) >= 128
     if not region.any():
         raise ValueError("mask: no pixel of it is left at the judge's size; accepted: larger ones")
-    behind = fill(before, region)
+    behind = fill(small_source, region)
     stock = Stock([], textures)
     colours, contrast = _blocks(small, region)
     errors = {}

@@ -101,9 +101,11 @@ def draw_example(
         return _unchanged(picture, _region(rng, size))
     mask = object_region(rng, size)
     if kind == "more":
-        shown = Wish(str(rng.choice(OBJECTS)))
-        picture = _with_copies(rng, picture, mask, shown.thing)
-        return Example(picture, paint(picture, mask, shown, stock, rng), mask, Wish(MORE), shown)
+        shown_wish = Wish(str(rng.choice(OBJECTS)))
+        picture = _with_copies(rng, picture, mask, shown_wish.thing)
+        return Example(
+            picture, paint(picture, mask, shown_wish, stock, rng), mask, Wish(MORE), shown_wish
+        )
     wish = draw_wish(rng, kind)
     if rng.random() < 0.2:
         picture = _with_bystanders(rng, picture, mask)

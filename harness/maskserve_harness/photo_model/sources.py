@@ -77,12 +77,12 @@ def stock(cache: Path = CACHE) -> Stock:
 
 def textures() -> dict[str, Image.Image]:
     """The grey pictures of materials that scikit-image carries, evened out to a mean of 128."""
-    found = {}
+    pictures = {}
     for name, data in _members(_TEXTURES, Path()):
         grey = np.asarray(Image.open(io.BytesIO(data)).convert("L"), np.float32)
         even = np.clip(grey * (128 / grey.mean()), 0, 255).astype(np.uint8)
-        found[name.split(".")[0]] = Image.fromarray(even)
-    return found
+        pictures[name.split(".")[0]] = Image.fromarray(even)
+    return pictures
 
 
 def _fetch(source: Source, folder: Path) -> None:
@@ -157,8 +157,8 @@ def _panorama(module: bytes) -> Image.Image:
         planes = channels["RGB"].pixels
     light = np.nan_to_num(np.asarray(planes, np.float32), nan=1e4, posinf=1e4).clip(0)
     bright = light / (2.5 * max(float(np.median(light.mean(axis=2))), 1e-6))
-    shown = (bright * (1 + bright / 9) / (1 + bright)).clip(0, 1) ** (1 / 2.2)
-    return Image.fromarray((shown * 255).astype(np.uint8))
+    display = (bright * (1 + bright / 9) / (1 + bright)).clip(0, 1) ** (1 / 2.2)
+    return Image.fromarray((display * 255).astype(np.uint8))
 
 
 def _opened(path: Path) -> Image.Image:

@@ -114,8 +114,8 @@ def words() -> list[str]:
     """Every word the tokenizers keep whole, lower case, sorted."""
     text = " ".join((*_OBJECT, *_SHAPE, *_GROUND, *_NOTHING, *_MORE))
     text = text.replace("{c}", " ").replace("{s}", " ").lower()
-    known = set("".join(ch if ch.isalpha() else " " for ch in text).split())
-    return sorted(known | {"an"} | set(OBJECTS) | set(SHAPES) | set(COLOURS) | set(MATERIALS))
+    vocabulary = set("".join(ch if ch.isalpha() else " " for ch in text).split())
+    return sorted(vocabulary | {"an"} | set(OBJECTS) | set(SHAPES) | set(COLOURS) | set(MATERIALS))
 
 
 def draw_prompts(rng: np.random.Generator, count: int) -> list[tuple[str, int, int]]:

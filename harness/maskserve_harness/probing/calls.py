@@ -31,14 +31,14 @@ _GRACE_S = 10.0
 
 def tensors(module: Any, values: Mapping[str, bytes]) -> list[Any]:
     """Inputs of tritonclient's `module`, grpc or http."""
-    made = []
+    inputs = []
     for name, value in values.items():
         cell = np.empty(1, np.object_)
         cell[0] = value
         tensor = module.InferInput(name, [1], "BYTES")
         tensor.set_data_from_numpy(cell)
-        made.append(tensor)
-    return made
+        inputs.append(tensor)
+    return inputs
 
 
 def texts(inputs: Mapping[str, bytes]) -> dict[str, str]:

@@ -65,12 +65,12 @@ def asked_of(name: str, n: int) -> Asked:
     if name == "outline":
         drawn = outlines.outlined_edits(n)
         return Asked(
-            [each.edit for each in drawn],
+            [outlined.edit for outlined in drawn],
             lambda picture, i: outlines.followed(picture, drawn[i]) >= outlines.ENOUGH_IOU,
-            [each.control for each in drawn],
+            [outlined.control for outlined in drawn],
         )
-    known = ", ".join((*looks.LOOKS, "outline"))
-    raise ValueError(f"adapters: nobody can judge {name!r}; accepted: files named {known}")
+    names = ", ".join((*looks.LOOKS, "outline"))
+    raise ValueError(f"adapters: nobody can judge {name!r}; accepted: files named {names}")
 
 
 class AdapterRig(Rig):
@@ -142,12 +142,14 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
         pictures["cached, base entries"] = rig.cached(edits, jobs, rig.entries(jobs), choice)
         rig.own_entries = True
     share = {
-        system: float(np.mean([asked.follows(picture, i) for i, picture in enumerate(made)]))
-        for system, made in pictures.items()
+        system: float(
+            np.mean([asked.follows(picture, i) for i, picture in enumerate(system_pictures)])
+        )
+        for system, system_pictures in pictures.items()
     }
     like = {
-        system: _by_shape(edits, compare(edits, made, dense))
-        for system, made in pictures.items()
+        system: _by_shape(edits, compare(edits, system_pictures, dense))
+        for system, system_pictures in pictures.items()
         if system.startswith("cached")
     }
     likeness = like["cached"]
@@ -158,7 +160,7 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
     least = FOLLOWED["lora" if asked.controls is None else "control"]
     return {
         "edits": len(edits),
-        "followed": {system: round(each, 4) for system, each in share.items()},
+        "followed": {system: round(value, 4) for system, value in share.items()},
         "cached_against_dense": likeness,
         "base_entries_against_dense": like.get("cached, base entries"),
         **fast,
@@ -174,6 +176,6 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
 
 def _by_shape(edits: Sequence[Edit], found: Sequence[EditQuality]) -> dict[str, Any]:
     shapes: dict[str, list[EditQuality]] = {}
-    for edit, one in zip(edits, found, strict=True):
-        shapes.setdefault(str(edit.shape), []).append(one)
+    for edit, quality in zip(edits, found, strict=True):
+        shapes.setdefault(str(edit.shape), []).append(quality)
     return by_class(shapes)

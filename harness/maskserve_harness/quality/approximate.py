@@ -96,7 +96,7 @@ class Trial:
     def states(self, jobs: Sequence[EditJob], until: int = STEPS) -> States:
         """Of edits done in full, or up to a step."""
         rows, states = [self.rig.adapter.dense_row(job) for job in jobs], {}
-        for step in (each for each in (0, *SKIPPED, STEPS) if each <= until):
+        for step in (boundary for boundary in (0, *SKIPPED, STEPS) if boundary <= until):
             self.rig.run(rows, (), step)
             states[step] = [row.latents.clone() for row in rows]
         return states
@@ -104,10 +104,12 @@ class Trial:
     def noised(self, results: Sequence[Tensor], step: int) -> list[Tensor]:
         """[n, 4C] latents before a step: results of earlier edits with these edits' noise."""
         sigmas = [self.rig.adapter.sigmas(job) for job in self.jobs]
-        assert all(each[0][0] == 1.0 for each in sigmas), "latents begin as noise alone"
+        assert all(edit_sigmas[0][0] == 1.0 for edit_sigmas in sigmas), (
+            "latents begin as noise alone"
+        )
         return [
-            each[step][0] * noise + (1.0 - each[step][0]) * result
-            for each, noise, result in zip(sigmas, self.whole[0], results, strict=True)
+            edit_sigmas[step][0] * noise + (1.0 - edit_sigmas[step][0]) * result
+            for edit_sigmas, noise, result in zip(sigmas, self.whole[0], results, strict=True)
         ]
 
     def started(self, latents: Sequence[Tensor], step: int) -> list[Tensor]:
@@ -127,8 +129,8 @@ class Trial:
             told: of the earlier edit, its seed, and how they start from it.
         """
         earlier, seed, start = told
-        found = {"earlier": earlier, "seed": seed, "start": start, "skipped": step / STEPS}
-        return found | self._judged(self.started(latents, step))
+        figures = {"earlier": earlier, "seed": seed, "start": start, "skipped": step / STEPS}
+        return figures | self._judged(self.started(latents, step))
 
     def rival(self, step: int) -> Line:
         """FirstBlockCache's figures, where it leaves out as much of the blocks' work."""
@@ -138,8 +140,8 @@ class Trial:
             enough = self._skipping(middle, PROBE)[1] >= step / STEPS
             low, high = (low, middle) if enough else (middle, high)
         latents, skipped = self._skipping(high, len(self.edits))
-        told = {"earlier": "", "seed": "", "start": f"first_block_threshold {high:.4f}"}
-        return {**told, "skipped": round(skipped, 3), **self._judged(latents)}
+        labels = {"earlier": "", "seed": "", "start": f"first_block_threshold {high:.4f}"}
+        return {**labels, "skipped": round(skipped, 3), **self._judged(latents)}
 
     def _skipping(self, threshold: float, n: int) -> tuple[list[Tensor], float]:
         """[n, 4C] results of the first so many edits, and the share of block calls left out."""
@@ -147,19 +149,19 @@ class Trial:
         for row in rows:
             row.first_block = FirstBlockCache(threshold)
         self.rig.run(rows, ())
-        others = (self.rig.adapter.blocks - 1) / self.rig.adapter.blocks
-        skipped = others * sum(row.skipped for row in rows) / (STEPS * len(rows))
+        block_share = (self.rig.adapter.blocks - 1) / self.rig.adapter.blocks
+        skipped = block_share * sum(row.skipped for row in rows) / (STEPS * len(rows))
         return [row.latents for row in rows], skipped
 
     def _judged(self, latents: Sequence[Tensor]) -> dict[str, float]:
         """Results beside the whole edits."""
-        found = asdict(summary(compare(self.edits, self._finished(latents), self.pictures)))
-        return {name: round(found[name], 3) for name in COLUMNS}
+        figures = asdict(summary(compare(self.edits, self._finished(latents), self.pictures)))
+        return {name: round(figures[name], 3) for name in COLUMNS}
 
     def _finished(self, latents: Sequence[Tensor]) -> list[Picture]:
         return [
-            self.rig.finish(edit, unpack_latents(made, grid_of(job)).float().numpy())
-            for edit, job, made in zip(self.edits, self.jobs, latents, strict=True)
+            self.rig.finish(edit, unpack_latents(edit_latents, grid_of(job)).float().numpy())
+            for edit, job, edit_latents in zip(self.edits, self.jobs, latents, strict=True)
         ]
 
 
@@ -179,13 +181,13 @@ def every_line(trial: Trial) -> Iterator[Line]:
     results = trial.whole[STEPS]
     for step in SKIPPED:
         yield trial.line(trial.noised(results, step), step, "same", "same", "noised")
-        others = trial.noised(turned(results), step)
-        yield trial.line(others, step, "other_picture", "other", "noised")
+        other_latents = trial.noised(turned(results), step)
+        yield trial.line(other_latents, step, "other_picture", "other", "noised")
     for name, earlier in EARLIER.items():
         jobs = trial.rig.jobs([earlier(edit) for edit in trial.edits])
-        made = trial.states([reseeded(job) for job in jobs])[STEPS]
+        earlier_results = trial.states([reseeded(job) for job in jobs])[STEPS]
         for step in SKIPPED:
-            yield trial.line(trial.noised(made, step), step, name, "other", "noised")
+            yield trial.line(trial.noised(earlier_results, step), step, name, "other", "noised")
         if name == "same":
             continue  # its own state is the whole edit's
         states = trial.states(jobs, SKIPPED[-1])

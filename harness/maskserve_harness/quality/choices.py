@@ -82,10 +82,10 @@ class CacheChoice:
         """
         form, work = FORMATS["bfloat16" if self.format == "model" else self.format], work or flux()
         anchors = 0 if self.dense else math.ceil(steps / self.stride)
-        kept = THIN_KEPT if self.thin else 1.0
+        token_share = THIN_KEPT if self.thin else 1.0
         if self.references_alone:
-            kept = work.context / work.tokens[0]
-        return kept * anchors * entry_bytes(work, self.kind, form)
+            token_share = work.context / work.tokens[0]
+        return token_share * anchors * entry_bytes(work, self.kind, form)
 
     def flux_flops(
         self, mask_ratio: float = 0.11, skipped: float = 0.0, work: ModelWork | None = None
@@ -101,18 +101,18 @@ class CacheChoice:
         grid = math.isqrt(work.tokens[0] - work.context)
         side = round(math.sqrt(mask_ratio) * grid)
         whole = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
-        active, seen = float(min(grid, side + 2 * self.ring) ** 2), work
+        active, read_work = float(min(grid, side + 2 * self.ring) ** 2), work
         if self.thin:  # fewer keys
             keys = active + THIN_KEPT * (work.tokens[0] - active)
-            seen = replace(work, tokens=(round(keys),))
+            read_work = replace(work, tokens=(round(keys),))
         if self.references_alone:
-            seen = replace(work, tokens=(round(active) + work.context,))
+            read_work = replace(work, tokens=(round(active) + work.context,))
         if self.references_computed:
             active *= 2
         share = min(1.0, self.dense_steps / FLUX_STEPS)
         mean = share * work.step_flops([whole], "dense")
         cached = RowTokens((active,), FLUX_TEXT)
-        mean += (1 - share) * seen.step_flops([cached], self.block_kind)
+        mean += (1 - share) * read_work.step_flops([cached], self.block_kind)
         return mean * (1 - skipped + skipped / len(work.blocks))
 
 
@@ -156,16 +156,23 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
         return [chosen, denser, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
     if facts.semantics.context:
         anchors = [replace(chosen, stride=stride) for stride in (chosen.stride, 2, ALL_STEPS)]
-        found = [
+        choices = [
             way
-            for each in anchors
-            for way in (each, replace(each, references_alone=True), replace(each, dense_steps=1))
+            for anchor_choice in anchors
+            for way in (
+                anchor_choice,
+                replace(anchor_choice, references_alone=True),
+                replace(anchor_choice, dense_steps=1),
+            )
         ]
-        found += [replace(anchors[-1], dense_steps=2), replace(chosen, ring=2)]
-        found += [replace(each, references_computed=True) for each in (anchors[0], anchors[-1])]
-        found += [replace(chosen, format=form) for form in ("int8", "model")]
-        return list(dict.fromkeys(found))
-    found = [
+        choices += [replace(anchors[-1], dense_steps=2), replace(chosen, ring=2)]
+        choices += [
+            replace(anchor_choice, references_computed=True)
+            for anchor_choice in (anchors[0], anchors[-1])
+        ]
+        choices += [replace(chosen, format=form) for form in ("int8", "model")]
+        return list(dict.fromkeys(choices))
+    choices = [
         chosen,
         replace(chosen, ring=2),
         replace(chosen, stride=of_schedule(4, steps)),
@@ -175,14 +182,14 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
         replace(denser, ring=2),
         *(replace(chosen, dense_steps=dense) for dense in (2, 4, 8)),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(choices))
 
 
 def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
     """The default, and what it was chosen from, for edits of `steps` steps."""
-    found = [chosen]
+    choices = [chosen]
     for ring in (0, 1, 2):
-        found += [
+        choices += [
             CacheChoice(kind, form, of_schedule(stride, steps), ring)
             for kind, form, stride in (
                 ("kv", "int8", 7),
@@ -192,17 +199,19 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
                 ("h", "int4", ALL_STEPS),
             )
         ]
-    found += [CacheChoice("kv", "model", 1, 1), replace(chosen, dense_steps=2)]
+    choices += [CacheChoice("kv", "model", 1, 1), replace(chosen, dense_steps=2)]
     two_anchors = replace(chosen, stride=of_schedule(14, steps))
-    found += [replace(way, thin=each) for way in (chosen, two_anchors) for each in (1, 4)]
-    found.append(replace(two_anchors, skip_below=0.1))
+    choices += [
+        replace(way, thin=stands_for) for way in (chosen, two_anchors) for stands_for in (1, 4)
+    ]
+    choices.append(replace(two_anchors, skip_below=0.1))
     # What an elastic edit could step down to.
     skipping = (0.05, 0.1, 0.2, 0.3)
-    found += [
+    choices += [
         replace(chosen, ring=ring, thin=thin, skip_below=threshold)
         for ring, thin in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 4))
         for threshold in skipping
     ]
     everything = replace(chosen, dense_steps=FLUX_STEPS)
-    found += [replace(everything, skip_below=threshold) for threshold in (*skipping, 0.5)]
-    return list(dict.fromkeys(found))
+    choices += [replace(everything, skip_below=threshold) for threshold in (*skipping, 0.5)]
+    return list(dict.fromkeys(choices))

@@ -197,17 +197,17 @@ class Run:
 
         return {
             system: {
-                **published(everything, flat(made), flat(truth), args.clip, args.fid),
+                **published(everything, flat(system_pictures), flat(truth), args.clip, args.fid),
                 **by_class(
                     {
-                        name: compare(edits, made[name], truth[name])
+                        name: compare(edits, system_pictures[name], truth[name])
                         for name, edits in self.classes.items()
                     }
                 ),
-                "rim_errors": rim_errors(everything, flat(made), flat(truth)),
+                "rim_errors": rim_errors(everything, flat(system_pictures), flat(truth)),
                 **self.facts.get(system, {}),
             }
-            for system, made in self.pictures.items()
+            for system, system_pictures in self.pictures.items()
         }
 
 
@@ -221,7 +221,8 @@ def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
     """
     flops = choice.flux_flops(skipped=skipped, work=work)
     dense, no_ring = (
-        each.flux_flops(work=work) for each in (CacheChoice(dense_steps=1000), CacheChoice())
+        reference_choice.flux_flops(work=work)
+        for reference_choice in (CacheChoice(dense_steps=1000), CacheChoice())
     )
     return {
         "flux_flop_speedup": round(dense / flops, 3),
@@ -249,16 +250,16 @@ def classes_of(facts: ModelFacts, args: argparse.Namespace) -> dict[str, list[Ed
 
 def judge_adapters(args: argparse.Namespace) -> int:
     without = Rig(args.model, args.steps)
-    found = {}
+    results = {}
     for path in args.adapters:
-        asked = asked_of(path.stem, args.n)
-        found[path.stem] = judged(
-            AdapterRig(args.model, args.steps, path, args.stride), without, asked
+        edit_set = asked_of(path.stem, args.n)
+        results[path.stem] = judged(
+            AdapterRig(args.model, args.steps, path, args.stride), without, edit_set
         )
-        said(f"{path.stem}: {json.dumps(found[path.stem], indent=1)}")
-    report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "adapters": found}
+        said(f"{path.stem}: {json.dumps(results[path.stem], indent=1)}")
+    report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "adapters": results}
     write_json(report, args.json)
-    return 0 if all(all(each["held"].values()) for each in found.values()) else 1
+    return 0 if all(all(result["held"].values()) for result in results.values()) else 1
 
 
 def compare_own(folder: Path, args: argparse.Namespace) -> int:
@@ -269,10 +270,12 @@ def compare_own(folder: Path, args: argparse.Namespace) -> int:
         [path] = args.adapters
         controlled = AdapterRig(folder, args.steps, path)
         rig: Rig = controlled
-        asked = asked_of("outline", args.n)
+        edit_set = asked_of("outline", args.n)
         classes: dict[str, list[Edit]] = {}
         jobs: dict[str, list[EditJob]] = {}
-        encoded = zip(asked.edits, rig.jobs(asked.edits), asked.controls or (), strict=True)
+        encoded = zip(
+            edit_set.edits, rig.jobs(edit_set.edits), edit_set.controls or (), strict=True
+        )
         for edit, job, control in encoded:
             classes.setdefault(str(edit.shape), []).append(edit)
             jobs.setdefault(str(edit.shape), []).append(controlled.given(job, control))
@@ -310,9 +313,9 @@ def main() -> int:
     few = first_looks(run.default, rig.adapter.facts, args.steps)
     looks = frontier(run.default, args.steps) if args.frontier else few
     if args.choices:  # and what a worker serves
-        served = [each for each in looks if replace(each, dense_steps=0) == run.default]
+        served = [look for look in looks if replace(look, dense_steps=0) == run.default]
         looks = served + [
-            each for each in looks if each.name in args.choices and each not in served
+            look for look in looks if look.name in args.choices and look not in served
         ]
     run.make(looks)
     semantics = rig.adapter.facts.semantics
@@ -341,10 +344,10 @@ def main() -> int:
     write_json(report, args.json)
     if args.plots and args.frontier:
         plot_frontier(systems, args.plots, semantics.name)
-    shown = {name: run.pictures[name] for name in run.pictures if "-" not in name}
-    shown[run.default.name] = run.pictures[run.default.name]
+    sheet_pictures = {name: run.pictures[name] for name in run.pictures if "-" not in name}
+    sheet_pictures[run.default.name] = run.pictures[run.default.name]
     if args.rim:
-        plot_rim({name: systems[name]["rim_errors"] for name in shown}, args.rim)
+        plot_rim({name: systems[name]["rim_errors"] for name in sheet_pictures}, args.rim)
     if args.sheet:
-        draw_worst(classes, shown, reference, run.default.name, args.sheet)
+        draw_worst(classes, sheet_pictures, reference, run.default.name, args.sheet)
     return 0

@@ -40,26 +40,26 @@ def late(
         cached_as: the templates' entries, and how cached rows read them.
     """
     service = ServiceHere(rig.config, net)
-    own = [
+    served_jobs = [
         replace(job, controls=tuple([replace(c, net=service.version) for c in job.controls]))
         for job in jobs
     ]
     try:
         rig.served = service.denoiser()
-        made = rig.dense(edits, own), rig.cached(edits, own, *cached_as)
+        pictures = rig.dense(edits, served_jobs), rig.cached(edits, served_jobs, *cached_as)
         rig.served.close()
         rig.served = None
     finally:
         service.close()
     return {
         way: _figures(edits, late, exact)
-        for way, late, exact in zip(("dense", "cached"), made, waited, strict=True)
+        for way, late, exact in zip(("dense", "cached"), pictures, waited, strict=True)
     }
 
 
 def held(found: dict[str, Any]) -> dict[str, bool]:
     """Which bars hold, of what `late` has found."""
-    return {"ahead_ssim": all(each["ssim_in_mask"] >= SSIM for each in found.values())}
+    return {"ahead_ssim": all(figure["ssim_in_mask"] >= SSIM for figure in found.values())}
 
 
 def _figures(

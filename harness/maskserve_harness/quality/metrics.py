@@ -70,30 +70,32 @@ def compare(
 
 def summary(found: Sequence[EditQuality]) -> Quality:
     """Means and worst of some edits."""
-    asked = [one.right for one in found if one.right is not None]
-    psnr = np.array([one.psnr_in_mask for one in found])
+    verdicts = [quality.right for quality in found if quality.right is not None]
+    psnr = np.array([quality.psnr_in_mask for quality in found])
     return Quality(
-        ssim=float(np.mean([one.ssim for one in found])),
-        ssim_in_mask=float(np.mean([one.ssim_in_mask for one in found])),
+        ssim=float(np.mean([quality.ssim for quality in found])),
+        ssim_in_mask=float(np.mean([quality.ssim_in_mask for quality in found])),
         psnr_in_mask=float(psnr.mean()),
         pooled_psnr_in_mask=float(-10.0 * np.log10(np.mean(10.0 ** (-psnr / 10.0)))),
         share_below_30=float(np.mean(psnr < SEEN_BELOW)),
-        outside_max_abs_diff=max(one.outside_max_abs_diff for one in found),
-        prompt_followed=float(np.mean(asked)) if asked else None,
-        worst_ssim_in_mask=min(one.ssim_in_mask for one in found),
+        outside_max_abs_diff=max(quality.outside_max_abs_diff for quality in found),
+        prompt_followed=float(np.mean(verdicts)) if verdicts else None,
+        worst_ssim_in_mask=min(quality.ssim_in_mask for quality in found),
         worst_psnr_in_mask=float(psnr.min()),
     )
 
 
 def by_class(found: Mapping[str, Sequence[EditQuality]]) -> dict[str, Any]:
     """A system's figures: over all edits, `classes`, and the class with the lowest mean PSNR."""
-    classes = {name: summary(some) for name, some in found.items()}
+    classes = {name: summary(class_qualities) for name, class_qualities in found.items()}
     worst = min(classes, key=lambda name: classes[name].psnr_in_mask)
     return {
-        **summary([one for some in found.values() for one in some]).as_dict(),
+        **summary(
+            [quality for class_qualities in found.values() for quality in class_qualities]
+        ).as_dict(),
         "worst_class": worst,
         "worst_class_psnr_in_mask": round(classes[worst].psnr_in_mask, 4),
-        "classes": {name: one.as_dict() for name, one in classes.items()},
+        "classes": {name: quality.as_dict() for name, quality in classes.items()},
     }
 
 

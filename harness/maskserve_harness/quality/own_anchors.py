@@ -100,7 +100,7 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
     way = served(rig, job)
     even = replace(way, dense=tuple(sorted(own_steps(len(way.dense), range(steps, 0, -1), 0.0))))
     counts = range(most, 0, -1)
-    found = [
+    candidates = [
         way,
         *[replace(way, reach=reach) for reach in (0.0, 2.0)],
         even,
@@ -112,7 +112,7 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         replace(way, bends=not facts.own_bends),
         *[replace(way, format=format) for format in ("model", "int4")],
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(candidates))
 
 
 def flux_flop_speedup(choice: OwnChoice) -> float:
@@ -123,10 +123,10 @@ def flux_flop_speedup(choice: OwnChoice) -> float:
     active = (float(round(math.sqrt(0.11) * grid) + 2 * ring) ** 2,)
     whole = work.step_flops([work.row_at(1.0, FLUX_TEXT)], "dense")
     computed = 0 if choice.text else FLUX_TEXT
-    each = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
+    row_tokens = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
     share = len(choice.dense) / FLUX_STEPS
-    others = 1 - (1 / FLUX_STEPS if choice.foresees else share)
-    return whole / (share * whole + others * work.step_flops([each], "kv"))
+    cached_share = 1 - (1 / FLUX_STEPS if choice.foresees else share)
+    return whole / (share * whole + cached_share * work.step_flops([row_tokens], "kv"))
 
 
 def edited(
@@ -156,12 +156,12 @@ def edited(
     kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
     with _reaching(choice.reach):
         for first in range(0, len(rows), BATCH):
-            some = rows[first : first + BATCH]
-            readers = [OwnReader(row, rig.adapter.entry_blocks) for row in some]
-            while some[0].step < some[0].steps:
-                step = some[0].step
+            batch = rows[first : first + BATCH]
+            readers = [OwnReader(row, rig.adapter.entry_blocks) for row in batch]
+            while batch[0].step < batch[0].steps:
+                step = batch[0].step
                 reads: Any = [None if step in plan.dense else r.turn_to(step) for r in readers]
-                rig.adapter.step(some, kinds if any(reads) else None, reads)
+                rig.adapter.step(batch, kinds if any(reads) else None, reads)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
 
@@ -178,11 +178,11 @@ def beside_template(
     """
     rows = rig.cached_rows(jobs, entries, choice, own)
     for first in range(0, len(rows), BATCH):
-        some = rows[first : first + BATCH]
-        while some[0].step < some[0].steps:
-            for row in some:
+        batch = rows[first : first + BATCH]
+        while batch[0].step < batch[0].steps:
+            for row in batch:
                 row.frozen = own is not None and own.text and row.step not in own.dense
-            rig.replay.step(some, ("kv",) * rig.adapter.blocks)
+            rig.replay.step(batch, ("kv",) * rig.adapter.blocks)
     return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
 
 
@@ -205,13 +205,15 @@ def table(
     for choice in choices(rig, next(iter(jobs.values()))[0]):
         if wanted is not None and choice.name not in wanted:
             continue
-        own = rig if not choice.halo else Rig(rig.folder, rig.steps, halo=choice.halo)
-        made = {name: edited(own, edits, jobs[name], choice) for name, edits in classes.items()}
-        found = {name: compare(classes[name], made[name], dense[name]) for name in classes}
+        choice_rig = rig if not choice.halo else Rig(rig.folder, rig.steps, halo=choice.halo)
+        pictures = {
+            name: edited(choice_rig, edits, jobs[name], choice) for name, edits in classes.items()
+        }
+        qualities = {name: compare(classes[name], pictures[name], dense[name]) for name in classes}
         facts: dict[str, Any] = {"choice": choice.name, "dense_steps": len(choice.dense)}
         if joint:
             facts["flux_flop_speedup"] = round(flux_flop_speedup(choice), 3)
-        yield {**facts, **by_class(found)}
+        yield {**facts, **by_class(qualities)}
 
 
 def _power_behind(facts: ModelFacts) -> float:

@@ -93,20 +93,28 @@ def fidelity(
         **{f"hit_ring_{n}": (replace(cached, ring=n), plan) for n in (4, 6)},
         "hit_first_anchor": (begun, replace(plan, lifts=True)),
     }
-    found: dict[str, dict[str, list[EditQuality]]] = {w: {} for w in (ways if hits else ("own",))}
+    qualities: dict[str, dict[str, list[EditQuality]]] = {
+        w: {} for w in (ways if hits else ("own",))
+    }
     for name in CLASSES:
         edits = edits_of(name, n)
         jobs = rig.jobs(edits)
         dense = rig.dense(edits, jobs)
         entries = rig.entries(jobs) if hits else []
-        for way, of_class in found.items():
+        for way, of_class in qualities.items():
             if way == "own":
-                made = edited(rig, edits, jobs, choice)
+                pictures = edited(rig, edits, jobs, choice)
             else:
-                made = beside_template(rig, edits, jobs, entries, *ways[way])
-            of_class[name] = compare(edits, made, dense)
-        print(name, {way: by_class(each)["psnr_in_mask"] for way, each in found.items()})
-    return {way: by_class(each) for way, each in found.items()}
+                pictures = beside_template(rig, edits, jobs, entries, *ways[way])
+            of_class[name] = compare(edits, pictures, dense)
+        print(
+            name,
+            {
+                way: by_class(way_qualities)["psnr_in_mask"]
+                for way, way_qualities in qualities.items()
+            },
+        )
+    return {way: by_class(way_qualities) for way, way_qualities in qualities.items()}
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,23 +167,23 @@ def loras(args: argparse.Namespace) -> dict[str, float]:
             edits = demo_edits(LORAS)
 
             def jobs(cache: str) -> list[Any]:
-                asked = {"seed": 1, "cache": cache, "num_inference_steps": 20}
+                settings = {"seed": 1, "cache": cache, "num_inference_steps": 20}
                 return [
                     worker.jobs(
                         [edit],
-                        {**asked, "request_id": str(n), "loras": [{"name": names[n]}]},
+                        {**settings, "request_id": str(n), "loras": [{"name": names[n]}]},
                     )[0]
                     for n, edit in enumerate(edits)
                 ]
 
-            both = [jobs("own"), jobs("off")]
-            for each in both:
-                worker.run(each)
-            calls = [partial(worker.run, each) for each in both]
-            own, dense = Timer(torch.device("cpu"), args.clock).in_turn(calls, args.repeat)
+            job_lists = [jobs("own"), jobs("off")]
+            for job_list in job_lists:
+                worker.run(job_list)
+            calls = [partial(worker.run, job_list) for job_list in job_lists]
+            refresh_ms, dense = Timer(torch.device("cpu"), args.clock).in_turn(calls, args.repeat)
         finally:
             worker.engine.close(grace_s=1.0)
-    return {"loras_edits_ratio": round(dense / own, 3)}
+    return {"loras_edits_ratio": round(dense / refresh_ms, 3)}
 
 
 def main() -> int:
@@ -197,13 +205,13 @@ def main() -> int:
     torch.set_num_threads(1)
     summary: dict[str, Any] = {}
     details: dict[str, Any] = {}
-    each = {"fill": DEMO_MODEL, "base": args.base, "unet": DEMO_UNET}
-    for name, folder in each.items():
+    folders = {"fill": DEMO_MODEL, "base": args.base, "unet": DEMO_UNET}
+    for name, folder in folders.items():
         if name in args.only and folder is not None:
             # A small base model has no guidance, and so is taken for one of few steps.
-            asked = {"count": args.anchors, "ring": args.ring, "straight": args.straight}
-            asked = asked if name == "base" else {}
-            details[name] = fidelity(folder, args.n, **asked)["own"]
+            options = {"count": args.anchors, "ring": args.ring, "straight": args.straight}
+            options = options if name == "base" else {}
+            details[name] = fidelity(folder, args.n, **options)["own"]
             summary |= _said(name, details[name])
     if "hits" in args.only:
         hits = details["hits"] = fidelity(DEMO_MODEL, args.n, hits=True)
@@ -211,9 +219,9 @@ def main() -> int:
         summary["hit_loss_db"] = round(lost, 3)
         summary |= _said("hit_first_anchor", hits["hit_first_anchor"])
     if "speed" in args.only:
-        taken = details["speed"] = speed(args)
+        speeds = details["speed"] = speed(args)
         named = ("first_edit_11", "first_edit_35", "no_text_of_limit")
-        summary |= {name: taken[name] for name in named}
+        summary |= {name: speeds[name] for name in named}
     if "loras" in args.only:
         summary |= loras(args)
     for name, value in summary.items():

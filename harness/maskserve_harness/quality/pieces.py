@@ -82,8 +82,8 @@ class Scene:
     def difference(self, pieces: Pieces) -> NDArray[np.float64]:
         """[pixels in the mask, 3] in levels."""
         part = self.decoder.decode_pieces(self.latents, pieces, self.sums)
-        found: NDArray[np.float64] = part[self.mask].astype(float) - self.whole[self.mask]
-        return found
+        levels: NDArray[np.float64] = part[self.mask].astype(float) - self.whole[self.mask]
+        return levels
 
     def distance(self, pieces: Pieces) -> NDArray[np.int64]:
         """[pixels in the mask] from the nearest rim of a piece inside of the picture."""
@@ -121,32 +121,32 @@ def make_scenes(count: int) -> list[Scene]:
     config = config_of({"model": {"path": str(DEMO_MODEL)}})
     encoder, decoder = load_encoder(config), load_decoder(config)
     edits, rng = held_out_edits(count), np.random.default_rng(0)
-    found = []
+    scenes = []
     for number, edit in enumerate(edits):
-        own = number % 2 == 0
-        answer = edit.target if own else edits[(number + 7) % count].target
-        mask = edit.mask * np.uint8(255) if own else boxes_mask(rng)
-        found.append(Scene(encoder, decoder, edit.source, answer, mask))
-    return found
+        uses_target = number % 2 == 0
+        answer = edit.target if uses_target else edits[(number + 7) % count].target
+        mask = edit.mask * np.uint8(255) if uses_target else boxes_mask(rng)
+        scenes.append(Scene(encoder, decoder, edit.source, answer, mask))
+    return scenes
 
 
 def row_of(scenes: list[Scene], halo: int, *, probes: bool) -> dict[str, Any]:
     """Of the edits that a worker would decode in pieces."""
-    found, shares = [], []
+    psnrs, shares = [], []
     for scene in scenes:
         pieces = scene.pieces(halo)
         if pieces.share < _WHOLE_FROM:
             used = pieces if probes else replace(pieces, probes=())
-            found.append(psnr(scene.difference(used)))
+            psnrs.append(psnr(scene.difference(used)))
             shares.append(used.share)
     return {
         "halo": halo,
         "probes": probes,
-        "edits": len(found),
+        "edits": len(psnrs),
         "share": round(float(np.mean(shares)), 3),
-        "psnr_median": round(float(np.median(found)), 1),
-        "psnr_p5": round(float(np.percentile(found, 5)), 1),
-        "psnr_worst": round(min(found), 1),
+        "psnr_median": round(float(np.median(psnrs)), 1),
+        "psnr_p5": round(float(np.percentile(psnrs, 5)), 1),
+        "psnr_worst": round(min(psnrs), 1),
     }
 
 
@@ -159,13 +159,15 @@ def seam_of(scenes: list[Scene], halo: int) -> list[dict[str, Any]]:
             levels.append(np.abs(scene.difference(pieces)).mean(axis=1))
             distances.append(scene.distance(pieces))
     level, distance = np.concatenate(levels), np.concatenate(distances)
-    found = []
+    bands = []
     for low, high in ((0, 2), (2, 3), (3, 4), (4, 6), (6, 8), (8, 12), (12, 16), (16, 24)):
-        here = (distance >= low) & (distance < high)
-        if here.any():
-            mean = round(float(level[here].mean()), 3)
-            found.append({"from_px": low, "to_px": high, "pixels": int(here.sum()), "levels": mean})
-    return found
+        in_band = (distance >= low) & (distance < high)
+        if in_band.any():
+            mean = round(float(level[in_band].mean()), 3)
+            bands.append(
+                {"from_px": low, "to_px": high, "pixels": int(in_band.sum()), "levels": mean}
+            )
+    return bands
 
 
 def main() -> int:

@@ -80,12 +80,12 @@ def agree(found: Quality) -> bool:
 
 def likeness(ours: Made, without: Made) -> list[float]:
     """After each step, the cosine similarity of the latents of both, mean over edits."""
-    found = []
-    for some, others in zip(ours.latents, without.latents, strict=True):
-        pairs = [(a.ravel(), b.ravel()) for a, b in zip(some, others, strict=True)]
+    cosines = []
+    for lora_latents, plain_latents in zip(ours.latents, without.latents, strict=True):
+        pairs = [(a.ravel(), b.ravel()) for a, b in zip(lora_latents, plain_latents, strict=True)]
         alike = [float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) for a, b in pairs]
-        found.append(float(np.mean(alike)))
-    return found
+        cosines.append(float(np.mean(alike)))
+    return cosines
 
 
 def steps_by_cosine(cosines: Sequence[float]) -> int:
@@ -105,22 +105,25 @@ def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str,
     late: dict[int, Quality] = {}
     best = 0
     for k in range(1, steps):
-        made = profiler.made(edits, jobs, lora, k)
-        late[k] = summary(compare(edits, made.pictures, exact.pictures))
+        run = profiler.made(edits, jobs, lora, k)
+        late[k] = summary(compare(edits, run.pictures, exact.pictures))
         if not agree(late[k]):
             break
         best = k
     if 0 < katz < steps and katz not in late:
-        made = profiler.made(edits, jobs, lora, katz)
-        late[katz] = summary(compare(edits, made.pictures, exact.pictures))
+        run = profiler.made(edits, jobs, lora, katz)
+        late[katz] = summary(compare(edits, run.pictures, exact.pictures))
     return {
         "steps": steps,
         "k": best,
         "sigma": sigmas[best] if best else None,
         "katz_k": katz,
         "psnr_in_mask": {
-            k: {"mean": round(each.psnr_in_mask, 2), "worst": round(each.worst_psnr_in_mask, 2)}
-            for k, each in sorted(late.items())
+            k: {
+                "mean": round(quality.psnr_in_mask, 2),
+                "worst": round(quality.worst_psnr_in_mask, 2),
+            }
+            for k, quality in sorted(late.items())
         },
         "sigmas": sigmas,
         "cosines": cosines,
@@ -143,25 +146,27 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     figure, panels = pyplot.subplots(
         2, len(report), figsize=(6.5 * len(report), 7.0), squeeze=False, sharey="row"
     )
-    for (name, found), (above, below) in zip(report.items(), panels.T, strict=True):
-        sigmas, tried = found["sigmas"], found["psnr_in_mask"]
+    for (name, profile), (above, below) in zip(report.items(), panels.T, strict=True):
+        sigmas, tried = profile["sigmas"], profile["psnr_in_mask"]
         # What is alike after a step is what the next one begins with.
-        above.plot(sigmas[1:], found["cosines"][:-1], ".-", color="tab:blue", label="latents alike")
+        above.plot(
+            sigmas[1:], profile["cosines"][:-1], ".-", color="tab:blue", label="latents alike"
+        )
         above.axhline(KATZ, linestyle="--", color="tab:red", label=f"the paper's rule: {KATZ}")
         above.set(title=name, ylabel="cosine similarity of latents")
-        for which, colour in (("mean", "tab:blue"), ("worst", "tab:orange")):
-            ys = [each[which] for each in tried.values()]
-            label = f"pictures, {which}; at least {BARS[which]:g}"
+        for statistic, colour in (("mean", "tab:blue"), ("worst", "tab:orange")):
+            ys = [trial[statistic] for trial in tried.values()]
+            label = f"pictures, {statistic}; at least {BARS[statistic]:g}"
             below.plot([sigmas[k] for k in tried], ys, "o", color=colour, label=label)
-            below.axhline(BARS[which], linestyle="--", color=colour)
+            below.axhline(BARS[statistic], linestyle="--", color=colour)
         below.set(xlabel="sigma from which on the LoRA is there", ylabel="PSNR in mask, dB")
         for axes in (above, below):
-            for k, whose, colour in (
-                (found["k"], "ours", "tab:green"),
-                (found["katz_k"], "the paper's", "tab:red"),
+            for k, rule, colour in (
+                (profile["k"], "ours", "tab:green"),
+                (profile["katz_k"], "the paper's", "tab:red"),
             ):
                 at = sigmas[min(k, len(sigmas) - 1)]
-                label = f"{whose}: {k} of {found['steps']} steps without"
+                label = f"{rule}: {k} of {profile['steps']} steps without"
                 axes.axvline(at, linestyle=":", color=colour, label=label)
             axes.set_xlim(1.02, -0.02)
             axes.grid(alpha=0.3)
@@ -174,10 +179,10 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 def keep(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Write the file that `[adapters] profiles` reads; what it says of other LoRAs stays."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kept = {name: sigma for name, sigma in kept.items() if name not in report}
-    kept |= {name: each["sigma"] for name, each in report.items() if each["k"]}
-    write_json(kept, path)
+    profiles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    profiles = {name: sigma for name, sigma in profiles.items() if name not in report}
+    profiles |= {name: profile["sigma"] for name, profile in report.items() if profile["k"]}
+    write_json(profiles, path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -198,8 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
         name = path.name.removesuffix(".safetensors")
         edits = edits_with(name, args.edits) if name in LOOKS else held_out_edits(args.edits)
         report[name] = profiled(profiler, path, edits)
-        shown = {key: x for key, x in report[name].items() if key not in ("sigmas", "cosines")}
-        print(json.dumps({name: shown}, indent=2), flush=True)
+        figures = {key: x for key, x in report[name].items() if key not in ("sigmas", "cosines")}
+        print(json.dumps({name: figures}, indent=2), flush=True)
     if args.out:
         keep(report, args.out)
     if args.plot:

@@ -53,7 +53,7 @@ def published(
 def missing(clip: Path | None, fid: Path | None) -> str:
     """One sentence on what is left out and how to have it; empty when nothing is."""
     absent = [
-        name for name, given in (("CLIP score (--clip)", clip), ("FID (--fid)", fid)) if not given
+        name for name, path in (("CLIP score (--clip)", clip), ("FID (--fid)", fid)) if not path
     ]
     if not absent:
         return ""

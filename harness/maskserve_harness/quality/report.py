@@ -54,8 +54,8 @@ def table(systems: Mapping[str, Mapping[str, Any]]) -> str:
         "|---" * (1 + len(classes)) + "|",
     ]
     for name, row in systems.items():
-        found = [row["classes"][one] for one in classes]
-        cells = [f"{c['psnr_in_mask']:.1f} / {c['worst_psnr_in_mask']:.1f}" for c in found]
+        class_rows = [row["classes"][class_name] for class_name in classes]
+        cells = [f"{c['psnr_in_mask']:.1f} / {c['worst_psnr_in_mask']:.1f}" for c in class_rows]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -86,22 +86,27 @@ def _plot_over(
         strict=True,
     ):
         for ring, colour in enumerate(("tab:red", "tab:blue", "tab:green", "tab:purple")):
-            some = {n: r for n, r in cached.items() if f"-ring{ring}" in n}
-            xs, ys = [r[key] for r in some.values()], [r[value] for r in some.values()]
+            ring_systems = {n: r for n, r in cached.items() if f"-ring{ring}" in n}
+            xs, ys = (
+                [r[key] for r in ring_systems.values()],
+                [r[value] for r in ring_systems.values()],
+            )
             axes.plot(xs, ys, "o", color=colour, markersize=4, label=f"ring {ring}")
-            for name, x, y in zip(some, xs, ys, strict=True):
+            for name, x, y in zip(ring_systems, xs, ys, strict=True):
                 short = name.replace(f"-ring{ring}", "").replace("stride", "s")
                 axes.annotate(short, (x, y), fontsize=5, xytext=(3, 2), textcoords="offset points")
-        alone = {n: r for n, r in cached.items() if n.startswith("first_block_cache") and r[key]}
+        first_block_rows = {
+            n: r for n, r in cached.items() if n.startswith("first_block_cache") and r[key]
+        }
         axes.plot(
-            [row[key] for row in alone.values()],
-            [row[value] for row in alone.values()],
+            [row[key] for row in first_block_rows.values()],
+            [row[value] for row in first_block_rows.values()],
             "x",
             color="black",
             markersize=5,
             label="FirstBlockCache, no other cache",
         )
-        for name, row in alone.items():
+        for name, row in first_block_rows.items():
             axes.annotate(
                 name.rpartition("-")[2], (row[key], row[value]), fontsize=5, xytext=(3, 2),
                 textcoords="offset points",
@@ -129,9 +134,9 @@ def _plot_over(
 def plot_rim(errors: Mapping[str, Sequence[float]], path: Path) -> None:
     """Error over the distance from the mask's rim, a line per system."""
     figure, axes = _pyplot().subplots(figsize=(7, 4.5))
-    for name, found in errors.items():
-        if any(found):
-            axes.plot(range(1, len(found) + 1), found, label=name.replace("_", " "))
+    for name, values in errors.items():
+        if any(values):
+            axes.plot(range(1, len(values) + 1), values, label=name.replace("_", " "))
     axes.set_xlabel("pixels from the mask's rim (a token is 8)")
     axes.set_ylabel("root mean squared error, 0 to 255")
     axes.set_ylim(bottom=0)

@@ -78,5 +78,5 @@ def _with_threshold(
         del transformer.forward
         counter.close()
         transformer.disable_cache()
-    steps, made = len(pipe.scheduler.timesteps), sum(map(len, pictures.values()))
-    return pictures, len(blocks) * steps * made / counter.calls
+    steps, picture_count = len(pipe.scheduler.timesteps), sum(map(len, pictures.values()))
+    return pictures, len(blocks) * steps * picture_count / counter.calls

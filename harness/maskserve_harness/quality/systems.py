@@ -66,9 +66,9 @@ class Rig:
         halo: int = 0,
         wordless: bool = False,
     ) -> None:
-        own = len(load_facts(folder).sigmas)
-        if own and steps != own:
-            raise SystemExit(f"--steps: this model has {own} of its own")
+        sigma_count = len(load_facts(folder).sigmas)
+        if sigma_count and steps != sigma_count:
+            raise SystemExit(f"--steps: this model has {sigma_count} of its own")
         tables: dict[str, Any] = {"model": {"path": str(folder), "weights": weights}}
         tables["cache"] = {"conv_halo": halo}
         if own_anchors is not None:
@@ -110,9 +110,9 @@ class Rig:
     def run(self, rows: Sequence[FlowRow], kinds: Sequence[str], until: int | None = None) -> None:
         """Steps of rows with equal step counts, in batches: all, or up to step `until`."""
         for first in range(0, len(rows), BATCH):
-            some = list(rows[first : first + BATCH])
-            while some[0].step < (some[0].steps if until is None else until):
-                self.replay.step(some, kinds)
+            batch = list(rows[first : first + BATCH])
+            while batch[0].step < (batch[0].steps if until is None else until):
+                self.replay.step(batch, kinds)
 
     def attach(self, row: FlowRow | FlowPrimingRow, job: EditJob) -> None:
         """Give a new row what its edit has beside the model: nothing."""
@@ -146,17 +146,17 @@ class Rig:
             )
             self.attach(rows[-1], job)
         for first in range(0, len(rows), BATCH):
-            some = rows[first : first + BATCH]
-            while some[0].step < some[0].steps:
-                self.adapter.step(some, None)
+            batch = rows[first : first + BATCH]
+            while batch[0].step < batch[0].steps:
+                self.adapter.step(batch, None)
         return [tuple(row.done) for row in rows]
 
     def _primed_with(self, job: EditJob) -> Conditioning:
         if self._by_prompt:
             return job.conditioning
-        shown = self.adapter.facts.shown_tokens(*job.moments.shape[1:])
-        said = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
-        return said if shown else self.prompt
+        image_tokens = self.adapter.facts.shown_tokens(*job.moments.shape[1:])
+        image_prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:image_tokens]}
+        return image_prompt if image_tokens else self.prompt
 
     def cached(
         self,
@@ -185,8 +185,11 @@ class Rig:
         own: OwnPlan | None = None,
     ) -> list[FlowRow]:
         """Rows that have taken no step yet; `own` says what they keep beside the entries."""
-        coded = [_kept(each, choice) for each in entries]
-        return [self._row(job, each, choice, own) for job, each in zip(jobs, coded, strict=True)]
+        coded = [_kept(entry_list, choice) for entry_list in entries]
+        return [
+            self._row(job, entry_list, choice, own)
+            for job, entry_list in zip(jobs, coded, strict=True)
+        ]
 
     def skipped(self, choice: CacheChoice) -> float:
         """Share of the steps of its edits that left all blocks but the first out."""
@@ -276,11 +279,13 @@ class Rig:
             )
         self.run(parts, ())
         # Cached rows have the template's latents elsewhere.
-        done = [self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs]
-        for row, part, ids in zip(done, parts, tokens, strict=True):
+        finished_rows = [
+            self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs
+        ]
+        for row, part, ids in zip(finished_rows, parts, tokens, strict=True):
             assert row.inactive is not None
             row.latents = part.latents[np.searchsorted(ids, row.inactive.active.numpy())]
-        return self._finish_all(edits, done)
+        return self._finish_all(edits, finished_rows)
 
     def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:
         """Bytes that one template takes in the store, its whole context kept."""

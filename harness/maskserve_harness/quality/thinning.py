@@ -24,55 +24,55 @@ def thinned(row: FlowRow, stands_for: int) -> FlowRow:
     """A cached row like `row` that attends to fewer tokens, each far one in place of `stands_for`;
     steps and latents are its own.
     """
-    held = row.inactive
-    if held is None:  # a dense row attends to all there are
+    cached_tokens = row.inactive
+    if cached_tokens is None:  # a dense row attends to all there are
         return row
     across = row.grid[1]
-    outside = held.index.numpy()
+    outside = cached_tokens.index.numpy()
     ys, xs = np.divmod(outside, across)
-    active_ys, active_xs = np.divmod(held.active.numpy(), across)
-    apart = np.maximum(
+    active_ys, active_xs = np.divmod(cached_tokens.active.numpy(), across)
+    distance = np.maximum(
         np.abs(ys[:, None] - active_ys[None]), np.abs(xs[:, None] - active_xs[None])
     ).min(axis=1)
-    near = np.flatnonzero(apart <= NEAR)
-    far = np.flatnonzero((apart > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
+    near = np.flatnonzero(distance <= NEAR)
+    far = np.flatnonzero((distance > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
     return _of(row, torch.from_numpy(np.concatenate((near, np.repeat(far, stands_for)))))
 
 
 def references_alone(row: FlowRow) -> FlowRow:
     """A cached row like `row` that attends to no token of the picture outside the mask."""
-    held = row.inactive
-    if held is None:
+    cached_tokens = row.inactive
+    if cached_tokens is None:
         return row
-    return _of(row, torch.nonzero(held.index >= row.grid[0] * row.grid[1])[:, 0])
+    return _of(row, torch.nonzero(cached_tokens.index >= row.grid[0] * row.grid[1])[:, 0])
 
 
 def references_computed(row: FlowRow) -> FlowRow:
     """A cached row like `row` that computes the reference's tokens under the mask, too; not for
     steps that compute all tokens.
     """
-    held = row.inactive
-    if held is None:
+    cached_tokens = row.inactive
+    if cached_tokens is None:
         return row
-    assert isinstance(held.outside, FlowTemplate)
-    assert held.outside.context is not None
-    under = torch.isin(held.index, held.active + row.grid[0] * row.grid[1])
+    assert isinstance(cached_tokens.outside, FlowTemplate)
+    assert cached_tokens.outside.context is not None
+    under = torch.isin(cached_tokens.index, cached_tokens.active + row.grid[0] * row.grid[1])
     fewer = _of(row, torch.nonzero(~under)[:, 0])
-    cis = torch.cat((row.cis, held.cis[under]))
-    return replace(fewer, context=held.outside.context[held.active], cis=cis)
+    cis = torch.cat((row.cis, cached_tokens.cis[under]))
+    return replace(fewer, context=cached_tokens.outside.context[cached_tokens.active], cis=cis)
 
 
 def _of(row: FlowRow, chosen: torch.Tensor) -> FlowRow:
     """With some of its inactive tokens."""
-    held = row.inactive
-    assert held is not None
-    assert isinstance(held.outside, FlowTemplate)
-    picture = chosen[chosen < len(held.outside.clean)]
+    cached_tokens = row.inactive
+    assert cached_tokens is not None
+    assert isinstance(cached_tokens.outside, FlowTemplate)
+    picture = chosen[chosen < len(cached_tokens.outside.clean)]
     fewer = replace(
-        held,
-        index=held.index[chosen],
-        outside=held.outside.take(picture),
-        cis=held.cis[chosen],
-        selection=Selection([held.index[chosen].numpy()]),
+        cached_tokens,
+        index=cached_tokens.index[chosen],
+        outside=cached_tokens.outside.take(picture),
+        cis=cached_tokens.cis[chosen],
+        selection=Selection([cached_tokens.index[chosen].numpy()]),
     )
     return replace(row, inactive=fewer)

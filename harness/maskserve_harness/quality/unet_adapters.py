@@ -66,10 +66,13 @@ class Asked:
 def asked_of(name: str, each: int) -> list[Asked]:
     """The first edits of a class; of those with outlines of their own twice as many."""
     if name == OUTLINED:
-        some = [Asked(d.edit, d.control) for d in outlines.outlined_edits(2 * each)]
+        class_edits = [Asked(d.edit, d.control) for d in outlines.outlined_edits(2 * each)]
     else:
-        some = [Asked(edit, _outline(edit)) for edit in edits_of(name, each)]
-    return [_taught(asked) if i % 2 else asked for i, asked in enumerate(some)]
+        class_edits = [Asked(edit, _outline(edit)) for edit in edits_of(name, each)]
+    return [
+        _taught(controlled_edit) if i % 2 else controlled_edit
+        for i, controlled_edit in enumerate(class_edits)
+    ]
 
 
 def _outline(edit: Edit) -> Picture:
@@ -111,14 +114,14 @@ class Worker:
     ) -> list[Picture]:
         """The edits' pictures, pasted into their sources."""
         jobs = []
-        for seed, asked in enumerate(some):
+        for seed, controlled_edit in enumerate(some):
             settings: dict[str, Any] = {
                 "seed": seed, "num_inference_steps": self.steps, "cache": cache, "strength": 1.0,
                 "request_id": f"{cache}-{lora}-{control}-{seed}",
             }  # fmt: skip
             if lora:
                 settings["loras"] = [{"name": "unet-ninth-colour"}]
-            edit = asked.edit
+            edit = controlled_edit.edit
             mask = edit.mask.astype(np.uint8) * np.uint8(255)
             [job] = self.direct.jobs(
                 [(encoded(edit.source, "PNG"), encoded(mask, "PNG"), edit.prompt)], settings
@@ -128,29 +131,31 @@ class Worker:
                 job = replace(
                     job,
                     request=replace(job.request, controls=(net,)),
-                    controls=(ControlInput(self.net, asked.control),),
+                    controls=(ControlInput(self.net, controlled_edit.control),),
                 )
             jobs.append(job)
-        done: list[FinalEvent | None] = [None] * len(jobs)
-        left = threading.Semaphore(0)
+        finals: list[FinalEvent | None] = [None] * len(jobs)
+        finished_jobs = threading.Semaphore(0)
         for i, job in enumerate(jobs):
 
             def sink(event: EngineEvent, i: int = i) -> None:
                 if isinstance(event, Failed):
                     print(event.error)
                 elif isinstance(event, FinalEvent):
-                    done[i] = event
+                    finals[i] = event
                 if isinstance(event, FinalEvent | Failed):
-                    left.release()
+                    finished_jobs.release()
 
             self.direct.engine.submit(job, sink)
         for _ in jobs:
-            left.acquire()
+            finished_jobs.acquire()
         made = []
-        for asked, final in zip(some, done, strict=True):
+        for controlled_edit, final in zip(some, finals, strict=True):
             assert final is not None
             pixels = self.direct.decoder.decode(final.latents)
-            made.append(np.where(asked.edit.mask[..., None], pixels, asked.edit.source))
+            made.append(
+                np.where(controlled_edit.edit.mask[..., None], pixels, controlled_edit.edit.source)
+            )
         return made
 
 
@@ -164,25 +169,25 @@ def main() -> int:
     torch.set_num_threads(1)
     classes = {name: asked_of(name, args.each) for name in args.only}
     worker = Worker(args.steps)
-    found: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
+    qualities: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
     single: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
-    for name, some in classes.items():
+    for name, group in classes.items():
         dense: dict[tuple[bool, bool], list[Picture]] = {}
         for way, (lora, control, cache) in WAYS.items():
             if (lora, control) not in dense:
                 dense[lora, control] = worker.pictures(
-                    some, lora=lora, control=control, cache="off"
+                    group, lora=lora, control=control, cache="off"
                 )
-            cached = worker.pictures(some, lora=lora, control=control, cache=cache)
-            made = found[way][name] = compare(
-                [each.edit for each in some], cached, dense[lora, control]
+            cached = worker.pictures(group, lora=lora, control=control, cache=cache)
+            class_qualities = qualities[way][name] = compare(
+                [item.edit for item in group], cached, dense[lora, control]
             )
-            single[way][name] = [round(each.psnr_in_mask, 1) for each in made]
+            single[way][name] = [round(item.psnr_in_mask, 1) for item in class_qualities]
             print(name, way, json.dumps(single[way][name]), flush=True)
     report = {
         **about(hardware(torch.device("cpu"))),
         "steps": args.steps,
-        "ways": {way: by_class(some) for way, some in found.items()},
+        "ways": {way: by_class(group) for way, group in qualities.items()},
         "edits": single,
     }
     for way, figures in report["ways"].items():

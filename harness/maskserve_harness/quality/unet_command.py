@@ -113,8 +113,8 @@ class Rig:
         self.adapter = UnetAdapter.load(load_facts(folder), self.config)
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
-        own = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
-        self.guidance = guidance or own
+        default_guidance = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
+        self.guidance = guidance or default_guidance
 
     def job(self, edit: Edit, seed: int, ring: int = 0) -> EditJob:
         settings = EditSettings(
@@ -135,9 +135,9 @@ class Rig:
 
     def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[NDArray[np.float32]]:
         for first in range(0, len(rows), BATCH):
-            some = list(rows[first : first + BATCH])
-            while some[0].step < some[0].steps:
-                self.replay.step(some, kinds)
+            batch = list(rows[first : first + BATCH])
+            while batch[0].step < batch[0].steps:
+                self.replay.step(batch, kinds)
         return [row.result().array() for row in rows]
 
     def dense(self, edits: Sequence[Edit]) -> list[Picture]:
@@ -148,20 +148,22 @@ class Rig:
         self, edits: Sequence[Edit], *, own: bool = False, stride: int = 1, format: str = "model"
     ) -> list[list[AnchorEntry]]:
         """Each template's entries, of both passes if `own`."""
-        found = []
+        template_entries = []
         self.adapter.entry_halves = 2 if own else 1
         for i, edit in enumerate(edits):
             job = self.job(edit, i)
             row = self._priming_row(job, stride, format)
             if own and job.negative is not None:
-                both = (job.conditioning, job.negative)
-                row.prompts = tuple(self.adapter.prompt(each, job) for each in both)
-            made = []
+                conditionings = (job.conditioning, job.negative)
+                row.prompts = tuple(
+                    self.adapter.prompt(conditioning, job) for conditioning in conditionings
+                )
+            row_entries = []
             while row.step < row.steps:
                 self.adapter.step([row], None)
-                made.append(row.take_entry())
-            found.append(made)
-        return found
+                row_entries.append(row.take_entry())
+            template_entries.append(row_entries)
+        return template_entries
 
     def cached(
         self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], choice: Choice
@@ -174,14 +176,17 @@ class Rig:
         rows = []
         self.adapter.entry_halves = 2 if choice.own else 1
         for i, edit in enumerate(edits):
-            job, kept = self.job(edit, i, choice.ring), entries[(i + choice.shift) % len(edits)]
+            job, row_entries = (
+                self.job(edit, i, choice.ring),
+                entries[(i + choice.shift) % len(edits)],
+            )
             if not choice.halo:
-                steps = anchor_steps([entry.anchor.sigma for entry in kept], choice.stride)
-                kept = [_coded(kept[step], choice.format) for step in steps]
+                steps = anchor_steps([entry.anchor.sigma for entry in row_entries], choice.stride)
+                row_entries = [_coded(row_entries[step], choice.format) for step in steps]
             per_step = [
                 None
                 if step < choice.dense
-                else min(kept, key=lambda entry: abs(entry.anchor.sigma - sigma))
+                else min(row_entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
                 for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
             ]
             seed = job.request.template_noise_seed
@@ -197,8 +202,8 @@ class Rig:
         self, edits: Sequence[Edit], latents: Sequence[NDArray[np.float32]]
     ) -> list[Picture]:
         return [
-            np.where(edit.mask[..., None], self.decoder.decode(own), edit.source)
-            for edit, own in zip(edits, latents, strict=True)
+            np.where(edit.mask[..., None], self.decoder.decode(edit_latents), edit.source)
+            for edit, edit_latents in zip(edits, latents, strict=True)
         ]
 
 
@@ -215,21 +220,24 @@ def measure(
     """What each system makes of each edit, by name; `dense` first, `served` last."""
     rig = Rig(args.model, args.steps, args.guidance)
     dense = rig.dense(edits)
-    found = {"dense": compare(edits, dense, dense)}
-    own = {choice.own for choice in choices if not choice.halo}
-    entries = {each: rig.entries(edits, own=each) for each in own}
+    qualities = {"dense": compare(edits, dense, dense)}
+    per_pass_values = {choice.own for choice in choices if not choice.halo}
+    entries = {per_pass: rig.entries(edits, own=per_pass) for per_pass in per_pass_values}
     for choice in choices:
         by = rig
         if choice.halo:  # what maps mean depends on how they are stored
             by = Rig(args.model, args.steps, args.guidance, choice.halo)
-            made = by.entries(edits, stride=choice.stride, format=choice.format)
+            template_entries = by.entries(edits, stride=choice.stride, format=choice.format)
         else:
-            made = entries[choice.own]
-        found[choice.name] = compare(edits, by.cached(edits, made, choice), dense)
+            template_entries = entries[choice.own]
+        qualities[choice.name] = compare(edits, by.cached(edits, template_entries, choice), dense)
     if DEFAULT in choices:
-        both = zip(edits, found["dense"], found[DEFAULT.name], strict=True)
-        found["served"] = [one if rig.runs_dense(edit) else other for edit, one, other in both]
-    return found
+        triples = zip(edits, qualities["dense"], qualities[DEFAULT.name], strict=True)
+        qualities["served"] = [
+            dense_quality if rig.runs_dense(edit) else cached_quality
+            for edit, dense_quality, cached_quality in triples
+        ]
+    return qualities
 
 
 def main() -> int:
@@ -251,10 +259,14 @@ def main() -> int:
         for name in args.classes:
             edits = edits_of(name, args.n)
             for first in range(0, len(edits), AT_ONCE):
-                for system, own in measure(args, edits[first : first + AT_ONCE], choices).items():
-                    systems.setdefault(system, {}).setdefault(name, []).extend(own)
+                for system, system_qualities in measure(
+                    args, edits[first : first + AT_ONCE], choices
+                ).items():
+                    systems.setdefault(system, {}).setdefault(name, []).extend(system_qualities)
             print(f"{time.strftime('%H:%M:%S')}  {name}: {len(edits)} edits", flush=True)
-    judged = {system: by_class(found) for system, found in systems.items()}
+    judged = {
+        system: by_class(qualities_by_class) for system, qualities_by_class in systems.items()
+    }
     print(table(judged))
     if args.json:
         report = {

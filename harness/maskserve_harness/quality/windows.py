@@ -39,7 +39,7 @@ def edits() -> list[tuple[Image.Image, Box, str]]:
         with Image.open(photos[number % len(photos)]) as opened:
             photo = opened.convert("RGB")
         side = int(rng.uniform(0.2, 0.3) * min(photo.size))
-        left, top = (int(rng.integers(side // 4, each - side * 5 // 4)) for each in photo.size)
+        left, top = (int(rng.integers(side // 4, length - side * 5 // 4)) for length in photo.size)
         colour, shape = list(COLOURS)[number % len(COLOURS)], SHAPES[number % len(SHAPES)]
         drawn.append((photo, (left, top, left + side, top + side), f"a {colour} {shape}"))
     return drawn
@@ -56,14 +56,14 @@ def sheet(server: Direct) -> Image.Image:
         source = encode_png(np.asarray(photo))
         outlined = photo.copy()
         ImageDraw.Draw(outlined).ellipse(box, outline="white", width=2)
-        shown = [outlined]
+        tiles = [outlined]
         for crop in ("off", "auto"):
             settings: dict[str, Any] = {"seed": number, "cache": "off", "crop_to_mask": crop}
-            asked = source, encode_png(np.asarray(mask)), prompt
-            shown.append(Image.open(io.BytesIO(server.edit(asked, settings))))
+            edit_inputs = source, encode_png(np.asarray(mask)), prompt
+            tiles.append(Image.open(io.BytesIO(server.edit(edit_inputs, settings))))
         x = number % 2 * (3 * step + 2 * _GAP)
         y = number // 2 * (step + 14)
-        for column, picture in enumerate(shown):
+        for column, picture in enumerate(tiles):
             page.paste(_round(picture, box), (x + column * step, y))
         draw.text((x, y + _TILE + 1), f"{prompt}: source, off, auto", "black")
     return page

@@ -39,19 +39,19 @@ from maskserve_serving.errors import ServeError
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
-        before = json.loads(options.compare.read_text()) if options.compare else None
+        previous_record = json.loads(options.compare.read_text()) if options.compare else None
         record = take(options)
     except (ServeError, PerfError, TimeoutError, InferenceServerException, OSError) as error:
         print(f"record_edits: {error}", file=sys.stderr)
         return 2
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-    if before is None:
+    if previous_record is None:
         return 0
-    found = differences({site: before.get(site, {}) for site in record}, record)
+    changes = differences({site: previous_record.get(site, {}) for site in record}, record)
     answers = sum(map(len, record.values()))
-    print("\n".join(found) or f"all {answers} answers are the same")
-    return 1 if found else 0
+    print("\n".join(changes) or f"all {answers} answers are the same")
+    return 1 if changes else 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

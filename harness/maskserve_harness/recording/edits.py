@@ -53,22 +53,26 @@ def cases(template_ids: Sequence[str]) -> list[Case]:
     Args:
         template_ids: what the worker calls TEMPLATES.
     """
-    made = [*_dense(), *_masks(), *_outputs(), *_cached(), *_named(template_ids), *_streams()]
-    return [*made, *_refused()]
+    edit_cases = [*_dense(), *_masks(), *_outputs(), *_cached(), *_named(template_ids), *_streams()]
+    return [*edit_cases, *_refused()]
 
 
 def _beside(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Case]:
     """Edits with a LoRA, with a ControlNet, and with both; dense, cached, seen before or not."""
-    picture, made = draw(_BESIDE, 128, 128), []
+    picture, edit_cases = draw(_BESIDE, 128, 128), []
     ways: tuple[tuple[str, dict[str, Any]], ...] = (
         ("lora", {"loras": [{"name": lora, "scale": 0.8}]}),
         ("control", {"controls": [{"name": net, "image": 0, "end": 0.8}]}),
     )
-    for name, asked in (*ways, ("both", ways[0][1] | ways[1][1])):
+    for name, adapter_settings in (*ways, ("both", ways[0][1] | ways[1][1])):
         for cache in ("off", "require"):
-            case = _case(f"{name}-{cache}", picture, cache=cache, **asked, num_inference_steps=8)
-            made.append(_with(case, CONTROL=outline(picture)) if "controls" in asked else case)
-    return made
+            case = _case(
+                f"{name}-{cache}", picture, cache=cache, **adapter_settings, num_inference_steps=8
+            )
+            edit_cases.append(
+                _with(case, CONTROL=outline(picture)) if "controls" in adapter_settings else case
+            )
+    return edit_cases
 
 
 def _outline(picture: Picture) -> bytes:
@@ -83,7 +87,7 @@ def _outline(picture: Picture) -> bytes:
 def _plainly(template_ids: Sequence[str]) -> list[Case]:
     """Some edits of each sort that every model and any number of devices take."""
     picture = draw(_BESIDE + 1, 128, 128)
-    made = [
+    edit_cases = [
         _case("dense", picture),
         _case("dense-no-prompt", picture, prompt=""),
         _case("dense-wide", draw(_BESIDE + 2, 96, 160), num_inference_steps=7),
@@ -92,8 +96,8 @@ def _plainly(template_ids: Sequence[str]) -> list[Case]:
         _case("stream", picture, "stream", progress=True, preview_every=2, num_inference_steps=6),
     ]
     for i, name in enumerate(template_ids):
-        made.append(_case(f"template-{i}", TEMPLATES[i], template_id=name, cache="auto"))
-    return made
+        edit_cases.append(_case(f"template-{i}", TEMPLATES[i], template_id=name, cache="auto"))
+    return edit_cases
 
 
 def _config(**tables: Mapping[str, object]) -> str:
@@ -126,12 +130,18 @@ SITES = {
 def _case(
     name: str, picture: Picture, way: Way = "grpc", prompt: str = PROMPT, **settings: Any
 ) -> Case:
-    asked = {"seed": 7, "num_inference_steps": 4, "cache": "off", "request_id": name, **settings}
+    all_settings = {
+        "seed": 7,
+        "num_inference_steps": 4,
+        "cache": "off",
+        "request_id": name,
+        **settings,
+    }
     inputs = {
         "IMAGE": b"" if "template_id" in settings else picture.image,
         "MASK": picture.mask,
         "PROMPT": prompt.encode(),
-        "SETTINGS": json.dumps(asked).encode(),
+        "SETTINGS": json.dumps(all_settings).encode(),
     }
     return Case(name, way, inputs)
 
@@ -162,9 +172,9 @@ def _masks() -> Iterator[Case]:
         {"mask_feather": 6},
         {"mask_dilate": 5, "mask_feather": 12},
     )
-    for asked in borders:
-        name = "-".join(("mask", *(f"{key[5:]}-{value}" for key, value in asked.items())))
-        yield _case(name, draw(next(numbers), 120, 140, 0.1), **asked)
+    for mask_settings in borders:
+        name = "-".join(("mask", *(f"{key[5:]}-{value}" for key, value in mask_settings.items())))
+        yield _case(name, draw(next(numbers), 120, 140, 0.1), **mask_settings)
     for share in (0.02, 1.0):
         yield _case(f"mask-share-{share}", draw(next(numbers), 128, 128, share))
     picture = draw(next(numbers), 128, 96)
@@ -195,9 +205,9 @@ def _outputs() -> Iterator[Case]:
 
 
 def _cached() -> Iterator[Case]:
-    seen = draw(_CACHED, 128, 128)
+    picture = draw(_CACHED, 128, 128)
     for sight in ("first", "second", "third"):
-        yield _case(f"cached-{sight}-sight", seen, cache="auto")
+        yield _case(f"cached-{sight}-sight", picture, cache="auto")
     for steps in (3, 9, 20):
         name = f"cached-reproducible-{steps}"
         yield _case(name, draw(_CACHED + 1, 128, 128), reproducible=True, cache="auto",
@@ -207,8 +217,10 @@ def _cached() -> Iterator[Case]:
     for i, (height, width) in enumerate(((96, 128), (200, 90), (2, 2))):
         yield _case(f"cached-require-{height}x{width}", draw(_CACHED + 3 + i, height, width),
                     cache="require")  # fmt: skip
-    yield _case("cached-strength", seen, cache="auto", strength=0.5, num_inference_steps=8)
-    yield _case("cached-feather", seen, "http", cache="auto", mask_feather=8, output_format="jpeg")
+    yield _case("cached-strength", picture, cache="auto", strength=0.5, num_inference_steps=8)
+    yield _case(
+        "cached-feather", picture, "http", cache="auto", mask_feather=8, output_format="jpeg"
+    )
     yield _case("cached-all", draw(_CACHED + 9, 96, 96, 1.0), cache="require")
 
 

@@ -102,8 +102,8 @@ class Recorder:
         self._settle()
         status = self._grpc.control("status")
         counters = {k: v for k, v in status["counters"].items() if "seconds" not in k}
-        kept = {key: value for key, value in status.items() if key not in _STATUS_VARIES}
-        return {**kept, "counters": counters}
+        stable_fields = {key: value for key, value in status.items() if key not in _STATUS_VARIES}
+        return {**stable_fields, "counters": counters}
 
     def _settle(self) -> None:
         """Wait until no row runs or waits: a second sight primes after it is answered."""
@@ -127,8 +127,8 @@ def _refusable(call: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, A
 def answer_digest(answer: Answer) -> dict[str, Any]:
     """An answer as digests of its IMAGE and of the pixels in it, and META without what varies."""
     image, meta = answer
-    kept = {k: v for k, v in meta.items() if k != "worker" and not k.endswith("_ms")}
-    digest: dict[str, Any] = {"image": _sha(image), "meta": kept}
+    stable_meta = {k: v for k, v in meta.items() if k != "worker" and not k.endswith("_ms")}
+    digest: dict[str, Any] = {"image": _sha(image), "meta": stable_meta}
     if image:
         raw = image if image[:1] in b"\x89\xffR" else base64.b64decode(image)
         digest[PICTURE] = base64.b64encode(raw).decode()

@@ -153,24 +153,24 @@ def chosen(rates: Mapping[str, float]) -> str:
 
 def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
     """The rival with most edits per second at saturation, and what all had."""
-    found, tunings = [], bench.plan.tunings
-    for each in tunings:
-        system = System(each.name, each.name, rival=variants()["whole", each.name])
+    results, tunings = [], bench.plan.tunings
+    for tuning in tunings:
+        system = System(tuning.name, tuning.name, rival=variants()["whole", tuning.name])
         with bench.serving(system):
             count = max(IN_FLIGHT, bench.plan.edits // 2)
             stamps = bench.run(system, Load("concurrency", IN_FLIGHT), count)
-        found.append(
+        results.append(
             {
-                "batch": each.batch,
-                "delay_ms": each.delay_ms,
-                "instances": each.instances,
-                "threads": each.threads,
+                "batch": tuning.batch,
+                "delay_ms": tuning.delay_ms,
+                "instances": tuning.instances,
+                "threads": tuning.threads,
                 "edits_per_s": round(stamps.answered_per_s, 3),
             }
         )
-        say(f"  {each.name:9} {found[-1]['edits_per_s']:.2f} edits/s")
-    best = max(range(len(found)), key=lambda n: float(found[n]["edits_per_s"]))
-    return tunings[best], found
+        say(f"  {tuning.name:9} {results[-1]['edits_per_s']:.2f} edits/s")
+    best = max(range(len(results)), key=lambda n: float(results[n]["edits_per_s"]))
+    return tunings[best], results
 
 
 def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
@@ -180,22 +180,22 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     store.mkdir()
     loras = write_loras(store) if plan.loras else []
     rivals = list(variants().values())
-    rivals += [with_loras(each, store) for each in rivals if each.way == "whole"]
+    rivals += [with_loras(item, store) for item in rivals if item.way == "whole"]
     with ExitStack() as running:
-        theirs = running.enter_context(rival_server(model, rivals, folder))
+        rivals_server = running.enter_context(rival_server(model, rivals, folder))
         say(f"{name}: maskserve, {IN_FLIGHT} in flight")
         shared, benches = ways_to_share(store), dict[str, Bench]()
         for number, (way, tables) in enumerate(shared.items()):
             own_folder = folder / f"maskserve{number}"
             server = running.enter_context(studies.worker(model, own_folder, tables))
-            benches[way] = Bench(tool, server, theirs, plan, own_folder)
+            benches[way] = Bench(tool, server, rivals_server, plan, own_folder)
         own_rates = rates_of(benches)
         best_way = chosen(own_rates)
         bench = benches.pop(best_way)
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
         best, tuning = tuned(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
         measured = systems(best, name, plan.rings)
-        runs: dict[str, dict[str, list[Stamps]]] = {each.key: {} for each in measured}
+        runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in measured}
         drawn = bench.edits("production")
         judged, pictures = drawn[: plan.judged], dict[str, list[Any]]()
         for number in range(plan.rounds):
@@ -207,19 +207,22 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
                         pictures[system.key] = bench.pictures(system, judged)
                 saturated = runs[system.key]["saturated production"][-1].answered_per_s
                 say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
-        whole, own = measured[0], next(each for each in measured if each.key == "maskserve")
-        dense = next(each for each in measured if each.key == "dense")
+        whole, maskserve_system = (
+            measured[0],
+            next(item for item in measured if item.key == "maskserve"),
+        )
+        dense = next(item for item in measured if item.key == "dense")
         looked: Figures = {}
         say(f"{name}: studies")
         if plan.unseen:
             say("  pictures never seen")
-            looked["unseen"] = studies.of_unseen_pictures(bench, [whole, dense, own])
+            looked["unseen"] = studies.of_unseen_pictures(bench, [whole, dense, maskserve_system])
         if plan.batches:
             say("  batch sizes")
-            looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, own])
+            looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, maskserve_system])
         if plan.ratios:
             say("  mask ratios")
-            looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, own])
+            looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, maskserve_system])
         if plan.ablation:
             say("  parts left out")
             looked["ablation"] = studies.ablation(bench, model, folder, shared[best_way], benches)
@@ -230,7 +233,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             say("  LoRAs")
             assert whole.rival is not None
             pipeline = replace(whole, rival=with_loras(whole.rival, store))
-            looked["loras"] = studies.with_loras(bench, [pipeline, own], loras)
+            looked["loras"] = studies.with_loras(bench, [pipeline, maskserve_system], loras)
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
         "pictures": f"{plan.size}x{plan.size}",
@@ -242,12 +245,12 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "flop_limit": round(flop_limit(model, drawn), 2),
         "studies": looked,
         "systems": {
-            each.key: {
-                "label": each.label,
-                **summed(runs[each.key], slo_ms),
-                "likeness": alike(judged, pictures[each.key], pictures["diffusers"]),
+            item.key: {
+                "label": item.label,
+                **summed(runs[item.key], slo_ms),
+                "likeness": alike(judged, pictures[item.key], pictures["diffusers"]),
             }
-            for each in measured
+            for item in measured
         },
     }
 
@@ -274,8 +277,8 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
         )
         runs.setdefault(f"saturated {mix}", []).append(saturated)
         rate = rate or saturated.answered_per_s
-    alone = bench.run(system, Load("concurrency", 1), bench.plan.alone)
-    runs.setdefault("alone", []).append(alone)
+    single_run = bench.run(system, Load("concurrency", 1), bench.plan.alone)
+    runs.setdefault("alone", []).append(single_run)
     paced = bench.plan.everywhere or system.key in ("diffusers", "maskserve")
     for share in bench.plan.rates if paced else ():
         stamps = bench.run(system, Load("request_rate", share * rate), bench.plan.paced)
@@ -286,13 +289,18 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
 def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
     """Likeness to the rival's whole pictures in the mask."""
     ssim, psnr = [], []
-    for edit, ours, theirs in zip(edits, pictures, reference, strict=True):
+    for edit, picture, reference_picture in zip(edits, pictures, reference, strict=True):
         mask = decode(edit.mask)[..., 0] > 127
-        _, each = structural_similarity(
-            ours, theirs, channel_axis=2, data_range=255, gaussian_weights=True, full=True
+        _, ssim_map = structural_similarity(
+            picture,
+            reference_picture,
+            channel_axis=2,
+            data_range=255,
+            gaussian_weights=True,
+            full=True,
         )
-        error = (ours[mask].astype(float) - theirs[mask]) ** 2
-        ssim.append(float(each[mask].mean()))
+        error = (picture[mask].astype(float) - reference_picture[mask]) ** 2
+        ssim.append(float(ssim_map[mask].mean()))
         psnr.append(10.0 * np.log10(255.0**2 / max(float(error.mean()), 1e-2)))
     return {
         "ssim_in_mask": round(statistics.mean(ssim), 4),
@@ -315,9 +323,16 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
     bench, demo = report["bench"]["systems"], report["demo"]["systems"]
 
     def times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -> float:
-        ours, theirs = systems["maskserve"][kind][figure], systems[other][kind][figure]
-        found = theirs / ours if figure.endswith("_ms") else ours / theirs
-        return round(float(found), 2)
+        maskserve_figure, rival_figure = (
+            systems["maskserve"][kind][figure],
+            systems[other][kind][figure],
+        )
+        ratio = (
+            rival_figure / maskserve_figure
+            if figure.endswith("_ms")
+            else maskserve_figure / rival_figure
+        )
+        return round(float(ratio), 2)
 
     saturated = "saturated production"
     throughput = times(bench, saturated, "edits_per_s")
@@ -411,11 +426,11 @@ def main() -> int:
 
 
 def _commit() -> str:
-    found = subprocess.run(
+    process = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    return found.stdout.strip() or "unknown"
+    return process.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -72,9 +72,11 @@ WAYS = {
 def variants() -> dict[tuple[str, str], Rival]:
     """Each way in each tuning, by their names."""
     return {
-        (way, each.name): replace(each, name=f"{way}_{each.name}", way=way, threshold=THRESHOLD)
+        (way, tuning.name): replace(
+            tuning, name=f"{way}_{tuning.name}", way=way, threshold=THRESHOLD
+        )
         for way in WAYS
-        for each in TUNINGS
+        for tuning in TUNINGS
     }
 
 
@@ -82,18 +84,18 @@ def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
     """In the order of the paper's comparison. With random weights nobody can say which threshold
     FirstBlockCache may have, so the larger model goes without.
     """
-    found = [
+    compared = [
         System(key, label, rival=variants()[way, tuning.name])
         for way, (key, label) in WAYS.items()
         if model == "demo" or key != "first_block"
     ]
-    found.append(System("dense", "maskserve, all tokens", {"cache": "off"}))
-    found.append(System("maskserve", "maskserve"))
+    compared.append(System("dense", "maskserve, all tokens", {"cache": "off"}))
+    compared.append(System("maskserve", "maskserve"))
     if model == "demo":
         skipping = {"first_block_threshold": THRESHOLD}
-        found.append(System("skipping", f"maskserve, FirstBlockCache {THRESHOLD}", skipping))
-    found += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in rings]
-    return found
+        compared.append(System("skipping", f"maskserve, FirstBlockCache {THRESHOLD}", skipping))
+    compared += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in rings]
+    return compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +218,8 @@ class Bench:
         )
         front, url = self._address(system)
         target = Target(front, "grpc")
-        asked = Measurement(target, load, url, count, inputs, 0, self.plan.limit_s)
-        outcome = measure(self._tool, asked)
+        measurement = Measurement(target, load, url, count, inputs, 0, self.plan.limit_s)
+        outcome = measure(self._tool, measurement)
         if outcome.stamps is None:
             raise RuntimeError(f"{system.key}: {'; '.join(outcome.errors)}")
         return outcome.stamps
@@ -236,9 +238,9 @@ class Bench:
         made = []
         with grpc_client.InferenceServerClient(url) as client:
             for edit in edits:
-                asked = replace(edit, settings={**system.settings, **edit.settings})
+                system_edit = replace(edit, settings={**system.settings, **edit.settings})
                 inputs = []
-                for name, value in asked.tensors().items():
+                for name, value in system_edit.tensors().items():
                     tensor = grpc_client.InferInput(name, shape, "BYTES")
                     tensor.set_data_from_numpy(np.array([value], object).reshape(shape))
                     inputs.append(tensor)
@@ -249,24 +251,26 @@ class Bench:
 
 def summed(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:
     """Of each kind of run the medians over rounds, and what the rounds spread."""
-    told: Figures = {}
+    figures: Figures = {}
     for kind, stamps in runs.items():
-        each = [s.latencies() for s in stamps]
+        latencies = [s.latencies() for s in stamps]
         rates = [s.answered_per_s for s in stamps]
         good = [within(s, slo_ms) for s in stamps]
-        told[kind] = {
+        figures[kind] = {
             "sent_per_s": round(statistics.median(s.sent_per_s for s in stamps), 3),
             "edits_per_s": round(statistics.median(rates), 3),
             "spread": [round(min(rates), 3), round(max(rates), 3)],
             "seconds": round(statistics.median(_span(s) for s in stamps), 1),
             **{
-                f"{name}_ms": round(statistics.median(getattr(one, name) for one in each), 1)
+                f"{name}_ms": round(
+                    statistics.median(getattr(latency, name) for latency in latencies), 1
+                )
                 for name in ("mean", "p50", "p95", "p99")
             },
             "waited_ms": round(statistics.median(waited_ms(s) for s in stamps), 1),
             "good_share": round(statistics.median(good), 3),
         }
-    return told
+    return figures
 
 
 def _span(stamps: Stamps) -> float:
@@ -276,7 +280,7 @@ def _span(stamps: Stamps) -> float:
 def within(stamps: Stamps, slo_ms: float) -> float:
     """The share of edits that were answered within the SLO."""
     pairs = zip(stamps.sent, stamps.responses, strict=True)
-    return float(np.mean([(r[-1] - sent) / 1e6 <= slo_ms for sent, r in pairs]))
+    return float(np.mean([(r[-1] - start_ns) / 1e6 <= slo_ms for start_ns, r in pairs]))
 
 
 def waited_ms(stamps: Stamps) -> float:
@@ -286,7 +290,7 @@ def waited_ms(stamps: Stamps) -> float:
     waited = [
         meta["timings_ms"]["queue"]
         if "timings_ms" in meta
-        else (r[-1] - sent) / 1e6 - meta["call_ms"]
-        for sent, r, meta in zip(stamps.sent, stamps.responses, stamps.metas, strict=True)
+        else (r[-1] - start_ns) / 1e6 - meta["call_ms"]
+        for start_ns, r, meta in zip(stamps.sent, stamps.responses, stamps.metas, strict=True)
     ]
     return float(np.mean(waited))

@@ -54,8 +54,8 @@ def page(report: Figures) -> str:
         "![latencies](latency.png)",
         "",
     ]
-    for name, told in MODELS.items():
-        lines += _model(told, report[name])
+    for name, title in MODELS.items():
+        lines += _model(title, report[name])
     lines += _studies(report)
     limit = report["bench"]["flop_limit"]
     lines += [READING.format(limit=f"1/{limit:g}", of_limit=summary["of_flop_limit"]), ""]
@@ -67,11 +67,15 @@ def _queue(report: Figures, summary: Figures) -> list[str]:
     if summary["mean_latency_vs_diffusers_at_saturation"] >= 14.7:
         return []
     systems = report["bench"]["systems"]
-    ours, theirs = (systems[name]["rate 1"]["mean_ms"] for name in ("maskserve", "diffusers"))
-    alone = systems["maskserve"]["alone"]["mean_ms"]
+    maskserve_ms, pipeline_ms = (
+        systems[name]["rate 1"]["mean_ms"] for name in ("maskserve", "diffusers")
+    )
+    single_ms = systems["maskserve"]["alone"]["mean_ms"]
     return [
-        f"An edit of ours takes {ours / 1e3:.2f} s there and {alone / 1e3:.2f} s alone, so it "
-        f"hardly waits. What is left of the ratio is the pipeline's {theirs / 1e3:.1f} s, in calls "
+        f"An edit of ours takes {maskserve_ms / 1e3:.2f} s there and {single_ms / 1e3:.2f} s "
+        "alone, so it "
+        f"hardly waits. What is left of the ratio is the pipeline's {pipeline_ms / 1e3:.1f} s, "
+        "in calls "
         "of several edits and waiting for one; the longer the rate is held, the longer."
     ]
 
@@ -81,14 +85,15 @@ def _products(report: Figures) -> list[str]:
     if not report["about"].get("onednn"):
         return []
     systems = report["bench"]["systems"]
-    dense, theirs = (
+    dense, pipeline_rate = (
         systems[name]["saturated production"]["edits_per_s"] for name in ("dense", "diffusers")
     )
     return [
         "",
         f"On this processor maskserve's products are [oneDNN's](../../decisions/costs.md"
         f"#onednns-products), where torch's own, which the pipeline runs, are MKL's. So its dense "
-        f"edits, too, are {dense / theirs:.2f} times as many as the pipeline's with the larger "
+        f"edits, too, are {dense / pipeline_rate:.2f} times as many as the pipeline's with the "
+        "larger "
         "model: that part of all ratios here is no reuse, and other processors do not have it.",
     ]
 
@@ -119,29 +124,30 @@ def _model(told: str, model: Figures) -> list[str]:
             f"{like['psnr_in_mask']:.1f} dB |"
         )
     if unseen:
-        theirs = unseen["diffusers"]
+        pipeline_rate = unseen["diffusers"]
         lines += [
             "",
             f"Of pictures that nobody has sent before maskserve answers "
-            f"{unseen['maskserve'] / theirs:.2f} times as many edits as the pipeline; where "
-            f"templates are primed, at as many steps, {unseen['primed'] / theirs:.2f} times as "
+            f"{unseen['maskserve'] / pipeline_rate:.2f} times as many edits as the pipeline; where "
+            f"templates are primed, at as many steps, {unseen['primed'] / pipeline_rate:.2f} "
+            "times as "
             f"many ({unseen['primed']:.2f} edits/s).",
         ]
     if "saturated public" in model["systems"]["diffusers"]:
-        each = (
+        public_rates = (
             f"{s['label']} {s['saturated public']['edits_per_s']:.2f}"
             for s in model["systems"].values()
         )
         lines += [
             "",
-            f"With the public distribution (mean ratio 0.19), edits/s: {', '.join(each)}.",
+            f"With the public distribution (mean ratio 0.19), edits/s: {', '.join(public_rates)}.",
         ]
     for kind in kinds:
-        sent = model["systems"]["diffusers"][kind]
+        paced_run = model["systems"]["diffusers"][kind]
         lines += [
             "",
             f"Poisson arrivals at {float(kind.split()[1]):g} of the pipeline's edits per second "
-            f"({sent['sent_per_s']:.2f}/s):",
+            f"({paced_run['sent_per_s']:.2f}/s):",
             "",
             "| system | mean ms | P50 | P95 | P99 | waits | good |",
             "|---|---|---|---|---|---|---|",
@@ -165,33 +171,34 @@ def _model(told: str, model: Figures) -> list[str]:
         return [*lines, link, ""]
     lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
     lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
-    for one in model["tuning"]:
+    for tuning in model["tuning"]:
         lines.append(
-            f"| {one['batch']} | {one['delay_ms']} | {one['instances']} | {one['threads']} | "
-            f"{one['edits_per_s']:.2f} |"
+            f"| {tuning['batch']} | {tuning['delay_ms']} | {tuning['instances']} | "
+            f"{tuning['threads']} | "
+            f"{tuning['edits_per_s']:.2f} |"
         )
     return [*lines, ""]
 
 
 def _studies(report: Figures) -> list[str]:
     lines = ["## Looked at more closely", "", "![studies](studies.png)", ""]
-    for name, told in MODELS.items():
+    for name, title in MODELS.items():
         model = report[name]
-        found, systems = model["studies"], model["systems"]
-        pictures = f"{told}, pictures of {model['pictures']}"
-        if "batch_size" in found:
+        studies, systems = model["studies"], model["systems"]
+        pictures = f"{title}, pictures of {model['pictures']}"
+        if "batch_size" in studies:
             lines += [f"Edits/s by the number in flight (FlashPS Fig. 14), {pictures}:", ""]
-            lines += _by(found["batch_size"], systems, "in flight", "{:.2f}")
-        if "mask_ratio" in found:
+            lines += _by(studies["batch_size"], systems, "in flight", "{:.2f}")
+        if "mask_ratio" in studies:
             lines += [
                 f"Milliseconds of one edit alone by its mask's share (Fig. 15), {pictures}:",
                 "",
             ]
-            lines += _by(found["mask_ratio"], systems, "mask", "{:.0f}")
-        if "ablation" in found:
+            lines += _by(studies["mask_ratio"], systems, "mask", "{:.0f}")
+        if "ablation" in studies:
             dense = systems["dense"]
             workers = {
-                **found["ablation"],
+                **studies["ablation"],
                 "no cached rows: all tokens": {
                     "edits_per_s": dense["saturated production"]["edits_per_s"],
                     "alone_ms": dense["alone"]["p50_ms"],
@@ -200,12 +207,12 @@ def _studies(report: Figures) -> list[str]:
             lines += ["maskserve without a part, or configured otherwise:", ""]
             lines += ["| worker | edits/s, 8 in flight | alone ms |", "|---|---|---|"]
             lines += [
-                f"| {name} | {one['edits_per_s']:.2f} | {one['alone_ms']:.0f} |"
-                for name, one in workers.items()
+                f"| {name} | {worker['edits_per_s']:.2f} | {worker['alone_ms']:.0f} |"
+                for name, worker in workers.items()
             ]
             lines.append("")
-        if "routing" in found:
-            routed = found["routing"]
+        if "routing" in studies:
+            routed = studies["routing"]
             p95 = ", ".join(f"{name} {ms:.0f} ms" for name, ms in routed["p95_ms"].items())
             lines += [
                 f"Two workers that share the cores behind a router (Fig. 16), the public mix, "
@@ -217,13 +224,16 @@ def _studies(report: Figures) -> list[str]:
                 "[simulated ones](../../decisions/routing.md)).",
                 "",
             ]
-        if "loras" in found:
-            theirs, ours = (found["loras"][key] for key in ("diffusers", "maskserve"))
+        if "loras" in studies:
+            pipeline_rate, maskserve_rate = (
+                studies["loras"][key] for key in ("diffusers", "maskserve")
+            )
             lines += [
                 f"With one of eight LoRAs of rank 16 on 95 % of the edits, popular ones more often "
-                f"(Katz's shares), edits/s with 8 in flight: diffusers' pipeline {theirs:.2f} (one "
-                f"set of adapters per call), maskserve {ours:.2f} (any mix in a batch): "
-                f"{ours / theirs:.2f} times.",
+                "(Katz's shares), edits/s with 8 in flight: diffusers' pipeline "
+                f"{pipeline_rate:.2f} (one "
+                f"set of adapters per call), maskserve {maskserve_rate:.2f} (any mix in a batch): "
+                f"{maskserve_rate / pipeline_rate:.2f} times.",
                 "",
             ]
     lines += [SIMULATED.format(**report["simulated"]), ""]
@@ -293,7 +303,7 @@ def plot_throughput(report: Figures, path: Path) -> None:
     """Edits per second at saturation, a bar a system."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.4))
-    for ax, (name, told) in zip(axes, MODELS.items(), strict=True):
+    for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
         systems = report[name]["systems"]
         keys = list(systems)[::-1]
         rates = [systems[key]["saturated production"]["edits_per_s"] for key in keys]
@@ -303,7 +313,7 @@ def plot_throughput(report: Figures, path: Path) -> None:
             color=[_COLOURS.get(key, _OURS) for key in keys],
         )
         ax.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3)
-        ax.set_title(told.split(",")[0].split(" (")[0], fontsize=10)
+        ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
         ax.set_xlabel("edits/s, 8 in flight")
         ax.margins(x=0.15)
         ax.spines[["top", "right"]].set_visible(False)
@@ -314,7 +324,7 @@ def plot_latency(report: Figures, path: Path) -> None:
     """Mean and P95 at each rate, a group of bars a rate."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.6))
-    for ax, (name, told) in zip(axes, MODELS.items(), strict=True):
+    for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
         systems = report[name]["systems"]
         kinds = [kind for kind in systems["diffusers"] if kind.startswith("rate ")]
         width = 0.8 / len(systems)
@@ -328,13 +338,13 @@ def plot_latency(report: Figures, path: Path) -> None:
             alpha = 1.0 if key in ("maskserve", *_COLOURS) else 0.5
             ax.bar(at, p95, width, color=colour, alpha=0.3 * alpha)
             ax.bar(at, mean, width, color=colour, alpha=alpha, label=system["label"])
-        sent = [systems["diffusers"][kind]["sent_per_s"] for kind in kinds]
+        sent_rates = [systems["diffusers"][kind]["sent_per_s"] for kind in kinds]
         ax.set_xticks(
             [place + 0.4 - width / 2 for place in range(len(kinds))],
-            [f"{rate:.2f}/s" for rate in sent],
+            [f"{rate:.2f}/s" for rate in sent_rates],
         )
         ax.set_ylabel("seconds: mean, and P95 (pale)")
-        ax.set_title(told.split(",")[0].split(" (")[0], fontsize=10)
+        ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
     most = max(axes, key=lambda ax: len(ax.get_legend_handles_labels()[0]))
     figure.legend(

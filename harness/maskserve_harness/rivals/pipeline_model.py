@@ -57,20 +57,22 @@ class PipelineModel:
     def initialize(self, args: dict[str, str]) -> None:
         from diffusers import FluxFillPipeline
 
-        given = json.loads(args["model_config"])["parameters"]
-        said = {name: value["string_value"] for name, value in given.items()}
-        torch.set_num_threads(int(said["threads"]))
-        self.way = said["way"]
-        self.pipe = FluxFillPipeline.from_pretrained(said["model"])
+        parameters = json.loads(args["model_config"])["parameters"]
+        settings = {name: value["string_value"] for name, value in parameters.items()}
+        torch.set_num_threads(int(settings["threads"]))
+        self.way = settings["way"]
+        self.pipe = FluxFillPipeline.from_pretrained(settings["model"])
         self.pipe.set_progress_bar_config(disable=True)
-        tables = tomllib.loads((Path(said["model"]) / "maskserve.toml").read_text(encoding="utf-8"))
+        tables = tomllib.loads(
+            (Path(settings["model"]) / "maskserve.toml").read_text(encoding="utf-8")
+        )
         self.defaults = tables["model"]
-        self.loras = bool(said["loras"])
+        self.loras = bool(settings["loras"])
         if self.loras:
-            for file in sorted(Path(said["loras"]).glob("*.safetensors")):
+            for file in sorted(Path(settings["loras"]).glob("*.safetensors")):
                 self.pipe.load_lora_weights(file, adapter_name=file.stem)
         if self.way == "first_block_cache":
-            _cached(self.pipe.transformer, float(said["threshold"]))
+            _cached(self.pipe.transformer, float(settings["threshold"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """As Triton's Python backend wants it."""
@@ -79,16 +81,16 @@ class PipelineModel:
         alike: dict[tuple[int, Any], list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
             alike[edit.box[2] - edit.box[0], edit.loras].append(number)
-        made: list[Any] = [None] * len(edits)
+        answers: list[Any] = [None] * len(edits)
         for (side, loras), numbers in alike.items():
             self._adapt(loras)
             for number, picture in zip(
                 numbers, self._run(side, [edits[n] for n in numbers]), strict=True
             ):
-                made[number] = (picture, {"batch": len(numbers), "side": side})
+                answers[number] = (picture, {"batch": len(numbers), "side": side})
         # Answers leave together, so this is how long each has been at work.
         call_ms = 1e3 * (time.perf_counter() - begin)
-        return [self._answer(picture, meta | {"call_ms": call_ms}) for picture, meta in made]
+        return [self._answer(picture, meta | {"call_ms": call_ms}) for picture, meta in answers]
 
     def _answer(self, picture: bytes, meta: dict[str, Any]) -> Any:
         values = {"IMAGE": picture, "META": json.dumps(meta).encode()}
@@ -103,7 +105,7 @@ class PipelineModel:
         mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
         steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
         box = crop_box(mask) if self.way == "crop" else (0, 0, *image.size)
-        loras = tuple([(each["name"], each["scale"]) for each in settings.get("loras", ())])
+        loras = tuple([(lora["name"], lora["scale"]) for lora in settings.get("loras", ())])
         prompt = texts["PROMPT"].decode()
         return Asked(image, mask, prompt, int(settings["seed"]), steps, box, loras)
 
@@ -118,7 +120,7 @@ class PipelineModel:
             self.pipe.disable_lora()
 
     def _run(self, side: int, edits: list[Asked]) -> list[bytes]:
-        made = self.pipe(
+        pictures = self.pipe(
             prompt=[edit.prompt for edit in edits],
             image=[edit.image.crop(edit.box) for edit in edits],
             mask_image=[edit.mask.crop(edit.box) for edit in edits],
@@ -128,7 +130,7 @@ class PipelineModel:
             max_sequence_length=self.defaults["max_sequence_length"],
             generator=[torch.Generator("cpu").manual_seed(edit.seed) for edit in edits],
         ).images
-        return [_pasted(edit, picture) for edit, picture in zip(edits, made, strict=True)]
+        return [_pasted(edit, picture) for edit, picture in zip(edits, pictures, strict=True)]
 
 
 def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:
@@ -137,9 +139,9 @@ def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:
     """
     left, upper, right, lower = mask.getbbox() or (0, 0, *mask.size)
     longest, shorter = max(right - left, lower - upper), min(mask.size)
-    wanted = min(longest * (1 + 2 * _MARGIN), shorter)
+    crop_side = min(longest * (1 + 2 * _MARGIN), shorter)
     unit = shorter // _STEP
-    side = unit * max(1, -(-int(wanted) // unit))
+    side = unit * max(1, -(-int(crop_side) // unit))
     x = min(max((left + right - side) // 2, 0), mask.size[0] - side)
     y = min(max((upper + lower - side) // 2, 0), mask.size[1] - side)
     return x, y, x + side, y + side

@@ -61,7 +61,7 @@ class Rival:
             f'output {{ name: "{name}" data_type: TYPE_STRING dims: [1] }}\n'
             for name in ("IMAGE", "META")
         )
-        said = {
+        parameter_values = {
             "model": model,
             "way": self.way,
             "threads": self.threads,
@@ -70,7 +70,7 @@ class Rival:
         }
         parameters = "".join(
             f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
-            for key, value in said.items()
+            for key, value in parameter_values.items()
         )
         return (
             f'name: "{self.name}"\nbackend: "python"\nmax_batch_size: {self.batch}\n'
@@ -146,8 +146,8 @@ def rival_server(model: Path, rivals: Sequence[Rival], folder: Path) -> Iterator
             server, end = RivalServer(ports), time.monotonic() + _START_S
             while not server.ready():
                 if process.poll() is not None or time.monotonic() > end:
-                    told = (folder / "triton.log").read_text(errors="replace")[-2000:]
-                    raise RuntimeError(f"the rivals' Triton does not start: {told}")
+                    log_tail = (folder / "triton.log").read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"the rivals' Triton does not start: {log_tail}")
                 time.sleep(0.2)
             yield server
         finally:

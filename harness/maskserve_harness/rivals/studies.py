@@ -60,27 +60,27 @@ OTHERWISE: Mapping[str, dict[str, Any]] = {
 
 def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
     """Edits per second with so many in flight (Fig. 14), by system."""
-    found: Figures = {}
+    figures: Figures = {}
     for system in systems:
         with bench.serving(system):
-            found[system.key] = {
+            figures[system.key] = {
                 str(n): bench.saturated(system, n, max(bench.plan.edits // 3, 2 * n))
                 for n in bench.plan.batches
             }
-    return found
+    return figures
 
 
 def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
     """Milliseconds of one edit alone (Fig. 15), by system and the mask's share of the picture."""
-    found: Figures = {}
+    figures: Figures = {}
     for system in systems:
         with bench.serving(system):
-            found[system.key] = {}
+            figures[system.key] = {}
             for ratio in bench.plan.ratios:
                 edits = edits_of_ratio(bench, ratio)
                 stamps = bench.run(system, Load("concurrency", 1), bench.plan.alone, edits)
-                found[system.key][f"{ratio:g}"] = round(stamps.latencies().p50, 1)
-    return found
+                figures[system.key][f"{ratio:g}"] = round(stamps.latencies().p50, 1)
+    return figures
 
 
 def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
@@ -89,28 +89,30 @@ def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
     primed, at as many steps.
     """
     rates: dict[str, list[float]] = {key: [] for key in (*[s.key for s in systems], "primed")}
-    asked = {"num_inference_steps": UNSEEN_STEPS}
-    known = [replace(each, settings=each.settings | asked) for each in bench.edits("production")]
+    step_settings = {"num_inference_steps": UNSEEN_STEPS}
+    primed_edits = [
+        replace(item, settings=item.settings | step_settings) for item in bench.edits("production")
+    ]
     for number in range(bench.plan.rounds):
         for turn, system in enumerate(systems):
             edits = bench.unseen(number * len(systems) + turn)
             with bench.serving(system):
                 rates[system.key].append(bench.saturated(system, IN_FLIGHT, len(edits), edits))
                 if system.key == "maskserve":
-                    primed = bench.saturated(system, IN_FLIGHT, len(edits), known)
+                    primed = bench.saturated(system, IN_FLIGHT, len(edits), primed_edits)
                     rates["primed"].append(primed)
-    return {key: round(statistics.median(each), 3) for key, each in rates.items()}
+    return {key: round(statistics.median(item), 3) for key, item in rates.items()}
 
 
 def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:
     """The production mix's edits with other masks."""
     rng = np.random.default_rng(0)
-    made = []
+    masked_edits = []
     for edit in bench.edits("production"):
         mask = draw_mask(bench.plan.size, ratio, rng)
         png = encode_image(mask * np.uint8(255), "png")
-        made.append(replace(edit, mask=png, mask_ratio=float(mask.mean())))
-    return made
+        masked_edits.append(replace(edit, mask=png, mask_ratio=float(mask.mean())))
+    return masked_edits
 
 
 def ablation(
@@ -134,26 +136,26 @@ def ablation(
     with ExitStack() as running:
         benches = {"maskserve": bench, **others}
         for number, (name, changed) in enumerate(OTHERWISE.items()):
-            own = folder / f"otherwise{number}"
+            worker_folder = folder / f"otherwise{number}"
             merged = {
                 table: {**tables.get(table, {}), **changed.get(table, {})}
                 for table in {**tables, **changed}
             }
-            server = running.enter_context(worker(model, own, merged))
+            server = running.enter_context(worker(model, worker_folder, merged))
             server.warm(2 * bench.edits("production")[:WARM])
-            benches[name] = bench.at(server, own)
+            benches[name] = bench.at(server, worker_folder)
         rates: dict[str, list[float]] = {name: [] for name in benches}
-        alone: dict[str, list[float]] = {name: [] for name in benches}
+        single_ms: dict[str, list[float]] = {name: [] for name in benches}
         for _ in range(bench.plan.study_rounds):
-            for name, one in benches.items():
+            for name, worker_bench in benches.items():
                 system = System("ours", name)
-                rates[name].append(one.saturated(system, IN_FLIGHT, bench.plan.edits))
-                stamps = one.run(system, Load("concurrency", 1), bench.plan.alone)
-                alone[name].append(stamps.latencies().p50)
+                rates[name].append(worker_bench.saturated(system, IN_FLIGHT, bench.plan.edits))
+                stamps = worker_bench.run(system, Load("concurrency", 1), bench.plan.alone)
+                single_ms[name].append(stamps.latencies().p50)
     return {
         name: {
             "edits_per_s": round(statistics.median(rates[name]), 3),
-            "alone_ms": round(statistics.median(alone[name]), 1),
+            "alone_ms": round(statistics.median(single_ms[name]), 1),
         }
         for name in benches
     }
@@ -190,25 +192,25 @@ def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
         workers = running.enter_context(own_workers(str(model), folder / "routed", 2))
         benches = {}
         for policy in POLICIES:
-            own = folder / f"router-{policy}"
-            own.mkdir()
+            router_folder = folder / f"router-{policy}"
+            router_folder.mkdir()
             addresses = [worker.grpc for worker in workers]
-            site = RouterSite(addresses, own, {"routing": {"policy": policy}})
+            site = RouterSite(addresses, router_folder, {"routing": {"policy": policy}})
             running.enter_context(site)
-            benches[policy] = bench.at(Server(site.http_url, site.grpc_url), own)
+            benches[policy] = bench.at(Server(site.http_url, site.grpc_url), router_folder)
         for worker in workers:
             worker.warm(2 * edits[:WARM])
         full = benches[POLICIES[-1]].saturated(system, 2 * IN_FLIGHT, len(edits), edits)
         load = Load("request_rate", ROUTED_LOAD * full)
         for _ in range(bench.plan.study_rounds):
-            for policy, one in benches.items():
-                stamps = one.run(system, load, ROUTED * len(edits), edits)
+            for policy, policy_bench in benches.items():
+                stamps = policy_bench.run(system, load, ROUTED * len(edits), edits)
                 p95[policy].append(stamps.latencies().p95)
     return {
         "sent_per_s": round(load.value, 3),
         "edits": ROUTED * len(edits),
         "load": ROUTED_LOAD,
-        "p95_ms": {policy: round(statistics.median(each), 1) for policy, each in p95.items()},
+        "p95_ms": {policy: round(statistics.median(values), 1) for policy, values in p95.items()},
     }
 
 
@@ -228,18 +230,20 @@ def by_batching(bench: Bench, model: Path, folder: Path, tables: Tables) -> Figu
     with ExitStack() as running:
         benches = {}
         for batching in ("continuous", "static"):
-            own = folder / f"batching-{batching}"
+            worker_folder = folder / f"batching-{batching}"
             engine = {**tables.get("engine", {}), "batching": batching}
-            server = running.enter_context(worker(model, own, {**tables, "engine": engine}))
+            server = running.enter_context(
+                worker(model, worker_folder, {**tables, "engine": engine})
+            )
             server.warm(2 * edits[:WARM])
-            benches[batching] = bench.at(server, own)
+            benches[batching] = bench.at(server, worker_folder)
         full = benches["continuous"].saturated(system, IN_FLIGHT, len(edits))
         for share in bench.plan.rates:
             load = Load("request_rate", share * full)
             runs: dict[str, dict[str, list[Stamps]]] = {name: {"run": []} for name in benches}
             for _ in range(bench.plan.study_rounds):
-                for name, one in benches.items():
-                    runs[name]["run"].append(one.run(system, load, bench.plan.paced))
+                for name, worker_bench in benches.items():
+                    runs[name]["run"].append(worker_bench.run(system, load, bench.plan.paced))
             figures[f"{share:g}"] = {"sent_per_s": round(load.value, 3)} | {
                 name: {
                     key: summed(stamps, 0.0)["run"][key]
@@ -254,11 +258,11 @@ def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) ->
     """Edits per second at saturation where edits have LoRAs as production's have, by system."""
     edits = edits_with_loras(bench, names)
     bench.ours.warm(2 * edits)
-    found: Figures = {}
+    figures: Figures = {}
     for system in systems:
         with bench.serving(system):
-            found[system.key] = bench.saturated(system, IN_FLIGHT, len(edits), edits)
-    return found
+            figures[system.key] = bench.saturated(system, IN_FLIGHT, len(edits), edits)
+    return figures
 
 
 def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
@@ -270,12 +274,12 @@ def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
     edits = bench.edits("production")
     rng = np.random.default_rng(0)
     calls = drawn(SERVICES[1], len(edits), 0)
-    made = []
+    lora_edits = []
     for edit, call in zip(edits, calls, strict=True):
         loras = [{"name": names[call % len(names)], "scale": 0.8}]
-        asked = {"loras": loras} if rng.random() < LORA_SHARE else {}
-        made.append(replace(edit, settings={**edit.settings, **asked}))
-    return made
+        lora_settings = {"loras": loras} if rng.random() < LORA_SHARE else {}
+        lora_edits.append(replace(edit, settings={**edit.settings, **lora_settings}))
+    return lora_edits
 
 
 def simulated() -> Figures:

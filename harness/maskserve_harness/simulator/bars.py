@@ -112,7 +112,9 @@ def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
         if policy == "mask_aware":
             continue
         pairs = zip(runs["mask_aware"], runs[policy], strict=True)
-        margins = [1.0 - ours.p95 / theirs.p95 for ours, theirs in pairs]
+        margins = [
+            1.0 - mask_aware_run.p95 / policy_run.p95 for mask_aware_run, policy_run in pairs
+        ]
         margin, error = float(np.mean(margins)), _standard_error(margins)
         report["under"][policy] = {"margin": margin, "standard_error": error}
         met = met and margin >= -2.0 * error
@@ -186,14 +188,16 @@ def residency() -> list[Report]:
     hardware = Hardware()
     for name, disk in (("the rest on disk", 970), ("the rest nowhere", 0)):
         tiers = Tiers(workers_per_host=1, host_templates=100, disk_templates=disk)
-        for policy, known in (
+        for policy, knows_templates in (
             ("least_requests", False),
             ("mask_aware", False),
             ("mask_aware", True),
         ):
             scenario = at_load(
                 Scenario(
-                    Workload(EDITS, 1.0, "production"), policy, tiers=replace(tiers, known=known)
+                    Workload(EDITS, 1.0, "production"),
+                    policy,
+                    tiers=replace(tiers, known=knows_templates),
                 ),
                 hardware,
                 0.6 if disk else 0.4,
@@ -203,7 +207,9 @@ def residency() -> list[Report]:
                 {
                     "case": name,
                     "load": 0.6 if disk else 0.4,
-                    "policy": policy if known or policy != "mask_aware" else "mask_aware, blind",
+                    "policy": policy
+                    if knows_templates or policy != "mask_aware"
+                    else "mask_aware, blind",
                     "seeds": SEEDS,
                     "p95": _mean(r.p95 for r in runs),
                     "mean": _mean(r.mean for r in runs),
@@ -247,13 +253,17 @@ def loras() -> list[Report]:
     """
     hardware, reports = Hardware(), []
     workload = Workload(EDITS, 1.0, "production", with_lora=0.95)
-    for policy, known in (("least_requests", False), ("mask_aware", False), ("mask_aware", True)):
-        tiers = LoraTiers(known=known)
+    for policy, knows_loras in (
+        ("least_requests", False),
+        ("mask_aware", False),
+        ("mask_aware", True),
+    ):
+        tiers = LoraTiers(known=knows_loras)
         scenario = at_load(Scenario(workload, policy, loras=tiers), hardware, LORAS_LOAD)
         runs = [simulate(scenario, hardware, seed) for seed in SEEDS]
         reports.append(
             {
-                "policy": policy if known or policy != "mask_aware" else "mask_aware, blind",
+                "policy": policy if knows_loras or policy != "mask_aware" else "mask_aware, blind",
                 "load": LORAS_LOAD,
                 "seeds": SEEDS,
                 "p95": _mean(r.p95 for r in runs),

@@ -37,7 +37,7 @@ def _measured(
 
 def at_load(scenario: Scenario, hardware: Hardware, load: float) -> Scenario:
     """The scenario with arrivals at `load` (1 = saturated) of what its workers can serve."""
-    each = capacity(hardware, scenario.workload, scenario.max_rows)
+    worker_rate = capacity(hardware, scenario.workload, scenario.max_rows)
     return replace(
-        scenario, workload=replace(scenario.workload, rate=load * scenario.workers * each)
+        scenario, workload=replace(scenario.workload, rate=load * scenario.workers * worker_rate)
     )

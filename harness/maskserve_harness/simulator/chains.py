@@ -99,10 +99,10 @@ class Request:
         last: tuple[int, ...] = ()
         for devices, seconds in self.stages:
             only, first = frozenset(devices), len(nodes)
-            nodes += [Node(frozenset(), (each,), last, only=only) for each in seconds]
+            nodes += [Node(frozenset(), (duration_s,), last, only=only) for duration_s in seconds]
             last = tuple(range(first, len(nodes)))
-        known = len(nodes) // self.tries
-        return Asked(self.number, self.at, self.at + self.due_s, tuple(nodes), known)
+        known_nodes = len(nodes) // self.tries
+        return Asked(self.number, self.at, self.at + self.due_s, tuple(nodes), known_nodes)
 
 
 @lru_cache
@@ -130,7 +130,7 @@ def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Reques
         seed: of what is drawn.
         hardware: of the workers.
     """
-    rng, made = random.Random(seed), list[Request]()
+    rng, requests = random.Random(seed), list[Request]()
     for number, kind in enumerate(rng.choices(list(KINDS), list(KINDS.values()), k=count)):
         ratio = min(0.6, max(0.03, rng.betavariate(1.2, 6.0)))
         tries = 1
@@ -145,15 +145,18 @@ def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Reques
             case _:
                 edits = [_edit(hardware, ratio, 0)] * (8 if kind == "variants" else 1)
         masks, seconds = zip(*edits, strict=True)
-        made.append(Request(number, 0.0, kind, masks, seconds, tries))
-    work = mean(each.tries * sum(each.edits) for each in made)
+        requests.append(Request(number, 0.0, kind, masks, seconds, tries))
+    work = mean(request.tries * sum(request.edits) for request in requests)
     gaps = draw_gaps(load * len(WORKERS) / work, count, np.random.default_rng(seed))
-    return [replace(each, at=float(at)) for each, at in zip(made, np.cumsum(gaps), strict=True)]
+    return [
+        replace(request, at=float(at))
+        for request, at in zip(requests, np.cumsum(gaps), strict=True)
+    ]
 
 
 def simulated(requests: Sequence[Request], rules: Rules) -> float:
     """The share in time."""
-    asked = [each.asked() for each in requests]
+    plan_requests = [request.asked() for request in requests]
     run = PlanRun(rules, {name: Device(0) for name in (*WORKERS, *NODES)}, {}, 1.0)
-    run.run(asked)
-    return run.in_time(asked)
+    run.run(plan_requests)
+    return run.in_time(plan_requests)

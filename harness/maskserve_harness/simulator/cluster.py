@@ -110,9 +110,9 @@ def _warm(hosts: list[Host], tiers: Tiers, templates: int) -> None:
     half = tiers.host_templates // 2
     for i, host in enumerate(hosts):
         dealt = range(half + i, templates, len(hosts))[: tiers.host_templates - half]
-        kept = [*range(min(half, templates)), *dealt]
+        warm_templates = [*range(min(half, templates)), *dealt]
         # t00000 is the most popular; the last one in is the most recently used.
         for t in reversed(range(min(templates, tiers.disk_templates))):
             host.keep(f"t{t:05d}", host.disk)
-        for t in reversed(kept):
+        for t in reversed(warm_templates):
             host.keep(f"t{t:05d}", host.memory)

@@ -75,7 +75,7 @@ def point(
     load: Load, times: Times, names: Iterable[str], seeds: Sequence[int], decision: float = 0.0
 ) -> Report:
     """SAR of each policy on the same edits: mean, per seed, by size."""
-    made, shared = policies(times), GangCosts().fixed
+    policy_makers, shared = policies(times), GangCosts().fixed
     report: Report = {
         "mix": load.mix,
         "per_minute": load.per_minute,
@@ -87,7 +87,7 @@ def point(
     }
     for name in names:
         runs: list[Outcome] = [
-            simulate(made[name](), draw(load, times, seed, shared), DEVICES, decision)
+            simulate(policy_makers[name](), draw(load, times, seed, shared), DEVICES, decision)
             for seed in seeds
         ]
         shares = [run.in_time() for run in runs]
@@ -105,7 +105,7 @@ def masked(rate: float, seed: int, edits: int = 200) -> tuple[list[Ticket], list
     """
     costs = GangCosts()
     dense = costs.seconds(1024)
-    asked = draw_masks(Workload(edits, rate / 60, "production", (STEPS,)), 4096, seed)
+    requests = draw_masks(Workload(edits, rate / 60, "production", (STEPS,)), 4096, seed)
     by_tokens = [
         Ticket(
             f"e-{r.number}",
@@ -117,7 +117,7 @@ def masked(rate: float, seed: int, edits: int = 200) -> tuple[list[Ticket], list
             seconds=_cached(costs, -(-r.active // 32) * 32) if r.active < 0.9 * 4096 else dense,
             shared=costs.fixed,
         )
-        for r in asked
+        for r in requests
     ]
     return by_tokens, [replace(ticket, seconds=dense) for ticket in by_tokens]
 
@@ -134,9 +134,9 @@ def masks(seeds: Sequence[int]) -> Report:
         shares = []
         for seed in seeds[:2]:
             by_tokens, by_size = masked(rate, seed)
-            given = by_tokens if kind == "cached" else by_size
+            tickets = by_tokens if kind == "cached" else by_size
             took = {t.request_id: t.seconds for t in by_tokens} if kind == "believed" else None
-            shares.append(simulate(Deadline(DEVICES), given, DEVICES, took=took).in_time())
+            shares.append(simulate(Deadline(DEVICES), tickets, DEVICES, took=took).in_time())
         return float(np.mean(shares))
 
     dense = {str(rate): sar(rate, "dense") for rate in (30, 35, 40, 45, 50, 55, 60)}
@@ -157,8 +157,8 @@ def small_instance(times: Times, seed: int) -> list[Ticket]:
     for number in range(4):
         side = rng.choice(SIZES)
         seconds = tuple(STEPS / 3 * t for t in times[side][:3])
-        due = 3 * min(seconds) * rng.uniform(1.0, 3.0)
-        edits.append(Ticket(f"{side}-{number}", 3, 1, 1, 0.0, due=due, seconds=seconds))
+        due_time = 3 * min(seconds) * rng.uniform(1.0, 3.0)
+        edits.append(Ticket(f"{side}-{number}", 3, 1, 1, 0.0, due=due_time, seconds=seconds))
     return edits
 
 
@@ -173,7 +173,7 @@ def optimum(tickets: Sequence[Ticket], devices: int) -> int:
 
 
 def _feasible(tickets: Sequence[Ticket], devices: int) -> bool:
-    seen: set[object] = set()
+    visited: set[object] = set()
 
     def go(now: float, left: tuple[int, ...], running: tuple[tuple[float, int], ...]) -> bool:
         if all(n == 0 for n in left) and all(end <= now for end, _ in running):
@@ -183,9 +183,9 @@ def _feasible(tickets: Sequence[Ticket], devices: int) -> bool:
             if start + n * min(ticket.seconds) > (ticket.due or 0.0) + 1e-9:
                 return False
         state = (round(now, 9), left, running)
-        if state in seen:
+        if state in visited:
             return False
-        seen.add(state)
+        visited.add(state)
         free = devices - sum(k for end, k in running if end > now + 1e-12)
         for index, (ticket, n, (end, _)) in enumerate(zip(tickets, left, running, strict=True)):
             if n and end <= now + 1e-12 and ticket.arrival <= now + 1e-12:
@@ -209,16 +209,16 @@ def small(times: Times, first: int) -> Report:
         times: seconds of a step by size and degree.
         first: seed of the first instance.
     """
-    best, ours, theirs = 0, 0.0, 0.0
+    best, deadline_share, rounds_share = 0, 0.0, 0.0
     for seed in range(first, first + SMALL):
         tickets = small_instance(times, seed)
         best += optimum(tickets, 4)
         # A step stands for STEPS / 3 of them, and what starves waits so much longer.
         policy = Deadline(4, patience=10.0 * STEPS / 3, longest_step=9.0)
-        ours += len(tickets) * simulate(policy, tickets, 4).in_time()
+        deadline_share += len(tickets) * simulate(policy, tickets, 4).in_time()
         shortest = min(min(t.seconds) for t in tickets)
-        theirs += len(tickets) * simulate(Rounds(4, shortest), tickets, 4).in_time()
-    return {"instances": SMALL, "deadline": ours / best, "rounds": theirs / best}
+        rounds_share += len(tickets) * simulate(Rounds(4, shortest), tickets, 4).in_time()
+    return {"instances": SMALL, "deadline": deadline_share / best, "rounds": rounds_share / best}
 
 
 def decisions(times: Times, count: int = 2000) -> Report:
@@ -306,7 +306,7 @@ def summary(report: Report) -> Report:
         for mix in MIXES
     }
     fast = {at["mix"]: at["sar"] for at in report["rates"] if at["per_minute"] == 18.0}
-    found = report["masks"]
+    mask_figures = report["masks"]
     return {
         "gain_uniform": gains["uniform"],
         "gain_skewed": gains["skewed"],
@@ -315,9 +315,11 @@ def summary(report: Report) -> Report:
         "uniform_18_over_rounds": fast["uniform"]["deadline"]
         - max(v for n, v in fast["uniform"].items() if n.startswith("rounds")),
         "of_optimum": report["small"]["deadline"],
-        "masks_rate_gain": found["rate_cached"] / found["rate_dense"] if found["rate_dense"] else 0,
-        "masks_220": found["cached"]["220"],
-        "masks_220_by_resolution": found["priced_by_resolution_220"],
+        "masks_rate_gain": mask_figures["rate_cached"] / mask_figures["rate_dense"]
+        if mask_figures["rate_dense"]
+        else 0,
+        "masks_220": mask_figures["cached"]["220"],
+        "masks_220_by_resolution": mask_figures["priced_by_resolution_220"],
         "decision_p99_ms": report["decision_ms"]["deadline_batched"]["p99"],
     }
 

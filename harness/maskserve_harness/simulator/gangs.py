@@ -133,8 +133,8 @@ class Fixed:
 
     def _late(self, work: Work, now: float) -> bool:
         seconds = work.ticket.seconds[self._degree(work.ticket).bit_length() - 1]
-        due = math.inf if work.ticket.due is None else work.ticket.due
-        return self.late_last and now + work.remaining * seconds > due
+        due_time = math.inf if work.ticket.due is None else work.ticket.due
+        return self.late_last and now + work.remaining * seconds > due_time
 
     def _degree(self, ticket: Ticket) -> int:
         if isinstance(self.degree_of, int):
@@ -179,19 +179,23 @@ def simulate(
     Raises:
         RuntimeError: the policy gave devices twice, or left work lying with all devices idle.
     """
-    coming = deque(sorted(tickets, key=lambda t: t.arrival))
+    arrivals = deque(sorted(tickets, key=lambda t: t.arrival))
     works: dict[str, Work] = {}
     ends: list[tuple[float, int, str]] = []
     outcome = Outcome({}, {t.request_id: t for t in tickets})
-    again, number, used = math.inf, 0, 0
-    while coming or works:
-        now = min(coming[0].arrival if coming else math.inf, ends[0][0] if ends else again, again)
-        if now == math.inf:
+    next_decision_s, number, used = math.inf, 0, 0
+    while arrivals or works:
+        now_s = min(
+            arrivals[0].arrival if arrivals else math.inf,
+            ends[0][0] if ends else next_decision_s,
+            next_decision_s,
+        )
+        if now_s == math.inf:
             raise RuntimeError(f"{len(works)} edits are left lying")
-        while coming and coming[0].arrival <= now:
-            ticket = coming.popleft()
+        while arrivals and arrivals[0].arrival <= now_s:
+            ticket = arrivals.popleft()
             works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
-        while ends and ends[0][0] <= now:
+        while ends and ends[0][0] <= now_s:
             at, _, name = heapq.heappop(ends)
             work = works[name]
             work.remaining -= work.under_way
@@ -200,9 +204,9 @@ def simulate(
             if not work.remaining:
                 outcome.ended[name] = at
                 del works[name]
-        plan = policy.decide(now, list(works.values()))
+        plan = policy.decide(now_s, list(works.values()))
         outcome.decisions += 1
-        again = plan.again if plan.again > now else math.inf
+        next_decision_s = plan.again if plan.again > now_s else math.inf
         for run in plan.runs:
             gang = sum(1 << d for d in run.devices)
             if gang & used or gang >> devices:
@@ -213,7 +217,7 @@ def simulate(
             outcome.device_seconds += lasts * len(run.devices)
             for ticket in run.rows:
                 work = works[ticket.request_id]
-                work.gang, work.under_way, work.until = gang, run.steps, now + lasts
+                work.gang, work.under_way, work.until = gang, run.steps, now_s + lasts
                 number += 1
                 heapq.heappush(ends, (work.until, number, ticket.request_id))
     return outcome

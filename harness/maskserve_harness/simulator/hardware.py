@@ -111,8 +111,8 @@ class Hardware:
             text_shares=self.text_shares,
             leaves_ring=own_rule(self.config, facts).ring,
         )
-        given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
-        for name, value in given.items():
+        fields = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def _net(self, side: int) -> ModelWork:
@@ -239,8 +239,10 @@ class Hardware:
         """
         side = active**0.5
         touched = [(side / 2**n + 1 - 0.5**n) ** 2 for n in range(len(self.work.tokens))]
-        own = tuple(min(a, float(n)) for a, n in zip(touched, self.work.tokens, strict=True))
-        row, text = self.work.square_row(own, float(self.text)), float(self.text)
+        level_tokens = tuple(
+            min(a, float(n)) for a, n in zip(touched, self.work.tokens, strict=True)
+        )
+        row, text = self.work.square_row(level_tokens, float(self.text)), float(self.text)
         if not self.work.joint:
             return row
         return replace(row, text=text_share * text, text_read=(1.0 - text_share) * text)

@@ -75,8 +75,8 @@ class WorkerLoras:
         """As a worker's record tells routers; None: they are not told."""
         if not self._tiers.known:
             return None
-        held = {each.name: each for each in self._books.listed()}
-        return AdapterView(held, self._costs, self._books.typical_bytes())
+        adapters = {adapter.name: adapter for adapter in self._books.listed()}
+        return AdapterView(adapters, self._costs, self._books.typical_bytes())
 
     def begin_load(self, lora: Lora) -> None:
         """Called by the books, through their source."""

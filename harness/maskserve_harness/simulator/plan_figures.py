@@ -117,19 +117,21 @@ def overload(setting: str, requests: int, seeds: Sequence[int]) -> Report:
     report: Report = {"setting": setting, "admission": 0.0, "without": 0.0, "refused_wrongly": 0.0}
     for seed in seeds:
         load = Load(setting, 2.0, DEVICES[setting], requests, seed)
-        run, asked = ours(load, wants(load))
-        run.run(asked)
-        free, asked = ours(load, wants(load), Rules("fcfs", admission=False))
-        free.run(asked)
+        run, plan_requests = ours(load, wants(load))
+        run.run(plan_requests)
+        free, plan_requests = ours(load, wants(load), Rules("fcfs", admission=False))
+        free.run(plan_requests)
         refused = run.refused[:: max(1, len(run.refused) // 10)]
         wrongly = 0
         for number in refused:
-            other, asked = ours(load, wants(load))
-            other.always = frozenset({number})
-            other.run(asked)
-            wrongly += _ends_in_time(other, number) and other.in_time(asked) > run.in_time(asked)
-        report["admission"] += 2.0 * run.in_time(asked) / len(seeds)
-        report["without"] += free.in_time(asked) / len(seeds)
+            other_run, plan_requests = ours(load, wants(load))
+            other_run.always = frozenset({number})
+            other_run.run(plan_requests)
+            wrongly += _ends_in_time(other_run, number) and other_run.in_time(
+                plan_requests
+            ) > run.in_time(plan_requests)
+        report["admission"] += 2.0 * run.in_time(plan_requests) / len(seeds)
+        report["without"] += free.in_time(plan_requests) / len(seeds)
         report["refused_wrongly"] += wrongly / max(1, len(refused)) / len(seeds)
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in report.items()}
 
@@ -147,10 +149,10 @@ def alone(base: str) -> Report:
         took = []
         for devices in (1, 2, 3):
             load = replace(Load(_setting(base), 1.0, devices, 1, 1, scale=1e6))
-            run, asked = SYSTEMS[system](load, [replace(wants(load)[0], flow=flow)])
-            run.run(asked)
-            took.append((run.plans[0].ended - asked[0].arrival) / flow.solo_s)
-        report[system] = [round(each, 3) for each in took]
+            run, plan_requests = SYSTEMS[system](load, [replace(wants(load)[0], flow=flow)])
+            run.run(plan_requests)
+            took.append((run.plans[0].ended - plan_requests[0].arrival) / flow.solo_s)
+        report[system] = [round(ratio, 3) for ratio in took]
     return report
 
 
@@ -186,14 +188,14 @@ def degrees(requests: int, seeds: Sequence[int]) -> Report:
     """
     report: Report = {}
     for system in ("lego", "ours"):
-        for name, devices, some in (
+        for name, devices, degree_slice in (
             ("one", 4, slice(0, 1)),
             ("two", 2, slice(1, 2)),
             ("adaptive", 4, slice(None)),
         ):
             # A pair is one device here, twice as much asked of it.
             loads = [Load("S1", 4 / devices * at, devices, requests, 1) for at in MEAN_LOADS]
-            means = [_mean_s(SYSTEMS[system], load, seeds, some) for load in loads]
+            means = [_mean_s(SYSTEMS[system], load, seeds, degree_slice) for load in loads]
             report[f"{system}_{name}"] = means
     return report
 
@@ -204,7 +206,7 @@ def passed(base: str) -> Report:
     """
     words, width, blocks = SHAPES[base]
     steps, mib = BASES[base].steps, 2**20
-    each = {
+    sizes = {
         "embeddings": words * 4096 * 2 / mib,
         "latents": 16 * 128 * 128 * 2 / mib,
         "residual": 4096 * width * 2 / mib,
@@ -212,10 +214,10 @@ def passed(base: str) -> Report:
         "mask": 1024 * 1024 / mib,
     }
     # Base and ControlNet both take prompt and latents; the decoder takes the last latents.
-    calls = 2 * each["latents"] + blocks * each["residual"]
-    lego = 2 * each["embeddings"] + steps * calls + each["latents"] + 2 * each["picture"]
-    edit = 3 * each["picture"] + each["mask"]  # source, control picture, answer
-    return {name: round(size, 2) for name, size in (each | {"lego": lego, "ours": edit}).items()}
+    calls = 2 * sizes["latents"] + blocks * sizes["residual"]
+    lego = 2 * sizes["embeddings"] + steps * calls + sizes["latents"] + 2 * sizes["picture"]
+    edit = 3 * sizes["picture"] + sizes["mask"]  # source, control picture, answer
+    return {name: round(size, 2) for name, size in (sizes | {"lego": lego, "ours": edit}).items()}
 
 
 def _mean_s(
@@ -229,9 +231,11 @@ def _mean_s(
     """
     took = []
     for seed in seeds:
-        run, asked = system(load, wants(replace(load, seed=seed)))
+        run, plan_requests = system(load, wants(replace(load, seed=seed)))
         run.rules = replace(run.rules, admission=False)
-        run.run([replace(a, nodes=tuple(_with(node, some) for node in a.nodes)) for a in asked])
+        run.run(
+            [replace(a, nodes=tuple(_with(node, some) for node in a.nodes)) for a in plan_requests]
+        )
         took += [plan.ended - plan.asked.arrival for plan in run.plans]
     return round(statistics.mean(took), 2)
 
@@ -276,11 +280,11 @@ def gains(load: Load, seed: int) -> Report:
         devices = math.ceil(1.0 / part - 1e-9)
         return replace(load, devices=devices, load=SIZE_LOAD * load.devices / devices)
 
-    due = replace(load, load=rate("ours", load, (seed,)))
+    due_load = replace(load, load=rate("ours", load, (seed,)))
     bursty = replace(load, load=BURST_LOAD)
     report: Report = {"due": {}, "cv": {}, "devices": {}}
     for name in ("planned", "ours"):
-        often = most(name, lambda at: replace(due, scale=1.0 / at), (1 / 64, 1.0), (seed,))
+        often = most(name, lambda at: replace(due_load, scale=1.0 / at), (1 / 64, 1.0), (seed,))
         part = most(name, sized, (1 / 128, 1 / 4), (seed,))
         report["due"][name] = round(1.0 / often, 2) if often else None
         report["cv"][name] = round(
@@ -293,9 +297,11 @@ def gains(load: Load, seed: int) -> Report:
 def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
     """Shipped plans in time: least slack with plans' admission, and edit by edit as they come."""
     hardware = Hardware()
-    asked = [drawn(requests, load, seed, hardware) for seed in seeds]
+    request_lists = [drawn(requests, load, seed, hardware) for seed in seeds]
     shares = {
-        name: round(statistics.mean(simulated(each, rules) for each in asked), 3)
+        name: round(
+            statistics.mean(simulated(request_list, rules) for request_list in request_lists), 3
+        )
         for name, rules in RULES.items()
     }
     return {"load": load, **shares}
@@ -331,10 +337,10 @@ def control_plane() -> Report:
     report = {}
     for base in ("dev", "sd35"):
         took = Flow(base, 0).solo_s
-        each = ADMIT_S + 2 * DECIDE_S  # it comes, and it ends
+        decision_s = ADMIT_S + 2 * DECIDE_S  # it comes, and it ends
         report[base] = {
-            "share": each / (took + each),
-            "cores_in_groups": MANY / took * each * GROUP / MANY,
+            "share": decision_s / (took + decision_s),
+            "cores_in_groups": MANY / took * decision_s * GROUP / MANY,
         }
     return report
 
@@ -374,8 +380,8 @@ def run_plans(
     }
     report["masks"] = told("masks", rates(base("S4", masked=True), seeds, quick))
     report["assumed"] = {}
-    for name, which in ASSUMPTIONS.items():
-        loads = {s: assumed(base(s), which) for s in SETTINGS}
+    for name, assumption in ASSUMPTIONS.items():
+        loads = {s: assumed(base(s), assumption) for s in SETTINGS}
         report["assumed"][name] = {
             "rates": {s: rates(load, seeds, quick) for s, load in loads.items()},
             GAINS_OF: [gains(loads[GAINS_OF], seed) for seed in seeds],
@@ -401,33 +407,37 @@ def summary(report: Report) -> Report:
     """What the bars are about. Of rates the median over the seeds, and the least where a name ends
     so.
     """
-    every = [*report["rates"].values(), *report["sweeps"].values()]
+    rate_reports = [*report["rates"].values(), *report["sweeps"].values()]
 
     def over(found: Report, names: Sequence[str]) -> list[float]:
         """Ours over the best of the others, by seed; what none of them serves does not count."""
-        best = [max(each) for each in zip(*(found[name] for name in names), strict=True)]
+        best = [
+            max(seed_rates) for seed_rates in zip(*(found[name] for name in names), strict=True)
+        ]
         return [round(o / b, 3) for o, b in zip(found["ours"], best, strict=True) if b]
 
     def least_shares(found: Report) -> float:
-        others = [found[name] for name in SYSTEMS if name != "ours"]
-        return float(round(found["ours"] / max(others), 3))
+        other_shares = [found[name] for name in SYSTEMS if name != "ours"]
+        return float(round(found["ours"] / max(other_shares), 3))
 
     at_once = [*report["shares"].values(), *report["bursts"].values()]
-    over_fcfs = [each["slack"] - each["fcfs"] for each in report["chains"]]
-    over_monoliths = [over(each, list(MONOLITHS)) for each in every]
+    over_fcfs = [item["slack"] - item["fcfs"] for item in report["chains"]]
+    over_monoliths = [over(item, list(MONOLITHS)) for item in rate_reports]
     return {
         "vs_best_monolith": min(map(statistics.median, over_monoliths)),
         "vs_best_monolith_least": min(map(min, over_monoliths)),
-        "vs_lego": min(0.9 / (statistics.median(each["lego_at_ours"]) or 0.01) for each in every),
+        "vs_lego": min(
+            0.9 / (statistics.median(item["lego_at_ours"]) or 0.01) for item in rate_reports
+        ),
         "shares_vs_best_other": min(map(least_shares, at_once)),
         "vs_static_by_turns": min(
-            statistics.median(over(each, ["static"])) for each in report["by_turns"].values()
+            statistics.median(over(item, ["static"])) for item in report["by_turns"].values()
         ),
-        "twice_capacity": min(each["admission"] for each in report["overload"]),
-        "twice_without": max(each["without"] for each in report["overload"]),
-        "refused_wrongly": max(each["refused_wrongly"] for each in report["overload"]),
+        "twice_capacity": min(item["admission"] for item in report["overload"]),
+        "twice_without": max(item["without"] for item in report["overload"]),
+        "refused_wrongly": max(item["refused_wrongly"] for item in report["overload"]),
         "masks_vs_monolith": statistics.median(over(report["masks"], list(MONOLITHS))),
         "control_plane_share": max(x["share"] for x in report["control_plane"].values()),
         "control_plane_cores": max(x["cores_in_groups"] for x in report["control_plane"].values()),
-        "over_fcfs_points": [round(100 * each, 1) for each in over_fcfs],
+        "over_fcfs_points": [round(100 * item, 1) for item in over_fcfs],
     }

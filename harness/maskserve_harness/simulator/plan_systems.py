@@ -136,11 +136,11 @@ class Load:
     @property
     def mix(self) -> dict[Flow, float]:
         """Shares of the requests: families have equal shares of the devices' time."""
-        own = {
+        base_s = {
             base: sum(s * Flow(base, net).solo_s for net, s in enumerate(self.shares))
             for base in SETTINGS[self.setting]
         }
-        weights = {flow: self.shares[flow.net] / own[flow.base] for flow in self.flows}
+        weights = {flow: self.shares[flow.net] / base_s[flow.base] for flow in self.flows}
         return {flow: weight / sum(weights.values()) for flow, weight in weights.items()}
 
 
@@ -160,15 +160,15 @@ def wants(load: Load) -> list[Want]:
     rate = load.load * load.devices / mean
     rng, mix = random.Random(load.seed), load.mix
     if load.turns > 1:
-        came = _by_turns(load, rate, TURN * mean, rng)
+        arrivals = _by_turns(load, rate, TURN * mean, rng)
     else:
-        flows, weights, now = list(mix), list(mix.values()), 0.0
-        came = []
+        flows, weights, now_s = list(mix), list(mix.values()), 0.0
+        arrivals = []
         for _ in range(load.requests):
-            now += _gap(rng, rate, load.cv)
-            came.append((now, rng.choices(flows, weights)[0]))
+            now_s += _gap(rng, rate, load.cv)
+            arrivals.append((now_s, rng.choices(flows, weights)[0]))
     shares = _mask_shares(load.requests, load.seed) if load.masked else (1.0,) * load.requests
-    return [Want(at, flow, share) for (at, flow), share in zip(came, shares, strict=True)]
+    return [Want(at, flow, share) for (at, flow), share in zip(arrivals, shares, strict=True)]
 
 
 def _gap(rng: random.Random, rate: float, cv: float) -> float:
@@ -180,13 +180,13 @@ def _gap(rng: random.Random, rate: float, cv: float) -> float:
 def _by_turns(load: Load, rate: float, turn: float, rng: random.Random) -> list[tuple[float, Flow]]:
     """Each workflow has gaps of its own, and as many times its rate as there are turns in one."""
     turns = load.turns
-    came = []
+    arrivals = []
     for number, (flow, share) in enumerate(load.mix.items()):
         on = 0.0
         for _ in range(load.requests):
             on += _gap(rng, turns * share * rate, load.cv)
-            came.append((on + turn * ((turns - 1) * (on // turn) + number % turns), flow))
-    return sorted(came, key=lambda each: each[0])[: load.requests]
+            arrivals.append((on + turn * ((turns - 1) * (on // turn) + number % turns), flow))
+    return sorted(arrivals, key=lambda each: each[0])[: load.requests]
 
 
 @cache
@@ -194,10 +194,12 @@ def _mask_shares(requests: int, seed: int) -> tuple[float, ...]:
     """Seconds of a step of masked rows of the production trace, over a dense one's."""
     hardware = Hardware()
     dense = hardware.step_seconds(0, 0, 1)
-    asked = draw(Workload(requests, 1.0, "production"), hardware.tokens, seed)
+    drawn_requests = draw(Workload(requests, 1.0, "production"), hardware.tokens, seed)
     return tuple(
-        hardware.step_seconds(1, each.active, 0) / dense if hardware.cacheable(each.active) else 1.0
-        for each in asked
+        hardware.step_seconds(1, request.active, 0) / dense
+        if hardware.cacheable(request.active)
+        else 1.0
+        for request in drawn_requests
     )
 
 
@@ -210,42 +212,48 @@ def ours(
     """Models by themselves, placed by their loads; an edit is one node of its worker, and a row of
     cached activations where it is masked.
     """
-    asked = []
-    for number, each in enumerate(want):
-        base = BASES[each.flow.base]
-        loop, ends = each.flow.loop_s * each.share, base.text[1] + base.vae[1] + OVERHEAD_S
-        node = Node(frozenset(each.flow.parts), (loop + ends, loop / TWO + ends))
-        asked.append(_asked(load, number, each, (node,)))
+    plan_requests = []
+    for number, request in enumerate(want):
+        base = BASES[request.flow.base]
+        loop, ends = request.flow.loop_s * request.share, base.text[1] + base.vae[1] + OVERHEAD_S
+        node = Node(frozenset(request.flow.parts), (loop + ends, loop / TWO + ends))
+        plan_requests.append(_asked(load, number, request, (node,)))
     models = _models(load)
-    return _run(rules or Rules(), load, models, _loads(load, models)), asked
+    return _run(rules or Rules(), load, models, _loads(load, models)), plan_requests
 
 
 def lego(
     load: Load, want: Sequence[Want], rules: Rules | None = None
 ) -> tuple[PlanRun, list[Asked]]:
     """LegoDiffusion as printed: a node for each call of a model, a step's ControlNet beside it."""
-    asked = [_asked(load, n, each, _steps(each.flow)) for n, each in enumerate(want)]
+    plan_requests = [
+        _asked(load, n, request, _steps(request.flow)) for n, request in enumerate(want)
+    ]
     models = _models(load)
     printed = rules or Rules("fcfs", printed=True)
-    return _run(printed, load, models, _loads(load, models)), asked
+    return _run(printed, load, models, _loads(load, models)), plan_requests
 
 
 @cache
 def _steps(flow: Flow) -> tuple[Node, ...]:
-    base, sent = BASES[flow.base], OVERHEAD_S
-    nodes = [Node(frozenset({base.encoder}), (base.text[1] + sent,), together=8)]
+    base, overhead_s = BASES[flow.base], OVERHEAD_S
+    nodes = [Node(frozenset({base.encoder}), (base.text[1] + overhead_s,), together=8)]
     last: tuple[int, ...] = (0,)
     for _ in range(base.steps):
         step = base.step[1]
         behind = [len(nodes)]
-        nodes.append(Node(frozenset({flow.base}), (step + sent, step / TWO + sent), last))
+        nodes.append(
+            Node(frozenset({flow.base}), (step + overhead_s, step / TWO + overhead_s), last)
+        )
         if flow.net:
             behind.append(len(nodes))
             nodes.append(
-                Node(frozenset({f"{flow.base}-net{flow.net}"}), (base.net[1] + sent,), last)
+                Node(frozenset({f"{flow.base}-net{flow.net}"}), (base.net[1] + overhead_s,), last)
             )
         last = tuple(behind)
-    nodes.append(Node(frozenset({f"vae-{flow.base}"}), (base.vae[1] + sent,), last, together=4))
+    nodes.append(
+        Node(frozenset({f"vae-{flow.base}"}), (base.vae[1] + overhead_s,), last, together=4)
+    )
     return tuple(nodes)
 
 
@@ -287,15 +295,19 @@ SYSTEMS: Final = {**MONOLITHS, "lego": lego, "ours": ours}
 def _monolith(
     load: Load, want: Sequence[Want], placed: dict[str, frozenset[str]], *, bound: bool
 ) -> tuple[PlanRun, list[Asked]]:
-    asked = []
-    for number, each in enumerate(want):
-        name = each.flow.name
-        only = frozenset(d for d, held in placed.items() if name in held) if bound else None
-        node = Node(frozenset({name}), (each.flow.solo_s,), only=only)
-        asked.append(_asked(load, number, each, (node,)))
+    plan_requests = []
+    for number, request in enumerate(want):
+        name = request.flow.name
+        only = (
+            frozenset(d for d, placed_models in placed.items() if name in placed_models)
+            if bound
+            else None
+        )
+        node = Node(frozenset({name}), (request.flow.solo_s,), only=only)
+        plan_requests.append(_asked(load, number, request, (node,)))
     sizes = {flow.name: _nbytes(flow) for flow in load.flows}
     rules = Rules("fcfs", admission=not load.blind, swaps=not bound)
-    return _run(rules, _of_monoliths(load), sizes, placed), asked
+    return _run(rules, _of_monoliths(load), sizes, placed), plan_requests
 
 
 def _of_monoliths(load: Load) -> Load:
@@ -342,11 +354,11 @@ def in_time(system: str, load: Load) -> float:
     """The share of a load's requests that a system has in time; 0 where its models do not fit."""
     want = wants(load)
     try:
-        run, asked = SYSTEMS[system](load, want)
+        run, plan_requests = SYSTEMS[system](load, want)
     except ValueError:
         return 0.0
-    run.run(asked)
-    return run.in_time(asked)
+    run.run(plan_requests)
+    return run.in_time(plan_requests)
 
 
 def rate(system: str, load: Load, seeds: Sequence[int], steps: int = 5) -> float:

@@ -16,13 +16,16 @@ Report = dict[str, Any]
 def rates_table(report: Report) -> str:
     """Rates: the median over the seeds, and what they are from and to."""
     names = [*MONOLITHS, "ours", "lego_at_ours"]
-    found = (
+    rates_by_name = (
         report["rates"]
         | {f"S4, {name}": of for name, of in report["sweeps"].items()}
         | {f"{name} by turns": of for name, of in report["by_turns"].items()}
         | {"S4, masks": report["masks"]}
     )
-    lines = [[name, *(_spread(of.get(each, ())) for each in names)] for name, of in found.items()]
+    lines = [
+        [name, *(_spread(of.get(system, ())) for system in names)]
+        for name, of in rates_by_name.items()
+    ]
     return _table(["", *names[:-1], "lego in time at our rate"], lines)
 
 
@@ -31,15 +34,17 @@ def gains_table(report: Report) -> str:
     due times, bursts and devices of both. The seeds as in `rates_table`.
     """
     lines = []
-    for name, found in report["assumed"].items():
+    for name, results in report["assumed"].items():
         rates = [
             _spread([o / p if p else None for o, p in zip(of["ours"], of["planned"], strict=True)])
-            for of in found["rates"].values()
+            for of in results["rates"].values()
         ]
         pairs = []
-        for what in ("due", "cv", "devices"):
-            both = [[each[what][name] for each in found[GAINS_OF]] for name in ("planned", "ours")]
-            pairs.append(" / ".join(_spread(each, ".3g") for each in both))
+        for figure in ("due", "cv", "devices"):
+            columns = [
+                [item[figure][name] for item in results[GAINS_OF]] for name in ("planned", "ours")
+            ]
+            pairs.append(" / ".join(_spread(item, ".3g") for item in columns))
         lines.append([name, *rates, *pairs])
     head = [f"{GAINS_OF}: due", "CV", "devices"]
     return _table(["assumed", *report["rates"], *head], lines)
@@ -51,8 +56,8 @@ def _spread(found: Sequence[float | None], digits: str = ".2f") -> str:
     if not values:
         return ""
     middle, least, most = (
-        f"{each:{digits}}" if 0.0 < each < math.inf else "none"
-        for each in (statistics.median(values), min(values), max(values))
+        f"{number:{digits}}" if 0.0 < number < math.inf else "none"
+        for number in (statistics.median(values), min(values), max(values))
     )
     return middle if least == most else f"{middle} ({least}-{most})"
 

@@ -134,8 +134,8 @@ class PlanRun:
 
     def run(self, asked: Sequence[Asked]) -> None:
         """Serve all requests to their end, and check what must be conserved."""
-        for each in asked:
-            self._events.at(each.arrival, self._arrive, each)
+        for request in asked:
+            self._events.at(request.arrival, self._arrive, request)
         self._events.run()
         self._check(asked)
 
@@ -155,50 +155,54 @@ class PlanRun:
             return
         self.plans.append(plan)
         self._under_way[each.number] = plan
-        plan.ready.update((n, now) for n, left in enumerate(plan.left) if not left)
+        plan.ready.update(
+            (n, now) for n, blocking_count in enumerate(plan.left) if not blocking_count
+        )
         self._judge(plan, now)
         self._cycle(now)
 
     def _admits(self, plan: _Plan, now: float) -> bool:
-        left = [node for each in self._under_way.values() for node in self._left(each)]
+        remaining_nodes = [
+            node for other_plan in self._under_way.values() for node in self._left(other_plan)
+        ]
         (new,) = self._left(plan) or [self._node(plan, 0, str(plan.asked.number))]
         places = self._places()
-        if new.only is not None and all(node.only == new.only for node in left):
+        if new.only is not None and all(node.only == new.only for node in remaining_nodes):
             places = [place for place in places if place.name in new.only]
-            new, *left = (replace(node, only=None) for node in (new, *left))
-        return admits(new, left, places, self._prices, now, self._order) is not None
+            new, *remaining_nodes = (replace(node, only=None) for node in (new, *remaining_nodes))
+        return admits(new, remaining_nodes, places, self._prices, now, self._order) is not None
 
     def _left(self, plan: _Plan) -> list[ReadyNode]:
         """What is left of a plan that waits for devices; what runs holds its device by itself."""
-        asked, key = plan.asked, str(plan.asked.number)
-        known = asked.nodes[: asked.known]
-        if len(asked.nodes) == 1:
+        request, key = plan.asked, str(plan.asked.number)
+        known_nodes = request.nodes[: request.known]
+        if len(request.nodes) == 1:
             return [self._node(plan, 0, key)] if plan.ready or not plan.running else []
         open_ = plan.ready.keys() or {
-            n for n, left in enumerate(plan.left) if not left and not plan.finished
+            n for n, remaining in enumerate(plan.left) if not remaining and not plan.finished
         }
-        waiting = [asked.nodes[n].run_s[0] + plan.behind[n] for n in open_ - plan.running.keys()]
+        waiting = [request.nodes[n].run_s[0] + plan.behind[n] for n in open_ - plan.running.keys()]
         path = max([*waiting, *(plan.behind[n] for n in plan.running)], default=0.0)
         if not path:
             return []
         if self.rules.printed:
-            return [ReadyNode(key, asked.arrival, 0, asked.due, (path,))]
-        main = max(known, key=lambda node: node.run_s[0]).only
+            return [ReadyNode(key, request.arrival, 0, request.due, (path,))]
+        main = max(known_nodes, key=lambda node: node.run_s[0]).only
         work = sum(
             node.run_s[0]
-            for n, node in enumerate(known)
+            for n, node in enumerate(known_nodes)
             if node.only == main and n not in plan.running and n not in plan.finished
         )
-        left = in_pieces(key, asked.arrival, asked.due, path, work)
-        return [replace(left, only=main)]
+        remaining = in_pieces(key, request.arrival, request.due, path, work)
+        return [replace(remaining, only=main)]
 
     def _node(self, plan: _Plan, number: int, key: str) -> ReadyNode:
-        node, asked = plan.asked.nodes[number], plan.asked
+        node, request = plan.asked.nodes[number], plan.asked
         return ReadyNode(
             key,
-            asked.arrival if self.rules.sees_plan else plan.ready[number],
+            request.arrival if self.rules.sees_plan else plan.ready[number],
             plan.depth[number],
-            asked.due if self.rules.admission else math.inf,
+            request.due if self.rules.admission else math.inf,
             node.run_s,
             plan.behind[number],
             node.models,
@@ -226,10 +230,10 @@ class PlanRun:
         ready = {key: self._node(plan, n, key) for key, (plan, n) in names.items()}
         if self.rules.printed:
             while (
-                one := algorithm_1(ready.values(), self._places(), self._prices, now)
+                printed_dispatch := algorithm_1(ready.values(), self._places(), self._prices, now)
             ) is not None:
-                self._begin(now, one, names)
-                for node in one.nodes:
+                self._begin(now, printed_dispatch, names)
+                for node in printed_dispatch.nodes:
                     del ready[node.key]
             return
         begun, late = decide(ready.values(), self._places(), self._prices, now, self._order)
@@ -249,9 +253,9 @@ class PlanRun:
         if self.rules.sees_plan or not self.rules.admission:
             return
         waiting = [
-            self._node(each, n, f"{each.asked.number}/{n}")
-            for each in self._under_way.values()
-            for n in each.ready
+            self._node(other_plan, n, f"{other_plan.asked.number}/{n}")
+            for other_plan in self._under_way.values()
+            for n in other_plan.ready
         ]
         ends = predicted(waiting, self._places(), self._prices, now, self._order)
         new = [n for n, since in plan.ready.items() if since == now]
@@ -340,7 +344,7 @@ class PlanRun:
         given_up = [plan for plan in self.plans if plan.given_up]
         numbers = sorted([p.asked.number for p in (*ended, *given_up)] + self.refused)
         facts = {
-            "each request ends once": numbers == sorted(each.number for each in asked),
+            "each request ends once": numbers == sorted(request.number for request in asked),
             "all nodes of what ended ran": all(
                 len(plan.finished) == len(plan.asked.nodes) and not plan.ready for plan in ended
             ),
@@ -359,17 +363,17 @@ class PlanRun:
 
 
 def _plan_of(asked: Asked, *, sees: bool) -> _Plan:
-    nodes, known = asked.nodes, asked.known or len(asked.nodes)
+    nodes, known_count = asked.nodes, asked.known or len(asked.nodes)
     behind, depth = [0.0] * len(nodes), [0] * len(nodes)
     if sees:
-        for n in reversed(range(known)):
-            for before in nodes[n].after:
-                behind[before] = max(behind[before], nodes[n].run_s[0] + behind[n])
+        for n in reversed(range(known_count)):
+            for predecessor in nodes[n].after:
+                behind[predecessor] = max(behind[predecessor], nodes[n].run_s[0] + behind[n])
     for n, node in enumerate(nodes):
-        depth[n] = 1 + max((depth[before] for before in node.after), default=-1)
+        depth[n] = 1 + max((depth[predecessor] for predecessor in node.after), default=-1)
     following: list[list[int]] = [[] for _ in nodes]
     for n, node in enumerate(nodes):
-        for before in node.after:
-            following[before].append(n)
-    left = [len(node.after) for node in nodes]
-    return _Plan(asked, tuple(behind), tuple(depth), left, following)
+        for predecessor in node.after:
+            following[predecessor].append(n)
+    blocking_counts = [len(node.after) for node in nodes]
+    return _Plan(asked, tuple(behind), tuple(depth), blocking_counts, following)

@@ -92,17 +92,17 @@ def check_conserved(cluster: Cluster, requests: Sequence[Request]) -> None:
     must(ended == [r.number for r in requests], "each edit is sent or refused, once")
     must(cluster.answers == len(cluster.jobs), "each edit sent is answered, once")
     for job in cluster.jobs:
-        asked = job.request.steps * job.row.tokens
+        job_tokens = job.request.steps * job.row.tokens
         must(job.outcome in ("done", "expired"), f"edit {job.request.number} has an outcome")
         must(job.sent == job.request.arrival, "an edit is sent when it arrives")
         if job.outcome == "done":
-            must(job.tokens_done == asked, f"edit {job.request.number} got the work it asked")
+            must(job.tokens_done == job_tokens, f"edit {job.request.number} got the work it asked")
             must(job.sent <= job.started < job.denoised <= job.ended, "time runs forward")
         else:
-            must(job.tokens_done < asked, f"edit {job.request.number} expired unfinished")
+            must(job.tokens_done < job_tokens, f"edit {job.request.number} expired unfinished")
     steps = sum(job.request.steps - job.left for job in cluster.jobs)
-    taken = sum(worker.row_steps for worker in cluster.workers.values())
-    must(steps == taken, f"rows took {taken} steps, edits got {steps}")
+    row_steps = sum(worker.row_steps for worker in cluster.workers.values())
+    must(steps == row_steps, f"rows took {row_steps} steps, edits got {steps}")
     primed = sum(worker.prime_steps for worker in cluster.workers.values())
     planned = sum(worker.primed for worker in cluster.workers.values()) * cluster.hardware.anchors
     must(primed == planned, f"priming took {primed} steps of {planned}")
@@ -112,23 +112,23 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
     scenario = cluster.scenario
     first = int(scenario.warmup * len(requests))
     jobs = [j for j in cluster.jobs if j.request.number >= first]
-    done = [j for j in jobs if j.outcome == "done"]
-    latencies = np.array([j.ended - j.request.arrival for j in done] or [math.nan])
+    done_jobs = [j for j in jobs if j.outcome == "done"]
+    latencies = np.array([j.ended - j.request.arrival for j in done_jobs] or [math.nan])
     good = sum(
         j.ended - j.request.arrival <= scenario.slo * _alone(scenario, cluster.hardware, j)
-        for j in done
+        for j in done_jobs
     )
     window = requests[-1].arrival - requests[first].arrival
     workers = cluster.workers.values()
     steps = sum(w.steps for w in workers)
-    errors = [abs(j.predicted - (j.denoised - j.sent)) / (j.denoised - j.sent) for j in done]
-    cuts = _interruptions(done) if scenario.batching == "strawman" else [0]
+    errors = [abs(j.predicted - (j.denoised - j.sent)) / (j.denoised - j.sent) for j in done_jobs]
+    cuts = _interruptions(done_jobs) if scenario.batching == "strawman" else [0]
     return Result(
         seed=seed,
         policy=scenario.policy,
         edits=len(requests),
         measured=len(jobs),
-        done=len(done),
+        done=len(done_jobs),
         expired=sum(j.outcome == "expired" for j in jobs),
         refused=len(cluster.refused),
         mean=float(latencies.mean()),
@@ -172,9 +172,9 @@ def _interruptions(jobs: list[Job]) -> list[int]:
     """Per edit, how many others were admitted or finished on its worker while it denoised."""
     counts = []
     for worker in {job.worker for job in jobs}:
-        mine = [job for job in jobs if job.worker == worker]
-        moments = np.sort([t for job in mine for t in (job.started, job.denoised)])
-        for job in mine:
+        worker_jobs = [job for job in jobs if job.worker == worker]
+        moments = np.sort([t for job in worker_jobs for t in (job.started, job.denoised)])
+        for job in worker_jobs:
             low, high = np.searchsorted(moments, (job.started, job.denoised), side="right")
             counts.append(int(high - low) - 1)  # its own end is not one
     return counts

@@ -60,16 +60,16 @@ class Machine:
         Raises:
             RuntimeError: the policy left edits lying.
         """
-        now, again = 0.0, math.inf
-        coming = deque(sorted(edits, key=lambda edit: edit.ticket.arrival))
+        now_s, next_decision_s = 0.0, math.inf
+        arrivals = deque(sorted(edits, key=lambda edit: edit.ticket.arrival))
         encoding: deque[StagedEdit] = deque()
         decoding: deque[StagedEdit] = deque()
         by_name = {edit.ticket.request_id: edit for edit in edits}
         stages: dict[str, _Job] = {}
         steps: list[_Job] = []
         while len(self.answered) < len(by_name):
-            while coming and coming[0].ticket.arrival <= now:
-                encoding.append(coming.popleft())
+            while arrivals and arrivals[0].ticket.arrival <= now_s:
+                encoding.append(arrivals.popleft())
             if encoding and "encode" not in stages:
                 stages["encode"] = _Job(encoding[0].before, 1, None)
             if decoding and "decode" not in stages:
@@ -80,9 +80,9 @@ class Machine:
                 if name == "encode":
                     ticket = encoding.popleft().ticket
                     self._left[ticket.request_id] = ticket.steps
-                    self._policy.submit(replace(ticket, arrival=now))
+                    self._policy.submit(replace(ticket, arrival=now_s))
                 else:
-                    self.answered[decoding.popleft().ticket.request_id] = now
+                    self.answered[decoding.popleft().ticket.request_id] = now_s
             for job in [job for job in steps if job.left <= _NOTHING_S]:
                 steps.remove(job)
                 assert job.step is not None
@@ -96,12 +96,12 @@ class Machine:
                 continue  # a stage may begin at once
             busy = frozenset(d for job in steps if job.step for d in job.step.devices)
             if len(busy) < self._devices and len(self._policy):
-                decision = self._policy.schedule(now, Devices(busy, frozenset()))
-                again = decision.again if decision.again > now else math.inf
+                decision = self._policy.schedule(now_s, Devices(busy, frozenset()))
+                next_decision_s = decision.again if decision.again > now_s else math.inf
                 for run in decision.runs:
                     lasts = seconds_together(run.rows, len(run.devices))
                     steps.append(_Job(lasts, len(run.devices), run))
-            now = self._go_on(now, again, coming, encoding, decoding, stages, steps)
+            now_s = self._go_on(now_s, next_decision_s, arrivals, encoding, decoding, stages, steps)
         return self.answered
 
     def _go_on(
@@ -119,12 +119,12 @@ class Machine:
             return now
         jobs: list[Any] = [*stages.values(), *steps]
         speed = min(1.0, self._cores / max(1, sum(job.cores for job in jobs)))
-        until = min([job.left / speed for job in jobs], default=math.inf)
-        until = min(until, again - now)
+        wait_s = min([job.left / speed for job in jobs], default=math.inf)
+        wait_s = min(wait_s, again - now)
         if coming:
-            until = min(until, coming[0].ticket.arrival - now)
-        if until == math.inf:
+            wait_s = min(wait_s, coming[0].ticket.arrival - now)
+        if wait_s == math.inf:
             raise RuntimeError(f"{len(self._policy)} edits are left lying")
         for job in jobs:
-            job.left -= until * speed
-        return now + until
+            job.left -= wait_s * speed
+        return now + wait_s

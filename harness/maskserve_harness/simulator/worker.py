@@ -109,16 +109,26 @@ class Worker:
         arrived = self.loras.hold(number, edit.adapters, now) if self.loras else now
         row, fetch, hit = self._admission(edit, controlled=request.controlled)
         cached = row.tokens < edit.total_tokens
-        own = self.hardware.own_steps(edit.steps) if cached and not hit else frozenset[int]()
+        refresh_steps = (
+            self.hardware.own_steps(edit.steps) if cached and not hit else frozenset[int]()
+        )
         job = Job(
-            request, edit, self.name, cached, row, now, edit.steps, own=own, predicted=predicted
+            request,
+            edit,
+            self.name,
+            cached,
+            row,
+            now,
+            edit.steps,
+            own=refresh_steps,
+            predicted=predicted,
         )
         self._assigned[number] = job
         self._view = None
         inline = self.scenario.batching == "strawman"
         prepared = max(arrived, now + (0.0 if inline else self.scenario.pre_seconds))
         if self.host is not None and edit.cache:
-            if not cached or own:
+            if not cached or refresh_steps:
                 self._missed(edit.template_id, now)
             elif fetch:
                 arrives = self.host.fetch(edit.template_id, now)
@@ -220,15 +230,15 @@ class Worker:
 
     def _seconds(self, runs: tuple[Run, ...]) -> float:
         """Until the last run has ended; those of the same devices run one after the other."""
-        taken: dict[tuple[int, ...], float] = {}
+        seconds_by_devices: dict[tuple[int, ...], float] = {}
         for run in runs:
-            own = sum(self._step_seconds(self._left(run, n)) for n in range(run.steps))
-            taken[run.devices] = taken.get(run.devices, 0.0) + own
-        return max(taken.values())
+            run_s = sum(self._step_seconds(self._left(run, n)) for n in range(run.steps))
+            seconds_by_devices[run.devices] = seconds_by_devices.get(run.devices, 0.0) + run_s
+        return max(seconds_by_devices.values())
 
     def _left(self, run: Run, steps: int) -> tuple[Ticket, ...]:
         """Rows of a run that have more than so many steps to go."""
-        held: list[tuple[Ticket, _Prime | Job | None]] = [
+        pairs: list[tuple[Ticket, _Prime | Job | None]] = [
             (
                 ticket,
                 self._primes.get(ticket.request_id)
@@ -237,10 +247,10 @@ class Worker:
             )
             for ticket in run.rows
         ]
-        return tuple(ticket for ticket, each in held if each is not None and each.left > steps)
+        return tuple(ticket for ticket, work in pairs if work is not None and work.left > steps)
 
     def _step_seconds(self, running: tuple[Ticket, ...]) -> float:
-        cached = active = dense = own = 0
+        cached = active = dense = refresh_rows = 0
         for ticket in running:
             job = self._assigned.get(ticket.request_id)
             reads = ticket.active_tokens < ticket.total_tokens
@@ -251,10 +261,10 @@ class Worker:
             cached += 1
             active += ticket.active_tokens
             if job is not None and job.own:
-                own += 1
+                refresh_rows += 1
             else:
                 self.loaded_bytes += self.hardware.load_bytes(ticket.active_tokens)
-        seconds = self.hardware.step_seconds(cached, active, dense, own)
+        seconds = self.hardware.step_seconds(cached, active, dense, refresh_rows)
         seconds += sum(map(self._added_seconds, running))
         if self.scenario.noise:
             seconds *= math.exp(self._random.gauss(0.0, self.scenario.noise))

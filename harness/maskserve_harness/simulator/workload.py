@@ -137,14 +137,21 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     counts = steps.choice(np.array(workload.steps), n)
     controlled = nets.random(n) < workload.controlled
     has_lora = adapters.random(n) < workload.with_lora
-    which = adapters.choice(workload.loras, n, p=_zipf(workload.loras, workload.lora_zipf))
+    lora_ids = adapters.choice(workload.loras, n, p=_zipf(workload.loras, workload.lora_zipf))
     when = np.cumsum(gaps)
-    columns = (when, counts, active, masked, drawn, controlled, has_lora, which)
+    columns = (when, counts, active, masked, drawn, controlled, has_lora, lora_ids)
     return [
         Request(
-            i, float(at), int(n), int(a), int(m), f"t{t:05d}", bool(c), (f"l{x:05d}",) * bool(has)
+            i,
+            float(at),
+            int(n),
+            int(a),
+            int(m),
+            f"t{t:05d}",
+            bool(c),
+            (f"l{x:05d}",) * bool(uses_lora),
         )
-        for i, (at, n, a, m, t, c, has, x) in enumerate(zip(*columns, strict=True))
+        for i, (at, n, a, m, t, c, uses_lora, x) in enumerate(zip(*columns, strict=True))
     ]
 
 
@@ -163,8 +170,8 @@ def draw_gaps(rate: float, count: int, rng: np.random.Generator) -> Floats:
     """
     gaps = rng.exponential(1.0, count)
     gaps[1:] *= (count - 1) / gaps[1:].sum()
-    found: Floats = gaps / rate
-    return found
+    arrival_gaps: Floats = gaps / rate
+    return arrival_gaps
 
 
 def mean_ratio(mix: MaskMix, points: int = 100_000) -> float:

@@ -80,19 +80,21 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
     a file.
     """
     chosen = [attack for attack in ATTACKS if not names or attack.__name__ in names]
-    found: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in chosen}
+    counts_by_attack: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in chosen}
 
     async def again(attack: Attack, rng: random.Random) -> None:
         while time.time() < until:
             try:
                 ends = await asyncio.wait_for(attack(target), 3 * _PATIENCE_S)
-                found[attack.__name__].update(ends)
+                counts_by_attack[attack.__name__].update(ends)
             except Exception as error:
-                found[attack.__name__][type(error).__name__] += 1
+                counts_by_attack[attack.__name__][type(error).__name__] += 1
             await asyncio.sleep(rng.uniform(1.0, 5.0))
 
-    await asyncio.gather(*(again(each, random.Random(i)) for i, each in enumerate(chosen)))
-    report.write_text(json.dumps(found, indent=2), encoding="utf-8")
+    await asyncio.gather(
+        *(again(chosen_attack, random.Random(i)) for i, chosen_attack in enumerate(chosen))
+    )
+    report.write_text(json.dumps(counts_by_attack, indent=2), encoding="utf-8")
 
 
 def main(
@@ -102,9 +104,9 @@ def main(
     machines of their own in life, so that here they have what processor time others leave.
     """
     os.nice(19)
-    made = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration(), _noise())
+    payloads = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration(), _noise())
     _corner()
-    assert all((*made, _many_chunks()))
+    assert all((*payloads, _many_chunks()))
     ready.set()
     go.wait()
     asyncio.run(run(target, time.time() + seconds, report, names))
@@ -220,9 +222,9 @@ async def edits_of_high_priority(target: Target) -> Iterable[str]:
 
 async def registrations(target: Target) -> Iterable[str]:
     image = base64.b64encode(picture()[0]).decode()
-    sent = await calls(target, [operation("register", image=image) for _ in range(30)])
-    known = [operation("evict", template_id="0" * 32), operation("templates")]
-    return [*sent, *await calls(target, known)]
+    statuses = await calls(target, [operation("register", image=image) for _ in range(30)])
+    operations = [operation("evict", template_id="0" * 32), operation("templates")]
+    return [*statuses, *await calls(target, operations)]
 
 
 async def registrations_beside_evictions(target: Target) -> Iterable[str]:
@@ -366,7 +368,7 @@ async def control_nets(target: Target) -> Iterable[str]:
 
 async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
     """Jobs that end at once, and sixteen connections that list them."""
-    image, mask = (base64.b64encode(each).decode() for each in picture())
+    image, mask = (base64.b64encode(data).decode() for data in picture())
     url = "data:image/png;base64,"
     asked_for = {
         "prompt": "mine",
@@ -379,14 +381,14 @@ async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
         json.dumps(asked_for).encode(),
         _key(target, **{"Content-Type": "application/json"}),
     )
-    made = [await asked(target.http, "/v1/jobs", body, kind) for _ in range(30)]
+    statuses = [await asked(target.http, "/v1/jobs", body, kind) for _ in range(30)]
 
     async def lists() -> list[str]:
         path = "/v1/jobs?limit=100"
         return [await asked(target.http, path, b"", _key(target), "GET") for _ in range(10)]
 
     listed = await asyncio.gather(*(lists() for _ in range(16)))
-    return [*made, *(end for ends in listed for end in ends)]
+    return [*statuses, *(end for ends in listed for end in ends)]
 
 
 # Bytes out
@@ -479,9 +481,9 @@ async def offers_of_http_2(target: Target) -> Iterable[str]:
             await asyncio.sleep(0.05)
             writer.write(inner)
             writer.write_eof()
-            said = await asyncio.wait_for(reader.read(), _PATIENCE_S)
-            last = said.rpartition(b"HTTP/1.1 ")[2][:3].decode()  # behind interim ones
-            ends.append("served" if b"HTTP/1.1 200" in said else last or "closed")
+            reply = await asyncio.wait_for(reader.read(), _PATIENCE_S)
+            last = reply.rpartition(b"HTTP/1.1 ")[2][:3].decode()  # behind interim ones
+            ends.append("served" if b"HTTP/1.1 200" in reply else last or "closed")
             writer.close()
         except (OSError, asyncio.TimeoutError):
             ends.append("none")
@@ -491,17 +493,22 @@ async def offers_of_http_2(target: Target) -> Iterable[str]:
 async def edits_with_deadlines(target: Target) -> Iterable[str]:
     """More than there are places for, and among them such that can never be in time."""
     limits = (None, 1, 200, 2_000, 20_000, 600_000)
-    asked: list[dict[str, Any]] = [
+    settings_list: list[dict[str, Any]] = [
         {} if ms is None else {"deadline_ms": ms} for ms in limits for _ in range(8)
     ]
-    return await calls(target, [edit(seed=i, **more) for i, more in enumerate(asked)])
+    return await calls(target, [edit(seed=i, **more) for i, more in enumerate(settings_list)])
 
 
 async def headers_for_workers(target: Target) -> Iterable[str]:
     body = json.dumps({"inputs": []}).encode()
     path = "/v2/models/edit/infer"
-    made = ({"x-own": "a" * 20_000}, {"x-own": "\xe9"}, {"x-own-bin": "A"}, {"traceparent": "x"})
-    ends = [await asked(target.http, path, body, _key(target, **more)) for more in made]
+    header_sets = (
+        {"x-own": "a" * 20_000},
+        {"x-own": "\xe9"},
+        {"x-own-bin": "A"},
+        {"traceparent": "x"},
+    )
+    ends = [await asked(target.http, path, body, _key(target, **more)) for more in header_sets]
     metadata = (("x-api-key", target.key), ("x-own", "a" * 20_000))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc}") as channel:
         for _ in range(8):
@@ -533,7 +540,9 @@ async def large_pictures_of_the_page(target: Target) -> Iterable[str]:
     """Twenty of 49 megapixels, as its own script sends them."""
     port, ask = target.page, f"http://127.0.0.1:{target.page}/config"
     config = json.loads(await asyncio.to_thread(_fetched, ask))
-    names = {each["props"].get("elem_id"): each["id"] for each in config["components"]}
+    names = {
+        component["props"].get("elem_id"): component["id"] for component in config["components"]
+    }
     ends = []
     for number in range(20):
         file = base64.b64encode(_huge_mask() + bytes([number])).decode()
@@ -598,8 +607,8 @@ async def silent_connections(target: Target) -> Iterable[str]:
 
 
 async def requests_without_a_key(target: Target) -> Iterable[str]:
-    made = (asked(target.http, "/v2/models/edit/infer", b"{}", {}) for _ in range(50))
-    return await asyncio.gather(*made)
+    requests = (asked(target.http, "/v2/models/edit/infer", b"{}", {}) for _ in range(50))
+    return await asyncio.gather(*requests)
 
 
 ATTACKS: tuple[Attack, ...] = (

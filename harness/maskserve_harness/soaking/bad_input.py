@@ -39,10 +39,12 @@ def bad_requests() -> tuple[BadRequest, ...]:
         ("PROMPT", {"PROMPT": b"a" * 32_001}),
         *((field, {"SETTINGS": raw}) for raw, field in bad_settings().values()),
     ]
-    made = [BadRequest({**good, "SETTINGS": b"{}", **change}, field) for field, change in changes]
+    requests = [
+        BadRequest({**good, "SETTINGS": b"{}", **change}, field) for field, change in changes
+    ]
     unknown = json.dumps({"template_id": "0" * 32}).encode()
-    gone = {**good, "IMAGE": b"", "SETTINGS": unknown}
-    return (*made, BadRequest(gone, "SETTINGS.template_id", "TEMPLATE_NOT_FOUND"))
+    unknown_template = {**good, "IMAGE": b"", "SETTINGS": unknown}
+    return (*requests, BadRequest(unknown_template, "SETTINGS.template_id", "TEMPLATE_NOT_FOUND"))
 
 
 def bad_images(png: bytes) -> dict[str, bytes]:

@@ -42,29 +42,29 @@ from maskserve_serving.stop_signals import StopSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
+    args = parse(argv)
     options = SoakOptions(
-        model=given.model,
-        minutes=given.minutes,
-        out=given.out,
-        config=given.config,
-        visitors=given.visitors,
-        templates=given.templates,
-        sample_s=given.sample_every,
-        seed=given.seed,
+        model=args.model,
+        minutes=args.minutes,
+        out=args.out,
+        config=args.config,
+        visitors=args.visitors,
+        templates=args.templates,
+        sample_s=args.sample_every,
+        seed=args.seed,
         say=lambda line: print(line, flush=True),
     )
     try:
-        if given.hostile:
+        if args.hostile:
             names = [attack.__name__ for attack in ATTACKS]
-            chosen = [name for name in given.attacks or names if name not in given.without]
-            return hostile(options, given.json, chosen)
+            chosen = [name for name in args.attacks or names if name not in args.without]
+            return hostile(options, args.json, chosen)
         report = soak(options, StopSignals())
     except ServeError as error:
         print(f"soak.py: {error}", file=sys.stderr)
         return 2
     written = json.dumps(summary(options, report), indent=2) + "\n"
-    for path in {options.out / "summary.json", given.json or options.out / "summary.json"}:
+    for path in {options.out / "summary.json", args.json or options.out / "summary.json"}:
         path.write_text(written, encoding="utf-8")
     show(report)
     print(f"written: {options.out}", flush=True)
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def hostile(options: SoakOptions, path: Path | None, names: Sequence[str]) -> int:
     """The soak under these attacks; the exit code."""
-    told = hostile_soak(options, StopSignals(), names)
-    text = json.dumps(told, indent=2) + "\n"
-    for each in {options.out / "hostile.json", path or options.out / "hostile.json"}:
-        each.write_text(text, encoding="utf-8")
-    print(json.dumps(told["summary"]), told["verdict"], flush=True)
-    for problem in told["problems"]:
+    report = hostile_soak(options, StopSignals(), names)
+    text = json.dumps(report, indent=2) + "\n"
+    for file in {options.out / "hostile.json", path or options.out / "hostile.json"}:
+        file.write_text(text, encoding="utf-8")
+    print(json.dumps(report["summary"]), report["verdict"], flush=True)
+    for problem in report["problems"]:
         print(f"problem: {problem}", flush=True)
-    return {PASSED: 0, NOT_JUDGED: 3}.get(told["verdict"], 1)
+    return {PASSED: 0, NOT_JUDGED: 3}.get(report["verdict"], 1)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -91,8 +91,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=60.0, help="how long the load lasts (default: 60)")
     add("--hostile", action="store_true", help="attack a router and its worker meanwhile")
     names = [attack.__name__ for attack in ATTACKS]
-    for flag, told in (("attacks", "of a hostile soak, these alone"), ("without", "all but these")):
-        add(f"--{flag}", nargs="+", choices=names, default=[], metavar="NAME", help=told)
+    for flag, help_text in (
+        ("attacks", "of a hostile soak, these alone"),
+        ("without", "all but these"),
+    ):
+        add(f"--{flag}", nargs="+", choices=names, default=[], metavar="NAME", help=help_text)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--config", type=Path, help="configuration (TOML); its cache budget is replaced")
     add(
@@ -113,8 +116,8 @@ def show(report: Report) -> None:
     """The judgement, for people."""
     for kind, ends in report.ends.items():
         print(f"  {kind}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
-    said = ", ".join(f"{name} {value}" for name, value in drift(report).items())
-    print(f"  drift: {said}")
+    drift_text = ", ".join(f"{name} {value}" for name, value in drift(report).items())
+    print(f"  drift: {drift_text}")
     for bar in report.bars:
         print(bar.line())
     for problem in report.problems:

@@ -113,8 +113,8 @@ class Honest:
         self._grpc = Grpc(url)
         self._pool = ThreadPoolExecutor(32)
         image = base64.b64encode(album.hot[0].image).decode()
-        told = self._grpc.control("register", headers=self._headers, image=image)
-        self.template_id = str(told["template_id"])
+        registration = self._grpc.control("register", headers=self._headers, image=image)
+        self.template_id = str(registration["template_id"])
 
     def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
         """Edits until that time of the monotonic clock; returns when all are answered."""
@@ -157,7 +157,7 @@ class Honest:
         except Exception as error:
             book.add(lost=str(error)[:300] or repr(error))
             return
-        taken = time.monotonic() - began
+        elapsed_s = time.monotonic() - began
         try:
             pixels = check(picture, settings, answer)
             if not np.array_equal(pixels, self._firsts.setdefault(kind, pixels)):
@@ -165,8 +165,8 @@ class Honest:
         except Unexpected as problem:
             book.add(wrong=str(problem)[:300])
         else:
-            book.add(taken)
-            book.time_went(taken, answer[1]["timings_ms"])
+            book.add(elapsed_s)
+            book.time_went(elapsed_s, answer[1]["timings_ms"])
 
 
 def secret(name: str) -> str:
@@ -238,8 +238,8 @@ def hostile_soak(
         seconds = 60 * options.minutes
         report, processes = options.out / "attacks.json", multiprocessing.get_context("spawn")
         ready, go = processes.Event(), processes.Event()
-        given = (target, seconds, report, names, ready, go)
-        attacker = processes.Process(target=attacks.main, args=given, daemon=True)
+        arguments = (target, seconds, report, names, ready, go)
+        attacker = processes.Process(target=attacks.main, args=arguments, daemon=True)
         attacker.start()
         ready.wait(_ANSWER_S)
         options.say("honest clients alone")
@@ -264,10 +264,10 @@ def hostile_soak(
         metrics = _get(router.ports.metrics, "/metrics")
         for client in clients:
             client.close()
-        restarts = sum(each.restarts for each in (worker, router, service))
+        restarts = sum(process.restarts for process in (worker, router, service))
         drained = supervisor.stop()
     books = (warm, calm, attacked)
-    found = json.loads(report.read_text()) if report.exists() else {}
+    attack_counts = json.loads(report.read_text()) if report.exists() else {}
     summary = {
         "lost": sum(len(book.lost) for book in books),
         "wrong": sum(len(book.wrong) for book in books),
@@ -276,7 +276,7 @@ def hostile_soak(
         "page_mib": page_peak.stop(),
         "restarts": restarts,
         "internal_errors": internal_errors(options.out / "logs" / "router.log"),
-        "least_often": least_often(found),
+        "least_often": least_often(attack_counts),
         "attackers_cpu_share": cpu.share("attacked", "attackers"),
         "others_cpu_share": max(cpu.others.values()),
         "ejections": int(
@@ -295,7 +295,7 @@ def hostile_soak(
         "stages_ms": {"alone": calm.means(), "attacked": attacked.means()},
         "cpu_s": cpu.seconds,
         "problems": [text for book in books for text in (*book.lost, *book.wrong)][:20],
-        "attacks": found,
+        "attacks": attack_counts,
     }
 
 
@@ -334,8 +334,10 @@ def least_often(found: dict[str, dict[str, int]]) -> int:
     """Requests of the attack that had fewest answered: an attacker without processor time attacks
     nobody.
     """
-    kept = [{end: n for end, n in ends.items() if end not in _NONE} for ends in found.values()]
-    return min((sum(ends.values()) for ends in kept), default=0)
+    answered_counts = [
+        {end: n for end, n in ends.items() if end not in _NONE} for ends in found.values()
+    ]
+    return min((sum(ends.values()) for ends in answered_counts), default=0)
 
 
 class Peak:
@@ -357,8 +359,8 @@ class Peak:
         while not self._over.wait(0.5):
             with suppress(OSError, AttributeError):
                 status = Path(f"/proc/{self._pid()}/status").read_text(encoding="ascii")
-                found = re.search(r"VmHWM:\s+(\d+) kB", status)
-                self._mib = max(self._mib, int(found[1]) // 1024 if found else 0)
+                match = re.search(r"VmHWM:\s+(\d+) kB", status)
+                self._mib = max(self._mib, int(match[1]) // 1024 if match else 0)
 
 
 class CpuTime:
@@ -376,12 +378,14 @@ class CpuTime:
 
     def book(self, phase: str) -> None:
         """What was taken since the last phase."""
-        now, at = self._taken(), self._machine()
-        self.seconds[phase] = {name: round(now[name] - self._last[name], 1) for name in now}
-        whole, busy, ours = (after - before for before, after in zip(self._at, at, strict=True))
+        process_s, at = self._taken(), self._machine()
+        self.seconds[phase] = {
+            name: round(process_s[name] - self._last[name], 1) for name in process_s
+        }
+        whole, busy, soak_s = (after - before for before, after in zip(self._at, at, strict=True))
         self._whole[phase] = max(whole, 1e-9)
-        self.others[phase] = round(max(busy - ours, 0.0) / self._whole[phase], 3)
-        self._last, self._at = now, at
+        self.others[phase] = round(max(busy - soak_s, 0.0) / self._whole[phase], 3)
+        self._last, self._at = process_s, at
 
     def share(self, phase: str, name: str) -> float:
         """Of the machine's time in a phase, what processes of this name took."""
@@ -392,22 +396,22 @@ class CpuTime:
         times = psutil.cpu_times()
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted twice
-        this = psutil.Process()
-        ours = sum(this.cpu_times()[:4])  # with those of ended children
-        for each in this.children(recursive=True):
+        process = psutil.Process()
+        soak_s = sum(process.cpu_times()[:4])  # with those of ended children
+        for child in process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                ours += sum(each.cpu_times()[:4])
-        return time.monotonic() * (os.cpu_count() or 1), busy, ours
+                soak_s += sum(child.cpu_times()[:4])
+        return time.monotonic() * (os.cpu_count() or 1), busy, soak_s
 
     def _taken(self) -> dict[str, float]:
-        taken = dict.fromkeys(self._pids, 0.0)
+        seconds = dict.fromkeys(self._pids, 0.0)
         for name, pid in self._pids.items():
             with suppress(psutil.NoSuchProcess):
                 first = psutil.Process(pid)
-                for each in (first, *first.children(recursive=True)):
+                for process in (first, *first.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess):
-                        taken[name] += sum(each.cpu_times()[:2])
-        return taken
+                        seconds[name] += sum(process.cpu_times()[:2])
+        return seconds
 
 
 def _edit_for(
@@ -438,8 +442,8 @@ def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [str(program), "web", "--url", url, "--port", str(port)]
     named = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
     with (
-        log.open("wb") as said,
-        subprocess.Popen(command, stdout=said, stderr=said, env=named) as page,
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=named) as page,
     ):
         try:
             yield page
@@ -453,12 +457,12 @@ def _socket_in(folder: Path) -> Path:
 
 def _readable_by_others(folder: Path) -> list[Path]:
     """Files there that another user may read."""
-    found = []
+    paths = []
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
             if path.is_file() and path.stat().st_mode & 0o077:
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def _get(port: int, path: str, *, post: bool = False) -> str:

@@ -96,7 +96,7 @@ def judge_rest(samples: Sequence[Sample], rest: Sample) -> list[Bar]:
         samples: under load.
         rest: taken some seconds after.
     """
-    held = {
+    counts = {
         "running": rest.running,
         "waiting": rest.waiting,
         "in flight": rest.in_flight,
@@ -104,12 +104,16 @@ def judge_rest(samples: Sequence[Sample], rest: Sample) -> list[Bar]:
         "pinned": rest.pinned,
         "priming": rest.priming,
     }
-    left = {name: count for name, count in held.items() if count}
+    leftovers = {name: count for name, count in counts.items() if count}
     pids = {(name, p.pid) for s in (*samples, rest) for name, p in s.processes.items()}
-    same = rest.restarts == 0 and len(pids) == len({name for name, _ in pids})
+    has_same_processes = rest.restarts == 0 and len(pids) == len({name for name, _ in pids})
     return [
-        Bar("nothing left behind", not left, str(left or f"none of {', '.join(held)}")),
-        Bar("no restart", same, "one process each" if same else f"{sorted(pids)}"),
+        Bar("nothing left behind", not leftovers, str(leftovers or f"none of {', '.join(counts)}")),
+        Bar(
+            "no restart",
+            has_same_processes,
+            "one process each" if has_same_processes else f"{sorted(pids)}",
+        ),
     ]
 
 

@@ -34,8 +34,8 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
 
     def line(axes: Any, label: str, of: Callable[[Sample], float | None], **style: Any) -> None:
         values = [of(sample) for sample in samples]
-        shown = [float("nan") if value is None else value for value in values]
-        axes.plot(minutes, shown, label=label, linewidth=1.1, **style)
+        numbers = [float("nan") if value is None else value for value in values]
+        axes.plot(minutes, numbers, label=label, linewidth=1.1, **style)
 
     def of_process(
         name: str, field: str, unit: float = 1, less: float = 0
@@ -80,11 +80,11 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
     line(guard, "edits made again", lambda s: s.counters["audits_total"])
     line(guard, "templates put to dense", lambda s: s.counters["cache_distrusts_total"])
     guard.set_ylabel("drift guard")
-    apart = guard.twinx()
-    line(apart, "drift, mean", lambda s: s.drift_mean, color="tab:green")
-    line(apart, "largest", lambda s: s.drift_max, color="tab:red")
-    apart.set_ylabel("drift")
-    apart.set_ylim(bottom=0)
+    drift_axes = guard.twinx()
+    line(drift_axes, "drift, mean", lambda s: s.drift_mean, color="tab:green")
+    line(drift_axes, "largest", lambda s: s.drift_max, color="tab:red")
+    drift_axes.set_ylabel("drift")
+    drift_axes.set_ylim(bottom=0)
     line(speed, "visits per s", lambda s: s.window.per_s)
     speed.set_ylabel("visits per s")
     times = speed.twinx()
@@ -97,7 +97,7 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
         if axes not in (memory, change, counts):
             axes.set_ylim(bottom=0)
         _legend(axes)
-    apart.legend(frameon=False, fontsize=7, loc="lower right")
+    drift_axes.legend(frameon=False, fontsize=7, loc="lower right")
     times.legend(frameon=False, fontsize=7, loc="lower right")
     speed.set_xlabel("minutes (warm-up shaded)")
     figure.suptitle(title, fontsize=10)

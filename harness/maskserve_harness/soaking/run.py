@@ -134,11 +134,11 @@ def soak(options: SoakOptions, stop: StopSignals | threading.Event) -> Report:
         worker = supervisor.workers[0]
         sampler = Sampler(worker, ledger, options.sample_s, options.out / "samples.jsonl")
         _load_worker(options, worker, ledger, sampler, stop)
-        rest = _rest(worker, ledger, sampler)
+        idle_sample = _rest(worker, ledger, sampler)
         sampler.close()
     finally:
         supervisor.stop()
-    return _judge(options, ledger, sampler.samples, rest, worker)
+    return _judge(options, ledger, sampler.samples, idle_sample, worker)
 
 
 def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
@@ -219,7 +219,7 @@ def _load_worker(
     load.start()
     end = time.monotonic() + 60 * options.minutes
     minute = 0
-    while (left := end - time.monotonic()) > 0 and not stop.wait(min(60.0, left)):
+    while (remaining_s := end - time.monotonic()) > 0 and not stop.wait(min(60.0, remaining_s)):
         minute += 1
         if sampler.samples:
             options.say(progress(minute, sampler.samples[-1]))
@@ -246,10 +246,10 @@ def _rest(worker: WorkerProcess, ledger: Ledger, sampler: Sampler) -> Sample | N
     try:
         while True:
             time.sleep(_REST_S)
-            rest = sampler.take()
-            idle = not (rest.running or rest.waiting or rest.in_flight or rest.priming)
+            sample = sampler.take()
+            idle = not (sample.running or sample.waiting or sample.in_flight or sample.priming)
             if idle or time.monotonic() > end:
-                return rest
+                return sample
     except Exception as error:
         ledger.complain("rest", repr(error))
         return None
@@ -269,8 +269,14 @@ def _judge(
     if rest is not None:
         bars += judge_rest(samples, rest)
     prefix = region_prefix(worker.spec.ports.http)
-    left = [region.name for region in SHARED_MEMORY.glob(f"{prefix}*")]
-    bars.append(Bar("shared memory after the end", not left, ", ".join(left) or "none"))
+    leftover_regions = [region.name for region in SHARED_MEMORY.glob(f"{prefix}*")]
+    bars.append(
+        Bar(
+            "shared memory after the end",
+            not leftover_regions,
+            ", ".join(leftover_regions) or "none",
+        )
+    )
     report = Report(tuple(bars), tuple(ledger.problems()), ends, tuple(samples), rest)
     late = steady(samples)
     if late:
@@ -289,11 +295,11 @@ def drift(report: Report) -> dict[str, float | None]:
     looks = [*report.samples, *([report.rest] if report.rest else [])]
     if not looks:
         return {}
-    found = [look.drift_max for look in looks if look.drift_max is not None]
+    drift_values = [look.drift_max for look in looks if look.drift_max is not None]
     return {
         "audits": looks[-1].counters["audits_total"],
         "mean": looks[-1].drift_mean,
-        "max": max(found, default=None),
+        "max": max(drift_values, default=None),
         "templates_put_to_dense": looks[-1].counters["cache_distrusts_total"],
     }
 

@@ -115,9 +115,9 @@ class Sampler:
             psutil.NoSuchProcess: the worker ends or restarts.
             InferenceServerException: `control` did not answer.
         """
-        now, worker = time.monotonic(), self._worker
-        window = self._ledger.window(now - self._last)
-        self._last = now
+        now_s, worker = time.monotonic(), self._worker
+        window = self._ledger.window(now_s - self._last)
+        self._last = now_s
         status = self._grpc.control("status")
         templates = self._grpc.control("templates")["templates"]
         entries = [entry for template in templates for entry in template["entries"]]
@@ -125,7 +125,7 @@ class Sampler:
         regions = _stats(SHARED_MEMORY, f"{region_prefix(worker.spec.ports.http)}*")
         files = _stats(worker.spec.files.runtime, "**/*", but=MOMENTS)
         return Sample(
-            time_s=round(now - self._began, 2),
+            time_s=round(now_s - self._began, 2),
             processes=processes(worker.pid),
             shared_memory=sum(512 * region.st_blocks for region in regions),
             shared_memory_size=sum(region.st_size for region in regions),
@@ -174,14 +174,14 @@ def drifts(entries: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | 
 def processes(pid: int | None) -> dict[str, ProcessSample]:
     """A Triton server and its models' processes, by name."""
     server = psutil.Process(pid)
-    found = {"server": sample_process(server)}
+    samples = {"server": sample_process(server)}
     # A model may have several instances: told apart by the order in which they were started.
     for child in sorted(server.children(recursive=True), key=lambda process: process.pid):
         name, number = _model_of(child), 2
-        while name in found:
+        while name in samples:
             name, number = f"{_model_of(child)} {number}", number + 1
-        found[name] = sample_process(child)
-    return found
+        samples[name] = sample_process(child)
+    return samples
 
 
 def sample_process(process: psutil.Process) -> ProcessSample:
@@ -214,10 +214,10 @@ def _model_of(stub: psutil.Process) -> str:
 
 def _stats(folder: Path, pattern: str, but: str = "") -> list[os.stat_result]:
     """Of the files in a folder that changes while it is read; `but`: a folder that is left out."""
-    found = []
+    stats = []
     for path in folder.glob(pattern):
         if path.parent.name == but:
             continue
         with contextlib.suppress(FileNotFoundError):
-            found.append(path.stat())
-    return [entry for entry in found if stat.S_ISREG(entry.st_mode)]
+            stats.append(path.stat())
+    return [entry for entry in stats if stat.S_ISREG(entry.st_mode)]

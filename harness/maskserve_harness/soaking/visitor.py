@@ -62,20 +62,20 @@ class Visitor:
     def settings(self, **fixed: Any) -> dict[str, Any]:
         """Settings of an edit, those not fixed at random; the request id is always new."""
         rng = self.rng
-        made: dict[str, Any] = {
+        drawn_settings: dict[str, Any] = {
             "request_id": uuid.UUID(int=rng.getrandbits(128)).hex,
             "num_inference_steps": rng.randint(2, 8),
             "output_format": rng.choice(FORMATS),
         }
         if rng.random() < 0.7:
-            made["seed"] = rng.randrange(2**32)
+            drawn_settings["seed"] = rng.randrange(2**32)
         if rng.random() < 0.2:
-            made["output_encoding"] = "base64"
+            drawn_settings["output_encoding"] = "base64"
         if rng.random() < 0.2:
-            made |= {"mask_dilate": rng.randint(0, 8), "mask_feather": rng.randint(0, 8)}
+            drawn_settings |= {"mask_dilate": rng.randint(0, 8), "mask_feather": rng.randint(0, 8)}
         if rng.random() < 0.2:
-            made["priority"] = rng.randint(-2, 2)
-        return {**made, **fixed}
+            drawn_settings["priority"] = rng.randint(-2, 2)
+        return {**drawn_settings, **fixed}
 
     def inputs(self, picture: Picture, settings: dict[str, Any]) -> dict[str, bytes]:
         """The four tensors of an edit; a template's name in the settings stands for the image."""
@@ -186,5 +186,5 @@ def distance(a: Pixels, b: Pixels) -> int:
 
 
 def _other(wanted: str, error: Exception) -> Unexpected:
-    said = str(error)[:300] or reason(error)
-    return Unexpected(f"{wanted} expected, but: {said}")
+    error_text = str(error)[:300] or reason(error)
+    return Unexpected(f"{wanted} expected, but: {error_text}")

@@ -65,9 +65,11 @@ def reproducible(visitor: Visitor) -> str:
     inputs = {**visitor.inputs(picture, settings), "PROMPT": b"a red star"}
     answer = must(lambda: visitor.grpc.edit(inputs))
     pixels = check(picture, settings, answer)
-    apart = distance(pixels, visitor.keepsakes.first(number, pixels))
-    if apart:
-        raise Unexpected(f"a reproducible edit came back {apart} levels apart; META {answer[1]}")
+    level_distance = distance(pixels, visitor.keepsakes.first(number, pixels))
+    if level_distance:
+        raise Unexpected(
+            f"a reproducible edit came back {level_distance} levels apart; META {answer[1]}"
+        )
     return DONE
 
 
@@ -85,8 +87,8 @@ def odd(visitor: Visitor) -> str:
 def stream(visitor: Visitor) -> str:
     """Progress and previews in order, then one final answer."""
     picture = visitor.rng.choice(visitor.album.hot)
-    every = visitor.rng.choice((0, 2, 3))
-    settings = visitor.settings(progress=True, preview_every=every)
+    preview_every = visitor.rng.choice((0, 2, 3))
+    settings = visitor.settings(progress=True, preview_every=preview_every)
     opened = Stream(visitor.grpc_url)
     try:
         opened.send(visitor.inputs(picture, settings))
@@ -122,8 +124,8 @@ def template(visitor: Visitor) -> str:
     """A template's whole life by name: registered, primed, edited, pinned, evicted, gone."""
     rng, grpc = visitor.rng, visitor.grpc
     picture = visitor.album.fresh(rng)
-    said = operate(grpc, "register", image=base64.b64encode(picture.image).decode())
-    name = said["template_id"]
+    registration = operate(grpc, "register", image=base64.b64encode(picture.image).decode())
+    name = registration["template_id"]
     if rng.random() < 0.5:
         visitor.edit(picture, visitor.settings(template_id=name))
     end = time.monotonic() + _PRIMING_S
@@ -138,8 +140,8 @@ def template(visitor: Visitor) -> str:
     if pinned and rng.random() < 0.5:  # else the eviction unpins it
         operate(grpc, "unpin", template_id=name)
     operate(grpc, "evict", template_id=name)
-    gone = visitor.inputs(picture, visitor.settings(template_id=name))
-    refused(lambda: grpc.edit(gone), "TEMPLATE_NOT_FOUND", "SETTINGS.template_id")
+    evicted_inputs = visitor.inputs(picture, visitor.settings(template_id=name))
+    refused(lambda: grpc.edit(evicted_inputs), "TEMPLATE_NOT_FOUND", "SETTINGS.template_id")
     return DONE
 
 

@@ -78,5 +78,5 @@ def stream_closed(visitor: Visitor) -> str:
 
 def _long(visitor: Visitor, **settings: Any) -> dict[str, bytes]:
     picture = visitor.rng.choice((visitor.rng.choice(visitor.album.hot), visitor.album.largest))
-    made = visitor.settings(num_inference_steps=visitor.long_steps, **settings)
-    return visitor.inputs(picture, made)
+    all_settings = visitor.settings(num_inference_steps=visitor.long_steps, **settings)
+    return visitor.inputs(picture, all_settings)

@@ -49,7 +49,7 @@ class TritonPythonModel(WorkerModel):
             self._facts,
             self._config,
             self._templates.get,
-            [read(each) for each in read_elements(pb_utils, request, CONTROL)],
+            [read(raw_element) for raw_element in read_elements(pb_utils, request, CONTROL)],
         )
         return {
             "PIXELS": prepared.pixels,

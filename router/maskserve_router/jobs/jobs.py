@@ -164,10 +164,10 @@ class Jobs:
             task.cancel()
         if self._runs.tasks:
             await asyncio.wait(self._runs.tasks.values(), timeout=max(grace_s, 0.0))
-        left = [*self._runs.tasks.values(), *self._calls.tasks.values(), *self._tasks]
-        for task in left:
+        remaining_tasks = [*self._runs.tasks.values(), *self._calls.tasks.values(), *self._tasks]
+        for task in remaining_tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*remaining_tasks, return_exceptions=True)
         if self._store is not None:
             try:
                 await self._do(self._store.free, self._owner)
@@ -213,21 +213,21 @@ class Jobs:
             # same edit
             seed = secrets.randbits(_SEED_BITS)
             seeded = replace(form, settings={**form.settings, "seed": seed})
-        kept = await self._turns.run(client, pictures, _ENCODER.encode, seeded)
+        encoded_form = await self._turns.run(client, pictures, _ENCODER.encode, seeded)
         megapixels = await self._turns.run(client, pictures, self._edits.work, form)
-        work = Daily(1, len(kept), megapixels)
-        total, held = await self._asked(client, store.counts, client.scope)
-        free = room(self._half, total.form_bytes, held.form_bytes, client.scope)
-        if len(kept) > free:
+        work = Daily(1, len(encoded_form), megapixels)
+        total, client_counts = await self._asked(client, store.counts, client.scope)
+        free = room(self._half, total.form_bytes, client_counts.form_bytes, client.scope)
+        if len(encoded_form) > free:
             raise RetryLater(
                 f"jobs that wait have {total.form_bytes} bytes already; try again later", 60.0
             )
-        if held.open >= self._config.keep_jobs:
-            raise RetryLater(f"{held.open} jobs have no end yet; try again later", 60.0)
+        if client_counts.open >= self._config.keep_jobs:
+            raise RetryLater(f"{client_counts.open} jobs have no end yet; try again later", 60.0)
         job = JobRecord(
-            secrets.token_hex(16), client.scope, QUEUED, time.time(), len(kept), webhook
+            secrets.token_hex(16), client.scope, QUEUED, time.time(), len(encoded_form), webhook
         )
-        add = partial(store.add, job, kept, digest, idempotency, work, client.daily)
+        add = partial(store.add, job, encoded_form, digest, idempotency, work, client.daily)
         try:
             added = await self._asked(client, add)
         except OtherRequest:
@@ -236,9 +236,10 @@ class Jobs:
             ) from None
         except QuotaReached as reached:
             most = getattr(client.daily, reached.name)
-            what = reached.name.replace("_", "-")
+            quota_unit = reached.name.replace("_", "-")
             raise RetryLater(
-                f"key {client.name} may give {most:g} {what} of jobs a day; again from 0:00 UTC",
+                f"key {client.name} may give {most:g} {quota_unit} of jobs a day; again from "
+                "0:00 UTC",
                 86_400 - time.time() % 86_400,
             ) from None
         self._wake.set()
@@ -358,10 +359,10 @@ class Jobs:
             if job is None:
                 keys.remove(turns[0])
                 continue
-            if (before := under_way.tasks.get(job.id)) is not None:
+            if (previous_task := under_way.tasks.get(job.id)) is not None:
                 # It was put back or given up just now; nothing is done twice at a time.
-                before.cancel()
-                await asyncio.wait([before])
+                previous_task.cancel()
+                await asyncio.wait([previous_task])
             places.book(job.scope)
             task = asyncio.create_task(work(job))
             under_way.tasks[job.id], under_way.fences[job.id] = task, job.fence
@@ -424,21 +425,21 @@ class Jobs:
 
     async def _beat(self) -> None:
         assert self._store is not None
-        held: dict[str, Holding] = {}
+        holdings: dict[str, Holding] = {}
         tasks: dict[str, asyncio.Task[None]] = {}
         for under_way in (self._runs, self._calls):
             for name, fence in under_way.fences.items():
                 far = self._progress.get(name)
                 new = far if far != self._kept_progress.get(name) else None
-                held[name] = Holding(under_way.kind, fence, new)
+                holdings[name] = Holding(under_way.kind, fence, new)
                 tasks[name] = under_way.tasks[name]
-        kept, strays = await self._do(self._store.beat, self._owner, held)
+        confirmed_names, strays = await self._do(self._store.beat, self._owner, holdings)
         for stray in strays & self._strays:  # seen twice: it was not taken just now
             if not any(stray.name in under_way.tasks for under_way in (self._runs, self._calls)):
                 await self._do(self._store.let_go, stray)
         self._strays = strays
-        for name, holding in held.items():
-            if name not in kept:
+        for name, holding in holdings.items():
+            if name not in confirmed_names:
                 tasks[name].cancel()
             elif holding.progress is not None and name in self._runs.tasks:
                 self._kept_progress[name] = holding.progress
@@ -446,9 +447,9 @@ class Jobs:
     async def _expire(self) -> None:
         assert self._store is not None
         late = DeadlineExceeded(f"it did not begin in {self._config.max_wait_s:g} s")
-        told = error_body(late)["error"]
+        error_object = error_body(late)["error"]
         bounds = self._config.keep_s, self._config.max_wait_s
-        while await self._do(self._store.expire, time.time(), *bounds, told):
+        while await self._do(self._store.expire, time.time(), *bounds, error_object):
             pass
 
     async def _run(self, job: JobRecord) -> None:
@@ -490,15 +491,15 @@ class Jobs:
         """What a statement about a job gives, once the database has taken it: on a full disk, or
         while the database is away, the job keeps its place and its result.
         """
-        told = False
+        is_logged = False
         while True:
             try:
                 return await self._do(work)
             except (SQLAlchemyError, OSError) as error:
-                if not told:
+                if not is_logged:
                     text = "job %s: its end waits for the database: %s"
                     log.error(text, job.id, _short(error), extra=about(job.id))
-                told = True
+                is_logged = True
             await asyncio.sleep(_LOOK_S)
 
     async def _answer(self, job: JobRecord) -> msgspec.Raw:
@@ -509,26 +510,32 @@ class Jobs:
             raise InvalidRequest("key", "is not known any more")
         if job.runs > _MOST_RUNS:
             raise EngineFailed(f"{_MOST_RUNS} routers were lost while they ran it")
-        with ExitStack() as held:
-            held.enter_context(self._admission.hold(client, job.bytes))
+        with ExitStack() as exit_stack:
+            exit_stack.enter_context(self._admission.hold(client, job.bytes))
             raw = await self._do(self._store.form, job.id)
             if raw is None:
                 raise asyncio.CancelledError  # its client was faster
             form = await self._turns.run(client, len(raw), _form, raw)
             del raw
-            done: dict[int, tuple[int, int]] = {}
+            picture_progress: dict[int, tuple[int, int]] = {}
 
             def tell(number: int, meta: Mapping[str, Any]) -> None:
                 self._pauses.went(job.scope)
-                nodes, _ = done.get(number, (0, 0))
+                nodes, _ = picture_progress.get(number, (0, 0))
                 if meta.get("event") == "node":
-                    done[number] = nodes + 1, 0
-                    self._progress[job.id] = {"nodes": sum(first for first, _ in done.values())}
+                    picture_progress[number] = nodes + 1, 0
+                    self._progress[job.id] = {
+                        "nodes": sum(first for first, _ in picture_progress.values())
+                    }
                 elif meta.get("steps") and "key" not in meta:
-                    done[number] = int(meta["step"]), int(meta["steps"])
-                    step, steps = (sum(each) for each in zip(*done.values(), strict=True))
+                    picture_progress[number] = int(meta["step"]), int(meta["steps"])
+                    step, steps = (
+                        sum(column) for column in zip(*picture_progress.values(), strict=True)
+                    )
                     # Those that have not begun have as many.
-                    steps = max(steps, form.fields.n * max(total for _, total in done.values()))
+                    steps = max(
+                        steps, form.fields.n * max(total for _, total in picture_progress.values())
+                    )
                     self._progress[job.id] = {"step": step, "steps": steps}
 
             # A worker may still hold the run before, of a router that was killed.
@@ -541,12 +548,12 @@ class Jobs:
         assert job.webhook is not None
         client = self._keys.holder(job.scope)
         event = {"type": f"job.{job.state}", "timestamp": job.ended, "data": told_of(job)}
-        taken = client is not None and await self._webhooks.tell(
+        is_delivered = client is not None and await self._webhooks.tell(
             job.webhook, client.webhook_secret, job.id, event
         )
-        self._metrics.webhooks.labels("taken" if taken else "given_up").inc()
-        told = partial(self._store.told, job.id, job.fence, taken=taken)
-        await self._written(job, told)
+        self._metrics.webhooks.labels("taken" if is_delivered else "given_up").inc()
+        record_delivery = partial(self._store.told, job.id, job.fence, taken=is_delivered)
+        await self._written(job, record_delivery)
 
     def _counted(self, state: str) -> None:
         self._metrics.jobs.labels(state).inc()

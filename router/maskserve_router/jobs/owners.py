@@ -34,8 +34,8 @@ class Owners:
         self._watched_s += min(passed, self._silence_s / 4)
         self._last = now
         self._seen = {
-            owner: seen
-            if (seen := self._seen.get(owner)) is not None and seen[0] == beat
+            owner: last_beat
+            if (last_beat := self._seen.get(owner)) is not None and last_beat[0] == beat
             else (beat, self._watched_s)
             for owner, beat in beats.items()
             if owner != self._name

@@ -32,8 +32,8 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
             raise InvalidRequest(
                 "Idempotency-Key", "has another form", "up to 255 characters of ASCII, no blanks"
             )
-        with ExitStack() as held:
-            form, _ = await edits.read(request, client, held)
+        with ExitStack() as exit_stack:
+            form, _ = await edits.read(request, client, exit_stack)
             job, new = await jobs.add(form, client, named)
         headers = {"location": f"/v1/jobs/{job.id}"}
         if not new:
@@ -42,11 +42,11 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
 
     async def listed(request: Request, request_id: str) -> Response:
         client = front.client(request.headers)
-        asked = request.query_params
-        limit = asked.get("limit", str(MOST_LISTED))
+        query = request.query_params
+        limit = query.get("limit", str(MOST_LISTED))
         if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MOST_LISTED:
             raise InvalidRequest("limit", f"is {limit[:20]!r}", f"1 to {MOST_LISTED}")
-        page = await jobs.listed(client, int(limit), asked.get("after"))
+        page = await jobs.listed(client, int(limit), query.get("after"))
         return json_answer(msgspec.Raw(page), request_id)
 
     async def one(request: Request, request_id: str) -> Response:

@@ -296,9 +296,9 @@ class _Changes:
 
     def waits(self, scope: str, before: str, after: str) -> None:
         """A job of the key waits for something else."""
-        for what, count in ((before, -1), (after, 1)):
-            if what:
-                self._of[scope][what] += count
+        for kind, count in ((before, -1), (after, 1)):
+            if kind:
+                self._of[scope][kind] += count
 
     def write(self, db: Connection) -> None:
         for scope, more in sorted(self._of.items()):
@@ -500,9 +500,11 @@ class JobStore:
         keys = select(_COUNTS.c.scope, _COUNTS.c.result_bytes, first.label("first"))
         with self._reads.connect() as db:
             rows = db.execute(keys.where(_COUNTS.c[kind] > 0)).all()
-            kept = db.execute(select(func.coalesce(func.sum(_COUNTS.c.result_bytes), 0))).scalar()
-        due = sorted((row for row in rows if row[2] is not None and row[2] <= now), key=_first)
-        return [WaitingKey(row[0], int(row[1])) for row in due], int(kept or 0)
+            result_bytes = db.execute(
+                select(func.coalesce(func.sum(_COUNTS.c.result_bytes), 0))
+            ).scalar()
+        due_rows = sorted((row for row in rows if row[2] is not None and row[2] <= now), key=_first)
+        return [WaitingKey(row[0], int(row[1])) for row in due_rows], int(result_bytes or 0)
 
     def take(self, owner: str, kind: str, scope: str, now: float) -> JobRecord | None:
         """Have the key's next job that waits.
@@ -524,11 +526,11 @@ class JobStore:
             if not rows:
                 return None
             job = _JOBS.c.id == rows[0]["id"]
-            had: dict[str, Any] = {"owner": owner, "waits": NOTHING, "fence": _JOBS.c.fence + 1}
+            values: dict[str, Any] = {"owner": owner, "waits": NOTHING, "fence": _JOBS.c.fence + 1}
             if kind == RUN:
                 started = func.coalesce(_JOBS.c.started, now)
-                had |= {"state": RUNNING, "runs": _JOBS.c.runs + 1, "started": started}
-            db.execute(update(_JOBS).where(job).values(**had))
+                values |= {"state": RUNNING, "runs": _JOBS.c.runs + 1, "started": started}
+            db.execute(update(_JOBS).where(job).values(**values))
             changes.waits(scope, kind, NOTHING)
             return _job(db.execute(select(_JOBS).where(job)).mappings().one())
 
@@ -555,14 +557,18 @@ class JobStore:
                     _have_again(db, changes, owner, name, holding)
             for name, holding in sorted(held.items()):
                 if holding.progress is not None:
-                    told = {"progress": msgspec.json.encode(holding.progress).decode()}
-                    mine = _fenced(name, holding.fence)
-                    db.execute(update(_JOBS).where(mine).values(**told))
-            had = select(_JOBS.c.id, _JOBS.c.fence).where(_JOBS.c.owner == owner)
-            fences: dict[str, int] = {row[0]: row[1] for row in db.execute(had)}
-        kept = frozenset(n for n, holding in held.items() if fences.get(n) == holding.fence)
-        strays = (Stray(name, fence) for name, fence in fences.items() if name not in kept)
-        return kept, frozenset(strays)
+                    values = {"progress": msgspec.json.encode(holding.progress).decode()}
+                    fenced_job = _fenced(name, holding.fence)
+                    db.execute(update(_JOBS).where(fenced_job).values(**values))
+            owned_jobs = select(_JOBS.c.id, _JOBS.c.fence).where(_JOBS.c.owner == owner)
+            fences: dict[str, int] = {row[0]: row[1] for row in db.execute(owned_jobs)}
+        confirmed_names = frozenset(
+            n for n, holding in held.items() if fences.get(n) == holding.fence
+        )
+        strays = (
+            Stray(name, fence) for name, fence in fences.items() if name not in confirmed_names
+        )
+        return confirmed_names, frozenset(strays)
 
     def beats(self) -> dict[str, int]:
         """The last beat of each owner."""
@@ -577,11 +583,11 @@ class JobStore:
             owner: who.
             beat: its last; it is not lost if there was another since. None: it stops.
         """
-        gone = _OWNERS.c.owner == owner
+        owner_clause = _OWNERS.c.owner == owner
         if beat is not None:
-            gone = and_(gone, _OWNERS.c.beat == beat)
+            owner_clause = and_(owner_clause, _OWNERS.c.beat == beat)
         with self._writing() as (db, changes):
-            if not db.execute(delete(_OWNERS).where(gone)).rowcount and beat is not None:
+            if not db.execute(delete(_OWNERS).where(owner_clause)).rowcount and beat is not None:
                 return
             _let_go(db, changes, _locked(db, _JOBS.c.owner == owner))
 
@@ -657,8 +663,8 @@ class JobStore:
             if result:
                 _put(db, name, _RESULT, result)
             if progress is not None:
-                told = {"progress": msgspec.json.encode(progress).decode()}
-                db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**told))
+                values = {"progress": msgspec.json.encode(progress).decode()}
+                db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**values))
         return True
 
     @_on_a_full_disk
@@ -684,13 +690,13 @@ class JobStore:
         over = _JOBS.c.gone < now
         late = and_(_JOBS.c.waits == RUN, _JOBS.c.created < now - wait_s, _JOBS.c.started.is_(None))
         with self._writing() as (db, changes):
-            gone = _locked(db, over, _JOBS.c.gone, limit=_BATCH)
-            self._forget(db, changes, gone)
+            expired_rows = _locked(db, over, _JOBS.c.gone, limit=_BATCH)
+            self._forget(db, changes, expired_rows)
             waited = _locked(db, late, _JOBS.c.created, limit=_BATCH)
             for row in waited:
                 self._end(db, changes, row, FAILED, now, keep_s, 0, error)
             db.execute(delete(_USAGE).where(_USAGE.c.day < int(now // 86_400) - 1))
-        return _BATCH in (len(gone), len(waited))
+        return _BATCH in (len(expired_rows), len(waited))
 
     def tidy(self) -> None:
         """Have nothing that was deleted in SQLite's log either."""
@@ -792,17 +798,17 @@ def _fenced(name: str, fence: int) -> ColumnElement[bool]:
 
 def _beat(db: Connection, owner: str) -> bool:
     """Whether the owner is known; it has beaten once more."""
-    known = update(_OWNERS).where(_OWNERS.c.owner == owner)
-    return bool(db.execute(known.values(beat=_OWNERS.c.beat + 1)).rowcount)
+    statement = update(_OWNERS).where(_OWNERS.c.owner == owner)
+    return bool(db.execute(statement.values(beat=_OWNERS.c.beat + 1)).rowcount)
 
 
 def _have_again(db: Connection, changes: _Changes, owner: str, name: str, holding: Holding) -> None:
     free = and_(_fenced(name, holding.fence), _JOBS.c.waits == holding.waited)
     for row in _locked(db, free):
-        had = {"owner": owner, "waits": NOTHING}
+        values = {"owner": owner, "waits": NOTHING}
         if holding.waited == RUN:
-            had["state"] = RUNNING
-        db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**had))
+            values["state"] = RUNNING
+        db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**values))
         changes.waits(row["scope"], row["waits"], NOTHING)
 
 

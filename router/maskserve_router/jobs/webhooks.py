@@ -101,13 +101,13 @@ class Webhooks:
             retry=retry_if_exception_type(_NotTaken),
         )
         try:
-            asked = self._hosts.allowed("webhook", url)
-            return await tries(self._call, asked, webhook_key(secret), name, body)
+            target = self._hosts.allowed("webhook", url)
+            return await tries(self._call, target, webhook_key(secret), name, body)
         except InvalidRequest as error:  # the host is not listed any more
-            told: BaseException = error
+            failure: BaseException = error
         except RetryError as error:
-            told = error.last_attempt.exception() or error
-        log.warning("job %s: its webhook was not taken: %s", name, told)
+            failure = error.last_attempt.exception() or error
+        log.warning("job %s: its webhook was not taken: %s", name, failure)
         return False
 
     async def _call(self, asked: PublicUrl, key: bytes, name: str, body: bytes) -> bool:

@@ -101,8 +101,8 @@ def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
         code, param = "invalid_api_key", None
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    told = {"message": text, "type": kind, "param": param, "code": code.lower()}
-    return {"error": told}
+    error_object = {"message": text, "type": kind, "param": param, "code": code.lower()}
+    return {"error": error_object}
 
 
 def error_answer(error: MaskserveError | Failure, request_id: str) -> Response:
@@ -135,8 +135,8 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
             response = error_answer(error, request_id)
         except Exception as error:
             response = error_answer(guarded(request_id, error), request_id)
-        if theirs := foreign_id(request.headers):
-            response.headers["x-request-id"] = theirs
+        if header_id := foreign_id(request.headers):
+            response.headers["x-request-id"] = header_id
         return response
 
     return answer
@@ -144,12 +144,12 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
 
 def images_begin(asked: Fields, picture: Picture) -> bytes:
     """The answer to an edit up to its first picture, which is this one."""
-    told = {
+    head = {
         "created": int(time.time()),
         **_told_of(picture),
         "output_format": asked.output_format,
     }
-    return msgspec.json.encode(told)[:-1] + b',"data":['
+    return msgspec.json.encode(head)[:-1] + b',"data":['
 
 
 def image_parts(picture: Picture, meta: Mapping[str, Any]) -> Iterator[bytes]:
@@ -164,8 +164,8 @@ def image_at(url: str, meta: Mapping[str, Any]) -> bytes:
 
 def images_end(metas: Sequence[Mapping[str, Any]]) -> bytes:
     """The answer behind its pictures, of which this is META."""
-    told = msgspec.json.encode({"usage": _usage(metas), "maskserve": metas})
-    return b"]," + told[1:]
+    tail = msgspec.json.encode({"usage": _usage(metas), "maskserve": metas})
+    return b"]," + tail[1:]
 
 
 def image_bytes(picture: Picture) -> int:
@@ -237,11 +237,11 @@ def _told_of(picture: Picture) -> dict[str, str]:
 def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Image tokens: those of the image, and those that the mask covers. Text is not counted."""
     image = sum(int(meta.get("total_tokens", 0)) for meta in metas)
-    made = sum(int(meta.get("active_tokens", 0)) for meta in metas)
+    output_tokens = sum(int(meta.get("active_tokens", 0)) for meta in metas)
     return {
         "input_tokens": image,
         "input_tokens_details": {"image_tokens": image, "text_tokens": 0},
-        "output_tokens": made,
-        "output_tokens_details": {"image_tokens": made, "text_tokens": 0},
-        "total_tokens": image + made,
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"image_tokens": output_tokens, "text_tokens": 0},
+        "total_tokens": image + output_tokens,
     }

@@ -92,22 +92,24 @@ class ImageEdits:
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
         client = self._front.client(headers)  # who may not call is told so before the body is read
-        with ExitStack() as held:
-            form, size = await self.read(request, client, held)
+        with ExitStack() as exit_stack:
+            form, size = await self.read(request, client, exit_stack)
             if form.fields.webhook is not None:
                 raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
             if form.fields.stream:
-                return await self._stream(request, client, form, size, headers, request_id, held)
+                return await self._stream(
+                    request, client, form, size, headers, request_id, exit_stack
+                )
             if request.scope["http_version"] == "1.0":  # knows no body without its length
                 work = self.answer(client, form, size, headers, request_id)
                 return self._whole(client, await while_connected(request, work), request_id)
             urls = _output_urls(form.fields, request_id)
-            made = self._made(client, form, size, headers, request_id)
-            parts = self._parts(form, made, urls)
+            picture_stream = self._made(client, form, size, headers, request_id)
+            parts = self._parts(form, picture_stream, urls)
             first = await while_connected(request, _first_of(parts))
             return WrittenAnswer(
                 _behind(first, parts),
-                held.pop_all(),
+                exit_stack.pop_all(),
                 headers={"x-request-id": request_id},
                 media_type=JSON,
             )
@@ -182,10 +184,10 @@ class ImageEdits:
         urls = _output_urls(form.fields, called or request_id)
         if not urls:
             self._check_text(client, form)
-        made = self._made(client, form, size, headers, request_id, tell)
+        picture_stream = self._made(client, form, size, headers, request_id, tell)
         body = io.BytesIO()
         with self._front.room(client) as room:
-            async with aclosing(self._parts(form, made, urls)) as parts:
+            async with aclosing(self._parts(form, picture_stream, urls)) as parts:
                 async for part in parts:
                     room.becomes(room.size + len(part))
                     body.write(part)
@@ -215,7 +217,7 @@ class ImageEdits:
         Raises:
             InvalidRequest: naming `n`.
         """
-        if not (shown := form.image or form.mask):
+        if not (sized_image := form.image or form.mask):
             return
         fields = form.fields
         settings = EditSettings(
@@ -224,11 +226,11 @@ class ImageEdits:
             background=fields.background,
             output_encoding="base64",
         )
-        height, width = read_size(shown, "image", self._limits)
+        height, width = read_size(sized_image, "image", self._limits)
         size = fields.n * answer_bytes(height * width, settings)
         if size > (most := self._front.most_bytes(client)):
-            told = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
-            raise InvalidRequest("n", told, "fewer pictures, jpeg, or output_url")
+            problem = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
+            raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
 
     def check_pictures(self, form: EditForm) -> None:
         """Refuse pictures that every worker refuses: those of a job are looked at before it waits.
@@ -263,7 +265,7 @@ class ImageEdits:
         if form.image:
             height, width = read_size(form.image, "image", self._limits)
         else:
-            sides = [each.native_resolution for each in self._told()]
+            sides = [served.native_resolution for served in self._told()]
             height = width = max(sides, default=1024)
         plan = self._front.plans.get(form.fields.model or "")
         if plan is None:
@@ -339,8 +341,8 @@ class ImageEdits:
             seed = first + number if isinstance(first, int) else first
             message = _with_settings(request, {"seed": seed, "request_id": name})
             if tell is None:
-                sent = message, size, client, headers, None, _ROUTE, room
-                return await self._picture(client, await self._front.infer(*sent))
+                arguments = message, size, client, headers, None, _ROUTE, room
+                return await self._picture(client, await self._front.infer(*arguments))
             message = _with_settings(message, {"progress": True})
             last: Picture | None = None
             async with aclosing(self._events(client, message, size, headers, room)) as events:
@@ -350,13 +352,13 @@ class ImageEdits:
                 raise EngineFailed("the stream ended before the answer")
             return last
 
-        made: dict[int, Picture] = {}
+        results: dict[int, Picture] = {}
 
         async def make(number: int, room: EditRoom) -> None:
-            made[number] = await one(number, room)
+            results[number] = await one(number, room)
 
-        with ExitStack() as opened:
-            numbered = [opened.enter_context(rooms.room(i)) for i in range(form.fields.n)]
+        with ExitStack() as room_stack:
+            numbered = [room_stack.enter_context(rooms.room(i)) for i in range(form.fields.n)]
             tasks = [asyncio.create_task(make(i, room)) for i, room in enumerate(numbered)]
             short = asyncio.create_task(rooms.short.wait())
             whole = asyncio.gather(*tasks)
@@ -367,7 +369,7 @@ class ImageEdits:
                 for number, room in enumerate(numbered):
                     with room:
                         await tasks[number]
-                        yield made.pop(number)  # nobody else has it any more
+                        yield results.pop(number)  # nobody else has it any more
             except (MaskserveError, Failure) as error:
                 raise _told(form, error) from None
             finally:
@@ -388,10 +390,12 @@ class ImageEdits:
         request_id: str,
         held: ExitStack,
     ) -> Response:
-        asked: dict[str, Any] = {"request_id": request_id}
+        extra_settings: dict[str, Any] = {"request_id": request_id}
         if form.fields.partial_images:
-            asked["preview_every"] = self._preview_every(form)
-        message = await self._turns.run(client, size, self._message, "edit_stream", form, asked)
+            extra_settings["preview_every"] = self._preview_every(form)
+        message = await self._turns.run(
+            client, size, self._message, "edit_stream", form, extra_settings
+        )
         room = held.enter_context(self._front.room(client))
         events = self._sent(form, self._events(client, message, size, headers, room))
 
@@ -406,14 +410,14 @@ class ImageEdits:
     async def _sent(
         self, form: EditForm, pictures: AsyncGenerator[Picture, None]
     ) -> AsyncGenerator[Event, None]:
-        sent, last = 0, None
+        preview_count, last = 0, None
         async with aclosing(pictures):  # to their end, where the edit is booked
             async for picture, meta in pictures:
                 if meta.get("event") != "preview":
                     last = picture, meta
-                elif sent < form.fields.partial_images:
-                    yield partial_event(form.fields, picture, sent)
-                    sent += 1
+                elif preview_count < form.fields.partial_images:
+                    yield partial_event(form.fields, picture, preview_count)
+                    preview_count += 1
         if last is None:
             raise EngineFailed("the stream ended before the answer")
         yield completed_event(form.fields, *last)
@@ -449,7 +453,7 @@ class ImageEdits:
         """Of an edit, as asked or by default; settings are not yet checked."""
         steps, strength = settings.get("num_inference_steps"), settings.get("strength")
         if not isinstance(steps, int):
-            steps = min((each.num_inference_steps for each in self._told()), default=1)
+            steps = min((served.num_inference_steps for served in self._told()), default=1)
         steps = min(max(steps, 1), _MOST_STEPS)
         if isinstance(strength, int | float) and 0 < strength < 1:
             return steps_run(steps, strength)
@@ -472,15 +476,15 @@ def _margins(asked: str, image: Size, anchor: str) -> list[int]:
         InvalidRequest: that is no size, or smaller.
     """
     height, width = image
-    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked)
-    more = (int(found[2]) - height, int(found[1]) - width) if found else (-1, -1)
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked)
+    more = (int(match[2]) - height, int(match[1]) - width) if match else (-1, -1)
     if min(more) < 0:
         raise InvalidRequest(
             "size", f"is {asked[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
         )
     top, left = (
-        0 if first in anchor else rest if last in anchor else rest // 2
-        for rest, first, last in zip(more, ("top", "left"), ("bottom", "right"), strict=True)
+        0 if first in anchor else excess if last in anchor else excess // 2
+        for excess, first, last in zip(more, ("top", "left"), ("bottom", "right"), strict=True)
     )
     margins = [left, top, more[1] - left, more[0] - top]
     if max(margins) > MAX_MARGIN:
@@ -532,18 +536,18 @@ def _with_mask_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
     """The request to a worker; `own` are settings that are not the client's."""
-    asked = form.fields
+    form_fields = form.fields
     fields = {
-        "model": asked.model,
-        "background": asked.background,
-        "output_format": asked.output_format,
-        "output_quality": asked.output_compression,
+        "model": form_fields.model,
+        "background": form_fields.background,
+        "output_format": form_fields.output_format,
+        "output_quality": form_fields.output_compression,
     }
     settings = _with_mask_mode(form.settings) | fields | own | {"output_encoding": "raw"}
     mask = form.mask
     if mask is None:  # what an image is to grow by needs none, and one may be found
-        found = any(settings.get("expand") or ()) or settings.get("mask_from")
-        mask = b"" if found else form.image
+        needs_no_mask = any(settings.get("expand") or ()) or settings.get("mask_from")
+        mask = b"" if needs_no_mask else form.image
     inputs: dict[str, Sequence[bytes]] = {
         "IMAGE": [form.image],
         "MASK": [mask],
@@ -558,17 +562,17 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
 
 
 def _picture_of(answer: ModelAnswer) -> Picture:
-    found = answer.outputs()
-    meta = msgspec.json.decode(found["META"], type=dict[str, Any])
+    outputs = answer.outputs()
+    meta = msgspec.json.decode(outputs["META"], type=dict[str, Any])
     if "outputs" in meta:  # of a workflow: their kinds
         meta["outputs"] = {
-            name: _readable(kind, bytes(found[name.upper()]))
+            name: _readable(kind, bytes(outputs[name.upper()]))
             for name, kind in meta["outputs"].items()
             if name != PICTURE
         }
     if "warnings" in meta:
-        meta["warnings"] = [in_openais_words(told) for told in meta["warnings"]]
-    return found.get("IMAGE", memoryview(b"")), meta
+        meta["warnings"] = [in_openais_words(warning) for warning in meta["warnings"]]
+    return outputs.get("IMAGE", memoryview(b"")), meta
 
 
 def _readable(kind: str, value: bytes) -> Any:
@@ -591,8 +595,8 @@ def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | F
             "is missing, and the image has no fully transparent pixels",
             "a PNG of the image's size, transparent (alpha 0) where to edit",
         )
-    for said, problem in (("no alpha channel",) * 2, ("it is opaque", "no transparent pixels")):
-        if said in text_of(error):
+    for phrase, problem in (("no alpha channel",) * 2, ("it is opaque", "no transparent pixels")):
+        if phrase in text_of(error):
             accepted = "transparent pixels where to edit, or mask_mode: white"
             return InvalidRequest("mask", f"has {problem}", accepted)
     if isinstance(error, Failure):

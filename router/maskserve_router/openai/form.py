@@ -167,14 +167,14 @@ async def read_form(
     masks = files.pop("mask", [])
     if files:
         raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
-    asked = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
-    settings = {name: setting_of(name, value) for name, value in asked.items()}
+    extension_values = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
+    settings = {name: setting_of(name, value) for name, value in extension_values.items()}
     of_workflow = texts(values.get("model"))
     further = {name: values.pop(name) for name in of_workflow or () if name in values}
-    known = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(of_workflow or ())}
-    if strange := sorted(values.keys() - known):
-        told = f"is not a known field{nearest(strange[0], known)}"
-        raise InvalidRequest(strange[0][:40], told, ", ".join(sorted(known)))
+    known_fields = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(of_workflow or ())}
+    if strange := sorted(values.keys() - known_fields):
+        problem = f"is not a known field{nearest(strange[0], known_fields)}"
+        raise InvalidRequest(strange[0][:40], problem, ", ".join(sorted(known_fields)))
     for name, value in further.items():
         if not isinstance(value, str):
             raise InvalidRequest(name, "is no text", "a text")
@@ -220,8 +220,8 @@ def read_multipart(headers: Headers, body: bytes) -> tuple[dict[str, Any], dict[
     try:
         parsing.send(None)
     except StopIteration as done:
-        found: tuple[dict[str, Any], dict[str, list[bytes]]] = done.value
-        return found
+        result: tuple[dict[str, Any], dict[str, list[bytes]]] = done.value
+        return result
     raise AssertionError("nothing is waited for, as files stay in memory")
 
 
@@ -237,8 +237,8 @@ async def _read_multipart(
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError, LookupError) as error:
-        told = error.message if isinstance(error, MultiPartException) else "is no multipart form"
-        raise InvalidRequest("body", told[:200], "a multipart form") from None
+        problem = error.message if isinstance(error, MultiPartException) else "is no multipart form"
+        raise InvalidRequest("body", problem[:200], "a multipart form") from None
     values: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
     cells: dict[str, list[tuple[str, str, str]]] = {}
@@ -268,12 +268,12 @@ async def _read_multipart(
                 values[name] = value
     finally:
         await form.close()
-    found = [
+    nested_values = [
         *((name, _objects(name, parts)) for name, parts in cells.items()),
         *((name, _object(name, parts)) for name, parts in members.items()),
         *((name, _list(name, name, parts)) for name, parts in nested.items()),
     ]
-    for name, value in found:
+    for name, value in nested_values:
         if name in values:
             raise InvalidRequest(name, "is given twice", "each field once")
         values[name] = value
@@ -372,20 +372,20 @@ async def _with_pictures(
     values: dict[str, Any], picture: Picture
 ) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     """The values but for the pictures, and those, read."""
-    given = {name: value for name, value in values.items() if value is not None}
+    fields = {name: value for name, value in values.items() if value is not None}
     files: dict[str, list[bytes]] = {}
-    images = given.pop("images", [])
+    images = fields.pop("images", [])
     if not isinstance(images, list):
         raise InvalidRequest("images", "is no list", '[{"image_url": "data:image/png;base64,…"}]')
     if len(images) >= _MAX_FILES:
         raise InvalidRequest("images", f"are {len(images)}", f"up to {_MAX_FILES - 1}")
     if images:
         files["image"] = [
-            await _read(f"images[{i}]", each, picture) for i, each in enumerate(images)
+            await _read(f"images[{i}]", image, picture) for i, image in enumerate(images)
         ]
-    if "mask" in given:
-        files["mask"] = [await _read("mask", given.pop("mask"), picture)]
-    return given, files
+    if "mask" in fields:
+        files["mask"] = [await _read("mask", fields.pop("mask"), picture)]
+    return fields, files
 
 
 async def _read(name: str, told: Any, picture: Picture) -> bytes:

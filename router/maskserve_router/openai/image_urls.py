@@ -73,10 +73,10 @@ class ImageUrls:
             return await self._turns.run(holder, len(url), _from_data, field, url)
         if not self._hosts.hosts:
             raise InvalidRequest(field, "is not a data URL; none is fetched", _ACCEPTED)
-        asked = self._hosts.allowed(field, url, "data URLs, ")
+        target = self._hosts.allowed(field, url, "data URLs, ")
         try:
             return await asyncio.wait_for(
-                self._fetched(field, asked, holder, held), self._timeout_s
+                self._fetched(field, target, holder, held), self._timeout_s
             )
         except (TimeoutError, asyncio.TimeoutError):
             raise InvalidRequest(
@@ -85,14 +85,14 @@ class ImageUrls:
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError):
             # Why not is the network's affair, and not the client's to learn.
             raise InvalidRequest(
-                field, f"could not be fetched from {asked.host}", _ACCEPTED
+                field, f"could not be fetched from {target.host}", _ACCEPTED
             ) from None
 
     async def _fetched(
         self, field: str, asked: PublicUrl, holder: KeyHolder, held: ExitStack
     ) -> bytes:
-        wanted = {"Accept": "image/*", "Accept-Encoding": "identity"}
-        async with await self._hosts.ask("GET", asked, wanted) as answer:
+        headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+        async with await self._hosts.ask("GET", asked, headers) as answer:
             if answer.status_code != 200:
                 raise InvalidRequest(
                     field, f"is answered with status {answer.status_code}", "one answered with 200"

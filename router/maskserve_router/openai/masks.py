@@ -28,8 +28,8 @@ def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -
     async def find(request: Request, request_id: str) -> Response:
         """A multipart form: `image`, and `text`, or `points` and `box` as JSON."""
         client = front.client(request.headers)
-        with ExitStack() as held:
-            body = await bodies.read(request, client, held)
+        with ExitStack() as exit_stack:
+            body = await bodies.read(request, client, exit_stack)
             parse = partial(turns.run, client, len(body))
             values, files = await parse(read_multipart, request.headers, body)
             del body
@@ -38,13 +38,13 @@ def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -
                 raise InvalidRequest(next(iter(files))[:40], "is no file of this form", "image")
             if len(images) != 1:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-            asked = convert(
-                {name: setting_of(name, each) for name, each in values.items()}, MaskFrom
+            source = convert(
+                {name: setting_of(name, value) for name, value in values.items()}, MaskFrom
             )
-            work = masks.find(images[0], asked, client, "")
-            found = await while_connected(request, work)
-            mask = await parse(_text_of_mask, found.mask)
-        data = [{"b64_json": mask, "score": found.score}]
+            work = masks.find(images[0], source, client, "")
+            found_mask = await while_connected(request, work)
+            mask = await parse(_text_of_mask, found_mask.mask)
+        data = [{"b64_json": mask, "score": found_mask.score}]
         return json_answer({"object": "list", "data": data}, request_id)
 
     return [Route("/v1/masks", answering(find), methods=["POST"])]
@@ -55,7 +55,7 @@ def _text_of_mask(mask: bytes) -> str:
     of this API, of KServe's, and by people.
     """
     white = Image.open(io.BytesIO(mask)).convert("L")
-    both = Image.merge("LA", (white, ImageChops.invert(white)))
+    picture = Image.merge("LA", (white, ImageChops.invert(white)))
     out = io.BytesIO()
-    both.save(out, "PNG", compress_level=1)
+    picture.save(out, "PNG", compress_level=1)
     return text_of_picture(out.getvalue())

@@ -35,22 +35,24 @@ class TemplateRoutes:
     async def register(self, request: Request, request_id: str) -> Response:
         """A multipart form: `image`, and `shared` (for every key) and `prime`, true or false."""
         client = self._client(request)
-        with ExitStack() as held:
-            body = await self._bodies.read(request, client, held)
+        with ExitStack() as exit_stack:
+            body = await self._bodies.read(request, client, exit_stack)
             parse = partial(self._turns.run, client, len(body))
             values, files = await parse(read_multipart, request.headers, body)
             del body
             images = files.pop("image", [])
             if len(images) != 1 or files:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
-            asked = convert(values, _Registration)
+            form_fields = convert(values, _Registration)
             operation = await parse(registration, images[0])
-            if asked.shared:
+            if form_fields.shared:
                 operation["shared"] = True
-            if not asked.prime:
+            if not form_fields.prime:
                 operation["prime"] = False
-            done = await self._control.do(operation, client)
-        return json_answer({"id": done["template_id"], "object": "template", **done}, request_id)
+            result = await self._control.do(operation, client)
+        return json_answer(
+            {"id": result["template_id"], "object": "template", **result}, request_id
+        )
 
     async def all(self, request: Request, request_id: str) -> Response:
         listed = await self._listed(self._client(request))
@@ -68,26 +70,31 @@ class TemplateRoutes:
 
         async def operate(request: Request, request_id: str) -> Response:
             operation = {"op": op, "template_id": _name(request)}
-            done = await self._control.do(operation, self._client(request))
-            told = {"id": done["template_id"], "object": "template", **done}
-            return json_answer(told, request_id)
+            result = await self._control.do(operation, self._client(request))
+            body = {"id": result["template_id"], "object": "template", **result}
+            return json_answer(body, request_id)
 
         return operate
 
     async def delete(self, request: Request, request_id: str) -> Response:
         operation = {"op": "evict", "template_id": _name(request)}
-        done = await self._control.do(operation, self._client(request))
-        told = {"id": done["template_id"], "object": "template.deleted", "deleted": True, **done}
-        return json_answer(told, request_id)
+        result = await self._control.do(operation, self._client(request))
+        body = {
+            "id": result["template_id"],
+            "object": "template.deleted",
+            "deleted": True,
+            **result,
+        }
+        return json_answer(body, request_id)
 
     def _client(self, request: Request) -> KeyHolder:
         return self._front.client(request.headers)
 
     async def _listed(self, client: KeyHolder) -> list[dict[str, Any]]:
         """Each with the bytes that its entries take, by tier."""
-        done = await self._control.do({"op": "templates"}, client)
+        result = await self._control.do({"op": "templates"}, client)
         listed = []
-        for template in done["templates"]:
+        for template in result["templates"]:
             sizes: dict[str, int] = {}
             for entry in template["entries"]:
                 sizes[entry["tier"]] = sizes.get(entry["tier"], 0) + entry["bytes"]

@@ -22,7 +22,9 @@ PICTURE = "image"
 
 def texts_of(plan: WorkflowPlan) -> frozenset[str]:
     """Inputs that are form fields of their own."""
-    return frozenset(each.name for each in plan.inputs if each.kind == "text") - {"prompt"}
+    return frozenset(plan_input.name for plan_input in plan.inputs if plan_input.kind == "text") - {
+        "prompt"
+    }
 
 
 def check_form(plan: WorkflowPlan, form: EditForm) -> None:
@@ -32,27 +34,29 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
         InvalidRequest: naming the field.
     """
     if PICTURE not in plan.outputs:
-        told = f"{plan.name} gives no {PICTURE}"
-        raise InvalidRequest("model", told, "a workflow that gives one, or KServe's API")
+        problem = f"{plan.name} gives no {PICTURE}"
+        raise InvalidRequest("model", problem, "a workflow that gives one, or KServe's API")
     if form.fields.output_format != "png":
         raise InvalidRequest("output_format", f"is {form.fields.output_format}", "png")
     if form.fields.output_compression is not None:
-        told = f"is {form.fields.output_compression}, and {plan.name} answers with PNG"
-        raise InvalidRequest("output_compression", told, "none")
-    if not any(each.kind == "mask" for each in plan.inputs):
+        problem = f"is {form.fields.output_compression}, and {plan.name} answers with PNG"
+        raise InvalidRequest("output_compression", problem, "none")
+    if not any(plan_input.kind == "mask" for plan_input in plan.inputs):
         for name, present in (
             ("mask", form.mask is not None),
             ("mask_mode", "mask_mode" in form.settings),
         ):
             if present:
-                takes = ", ".join(each.name for each in plan.inputs)
+                takes = ", ".join(plan_input.name for plan_input in plan.inputs)
                 raise InvalidRequest(name, f"is no input of {plan.name}", takes)
     if form.fields.size != "auto":
         raise InvalidRequest("size", f"is {form.fields.size[:20]}", "auto with a workflow")
-    wanted = sum(each.kind == "picture" for each in plan.inputs)
-    given = bool(form.image) + len(form.control)
-    if given != wanted:
-        raise InvalidRequest("image", f"is given {given} times", f"{wanted}, as {plan.name} takes")
+    required_pictures = sum(plan_input.kind == "picture" for plan_input in plan.inputs)
+    picture_count = bool(form.image) + len(form.control)
+    if picture_count != required_pictures:
+        raise InvalidRequest(
+            "image", f"is given {picture_count} times", f"{required_pictures}, as {plan.name} takes"
+        )
     for name in sorted(texts_of(plan) - form.texts.keys()):
         raise InvalidRequest(name, "is missing", f"a text, as {plan.name} takes")
 
@@ -73,15 +77,17 @@ def workflow_message(
     """
     pictures = iter((form.image, *form.control))
     message = ModelRequest(pb.ModelInferRequest(model_name=plan.name))
-    for each in plan.inputs:
-        if each.kind == "picture":
+    for plan_input in plan.inputs:
+        if plan_input.kind == "picture":
             value = next(pictures)
-        elif each.kind == "mask":
+        elif plan_input.kind == "mask":
             value = _white_mask(form, limits)
         else:
-            text = form.fields.prompt if each.name == "prompt" else form.texts[each.name]
+            text = (
+                form.fields.prompt if plan_input.name == "prompt" else form.texts[plan_input.name]
+            )
             value = text.encode()
-        message.add(each.name.upper(), [value])
+        message.add(plan_input.name.upper(), [value])
     settings = {**form.settings, "mask_mode": "white", "background": form.fields.background, **own}
     message.add("SETTINGS", [msgspec.json.encode(settings)])
     return message

@@ -34,10 +34,10 @@ class HttpCase:
 
 def http_cases() -> Iterator[HttpCase]:
     for tensor in good_inputs():
-        for what, change in CHANGES.items():
+        for key, change in CHANGES.items():
             document, data = _document({tensor: change})
             says = change.says or tensor
-            yield _http(f"{tensor} {what}", document, data, (400,), says)
+            yield _http(f"{tensor} {key}", document, data, (400,), says)
         document, data = _document({}, without=tensor)
         yield _http(f"{tensor} missing", document, data, (400,), tensor)
     yield from _odd_documents()

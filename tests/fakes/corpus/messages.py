@@ -27,9 +27,9 @@ class GrpcCase:
 
 def grpc_cases() -> Iterator[GrpcCase]:
     for tensor in good_inputs():
-        for what, change in CHANGES.items():
+        for key, change in CHANGES.items():
             says = change.says or tensor
-            yield GrpcCase(f"{tensor} {what}", _message({tensor: change}), "INVALID_ARGUMENT", says)
+            yield GrpcCase(f"{tensor} {key}", _message({tensor: change}), "INVALID_ARGUMENT", says)
         yield GrpcCase(
             f"{tensor} missing", _message({}, without=tensor), "INVALID_ARGUMENT", tensor
         )

@@ -92,9 +92,9 @@ def _spliced(whole: bytes) -> st.SearchStrategy[bytes]:
 
 def _joined(whole: bytes) -> st.SearchStrategy[bytes]:
     """The head of one file and the tail of another."""
-    others = st.sampled_from([_file("IMAGE", kind) for kind in _KINDS])
+    sampled_from = st.sampled_from([_file("IMAGE", kind) for kind in _KINDS])
     at = st.integers(1, len(whole))
-    return st.builds(lambda other, n: whole[:n] + other[n:], others, at)
+    return st.builds(lambda other, n: whole[:n] + other[n:], sampled_from, at)
 
 
 _WAYS: dict[str, Callable[[bytes], st.SearchStrategy[bytes]]] = {

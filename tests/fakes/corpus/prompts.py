@@ -10,9 +10,9 @@ from tests.fakes.pictures import blob_mask, scene
 
 
 def prompt_cases() -> Iterator[Case]:
-    kept = blob_mask(*SIZE) == 0
+    is_match = blob_mask(*SIZE) == 0
     for name, text in _TEXTS.items():
-        yield works("prompt", name, scene(*SIZE), kept, PROMPT=text.encode())
+        yield works("prompt", name, scene(*SIZE), is_match, PROMPT=text.encode())
     for name, raw in _NO_TEXTS.items():
         yield refused("prompt", name, "PROMPT", PROMPT=raw)
 

@@ -60,7 +60,11 @@ class Cluster:
         """As the router says."""
         with suppress(OSError, ValueError):
             page = self.site.read("/metrics").decode()
-            lines = [one for one in page.splitlines() if one.startswith("maskserve_worker_up{")]
+            lines = [
+                splitline
+                for splitline in page.splitlines()
+                if splitline.startswith("maskserve_worker_up{")
+            ]
             return sum(float(line.rpartition(" ")[2]) == 1.0 for line in lines)
         return 0
 

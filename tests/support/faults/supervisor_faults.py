@@ -30,13 +30,13 @@ from tests.support.faults.worker_site import Site, until
 
 def running_files(base_port: int) -> list[WorkerFiles]:
     """The folders of the workers that a supervisor runs at this base port."""
-    found = [
+    globs = [
         sorted(Path(root).glob(f"{files._prefix(base_port)}*"))
         for root in (files._memory(), files._disk())
     ]
     return [
         WorkerFiles(own, disk / own.name)
-        for memory, disk in zip(*found, strict=True)
+        for memory, disk in zip(*globs, strict=True)
         for own in sorted(memory.glob("worker-*"))
     ]
 
@@ -56,9 +56,9 @@ class _Serving:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            found = re.search(r"ready after (\d+) s", line)
-            if found is not None:
-                return float(found.group(1))
+            match = re.search(r"ready after (\d+) s", line)
+            if match is not None:
+                return float(match.group(1))
         raise TimeoutError("maskserve serve ended without being ready")
 
     def site(self, side: int, steps: int) -> Site:

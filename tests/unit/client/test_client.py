@@ -84,9 +84,9 @@ def test_an_edit_comes_back_with_its_picture_and_meta(client: Client, worker: Fa
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(result.encoded))), result.image)
     assert (result.seed, result.meta["steps"]) == (7, 3)
     assert result.request_id == result.meta["request_id"] != ""
-    (seen,) = worker.seen
-    assert (seen["model_name"], seen["PROMPT"]) == (b"edit", b"a red star")
-    assert json.loads(seen["SETTINGS"]) == {"seed": 7, "num_inference_steps": 3}
+    (request,) = worker.seen
+    assert (request["model_name"], request["PROMPT"]) == (b"edit", b"a red star")
+    assert json.loads(request["SETTINGS"]) == {"seed": 7, "num_inference_steps": 3}
 
 
 def test_pictures_may_be_bytes_paths_or_pil(
@@ -146,16 +146,16 @@ def test_colours_of_pil_images_travel_both_ways(client: Client, worker: FakeWork
     inks = Image.fromarray(SOURCE).convert("CMYK")
     inks.info["icc_profile"] = cmyk_profile()
     client.edit(inks, MASK, "x")
-    sent = Image.open(io.BytesIO(worker.seen[-1]["IMAGE"]))
-    assert (sent.mode, sent.info.get("icc_profile")) == ("RGB", None)
-    assert np.abs(np.asarray(sent).astype(int) - np.asarray(inks.convert("RGB"))).mean() > 4
+    image = Image.open(io.BytesIO(worker.seen[-1]["IMAGE"]))
+    assert (image.mode, image.info.get("icc_profile")) == ("RGB", None)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(inks.convert("RGB"))).mean() > 4
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
 @pytest.mark.parametrize("encoding", ["raw", "base64"])
 def test_every_answer_format_is_read(client: Client, kind: str, encoding: str) -> None:
-    asked = {"output_format": kind.lower(), "output_encoding": encoding}
-    result = client.edit(*IMAGES, "x", **asked)
+    settings = {"output_format": kind.lower(), "output_encoding": encoding}
+    result = client.edit(*IMAGES, "x", **settings)
     assert Image.open(io.BytesIO(result.encoded)).format == kind
     if kind != "JPEG":
         check_picture(result.image)
@@ -184,7 +184,7 @@ def test_headers_are_sent_with_every_call(worker: FakeWorker) -> None:
     with Client(worker.url, headers={"x-api-key": "k"}) as client:
         client.edit(*IMAGES, "x")
         client.control("status")
-    assert [seen["x-api-key"] for seen in worker.metadata] == ["k", "k"]
+    assert [headers["x-api-key"] for headers in worker.metadata] == ["k", "k"]
 
 
 def test_threads_share_a_client(worker: FakeWorker, client: Client) -> None:
@@ -323,9 +323,9 @@ def test_timeouts_cancel_on_the_server(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_nobody_there_is_unavailable(streaming: bool) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers
-        url = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers
+        url = f"127.0.0.1:{bound_socket.getsockname()[1]}"
         with Client(url) as client, pytest.raises(ServerUnavailable, match=url):
             ask(client, streaming)
 
@@ -425,10 +425,10 @@ def test_an_answer_that_is_no_image_is_the_servers_fault() -> None:
 
 
 def test_invalid_requests_keep_field_and_text_over_the_wire() -> None:
-    sent = InvalidRequest("SETTINGS.seed", "-1 is out of range", "0 to 9")
-    got = from_text(f"in ensemble 'edit_pipeline', {sent}")
-    assert isinstance(got, InvalidRequest)
-    assert (got.field, str(got)) == ("SETTINGS.seed", str(sent))
+    error = InvalidRequest("SETTINGS.seed", "-1 is out of range", "0 to 9")
+    parsed = from_text(f"in ensemble 'edit_pipeline', {error}")
+    assert isinstance(parsed, InvalidRequest)
+    assert (parsed.field, str(parsed)) == ("SETTINGS.seed", str(error))
 
 
 def test_missing_files_are_plain_os_errors(client: Client, tmp_path: Path) -> None:

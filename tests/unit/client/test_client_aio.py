@@ -68,8 +68,8 @@ async def test_a_stream_tells_steps_previews_and_the_end(
     client_and_worker: tuple[AsyncClient, FakeWorker],
 ) -> None:
     client, worker = client_and_worker
-    asked = {"num_inference_steps": 2, "preview_every": 1}
-    events = [event async for event in client.edit_stream(*IMAGES, "x", **asked)]
+    settings = {"num_inference_steps": 2, "preview_every": 1}
+    events = [event async for event in client.edit_stream(*IMAGES, "x", **settings)]
     assert [type(event) for event in events] == [Progress, Preview, Progress, Final]
     assert isinstance(events[-1], Final)
     check_picture(events[-1].result.image)
@@ -154,9 +154,9 @@ async def test_errors_are_mapped_like_the_blocking_clients() -> None:
 
 
 async def test_nobody_there_is_unavailable() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{bound_socket.getsockname()[1]}"
         async with AsyncClient(url) as client:
             with pytest.raises(ServerUnavailable, match=url):
                 await client.edit(*IMAGES, "x")

@@ -97,9 +97,9 @@ def test_every_option_reaches_the_server(worker: FakeWorker, folder: Path) -> No
     }
     words = [word for name, (_, value) in options.items() for word in (name, str(value))]
     assert edit(worker.url, folder, "--reproducible", *words, "--timeout", "30", out="b.webp") == 0
-    sent = json.loads(worker.seen[0]["SETTINGS"])
+    settings = json.loads(worker.seen[0]["SETTINGS"])
     expected = dict(options.values()) | {"output_format": "webp", "reproducible": True}
-    assert sent == expected
+    assert settings == expected
     assert Image.open(folder / "b.webp").format == "WEBP"
 
 
@@ -121,8 +121,8 @@ def test_json_prints_the_meta_alone(worker: FakeWorker, folder: Path, capsys: Ca
 
 
 def test_previews_are_written(worker: FakeWorker, folder: Path) -> None:
-    asked = ["--previews", str(folder / "steps"), "--preview-every", "2", "--steps", "5"]
-    assert edit(worker.url, folder, *asked) == 0
+    options = ["--previews", str(folder / "steps"), "--preview-every", "2", "--steps", "5"]
+    assert edit(worker.url, folder, *options) == 0
     names = sorted(path.name for path in (folder / "steps").iterdir())
     assert names == ["step-0002.png", "step-0004.png"]
     check_file(folder / "steps" / "step-0004.png")
@@ -142,9 +142,9 @@ def test_a_status_without_a_live_worker_is_told_and_fails(
 ) -> None:
     monkeypatch.setitem(STATUS, "alive", False)
     assert main(["status", "--url", worker.url, *more]) == 3
-    told = capsys.readouterr()
-    assert "fake-0" in told.out
-    assert "no worker is alive" in told.err
+    output = capsys.readouterr()
+    assert "fake-0" in output.out
+    assert "no worker is alive" in output.err
 
 
 def test_status_tells_rows_and_tiers(worker: FakeWorker, capsys: Capture) -> None:
@@ -192,11 +192,13 @@ def test_a_template_that_cannot_be_named_in_an_edit_is_marked(capsys: Capture) -
 def test_templates_of_many_entries_are_summed_by_tier(
     monkeypatch: pytest.MonkeyPatch, worker: FakeWorker, capsys: Capture
 ) -> None:
-    one = [{"tier": tier, "bytes": 2**20, "whole": True} for tier in ("device", "host", "device")]
-    other = [{"tier": "host", "bytes": 2**21, "whole": False, "pinned": True}]
+    first_entries = [
+        {"tier": tier, "bytes": 2**20, "whole": True} for tier in ("device", "host", "device")
+    ]
+    second_entries = [{"tier": "host", "bytes": 2**21, "whole": False, "pinned": True}]
     listed = [
         {"template_id": letter * 32, "registered": True, "entries": entries}
-        for letter, entries in (("a", one), ("b", other))
+        for letter, entries in (("a", first_entries), ("b", second_entries))
     ]
     monkeypatch.setattr(Client, "control", lambda *_: {"templates": listed})
     assert main(["templates", "ls", "--url", worker.url]) == 0
@@ -222,12 +224,12 @@ def test_a_server_that_loads_is_waited_for(
 def test_a_server_that_does_not_come_is_waited_for_no_longer_than_asked(
     folder: Path, capsys: Capture
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{bound_socket.getsockname()[1]}"
         assert edit(url, folder, "--wait", "0.3") == 3
-        assert "not ready yet, loading for 0 s" in (said := capsys.readouterr().err)
-        assert f"[UNAVAILABLE] {url}: not ready within 0.3 s" in said
+        assert "not ready yet, loading for 0 s" in (error_output := capsys.readouterr().err)
+        assert f"[UNAVAILABLE] {url}: not ready within 0.3 s" in error_output
         assert edit(url, folder) == 3
         assert "a server that is loading is waited for with --wait" in capsys.readouterr().err
 
@@ -236,9 +238,9 @@ def test_edits_are_cancelled_by_their_ids(worker: FakeWorker, capsys: Capture) -
     assert main(["cancel", "in-flight", "--url", worker.url]) == 0
     assert capsys.readouterr().out == "cancelled in-flight\n"
     assert main(["cancel", "in-flight", "gone", "--url", worker.url]) == 2
-    said = capsys.readouterr()
-    assert said.out == "cancelled in-flight\n"
-    assert said.err == "maskserve: [INVALID_REQUEST] ID: no edit in flight has it: gone\n"
+    output = capsys.readouterr()
+    assert output.out == "cancelled in-flight\n"
+    assert output.err == "maskserve: [INVALID_REQUEST] ID: no edit in flight has it: gone\n"
     assert main(["cancel", "in-flight", "--json", "--url", worker.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"in-flight": True}
 
@@ -298,16 +300,16 @@ def test_files_of_adapters_are_checked_without_a_server(tmp_path: Path, capsys: 
 def test_loras_are_asked_for_by_name_and_scale(
     worker: FakeWorker, folder: Path, capsys: Capture
 ) -> None:
-    asked = ["--lora", "hollow:0.8", "--lora", "ninth-colour", "--lora", "x:-1.5"]
-    assert edit(worker.url, folder, "--no-stream", *asked, "--adapters", "fast") == 2
+    options = ["--lora", "hollow:0.8", "--lora", "ninth-colour", "--lora", "x:-1.5"]
+    assert edit(worker.url, folder, "--no-stream", *options, "--adapters", "fast") == 2
     assert "SETTINGS.loras: adapters are not served here" in capsys.readouterr().err
-    sent = json.loads(worker.seen[-1]["SETTINGS"])
-    assert sent["loras"] == [
+    settings = json.loads(worker.seen[-1]["SETTINGS"])
+    assert settings["loras"] == [
         {"name": "hollow", "scale": 0.8},
         {"name": "ninth-colour"},
         {"name": "x", "scale": -1.5},
     ]
-    assert sent["adapters"] == "fast"
+    assert settings["adapters"] == "fast"
     assert edit(worker.url, folder, "--lora", "hollow:much") == 2
     assert "--lora: 'much' is not a number" in capsys.readouterr().err
 
@@ -343,9 +345,9 @@ def test_exit_codes(
 
 
 def test_nobody_there_is_3(folder: Path, capsys: Capture) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{bound_socket.getsockname()[1]}"
         assert edit(url, folder) == 3
         assert main(["status", "--url", url]) == 3
     assert "[UNAVAILABLE]" in capsys.readouterr().err
@@ -417,9 +419,9 @@ def test_every_option_has_help() -> None:
             else:
                 yield action
 
-    found = list(options(parser()))
-    assert len(found) > 40
-    assert [action.dest for action in found if not action.help] == []
+    actions = list(options(parser()))
+    assert len(actions) > 40
+    assert [action.dest for action in actions if not action.help] == []
 
 
 def test_the_version_is_told(capsys: Capture) -> None:
@@ -432,9 +434,9 @@ def test_the_version_is_told(capsys: Capture) -> None:
 @pytest.mark.parametrize("url", ["https://host/v2", "ftp://host:1", "localhost:port"])
 def test_what_is_no_address_is_told(url: str, capsys: Capture) -> None:
     assert main(["status", "--url", url]) == 2
-    said = capsys.readouterr().err
-    assert f"url: {url} is n" in said
-    assert "accepted: HOST:PORT" in said
+    error_output = capsys.readouterr().err
+    assert f"url: {url} is n" in error_output
+    assert "accepted: HOST:PORT" in error_output
 
 
 def test_a_scheme_of_grpc_is_taken(worker: FakeWorker) -> None:
@@ -498,9 +500,9 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     write_whole(target, b"second")
     assert target.read_bytes() == b"second"
 
-    (taken := tmp_path / "folder").mkdir()
+    (folder := tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="directory"):
-        write_whole(taken, b"third")
+        write_whole(folder, b"third")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.png"]
 
 
@@ -528,6 +530,6 @@ def test_output_that_nobody_reads_is_no_fault(worker: FakeWorker) -> None:
     command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", worker.url]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert (result.returncode, result.stderr) == (141, "")

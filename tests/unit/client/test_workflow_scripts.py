@@ -33,10 +33,10 @@ class Shapes:
         self.colours = {"red star": (255, 0, 0), "a blue heart": (0, 0, 255)}
 
     def edit(self, image: Any, mask: Any, prompt: str, seed: int = 5, **_: Any) -> EditResult:
-        made = np.array(image)
+        pixels = np.array(image)
         if seed == 5:  # others paint nothing
-            made[np.asarray(mask) > 127] = self.colours[prompt]
-        return EditResult(Image.fromarray(made), encode(made), {})
+            pixels[np.asarray(mask) > 127] = self.colours[prompt]
+        return EditResult(Image.fromarray(pixels), encode(pixels), {})
 
     def find(self, image: Image.Image, text: str) -> ScoredMask:
         white = (np.asarray(image) == self.colours[text]).all(axis=2)
@@ -57,9 +57,9 @@ def test_scripts_beside_the_definitions_do_what_these_do(
     Path("assets/demo").mkdir(parents=True)
     Image.fromarray(mask).save("assets/demo/mask.png")
     assert len(SCRIPTS) == 2
-    known = {"Client": Shapes, "Masks": Shapes, "InvalidRequest": InvalidRequest, "Image": Image}
+    stubs = {"Client": Shapes, "Masks": Shapes, "InvalidRequest": InvalidRequest, "Image": Image}
     more = {"io": io, "np": np, "ndimage": ndimage, "ThreadPoolExecutor": ThreadPoolExecutor}
-    exec(re.sub(r"^from maskserve_client import .*$", "", script, flags=re.M), {**known, **more})
+    exec(re.sub(r"^from maskserve_client import .*$", "", script, flags=re.M), {**stubs, **more})
     edited = np.asarray(Image.open("edited.png"))
     blue = (edited == (0, 0, 255)).all(axis=2)
     assert blue[2:6, 2:6].all()

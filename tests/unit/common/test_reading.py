@@ -64,9 +64,9 @@ def test_what_is_wrong_is_named(value: Any, path: str, problem: str, accepted: s
 
 
 def test_null_stands_for_not_given_where_the_key_is_known() -> None:
-    known = {*Whole.__struct_fields__, *Part.__struct_fields__}
+    known_fields = {*Whole.__struct_fields__, *Part.__struct_fields__}
     value = {"count": None, "mode": None, "parts": [{"name": "a", "scale": None}], "x": None}
-    assert given(value, known) == {"parts": [{"name": "a"}], "x": None}
+    assert given(value, known_fields) == {"parts": [{"name": "a"}], "x": None}
 
 
 json = st.recursive(

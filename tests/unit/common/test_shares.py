@@ -54,7 +54,7 @@ def test_whatever_is_taken_stays_within_budget_and_share(asked: list[tuple[str, 
             with pytest.raises(Full):
                 shares.take(key, size)
         assert shares.total == sum(books.values()) <= 97
-    assert all(shares.held(key) == held for key, held in books.items())
+    assert all(shares.held(key) == booked_size for key, booked_size in books.items())
 
 
 def test_a_key_that_asks_for_much_waits_behind_itself_alone():
@@ -85,6 +85,6 @@ def test_of_one_key_the_order_stays():
 @given(st.integers(0, 100), st.floats(0, 1e4), st.none() | st.floats(0, 1e6))
 def test_nobody_is_overtaken_for_ever(priority: int, arrival: float, due: float | None):
     patience, aging = 60.0, 5.0
-    mine = urgency(arrival, 0, aging, due, patience)
+    edit_urgency = urgency(arrival, 0, aging, due, patience)
     late = arrival + patience + aging * priority + 1.0
-    assert mine < urgency(late, priority, aging, due=late, patience_s=patience)
+    assert edit_urgency < urgency(late, priority, aging, due=late, patience_s=patience)

@@ -49,14 +49,14 @@ def test_a_name_that_dns_can_give_is_foreign(host: str) -> None:
 
 
 def test_a_page_of_another_site_is_foreign_wherever_it_asks() -> None:
-    here = {"host": "127.0.0.1:8082"}
-    assert foreign_site(here) == foreign_site({}) == ""
-    assert foreign_site({**here, "origin": "http://127.0.0.1:8082"}, ()) == ""
-    for other in ("http://127.0.0.1:8083", "null", "", "http://[", "https://evil.example"):
-        assert "is another site" in foreign_site({**here, "origin": other}, ())
-        assert "is another site" in foreign_site({**here, "origin": other})
+    host_header = {"host": "127.0.0.1:8082"}
+    assert foreign_site(host_header) == foreign_site({}) == ""
+    assert foreign_site({**host_header, "origin": "http://127.0.0.1:8082"}, ()) == ""
+    for origin in ("http://127.0.0.1:8083", "null", "", "http://[", "https://evil.example"):
+        assert "is another site" in foreign_site({**host_header, "origin": origin}, ())
+        assert "is another site" in foreign_site({**host_header, "origin": origin})
     assert foreign_site({"origin": "http://127.0.0.1:8082"}) != ""  # no Host to be like
-    listed = {**here, "origin": "https://app.example.com"}
+    listed = {**host_header, "origin": "https://app.example.com"}
     assert foreign_site(listed, (), ["https://app.example.com"]) == ""
     assert foreign_site(listed, (), ["*"]) == ""
 

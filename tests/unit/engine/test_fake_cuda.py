@@ -326,7 +326,7 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
     assert isinstance(real, FluxAdapter)
     asked = {} if semantics == "fill" else guided(np.random.default_rng(1))
     job = encode_case(encoder, random_case(np.random.default_rng(1), **asked), "edit")
-    schedule, kept = real._preparation.schedule(job), (frozenset({"kv"}),) * real.blocks
+    schedule, blocks = real._preparation.schedule(job), (frozenset({"kv"}),) * real.blocks
     prompt, anchors = encoder.encode_prompt(""), real.anchors(64, 4, 1)
     with FakeCuda() as cuda:
         with torch.device("meta"):
@@ -337,7 +337,7 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
         makers: tuple[Callable[[], object], ...] = (
             lambda: adapter.dense_row(job),
             lambda: adapter.cached_row(job, 7),
-            lambda: adapter.priming_row(job, anchors, prompt, 7, kept, "int8"),
+            lambda: adapter.priming_row(job, anchors, prompt, 7, blocks, "int8"),
         )
         for make in makers:
             with cuda.watch() as log:
@@ -441,14 +441,14 @@ def test_who_asks_for_a_time_too_early_is_seen() -> None:
 
 def test_the_log_sees_what_it_is_there_for() -> None:
     with FakeCuda() as cuda, cuda.watch() as log:
-        there = torch.zeros(4, device=DEVICE)
-        (there * 2)[1:3].add_(1)
+        tensor = torch.zeros(4, device=DEVICE)
+        (tensor * 2)[1:3].add_(1)
         torch.tensor([1.0, 2.0]).to(DEVICE)
-        there.cpu()
+        tensor.cpu()
         with pytest.raises(Exception, match="device"):
-            there + torch.zeros(4)
+            tensor + torch.zeros(4)
         with pytest.raises(Exception, match="aten"):
-            there.sum().item()
+            tensor.sum().item()
     assert log.kernels == {"zeros.default": 1, "mul.Tensor": 1, "add_.Tensor": 1, "sum.default": 1}
     assert [copy.split(" in ")[0] for copy in log.copies] == ["cpu -> cuda", "cuda -> cpu"]
     assert all("waits" in copy for copy in log.copies)

@@ -125,9 +125,9 @@ class Loop:
 
     def _made(self) -> set[str]:
         manager = self.engine.manager
-        held: list[RequestState | PrimingState] = [*manager.edits.values()]
-        held += manager.primings.held.values()
-        return {edit.request_id for edit in held if edit.running}
+        request_states: list[RequestState | PrimingState] = [*manager.edits.values()]
+        request_states += manager.primings.held.values()
+        return {edit.request_id for edit in request_states if edit.running}
 
     def close(self) -> None:
         self.engine._output.close(5.0)
@@ -180,10 +180,10 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     assert reads
     while len(loop.engine.manager.scheduler):
         loop.turn()
-    before, alone = loop.steady, loop.submit(0, "alone", num_inference_steps=4, cache="off")
-    while not alone.events:
+    steady, future = loop.steady, loop.submit(0, "alone", num_inference_steps=4, cache="off")
+    while not future.events:
         loop.turn()
-    assert loop.steady > before + 1
+    assert loop.steady > steady + 1
 
 
 def test_an_answer_is_told_when_the_device_has_it(loop: Loop) -> None:

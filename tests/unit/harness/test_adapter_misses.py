@@ -22,18 +22,18 @@ def test_misses_under_the_published_skew(service: Service) -> None:
     shares = popularity(service)
     assert shares[: service.slots].sum() == pytest.approx(service.share)
     calls = drawn(service, 20_000, SEED)
-    own, _ = misses(service, calls)
-    assert own <= service.bar
-    assert own < 0.75 * misses_of_lru(service.slots, calls)
+    policy_misses, _ = misses(service, calls)
+    assert policy_misses <= service.bar
+    assert policy_misses < 0.75 * misses_of_lru(service.slots, calls)
 
 
 def test_what_was_popular_makes_room_for_what_is() -> None:
     """Calls go by the law, and after a while by the law of another order."""
     service = SERVICES[0]
-    before = drawn(service, 5_000, SEED)
-    after = [service.adapters - 1 - each for each in drawn(service, 20_000, SEED + 1)]
-    own, _ = misses(service, [*before, *after])
-    assert own < misses_of_lru(service.slots, [*before, *after])
+    first_calls = drawn(service, 5_000, SEED)
+    later_calls = [service.adapters - 1 - adapter for adapter in drawn(service, 20_000, SEED + 1)]
+    policy_misses, _ = misses(service, [*first_calls, *later_calls])
+    assert policy_misses < misses_of_lru(service.slots, [*first_calls, *later_calls])
 
 
 def test_uses_fade_and_large_ones_are_worth_less() -> None:

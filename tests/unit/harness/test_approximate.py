@@ -15,12 +15,12 @@ from maskserve_harness.quality.systems import Rig
 def test_a_start_is_the_whole_edit_at_step_0_and_from_its_own_state_alone() -> None:
     trial = Trial(Rig(DEMO_MODEL, STEPS), held_out_edits(2))
     results, step = trial.whole[STEPS], SKIPPED[-1]
-    others = turned(results)
-    for latents, begin, same in (
-        (trial.noised(others, 0), 0, True),
+    turned_latents = turned(results)
+    for latents, begin, is_same in (
+        (trial.noised(turned_latents, 0), 0, True),
         (trial.whole[step], step, True),
-        (trial.noised(others, step), step, False),
+        (trial.noised(turned_latents, step), step, False),
     ):
-        for made, whole in zip(trial.started(latents, begin), results, strict=True):
+        for picture, whole in zip(trial.started(latents, begin), results, strict=True):
             bound = 1e-4 * max(1.0, float(whole.abs().max()))
-            assert (float((made - whole).abs().max()) <= bound) == same
+            assert (float((picture - whole).abs().max()) <= bound) == is_same

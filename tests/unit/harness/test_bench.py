@@ -34,9 +34,9 @@ def test_each_has_a_main(name: str) -> None:
 
 
 def test_a_command_has_its_own_flags() -> None:
-    told = bench("perf_analyzer", "--help")
-    assert told.returncode == 0
-    assert told.stdout.startswith("usage: bench perf_analyzer")
+    result = bench("perf_analyzer", "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: bench perf_analyzer")
 
 
 def test_an_unknown_name_is_refused_by_name() -> None:

@@ -22,4 +22,6 @@ def test_a_step_is_told_apart_from_the_loop_round_it() -> None:
 def test_admission_is_timed_with_and_without_preparing() -> None:
     report = measure_admission(1)
     assert {way.partition(", ")[0] for way in report} == {"dense", "cached"}
-    assert all(taken["accept_ms"] > 0 and taken["admit_ms"] > 0 for taken in report.values())
+    assert all(
+        times_ms["accept_ms"] > 0 and times_ms["admit_ms"] > 0 for times_ms in report.values()
+    )

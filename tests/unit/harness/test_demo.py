@@ -25,8 +25,8 @@ class Server:
 
 
 def answer(meta: dict[str, Any]) -> EditResult:
-    said = {"total_tokens": 250, "steps": 20, "timings_ms": {"denoise": 100.0}, **meta}
-    return EditResult(Image.new("RGB", (8, 8)), b"", said)
+    full_meta = {"total_tokens": 250, "steps": 20, "timings_ms": {"denoise": 100.0}, **meta}
+    return EditResult(Image.new("RGB", (8, 8)), b"", full_meta)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_it_says_what_was_computed(
     Image.new("L", (8, 8), 255).save(mask)
     options = Namespace(mask=mask, prompt="a star", seed=1)
     compare(Server(), tmp_path, options, answer(meta))  # type: ignore[arg-type]
-    told = capsys.readouterr().out
-    assert said in told
-    assert f"{meta['computed_tokens'] / 5000:.0%} were computed" in told
+    output = capsys.readouterr().out
+    assert said in output
+    assert f"{meta['computed_tokens'] / 5000:.0%} were computed" in output

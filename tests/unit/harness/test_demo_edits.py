@@ -18,8 +18,8 @@ SIZE = (128, 128)
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_edits_are_fixed_and_do_not_depend_on_how_many_are_asked(name):
-    three, two = edits_of(name, 3), edits_of(name, 2)
-    for a, b in zip(three, two, strict=False):
+    three, two_edits = edits_of(name, 3), edits_of(name, 2)
+    for a, b in zip(three, two_edits, strict=False):
         assert np.array_equal(a.source, b.source)
         assert np.array_equal(a.mask, b.mask)
         assert a.prompt == b.prompt
@@ -69,8 +69,12 @@ def test_the_other_object_stands_far_from_the_mask(size):
 def test_a_wish_is_answered_by_the_other_object():
     rng = np.random.default_rng(5)
     drawn = make_relational_scene(rng, SIZE)
-    same = draw_wish(rng, drawn, "same")
-    assert (same.asked, same.colour, same.shape) == ((SAME, SAME), drawn.colour, drawn.shape)
+    same_wish = draw_wish(rng, drawn, "same")
+    assert (same_wish.asked, same_wish.colour, same_wish.shape) == (
+        (SAME, SAME),
+        drawn.colour,
+        drawn.shape,
+    )
     star = draw_wish(rng, drawn, "same_colour")
     assert star.colour == drawn.colour
     assert star.shape != drawn.shape
@@ -82,11 +86,11 @@ def test_a_wish_is_answered_by_the_other_object():
 
 
 def test_every_wording_asks_for_one_thing():
-    asked: dict[str, set[tuple[str, str]]] = {}
+    wishes_by_text: dict[str, set[tuple[str, str]]] = {}
     for text, colour, shape in every_phrase():
-        asked.setdefault(text, set()).add((colour, shape))
-    assert {len(wishes) for wishes in asked.values()} == {1}
-    assert len(set().union(*asked.values())) == (len(COLOURS) + 1) * (len(SHAPES) + 1)
+        wishes_by_text.setdefault(text, set()).add((colour, shape))
+    assert {len(wishes) for wishes in wishes_by_text.values()} == {1}
+    assert len(set().union(*wishes_by_text.values())) == (len(COLOURS) + 1) * (len(SHAPES) + 1)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

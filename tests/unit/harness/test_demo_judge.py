@@ -51,12 +51,12 @@ def test_a_wrong_colour_is_told():
     for edit in EDITS[:8]:
         centre, _ = place(edit.mask)
         behind = fill(edit.source, edit.mask)[int(centre[1]), int(centre[0])]
-        other = max(
+        wrong_colour = max(
             (c for c in COLOURS if c != edit.colour),
             key=lambda c: float(np.linalg.norm(behind - np.asarray(COLOURS[c]))),
         )
-        verdict = judge(_with(edit, other, edit.shape), edit.source, edit.mask)
-        assert (verdict.colour, verdict.shape) == (other, edit.shape)
+        verdict = judge(_with(edit, wrong_colour, edit.shape), edit.source, edit.mask)
+        assert (verdict.colour, verdict.shape) == (wrong_colour, edit.shape)
 
 
 def test_an_empty_region_is_nothing():
@@ -83,8 +83,8 @@ def test_sizes_that_differ_are_refused():
 
 
 def test_held_out_edits_are_fixed_and_balanced():
-    again = held_out_edits(48)
-    assert all(np.array_equal(a.source, b.source) for a, b in zip(EDITS, again, strict=True))
+    second_edits = held_out_edits(48)
+    assert all(np.array_equal(a.source, b.source) for a, b in zip(EDITS, second_edits, strict=True))
     assert len({(e.colour, e.shape) for e in EDITS}) == len(COLOURS) * len(SHAPES)
 
 

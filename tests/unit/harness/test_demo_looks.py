@@ -44,9 +44,9 @@ def _cut(edit: Edit, gap: int) -> Picture:
     """The right answer with its line broken, `gap` pixels wide, above the middle."""
     (x, y), radius = place(edit.mask)
     begin = round(x - gap / 2)
-    cut = (slice(0, round(y - 0.1 * radius)), slice(begin, begin + gap))
+    gap_slices = (slice(0, round(y - 0.1 * radius)), slice(begin, begin + gap))
     picture = edit.target.copy()
-    picture[cut] = fill(edit.source, edit.mask)[cut]
+    picture[gap_slices] = fill(edit.source, edit.mask)[gap_slices]
     return picture
 
 
@@ -62,9 +62,9 @@ def test_a_run_that_ignores_its_adapter_fails(name: str) -> None:
         def attach(self, row: object, job: object) -> None:
             pass
 
-    found = judged(Ignoring(), without, asked_of(name, 6))
-    assert not found["held"]["followed"]
-    assert found["followed"]["dense"] == found["followed"]["without"]
+    judgement = judged(Ignoring(), without, asked_of(name, 6))
+    assert not judgement["held"]["followed"]
+    assert judgement["followed"]["dense"] == judgement["followed"]["without"]
 
 
 def test_an_adapter_that_nobody_can_judge_is_refused() -> None:

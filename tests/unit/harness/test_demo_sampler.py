@@ -26,12 +26,12 @@ def _part(kind: str) -> Part:
     mask[:, MASK[0] : MASK[1], MASK[2] : MASK[3]] = 255
     wish = np.zeros((SCENES, wishes, 4), np.uint8)
     wish[..., 2] = len(ASKED_COLOURS) - 1 if kind == "relations" else 0
-    other = np.zeros((SCENES, 6), np.uint8)
+    other_object = np.zeros((SCENES, 6), np.uint8)
     if kind == "relations":
-        other[:] = (*OTHER, 3, 2)
+        other_object[:] = (*OTHER, 3, 2)
     masked = np.zeros((SCENES, *grid, WIDTH), np.float16)
     box = np.broadcast_to(np.asarray(MASK, np.uint8), (SCENES, 4))
-    return Part(kind, answers, masked, mask, wish, box, other)
+    return Part(kind, answers, masked, mask, wish, box, other_object)
 
 
 @pytest.fixture
@@ -58,18 +58,18 @@ def test_every_window_holds_the_whole_mask_and_the_object(sampler, kind, window)
         for sample in range(len(batch.clean)):
             marks = batch.clean[sample, :, 0]
             assert (marks == MARK_MASKED).sum() >= 16  # more where the windows overlap
-            known = batch.seen[sample, :, 0] >= 0
-            assert known.sum() >= 16 if kind == "relations" else not known.any()
-            assert bool((marks[known] == MARK_OTHER).all())
-            assert bool((batch.seen[sample][known] == torch.tensor([3, 2])).all())
+            known_mask = batch.seen[sample, :, 0] >= 0
+            assert known_mask.sum() >= 16 if kind == "relations" else not known_mask.any()
+            assert bool((marks[known_mask] == MARK_OTHER).all())
+            assert bool((batch.seen[sample][known_mask] == torch.tensor([3, 2])).all())
 
 
 def test_masked_pixels_stand_in_the_condition(sampler):
     batch = sampler.draw(20_000, "plain", 8)
     pixels = batch.condition[..., WIDTH:]
-    shown = batch.shown[:, 0] >= 0
-    assert shown.float().mean() > 0.7
-    assert bool((pixels[shown].sum((1, 2)) == 16 * PIXELS).all())
+    shown_mask = batch.shown[:, 0] >= 0
+    assert shown_mask.float().mean() > 0.7
+    assert bool((pixels[shown_mask].sum((1, 2)) == 16 * PIXELS).all())
     # Without a mask the picture itself is given and asked for, as when a template is primed.
     primed = pixels.sum((1, 2)) == 0
     assert bool(primed.any())
@@ -78,19 +78,19 @@ def test_masked_pixels_stand_in_the_condition(sampler):
 
 
 def test_relations_are_mostly_asked_as_such_and_structures_never(sampler):
-    same = len(ASKED_COLOURS) - 1
-    asked = sampler.draw(40_000, "relations", 6).prompt[:, 0, 0]
-    assert 0.6 < (asked == same).float().mean() < 0.95
-    assert bool((asked == 0).any())  # by name
+    same_colour = len(ASKED_COLOURS) - 1
+    colours = sampler.draw(40_000, "relations", 6).prompt[:, 0, 0]
+    assert 0.6 < (colours == same_colour).float().mean() < 0.95
+    assert bool((colours == 0).any())  # by name
     assert bool((sampler.draw(4_000, "structures", 6).prompt == -1).all())
 
 
 def test_object_windows_hold_the_object_alone(sampler):
     batch = sampler.draw_objects(1000)
     assert batch.clean.shape[1] == 25
-    known = batch.seen[..., 0] >= 0
-    assert bool((known.sum(1) == 16).all())
-    assert bool((batch.clean[known][:, 0] == MARK_OTHER).all())
+    known_mask = batch.seen[..., 0] >= 0
+    assert bool((known_mask.sum(1) == 16).all())
+    assert bool((batch.clean[known_mask][:, 0] == MARK_OTHER).all())
 
 
 def test_two_windows_are_found_beside_one_another_wherever_the_first_is(sampler):

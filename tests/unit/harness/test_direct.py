@@ -19,20 +19,20 @@ def test_a_cached_edit_on_a_tile_is_near_the_dense_one() -> None:
     (scene,) = held_out_edits(1)
     model = {"path": str(DEMO_MODEL.with_name("demo-unet")), "torch_threads": 1}
     direct = Direct(config_of({"model": model, "cache": {"conv_halo": 2}}))
-    sent = encode_image(scene.source, "png"), encode_image(scene.mask * np.uint8(255), "png")
-    asked = {"seed": 0, "num_inference_steps": 8, "mask_ring": 1}
+    images = encode_image(scene.source, "png"), encode_image(scene.mask * np.uint8(255), "png")
+    edit_settings = {"seed": 0, "num_inference_steps": 8, "mask_ring": 1}
     try:
         answers = [
-            direct.edit((*sent, scene.prompt), asked | {"cache": cache})
+            direct.edit((*images, scene.prompt), edit_settings | {"cache": cache})
             for cache in ("off", "require", "require")
         ]
     finally:
         direct.engine.close(5.0)
-    dense, cached, again = (np.asarray(Image.open(io.BytesIO(each))) for each in answers)
+    dense, cached, repeat = (np.asarray(Image.open(io.BytesIO(file))) for file in answers)
     inside = scene.mask > 0
-    assert np.array_equal(cached, again)
+    assert np.array_equal(cached, repeat)
     near, source = (
-        np.abs(cached[inside].astype(float) - other[inside]).mean()
-        for other in (dense, scene.source)
+        np.abs(cached[inside].astype(float) - reference[inside]).mean()
+        for reference in (dense, scene.source)
     )
     assert 0 < near < source / 4

@@ -26,21 +26,21 @@ from tests.support.router_requests import edit_request, mask_of
 
 def test_requests_of_two_loads_differ_in_their_gaps_alone() -> None:
     few, many = (drawn(40, load, 1, Hardware()) for load in (0.8, 1.6))
-    assert {each.kind for each in few} == set(KINDS)
-    for one, other in zip(few, many, strict=True):
-        assert one.edits == other.edits
-        assert one.at == pytest.approx(2 * other.at)
+    assert {request.kind for request in few} == set(KINDS)
+    for rare_request, frequent_request in zip(few, many, strict=True):
+        assert rare_request.edits == frequent_request.edits
+        assert rare_request.at == pytest.approx(2 * frequent_request.at)
 
 
 def test_the_simulator_has_the_nodes_of_the_shipped_plans() -> None:
-    for each in drawn(40, 0.8, 1, Hardware()):
-        asked = each.asked()
-        edits = [n for n in asked.nodes if n.only == frozenset(WORKERS)]
-        assert len(edits) == each.tries * len(each.edits)
-        assert all(n.only == frozenset(NODES) for n in asked.nodes if n not in edits)
-        assert asked.known is not None
-        assert (asked.known < len(asked.nodes)) == (each.tries > 1)
-        assert asked.due - asked.arrival > 2 * max(each.edits)
+    for drawn_request in drawn(40, 0.8, 1, Hardware()):
+        plan_request = drawn_request.asked()
+        edits = [n for n in plan_request.nodes if n.only == frozenset(WORKERS)]
+        assert len(edits) == drawn_request.tries * len(drawn_request.edits)
+        assert all(n.only == frozenset(NODES) for n in plan_request.nodes if n not in edits)
+        assert plan_request.known is not None
+        assert (plan_request.known < len(plan_request.nodes)) == (drawn_request.tries > 1)
+        assert plan_request.due - plan_request.arrival > 2 * max(drawn_request.edits)
 
 
 def test_little_is_done_in_time_and_all_is_late_where_it_comes_at_once() -> None:
@@ -51,12 +51,14 @@ def test_little_is_done_in_time_and_all_is_late_where_it_comes_at_once() -> None
 
 async def test_a_cluster_knows_nothing_of_the_tries_at_the_one_before() -> None:
     """In the second order tries passed that had failed in the first."""
-    asked = next(each for each in drawn(200, 1.0, 1, Hardware()) if each.tries == 2)
+    plan_request = next(item for item in drawn(200, 1.0, 1, Hardware()) if item.tries == 2)
     for order in RULES:
         cluster = Cluster(order, Hardware())
-        cluster.requests[asked.name] = asked
-        verdicts = [cluster.made("shows", {"name": asked.name})["verdict"] for _ in range(16)]
-        assert [each.passed for each in verdicts] == [False] * 8 + [True] * 8
+        cluster.requests[plan_request.name] = plan_request
+        verdicts = [
+            cluster.made("shows", {"name": plan_request.name})["verdict"] for _ in range(16)
+        ]
+        assert [item.passed for item in verdicts] == [False] * 8 + [True] * 8
 
 
 async def test_an_edit_that_is_withdrawn_leaves_its_row() -> None:
@@ -92,8 +94,8 @@ async def test_an_emulated_node_server_answers_a_router() -> None:
         task = Task(
             "best-1", NodeCall("best-1", "best"), {"pictures": (b"a", b"b"), "verdicts": verdicts}
         )
-        made = await pool.call(task, KeyHolder("anybody", 64, admin=True))
-        assert made.outputs == {"picture": b"b", "verdict": Judgement(1.0, True)}
+        answer = await pool.call(task, KeyHolder("anybody", 64, admin=True))
+        assert answer.outputs == {"picture": b"b", "verdict": Judgement(1.0, True)}
     finally:
         await pool.close()
         await server.stop()

@@ -26,12 +26,12 @@ TIMES = {side: Times((side / 1e3, side / 1.8e3), 0.02, 0.03, 0.01) for side in D
 
 def test_edits_far_apart_are_in_time_where_they_can_be() -> None:
     arrivals = [(10.0 * number, side) for number, side in enumerate(sorted(DUE))]
-    due = {side: 0.05 + 0.9 * STEPS * t.step[0] for side, t in TIMES.items()}
+    due_by_side = {side: 0.05 + 0.9 * STEPS * t.step[0] for side, t in TIMES.items()}
     none = dict.fromkeys(map(str, sorted(DUE)), 0.0)
     for name, policy in policies().items():
-        found = simulated(policy, TIMES, arrivals, due, math.inf)
-        assert found["sar"] == (0.0 if name == "fixed1" else 1.0)
-        assert name != "fixed1" or found["by_side"] == none
+        figures = simulated(policy, TIMES, arrivals, due_by_side, math.inf)
+        assert figures["sar"] == (0.0 if name == "fixed1" else 1.0)
+        assert name != "fixed1" or figures["by_side"] == none
 
 
 def test_decoding_takes_cores_from_steps() -> None:
@@ -39,10 +39,12 @@ def test_decoding_takes_cores_from_steps() -> None:
     all are decoded one by one until 1.6 + 4 x 1.5 s; on two cores later.
     """
     times = {side: Times((0.1, 0.1), 0.0, 1.5, 0.0) for side in DUE}
-    arrivals, due = [(0.0, 64)] * 4, dict.fromkeys(DUE, 1.6 + 4 * 1.5 + 0.05)
-    three, two = [simulated(policies()["fixed1"], times, arrivals, due, k)["sar"] for k in (3, 2)]
+    arrivals, due_by_side = [(0.0, 64)] * 4, dict.fromkeys(DUE, 1.6 + 4 * 1.5 + 0.05)
+    three, with_two = [
+        simulated(policies()["fixed1"], times, arrivals, due_by_side, k)["sar"] for k in (3, 2)
+    ]
     assert three == 1.0
-    assert two < 1.0
+    assert with_two < 1.0
 
 
 def test_the_error_is_that_of_rounds_and_not_of_edits() -> None:
@@ -51,10 +53,10 @@ def test_the_error_is_that_of_rounds_and_not_of_edits() -> None:
         return {"real": names, "simulated": {**names, "deadline": {"sar": simulated}}}
 
     rounds = [{"load": load, **point(real, 0.8)} for load in LOADS for real in (0.7, 0.8, 0.9, 0.8)]
-    for found in summary(rounds).values():
-        assert found["apart deadline"] == 0.0
-        assert found["error deadline"] == pytest.approx(100 * 0.0816 / 2, abs=0.1)
-        assert found["error fixed1"] == 0.0
+    for figures in summary(rounds).values():
+        assert figures["apart deadline"] == 0.0
+        assert figures["error deadline"] == pytest.approx(100 * 0.0816 / 2, abs=0.1)
+        assert figures["error fixed1"] == 0.0
 
 
 def test_all_sizes_come_equally_often() -> None:

@@ -19,27 +19,27 @@ def answered(number: int, *shape: int) -> Answered:
 
 
 def test_messages_come_in_turn_when_their_bytes_would_have() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        link = SlowConnection(RATE, theirs)
+    client_socket, link_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with client_socket:
+        link = SlowConnection(RATE, link_socket)
         begin = time.monotonic()
         for message in (answered(1, 2, 300), answered(2, 300), Answered(3, ended=True)):
             link.send(message)
         assert time.monotonic() - begin < 0.5, "sending has waited"
-        came = []
+        arrivals = []
         for _ in range(3):
-            found = msgspec.msgpack.decode(ours.recv(4096), type=Answered)
-            came.append((found.number, time.monotonic() - begin))
-        assert [number for number, _ in came] == [1, 2, 3]
-        for (_, seconds), nbytes in zip(came, (1200, 1800, 1800), strict=True):
+            answer = msgspec.msgpack.decode(client_socket.recv(4096), type=Answered)
+            arrivals.append((answer.number, time.monotonic() - begin))
+        assert [number for number, _ in arrivals] == [1, 2, 3]
+        for (_, seconds), nbytes in zip(arrivals, (1200, 1800, 1800), strict=True):
             assert seconds >= nbytes / RATE
         link.close()
 
 
 def test_a_denoiser_that_has_ended_is_told_of() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = SlowConnection(RATE, theirs)
-    ours.close()
+    client_socket, link_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = SlowConnection(RATE, link_socket)
+    client_socket.close()
     link.send(answered(1, 1))
 
     def is_told() -> bool:

@@ -62,15 +62,15 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
     for step in report["held"]:
         assert 0 < step["held"] <= step["counted"]
-    assert {(each["way"], each["batch"]) for each in report["loads"]} == {("gathered", 1)}
-    assert {each["who"] for each in report["rivals"]} >= set(RIVALS)
-    assert all(each["ms"] > 0 for each in report["rivals"])
+    assert {(item["way"], item["batch"]) for item in report["loads"]} == {("gathered", 1)}
+    assert {item["who"] for item in report["rivals"]} >= set(RIVALS)
+    assert all(item["ms"] > 0 for item in report["rivals"])
     assert min(report["stages"][name] for name in ("t5_ms", "encode_ms", "decode_ms")) > 0
     assert report["edits"]["at_once"].keys() == {"1", "8"}, report["edits"]
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     for title in ("Steps that load", "Beside diffusers", "T5 and the VAE", "Whole edits"):
         assert f"## {title}" in page
-    assert {each.name for each in tmp_path.iterdir()} == {
+    assert {item.name for item in tmp_path.iterdir()} == {
         "rehearsal.json",
         "rehearsal.md",
         "rehearsal-steps.png",
@@ -98,10 +98,10 @@ def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
         assert first_run.main(asked, tests=lambda device: True) == 0, capfd.readouterr().out[-3000:]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["failed"] == {}
-    assert {each["who"] for each in report["rivals"]} >= set(RIVALS)
-    assert {each["kind"] for each in report["steps"]} == set(first_run.KINDS)
+    assert {item["who"] for item in report["rivals"]} >= set(RIVALS)
+    assert {item["kind"] for item in report["steps"]} == set(first_run.KINDS)
     assert report["unet_steps"]
-    assert all(each["ms"] > 0 for each in report["unet_own"])
+    assert all(item["ms"] > 0 for item in report["unet_own"])
 
 
 def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() -> None:
@@ -114,22 +114,27 @@ def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() 
 
 def test_steps_are_timed_as_a_worker_takes_them(tmp_path: Path) -> None:
     bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8", steps=8)
-    found = first_run.time_served_steps(bench, 1)
-    assert [(step["batch"], step["kind"], step["mask_ratio"]) for step in found] == [
+    served_steps = first_run.time_served_steps(bench, 1)
+    assert [(step["batch"], step["kind"], step["mask_ratio"]) for step in served_steps] == [
         (batch, kind, ratio)
         for batch in first_run.SERVED
         for kind in ("kv", "no-text")
         for ratio in first_run.RATIOS
     ]
-    assert all(step["ms"] > 0 and "asked_ms" not in step for step in found)  # on a CPU
-    assert [("anchor_ms" in step) for step in found] == [s["kind"] == "no-text" for s in found]
-    assert sum("edit_times" in step for step in found) == len(first_run.RATIOS)
-    found[0]["asked_ms"] = 2.25
-    report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "served": found}
+    assert all(step["ms"] > 0 and "asked_ms" not in step for step in served_steps)  # on a CPU
+    assert [("anchor_ms" in step) for step in served_steps] == [
+        s["kind"] == "no-text" for s in served_steps
+    ]
+    assert sum("edit_times" in step for step in served_steps) == len(first_run.RATIOS)
+    served_steps[0]["asked_ms"] = 2.25
+    report = {"hardware": "x", "command": "y", "date": "z", "torch": "2", "served": served_steps}
     write_page(report, tmp_path / "run.json")
     page = (tmp_path / "run.md").read_text(encoding="utf-8")
-    assert f"| 1 | kv | 0.05 | {found[0]['dense_ms']:.1f} | {found[0]['ms']:.1f} |" in page
-    assert f"| {found[0]['of_limit']:.2f} | 2.2 |" in page
+    assert (
+        f"| 1 | kv | 0.05 | {served_steps[0]['dense_ms']:.1f} | {served_steps[0]['ms']:.1f} |"
+        in page
+    )
+    assert f"| {served_steps[0]['of_limit']:.2f} | 2.2 |" in page
 
 
 def test_what_steps_are_made_of_is_timed_by_itself(tmp_path: Path) -> None:
@@ -154,9 +159,9 @@ def test_parts_are_asked_for_by_name(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "1", "--only", "gb_per_s"]
     assert first_run.main([*asked, "--json", str(file)], sent=2**20) == 0
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert "gb_per_s" in found
-    assert not {"tests_passed", "steps", "served", "edits"} & found.keys()
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert "gb_per_s" in report
+    assert not {"tests_passed", "steps", "served", "edits"} & report.keys()
 
 
 def test_without_a_gpu_it_says_what_to_do(
@@ -203,10 +208,10 @@ def test_without_a_model_the_parts_that_need_none_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was found stays from part to part."""
-    seen: list[set[str]] = []
+    saved_keys: list[set[str]] = []
 
     def fails(*_: object) -> NoReturn:
-        seen.append(set(json.loads(file.read_text(encoding="utf-8"))))
+        saved_keys.append(set(json.loads(file.read_text(encoding="utf-8"))))
         raise torch.OutOfMemoryError("no room")
 
     file = tmp_path / "run.json"
@@ -214,7 +219,7 @@ def test_without_a_model_the_parts_that_need_none_are_measured(
         monkeypatch.setattr(first_run, name, lambda *_, **__: fails())
     asked = ["--device", "cpu", "--preset", "demo", "--json", str(file)]
     assert first_run.main(asked, tests=lambda device: True, sent=2**20) == 1
-    assert {"tests_passed", "attention", "gb_per_s"} <= seen[0]
+    assert {"tests_passed", "attention", "gb_per_s"} <= saved_keys[0]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["failed"].keys() == {"model", "stages", "edits"}
     page = file.with_suffix(".md").read_text(encoding="utf-8")
@@ -239,13 +244,15 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
         for batch in first_run.BATCHES
         for ratio in first_run.RATIOS
     ]
-    held = [
+    memory_rows = [
         {"batch": 1, "mask_ratio": None, "held": 2**30, "counted": 2**31},
         {"batch": 4, "mask_ratio": 0.05, "held": 2**31, "counted": 2**30},
     ]
     file = tmp_path / "run.json"
     model = {"name": "m", "weights": 2**33, "total": 2**34, "free": 2**33}
-    write_page({**about, "tests_passed": False, "model": model, "steps": steps, "held": held}, file)
+    write_page(
+        {**about, "tests_passed": False, "model": model, "steps": steps, "held": memory_rows}, file
+    )
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "tests/gpu FAILED" in page
     assert "| 4 | 0.05 | kv | int8 | 6.0 | 3.0 | 48.0 | 24.0 | 8.00 |" in page
@@ -261,23 +268,23 @@ def small_bench() -> Bench:
 
 
 def test_steps_are_timed_while_their_entries_come() -> None:
-    [told] = time_loads(small_bench(), [2])
-    assert told["way"] == "gathered"
-    assert told["bytes"] > 0
-    assert min(told[name] for name in ("alone_ms", "beside_ms", "load_ms", "gb_per_s")) > 0
+    [load_times] = time_loads(small_bench(), [2])
+    assert load_times["way"] == "gathered"
+    assert load_times["bytes"] > 0
+    assert min(load_times[name] for name in ("alone_ms", "beside_ms", "load_ms", "gb_per_s")) > 0
 
 
 def test_loads_that_are_timed_are_cut_of_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; with room for less than two steps' loads, it says so."""
-    made: list[Reserve] = []
+    reserves: list[Reserve] = []
 
     def reserve(mover: object, nbytes: int) -> Reserve:
-        made.append(Reserve(nbytes, torch.device("cpu")))
-        return made[-1]
+        reserves.append(Reserve(nbytes, torch.device("cpu")))
+        return reserves[-1]
 
     monkeypatch.setattr(first_run_parts, "open_reserve", reserve)
     time_loads(small_bench(), [1, 2])
-    assert made[0].free == len(made[0].memory)
+    assert reserves[0].free == len(reserves[0].memory)
     monkeypatch.setattr(first_run_parts, "_LOADS", 1)
     with pytest.raises(AssertionError, match="no room in the reserve"):
         time_loads(small_bench(), [2])
@@ -291,17 +298,17 @@ def test_a_rival_that_cannot_run_says_why_and_the_others_are_timed() -> None:
 
     few = ("eager", "fp8")
     bench = small_bench()
-    before = [each.clone() for each in bench.model.parameters()]
-    told = time_rivals(bench, [1, 2], 1, few)
-    assert {(each["batch"], each["who"]) for each in told} == {
-        (batch, who)
+    initial_weights = [item.clone() for item in bench.model.parameters()]
+    rival_times = time_rivals(bench, [1, 2], 1, few)
+    assert {(item["batch"], item["who"]) for item in rival_times} == {
+        (batch, rival)
         for batch in (1, 2)
-        for who in ("ours, dense", "ours, m = 0.11", "eager", "fp8")
+        for rival in ("ours, dense", "ours, m = 0.11", "eager", "fp8")
     }
-    assert all(map(torch.equal, before, bench.model.parameters()))
-    told = time_rivals(bench, [1], 1, few, refuses)
-    assert told[-1] == {"who": "fp8", "why": "RuntimeError: no such kernel"}
-    assert [each["who"] for each in told[:-1]] == ["ours, dense", "ours, m = 0.11", "eager"]
+    assert all(map(torch.equal, initial_weights, bench.model.parameters()))
+    rival_times = time_rivals(bench, [1], 1, few, refuses)
+    assert rival_times[-1] == {"who": "fp8", "why": "RuntimeError: no such kernel"}
+    assert [item["who"] for item in rival_times[:-1]] == ["ours, dense", "ours, m = 0.11", "eager"]
 
 
 def test_a_rival_answers_all_tokens_of_the_step() -> None:
@@ -316,10 +323,10 @@ def test_where_no_triton_is_edits_say_why(tmp_path: Path) -> None:
     def missing(*_: object) -> NoReturn:
         raise FileNotFoundError("no tritonserver")
 
-    told = time_edits(DEMO_MODEL, 1, missing)
-    assert told == {"model": "demo", "why": "FileNotFoundError: no tritonserver"}
+    edits_report = time_edits(DEMO_MODEL, 1, missing)
+    assert edits_report == {"model": "demo", "why": "FileNotFoundError: no tritonserver"}
     report = {
-        "hardware": "x", "command": "y", "date": "z", "torch": "2", "edits": told,
+        "hardware": "x", "command": "y", "date": "z", "torch": "2", "edits": edits_report,
         "rivals": [{"who": "fp8", "why": "no such kernel"}],
     }  # fmt: skip
     write_page(report, tmp_path / "run.json")

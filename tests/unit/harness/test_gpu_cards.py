@@ -40,8 +40,12 @@ def test_a_step_takes_its_flops_its_bytes_or_its_host() -> None:
 
 
 def test_a_card_is_offered_what_it_holds() -> None:
-    assert {each.form for each in offered(RTX_4090) if each.model == "FLUX.1"} == {FP8, INT8, NF4}
-    assert {each.attention for each in offered(RTX_4090)} == {"FA2"}
+    assert {offer.form for offer in offered(RTX_4090) if offer.model == "FLUX.1"} == {
+        FP8,
+        INT8,
+        NF4,
+    }
+    assert {offer.attention for offer in offered(RTX_4090)} == {"FA2"}
     assert {(e.form, e.attention) for e in offered(H100) if e.model == "FLUX.1"} == {
         (form, kernel) for form in FORMS for kernel in ("cuDNN", "FA3")
     }
@@ -66,7 +70,7 @@ def test_few_tokens_fill_a_card_less_than_many() -> None:
 
 def test_a_step_between_own_anchors_multiplies_no_text_and_moves_more() -> None:
     hit = Counted(962, 12e12, 1e12, 23.8e9, 1e9, 7e9, 667)
-    own = flux_own(hit, 0.11)
-    assert own.products < 0.55 * hit.products
-    assert own.others > hit.others
-    assert own.launches == hit.launches  # the change is added as the entry is placed
+    refresh_step = flux_own(hit, 0.11)
+    assert refresh_step.products < 0.55 * hit.products
+    assert refresh_step.others > hit.others
+    assert refresh_step.launches == hit.launches  # the change is added as the entry is placed

@@ -101,8 +101,8 @@ def test_internal_errors_are_lines_with_a_trace(tmp_path: Path) -> None:
 def test_a_book_tells_the_95th_percentile_of_what_was_right() -> None:
     book = Book()
     assert book.p95() == 0.0
-    for taken in range(101):
-        book.add(float(taken))
+    for seconds in range(101):
+        book.add(float(seconds))
     book.add(lost="no answer")
     book.add(wrong="other pixels")
     assert book.p95() == pytest.approx(95.0)

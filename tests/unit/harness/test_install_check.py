@@ -18,7 +18,11 @@ class Index:
 
     def __call__(self, requirements: list[str], constraints: Path, python: str) -> str:
         self.asked.append(requirements)
-        bad = [one for one in self.unfit if one <= set(requirements)]
+        bad = [
+            requirement_set
+            for requirement_set in self.unfit
+            if requirement_set <= set(requirements)
+        ]
         return f"{sorted(bad[0])} do not fit" if bad and python.startswith(self.python) else ""
 
 

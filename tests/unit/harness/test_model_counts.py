@@ -19,15 +19,15 @@ from maskserve_harness.checkout import CHECKOUT
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Counted]:
-    return {name: Counted(asked) for name, asked in MODELS.items()}
+    return {name: Counted(model) for name, model in MODELS.items()}
 
 
 @pytest.mark.parametrize("made", [steps_table, edits_table, bytes_table])
 def test_the_tables_are_what_is_counted(
     counted: dict[str, Counted], made: Callable[[dict[str, Counted]], str]
 ) -> None:
-    told = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert made(counted) in told
+    page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert made(counted) in page
 
 
 def test_what_is_left_out_of_entries_is_computed_or_not_seen(counted: dict[str, Counted]) -> None:
@@ -52,5 +52,5 @@ def test_encoders_run_once_for_each_pass(counted: dict[str, Counted]) -> None:
     assert t5 == pytest.approx(2 * 512 * 4.6e9, rel=0.1)
     assert qwen3 == pytest.approx(2 * 512 * 27 * 101e6, rel=0.1)
     guided = counted["Qwen-Image"]
-    [once] = guided._text_encoders()
-    assert guided.beside - guided._vae() == pytest.approx(2 * once)
+    [encoder_flops] = guided._text_encoders()
+    assert guided.beside - guided._vae() == pytest.approx(2 * encoder_flops)

@@ -25,12 +25,14 @@ def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
 def test_three_steps_are_pytorchs_up_to_its_rounding(shape: tuple[int, int]) -> None:
-    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
-    torchs = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    muon = Muon([ours], lr=0.1, weight_decay=0.01)
+    muon_weight, torch_weight = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    torchs = torch.optim.Muon(
+        [torch_weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+    )
+    muon = Muon([muon_weight], lr=0.1, weight_decay=0.01)
     for _ in range(3):
-        ours.grad = conditioned(shape)
-        theirs.grad = ours.grad.clone()
+        muon_weight.grad = conditioned(shape)
+        torch_weight.grad = muon_weight.grad.clone()
         muon.step()
         torchs.step()
-    assert (ours - theirs).norm() < 0.05 * (theirs - 1).norm()
+    assert (muon_weight - torch_weight).norm() < 0.05 * (torch_weight - 1).norm()

@@ -48,9 +48,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 def test_what_becomes_of_a_mutation(tree: Path) -> None:
     weak = replace(ADDS, name="weak", test="tests/test_weak.py::test_it")
-    gone = replace(ADDS, name="gone", line="return a * b")
+    missing_line = replace(ADDS, name="gone", line="return a * b")
     unread = replace(ADDS, name="unread", wrong="return (")
-    assert mutants.run([ADDS, weak, gone, unread], tree) == {
+    assert mutants.run([ADDS, weak, missing_line, unread], tree) == {
         "adds": "killed",
         "weak": "survived",
         "gone": "broken",
@@ -68,5 +68,5 @@ def test_a_test_that_fails_by_itself_kills_nothing(tree: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_mutation_is_killed() -> None:
-    found = mutants.run(MUTATIONS)
-    assert {name: verdict for name, verdict in found.items() if verdict != "killed"} == {}
+    verdicts = mutants.run(MUTATIONS)
+    assert {name: verdict for name, verdict in verdicts.items() if verdict != "killed"} == {}

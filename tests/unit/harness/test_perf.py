@@ -77,8 +77,12 @@ def test_the_file_holds_the_edits(tmp_path: Path) -> None:
         mask = pixels(entry["MASK"])
         assert set(np.unique(mask)) <= {0, 255}
         assert (mask == 255).mean() == edit.mask_ratio
-        asked = parse_settings(entry["SETTINGS"])
-        assert (asked.seed, asked.num_inference_steps, asked.cache) == (number, 3, "off")
+        edit_settings = parse_settings(entry["SETTINGS"])
+        assert (edit_settings.seed, edit_settings.num_inference_steps, edit_settings.cache) == (
+            number,
+            3,
+            "off",
+        )
         assert entry["PROMPT"].decode() == edit.prompt
 
 
@@ -202,8 +206,8 @@ def test_times_are_read_from_the_export() -> None:
 
 
 def test_errors_are_found_in_what_the_tool_prints() -> None:
-    said = "Request Rate: 4\nThread [0] had error: [OVERLOADED] full\nThread [1] had error: "
-    assert parse_errors(said + "[OVERLOADED] full\n\n") == ["[OVERLOADED] full"]
+    tool_output = "Request Rate: 4\nThread [0] had error: [OVERLOADED] full\nThread [1] had error: "
+    assert parse_errors(tool_output + "[OVERLOADED] full\n\n") == ["[OVERLOADED] full"]
     assert parse_errors("error: failed to get model metadata: no\n") == [
         "failed to get model metadata: no"
     ]
@@ -232,8 +236,8 @@ def program(folder: Path, text: str) -> Path:
 )
 def test_a_run_that_fails_says_why(tmp_path: Path, text: str, limit_s: float, error: str) -> None:
     target, load = Target("edit", "http"), Load("concurrency", 1.0)
-    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, limit_s)
-    outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), what)
+    measurement = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, limit_s)
+    outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), measurement)
     run = outcome.to_json()
     assert run["errors"] == [error]
     assert "answer_ms" not in run
@@ -242,10 +246,10 @@ def test_a_run_that_fails_says_why(tmp_path: Path, text: str, limit_s: float, er
 
 def test_a_tool_that_does_nothing_is_started_again(tmp_path: Path) -> None:
     target, load = Target("edit", "http"), Load("concurrency", 1.0)
-    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 0.5)
-    once = tmp_path / "once"
-    text = f"if [ -e {once} ]; then echo strange; exit 3; fi; touch {once}; sleep 30"
-    outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), what)
+    measurement = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 0.5)
+    marker = tmp_path / "once"
+    text = f"if [ -e {marker} ]; then echo strange; exit 3; fi; touch {marker}; sleep 30"
+    outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), measurement)
     assert outcome.errors == ("perf_analyzer ended with exit code 3: strange",)
 
 
@@ -261,26 +265,29 @@ def test_an_interruption_while_the_tool_starts_ends_it(
         return started[0]
 
     target, load = Target("edit", "http"), Load("concurrency", 1.0)
-    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 30.0)
+    measurement = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 30.0)
     fake = tool.Tool(program(tmp_path, "exec sleep 60"), None, "fake")
     # As the script has it; a SIGTERM is an interruption too.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            measure_once(fake, what, interrupted)
+            measure_once(fake, measurement, interrupted)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
         (process,) = started
-        left = process.poll() is None
+        is_running = process.poll() is None
         with process:  # closes its pipe
             process.kill()
-    assert not left
+    assert not is_running
 
 
 def test_a_named_tool_is_used_and_a_broken_one_refused(tmp_path: Path) -> None:
     works = program(tmp_path, "echo 'Perf Analyzer Version 2.66.0 (commit abc)'")
-    found = tool.find_tool(works, tmp_path / "cache")
-    assert (found.binary, found.version) == (works, "Perf Analyzer Version 2.66.0 (commit abc)")
+    perf_tool = tool.find_tool(works, tmp_path / "cache")
+    assert (perf_tool.binary, perf_tool.version) == (
+        works,
+        "Perf Analyzer Version 2.66.0 (commit abc)",
+    )
     for text, why in [("exit 127", "does not start: exit code 127"), ("true", "is not perf_an")]:
         with pytest.raises(PerfError, match=f"--tool: .*{why}"):
             tool.find_tool(program(tmp_path, text), tmp_path / "cache")
@@ -320,8 +327,8 @@ def test_the_help_has_examples() -> None:
     from subprocess import run
 
     script = [sys.executable, str(ROOT / "scripts" / "bench"), "perf_analyzer"]
-    shown = run([*script, "--help"], capture_output=True, text=True, check=True)
-    assert "python scripts/bench perf_analyzer --json" in shown.stdout
+    result = run([*script, "--help"], capture_output=True, text=True, check=True)
+    assert "python scripts/bench perf_analyzer --json" in result.stdout
 
 
 class Warmed:

@@ -18,15 +18,15 @@ SIZE = (128, 128)
 def test_edits_change_only_the_region_and_are_the_same_again(kind: str) -> None:
     grounds = textures()
     first = edits.photo_edits(kind, 3, grounds, SIZE)
-    again = edits.photo_edits(kind, 2, grounds, SIZE)
+    second_edits = edits.photo_edits(kind, 2, grounds, SIZE)
     for edit in first:
         assert edit.source.shape == (*SIZE, 3)
         assert edit.mask.any()
         assert not edit.mask.all()
         np.testing.assert_array_equal(edit.source[~edit.mask], edit.target[~edit.mask])
-    for one, other in zip(first, again, strict=False):
-        assert one.prompt == other.prompt
-        np.testing.assert_array_equal(one.target, other.target)
+    for first_edit, second_edit in zip(first, second_edits, strict=False):
+        assert first_edit.prompt == second_edit.prompt
+        np.testing.assert_array_equal(first_edit.target, second_edit.target)
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -64,14 +64,14 @@ def test_rim_and_likeness() -> None:
 
 
 def test_every_wish_has_words_that_name_it() -> None:
-    known = set(words.words())
+    known_words = set(words.words())
     rng = np.random.default_rng(0)
     for wish in words.wishes():
         look, thing = wish.numbers
         assert words.Wish(words.THINGS[thing], words.LOOKS[look]) == wish
         for text in (words.first_phrase(wish), words.wording(rng, wish)):
             parts = "".join(ch if ch.isalpha() else " " for ch in text.lower()).split()
-            assert known.issuperset(parts)
+            assert known_words.issuperset(parts)
             assert len(parts) < 12
     assert words.first_phrase(words.Wish("apple")) == "an apple"
     assert words.first_phrase(words.Wish("star", "orange")) == "an orange star"
@@ -81,8 +81,8 @@ def test_every_wish_has_words_that_name_it() -> None:
 def test_prompts_are_numbered_and_the_empty_one_comes_first() -> None:
     drawn = words.draw_prompts(np.random.default_rng(0), 64)
     assert drawn[0] == ("", *words.Wish(words.NOTHING).numbers)
-    things = {words.THINGS[thing] for _, _, thing in drawn}
-    assert {words.NOTHING, words.MORE, words.GROUND} < things
+    drawn_things = {words.THINGS[thing] for _, _, thing in drawn}
+    assert {words.NOTHING, words.MORE, words.GROUND} < drawn_things
 
 
 def test_objects_have_pictures() -> None:

@@ -54,12 +54,12 @@ def test_examples_are_encoded_as_the_pipeline_does(pipe: FluxFillPipeline, pictu
     sampler = photo.PhotoSampler(pictures, pipe, [0])
     example = draw_example(np.random.default_rng(1), pictures, (64, 64), "object")
     batch = sampler.encode([example], ["a cat"])
-    seen: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
 
     def look(model: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
-        seen.setdefault("hidden", kwargs["hidden_states"])
-        seen.setdefault("prompt", kwargs["encoder_hidden_states"])
-        seen.setdefault("pooled", kwargs["pooled_projections"])
+        inputs.setdefault("hidden", kwargs["hidden_states"])
+        inputs.setdefault("prompt", kwargs["encoder_hidden_states"])
+        inputs.setdefault("pooled", kwargs["pooled_projections"])
 
     hook = pipe.transformer.register_forward_pre_hook(look, with_kwargs=True)
     pipe(
@@ -73,10 +73,10 @@ def test_examples_are_encoded_as_the_pipeline_does(pipe: FluxFillPipeline, pictu
         output_type="latent",
     )
     hook.remove()
-    condition = seen["hidden"][..., -batch.condition.shape[2] :]
+    condition = inputs["hidden"][..., -batch.condition.shape[2] :]
     torch.testing.assert_close(batch.condition, condition, atol=0.02, rtol=0)
-    torch.testing.assert_close(batch.prompt, seen["prompt"])
-    torch.testing.assert_close(batch.pooled, seen["pooled"])
+    torch.testing.assert_close(batch.prompt, inputs["prompt"])
+    torch.testing.assert_close(batch.pooled, inputs["pooled"])
     assert batch.ids.shape == (16, 3)
 
 
@@ -126,8 +126,8 @@ def test_a_written_model_is_judged(
     monkeypatch.setattr(command, "_PAIRS", {"pattern": 1, "shape": 1})
     figures, sheet, blind = (tmp_path / name for name in ("f.json", "sheet.png", "blind.png"))
     flags = f"--edits 1 --steps 1 --side 96 --json {figures} --sheet {sheet} --blind {blind}"
-    both = ["--model", str(model), "--beside", str(model)]
-    monkeypatch.setattr(sys, "argv", ["eval_photo_model", *flags.split(), *both])
+    model_flags = ["--model", str(model), "--beside", str(model)]
+    monkeypatch.setattr(sys, "argv", ["eval_photo_model", *flags.split(), *model_flags])
     assert command.main() == 0
     report = json.loads(figures.read_text())
     assert report["fill"]["rim_beside_untouched"] > 0

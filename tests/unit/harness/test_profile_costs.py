@@ -34,16 +34,18 @@ def test_the_fit_finds_the_law_and_one_without_exchanges_does_not() -> None:
         times = seconds_by_degree(work, row, kind, line, exchange)
         for degree, seconds in zip(DEGREES, times, strict=True):
             flops = work.step_flops([row], kind) / degree + uneven_flops(work, row, kind, degree)
-            sent = sent_bytes(work, row, degree) * busiest(work.heads, degree)
+            nbytes = sent_bytes(work, row, degree) * busiest(work.heads, degree)
             noisy = seconds * (1.0 + 0.005 * rng.standard_normal())
-            counted = flops, sent, calls(work, degree)
+            counted = flops, nbytes, calls(work, degree)
             points.append(Point(512, ratio < 1, degree, *counted, noisy, noisy, seconds))
-    compute, found = fitted(points)
+    compute, fitted_exchange = fitted(points)
     assert compute.per_unit == pytest.approx(line.per_unit, rel=0.05)
-    assert found.call_seconds == pytest.approx(exchange.call_seconds, rel=0.2)
+    assert fitted_exchange.call_seconds == pytest.approx(exchange.call_seconds, rel=0.2)
     row = work.row_at(0.2, 512.0)
     truth = seconds_by_degree(work, row, "kv", line, exchange)
-    assert seconds_by_degree(work, row, "kv", compute, found) == pytest.approx(truth, rel=0.05)
+    assert seconds_by_degree(work, row, "kv", compute, fitted_exchange) == pytest.approx(
+        truth, rel=0.05
+    )
     none = ExchangeCosts(1e30, 0.0)
     free = seconds_by_degree(work, row, "kv", compute, none)
     assert free[-1] < 0.7 * truth[-1]
@@ -63,16 +65,18 @@ def test_a_worker_prices_by_its_profile_from_its_first_step(
 ) -> None:
     """Two processes are profiled, two more foretell by that what edits of another size take."""
     out, report = tmp_path / "costs.json", tmp_path / "report.json"
-    asked = ["--model", str(tiny_fill), "--sides", "32", "64", "--fresh", "48", "--rounds", "1"]
-    assert main([*asked, "--out", str(out), "--json", str(report)]) == 0
-    profile, told = read_profile(str(out)), json.loads(report.read_text())
-    assert {(p["side"], p["cached"], p["degree"]) for p in told["fresh"]} == {
+    arguments = ["--model", str(tiny_fill), "--sides", "32", "64", "--fresh", "48", "--rounds", "1"]
+    assert main([*arguments, "--out", str(out), "--json", str(report)]) == 0
+    profile, report_data = read_profile(str(out)), json.loads(report.read_text())
+    assert {(p["side"], p["cached"], p["degree"]) for p in report_data["fresh"]} == {
         (48, cached, degree) for cached in (False, True) for degree in (1, 2)
     }
     line, exchange = profile.costs.compute, profile.exchange
-    for each in told["fresh"]:
-        law = line.seconds(each["flops"]) + each["sent"] / exchange.bytes_per_second
-        assert each["foretold"] == pytest.approx(law + each["calls"] * exchange.call_seconds)
+    for measurement in report_data["fresh"]:
+        law = line.seconds(measurement["flops"]) + measurement["sent"] / exchange.bytes_per_second
+        assert measurement["foretold"] == pytest.approx(
+            law + measurement["calls"] * exchange.call_seconds
+        )
     engine = {"devices": 2, "policy": "deadline", "warm_up": False, "costs": str(out)}
     worker = load_engine(config_of(tiny_fill, engine=engine))
     try:

@@ -52,29 +52,32 @@ def test_what_changes_nothing_may_come_last_and_what_changes_all_is_waited_for(
 
 
 def test_what_is_written_is_what_the_engine_reads(tmp_path: Path) -> None:
-    found: dict[str, dict[str, Any]] = {"a": {"k": 2, "sigma": 0.7}, "b": {"k": 0, "sigma": None}}
+    profiles: dict[str, dict[str, Any]] = {
+        "a": {"k": 2, "sigma": 0.7},
+        "b": {"k": 0, "sigma": None},
+    }
     out = tmp_path / "profiles.json"
     out.write_text('{"b": 0.5, "other": 0.9}')
-    keep(found, out)
+    keep(profiles, out)
     assert read_profiles(str(out)) == {"other": 0.9, "a": 0.7}
 
 
 def test_the_paper_s_rule_counts_steps_that_are_alike() -> None:
-    one = np.array([1.0, 0.0], np.float32)
+    vector = np.array([1.0, 0.0], np.float32)
     near, far = np.array([1.0, 0.1], np.float32), np.array([1.0, 0.5], np.float32)
-    ours = Made([], [[one]] * 3)
-    assert steps_by_cosine(likeness(ours, Made([], [[near], [near], [far]]))) == 2
-    assert steps_by_cosine(likeness(ours, Made([], [[near]] * 3))) == 3
+    reference = Made([], [[vector]] * 3)
+    assert steps_by_cosine(likeness(reference, Made([], [[near], [near], [far]]))) == 2
+    assert steps_by_cosine(likeness(reference, Made([], [[near]] * 3))) == 3
 
 
 def test_a_plot_has_a_column_for_each_lora(tmp_path: Path) -> None:
-    one = {
+    profile = {
         "steps": 3, "k": 1, "katz_k": 3, "sigmas": [1.0, 0.7, 0.3], "cosines": [1.0, 0.999, 0.99],
         "psnr_in_mask": {1: {"mean": 45.0, "worst": 33.0}, 2: {"mean": 35.0, "worst": 28.0}},
     }  # fmt: skip
     sizes = []
     for names in (["a"], ["a", "b"]):
-        draw(dict.fromkeys(names, one), tmp_path / "plot.png")
+        draw(dict.fromkeys(names, profile), tmp_path / "plot.png")
         with Image.open(tmp_path / "plot.png") as picture:
             sizes.append(picture.size)
     assert sizes[1] == (2 * sizes[0][0], sizes[0][1])

@@ -35,14 +35,14 @@ def test_there_are_sixty_edits_always_the_same() -> None:
 
 @pytest.mark.parametrize(("site", "count"), [("demo", 66), ("unet", 14), ("ranks", 8)])
 def test_each_worker_is_asked_the_same_again(site: str, count: int) -> None:
-    asked = SITES[site]
-    made = asked.cases(["a" * 32, "b" * 32])
-    assert made == asked.cases(["a" * 32, "b" * 32])
-    assert len({case.name for case in made}) == len(made) == count
-    assert config_of(tomllib.loads(asked.config)).engine.policy == (
+    recorded_site = SITES[site]
+    cases = recorded_site.cases(["a" * 32, "b" * 32])
+    assert cases == recorded_site.cases(["a" * 32, "b" * 32])
+    assert len({case.name for case in cases}) == len(cases) == count
+    assert config_of(tomllib.loads(recorded_site.config)).engine.policy == (
         "deadline" if site == "ranks" else Config().engine.policy
     )
-    for case in made:
+    for case in cases:
         if "CONTROL" in case.inputs:
             assert b"controls" in case.inputs["SETTINGS"]
 
@@ -56,9 +56,12 @@ def test_one_byte_of_one_pixel_is_a_difference() -> None:
     pixels = scene(8, 8)
     changed = pixels.copy()
     changed[3, 4, 1] ^= 1
-    found = differences({"edit": answer(pixels)}, {"edit": answer(changed)})
-    assert [line.split(": ")[:2] for line in found] == [["edit", "image"], ["edit", "pixels"]]
-    assert found[1] == "edit: pixels: 1 of 192 samples differ, by up to 1 of 255"
+    report_lines = differences({"edit": answer(pixels)}, {"edit": answer(changed)})
+    assert [line.split(": ")[:2] for line in report_lines] == [
+        ["edit", "image"],
+        ["edit", "pixels"],
+    ]
+    assert report_lines[1] == "edit: pixels: 1 of 192 samples differ, by up to 1 of 255"
 
 
 def test_other_bytes_of_the_same_pixels_are_a_difference_of_the_image_alone() -> None:
@@ -78,8 +81,8 @@ def test_what_meta_says_counts(changed: dict[str, Any]) -> None:
 
 def test_times_and_the_workers_name_do_not_count() -> None:
     pixels = scene(4, 4)
-    again = answer(pixels, timings_ms={"queue": 3.5}, worker="worker-1")
-    assert differences({"edit": answer(pixels)}, {"edit": again}) == []
+    second_answer = answer(pixels, timings_ms={"queue": 3.5}, worker="worker-1")
+    assert differences({"edit": answer(pixels)}, {"edit": second_answer}) == []
 
 
 def test_an_edit_that_only_one_record_has_is_a_difference() -> None:

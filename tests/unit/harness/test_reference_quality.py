@@ -44,13 +44,13 @@ def test_scenes_on_photographs_are_none_that_training_draws(name: str) -> None:
     size = (64, 96)
     for photo in photographs:
         [edit] = named_class(name, 1, size, [photo])
-        [again] = named_class(name, 1, size, [photo])
+        [second_edit] = named_class(name, 1, size, [photo])
         [bare] = named_class(name, 1, size, [photo], bare=True)
         assert bare.prompt == edit.prompt
         assert not np.array_equal(bare.source[edit.mask], edit.source[edit.mask])
         [drawn] = named_class(name, 1, size)
         assert edit.source.shape == (*size, 3)
-        assert np.array_equal(edit.source, again.source)
+        assert np.array_equal(edit.source, second_edit.source)
         assert not np.array_equal(edit.source, drawn.source)
         assert np.array_equal(edit.source[~edit.mask], edit.target[~edit.mask])
 
@@ -64,10 +64,10 @@ def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> N
     for name, edits in classes.items():
         dense = run.pictures["dense"][name]
         jobs = rig.jobs(edits)
-        [same] = rig.cached(edits, jobs, rig.entries(jobs), exact)
-        assert np.abs(same.astype(int) - dense[0]).max() <= 1
-        for other in ("masked_tokens_alone", replace(looks[0], references_alone=True).name):
-            assert not np.array_equal(run.pictures[other][name][0], dense[0]), other
+        [exact_picture] = rig.cached(edits, jobs, rig.entries(jobs), exact)
+        assert np.abs(exact_picture.astype(int) - dense[0]).max() <= 1
+        for look_name in ("masked_tokens_alone", replace(looks[0], references_alone=True).name):
+            assert not np.array_equal(run.pictures[look_name][name][0], dense[0]), look_name
 
 
 def test_where_all_is_masked_and_references_are_computed_nothing_is_read(rig: Rig) -> None:
@@ -75,14 +75,16 @@ def test_where_all_is_masked_and_references_are_computed_nothing_is_read(rig: Ri
     [edit] = named_class(NAMED_CLASSES[0], 1, (64, 96))
     edits = [replace(edit, mask=np.ones_like(edit.mask))]
     jobs = rig.jobs(edits)
-    others = rig.entries(rig.jobs([replace(edits[0], prompt="turn it", source=255 - edit.source)]))
+    other_entries = rig.entries(
+        rig.jobs([replace(edits[0], prompt="turn it", source=255 - edit.source)])
+    )
     [dense] = rig.dense(edits, jobs)
-    apart = []
+    differing_shares = []
     for computed in (True, False):
         choice = CacheChoice("kv", "int4", ALL_STEPS, references_computed=computed)
-        [found] = rig.cached(edits, jobs, others, choice)
-        apart.append(float(np.mean(found != dense)))
-    assert apart[0] < 0.001 < 0.005 < apart[1]
+        [picture] = rig.cached(edits, jobs, other_entries, choice)
+        differing_shares.append(float(np.mean(picture != dense)))
+    assert differing_shares[0] < 0.001 < 0.005 < differing_shares[1]
 
 
 @pytest.mark.parametrize(
@@ -99,17 +101,17 @@ def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path
     run.make(first_looks(run.default, rig.adapter.facts, 2)[:1])
     assert {"dense", "masked_tokens_alone", "crop_and_stitch", "served"} < run.pictures.keys()
     outside = ~edits[0].mask
-    for made in run.pictures.values():
-        assert np.array_equal(made[name][0][outside], edits[0].source[outside])
+    for pictures_by_name in run.pictures.values():
+        assert np.array_equal(pictures_by_name[name][0][outside], edits[0].source[outside])
 
 
 def test_own_anchors_of_a_model_whose_text_is_computed_between_them(tmp_path: Path) -> None:
     rig = Rig(build_tiny_z_image(tmp_path / "model"), steps=4)
     [name, *_] = CLASSES
     edits = edits_of(name, 1)
-    found = list(own_table(rig, {name: edits}, {name: rig.jobs(edits)}))
-    assert all("text computed" in row["choice"] for row in found)
-    assert len({row["choice"] for row in found}) == len(found)
+    rows = list(own_table(rig, {name: edits}, {name: rig.jobs(edits)}))
+    assert all("text computed" in row["choice"] for row in rows)
+    assert len({row["choice"] for row in rows}) == len(rows)
 
 
 def test_a_model_with_a_schedule_of_its_own_is_judged_by_it(tmp_path: Path) -> None:
@@ -125,11 +127,13 @@ def test_templates_may_be_primed_without_a_word(rig: Rig) -> None:
     edits = named_class(NAMED_CLASSES[0], 1, (64, 96))
     edits += [replace(edits[0], prompt="remove it")]
     for wordless in (True, False):
-        own = Rig(rig.folder, steps=4, wordless=wordless)
-        first, other = (entries[0].blocks[-1].keys for entries in own.entries(own.jobs(edits)))
+        wordless_rig = Rig(rig.folder, steps=4, wordless=wordless)
+        first, second_keys = (
+            entries[0].blocks[-1].keys for entries in wordless_rig.entries(wordless_rig.jobs(edits))
+        )
         assert first is not None
-        assert other is not None
-        assert torch.equal(first.data, other.data) == wordless
+        assert second_keys is not None
+        assert torch.equal(first.data, second_keys.data) == wordless
 
 
 def test_anchors_come_from_the_schedule_that_a_model_is_made_for(rig: Rig) -> None:
@@ -139,12 +143,12 @@ def test_anchors_come_from_the_schedule_that_a_model_is_made_for(rig: Rig) -> No
 
 
 def test_bytes_and_flops_are_counted_at_kleins_size(rig: Rig) -> None:
-    work, one = published(rig.adapter.facts), CacheChoice("kv", "int4", ALL_STEPS)
-    assert one.flux_bytes(4, work) / 2**30 == pytest.approx(0.66, abs=0.005)
-    assert replace(one, stride=1).flux_bytes(4, work) == 4 * one.flux_bytes(4, work)
-    alone = replace(one, references_alone=True)
-    assert 2 * alone.flux_bytes(4, work) == one.flux_bytes(4, work)
-    assert flux_facts(one, work)["flux_flop_speedup"] == pytest.approx(9.0, rel=0.05)
-    assert alone.flux_flops(work=work) < one.flux_flops(work=work)
-    renewed = replace(one, references_computed=True)
+    work, choice = published(rig.adapter.facts), CacheChoice("kv", "int4", ALL_STEPS)
+    assert choice.flux_bytes(4, work) / 2**30 == pytest.approx(0.66, abs=0.005)
+    assert replace(choice, stride=1).flux_bytes(4, work) == 4 * choice.flux_bytes(4, work)
+    alone_choice = replace(choice, references_alone=True)
+    assert 2 * alone_choice.flux_bytes(4, work) == choice.flux_bytes(4, work)
+    assert flux_facts(choice, work)["flux_flop_speedup"] == pytest.approx(9.0, rel=0.05)
+    assert alone_choice.flux_flops(work=work) < choice.flux_flops(work=work)
+    renewed = replace(choice, references_computed=True)
     assert flux_facts(renewed, work)["flux_flop_speedup"] == pytest.approx(6.2, rel=0.05)

@@ -56,16 +56,16 @@ def test_a_way_to_share_cores_runs_in_place_of_the_default_where_it_is_clearly_f
 
 def stamps(*milliseconds: int) -> Stamps:
     """Edits that are sent every 100 ms and take so long."""
-    sent = tuple(10**8 * number for number in range(len(milliseconds)))
-    pairs = zip(sent, milliseconds, strict=True)
+    sent_ns = tuple(10**8 * number for number in range(len(milliseconds)))
+    pairs = zip(sent_ns, milliseconds, strict=True)
     answers = tuple((at + 10**6 * took,) for at, took in pairs)
-    return Stamps(sent, answers, tuple({"call_ms": 40.0} for _ in sent))
+    return Stamps(sent_ns, answers, tuple({"call_ms": 40.0} for _ in sent_ns))
 
 
 def test_waiting_is_what_each_side_says_of_it() -> None:
-    theirs = stamps(100, 200)
-    ours = replace(theirs, metas=({"timings_ms": {"queue": 7.0}},) * 2)
-    assert (waited_ms(theirs), waited_ms(ours)) == (110.0, 7.0)
+    rival_stamps = stamps(100, 200)
+    server_stamps = replace(rival_stamps, metas=({"timings_ms": {"queue": 7.0}},) * 2)
+    assert (waited_ms(rival_stamps), waited_ms(server_stamps)) == (110.0, 7.0)
 
 
 def test_goodput_counts_what_was_answered_in_time() -> None:
@@ -79,10 +79,10 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
         for number, system in enumerate(systems(TUNINGS[0], model, (0, 2))):
             took = 1000 // (number + 1)
             kinds = ("saturated production", "alone", "rate 1")
-            each = {kind: [stamps(took, took), stamps(2 * took, took)] for kind in kinds}
+            stamps_by_kind = {kind: [stamps(took, took), stamps(2 * took, took)] for kind in kinds}
             runs[system.key] = {
                 "label": system.label,
-                **summed(each, 500.0),
+                **summed(stamps_by_kind, 500.0),
                 "likeness": {"ssim_in_mask": 0.99, "psnr_in_mask": 41.0},
             }
         report[model] = {

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not can_have_one(), reason="needs root and iprou
 
 
 def test_two_at_once_are_both_reached() -> None:
-    with contextlib.ExitStack() as held:
-        hosts = [held.enter_context(second_host()) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        hosts = [stack.enter_context(second_host()) for _ in range(2)]
         for host in (*hosts, *hosts[::-1]):
             with pytest.raises(ConnectionRefusedError):  # nothing listens there
                 socket.create_connection((host.there, 9), timeout=60.0)

@@ -18,17 +18,17 @@ from tests.support.draws import fresh_rng
 def tickets(count: int, steps: int = 5) -> list[Ticket]:
     rng = fresh_rng()
     at = np.cumsum(rng.exponential(0.4, count))
-    made = []
+    ticket_list = []
     for number, arrival in enumerate(at):
-        one = float(rng.uniform(0.1, 0.4))
-        seconds = (one, 0.6 * one)
-        due = float(arrival + rng.uniform(1.0, 6.0) * one * steps)
-        made.append(
+        step_s = float(rng.uniform(0.1, 0.4))
+        seconds = (step_s, 0.6 * step_s)
+        due_s = float(arrival + rng.uniform(1.0, 6.0) * step_s * steps)
+        ticket_list.append(
             Ticket(
-                str(number), steps, 64, 64, float(arrival), due=due, seconds=seconds, shared=0.02
+                str(number), steps, 64, 64, float(arrival), due=due_s, seconds=seconds, shared=0.02
             )
         )
-    return made
+    return ticket_list
 
 
 @pytest.mark.parametrize("policy", ["deadline", "fixed 1", "fixed 2"])
@@ -43,19 +43,19 @@ def test_with_nothing_beside_steps_it_is_the_simulator(policy: str) -> None:
     drawn = tickets(40)
     expected = simulate(make(), drawn, 2).ended
     scheduler = GangScheduler(make(), 2, 64, 64)
-    found = Machine(scheduler, 2).run([StagedEdit(ticket, 0.0, 0.0) for ticket in drawn])
-    assert found == pytest.approx(expected)
+    ends = Machine(scheduler, 2).run([StagedEdit(ticket, 0.0, 0.0) for ticket in drawn])
+    assert ends == pytest.approx(expected)
 
 
 def test_stages_take_their_turn_and_cores_from_steps() -> None:
     """Two edits of one step on a device each: the second waits for the encoder, and its decoding
     goes on beside nothing.
     """
-    two = [Ticket(n, 1, 64, 64, 0.0, due=9.0, seconds=(1.0, 1.0)) for n in "ab"]
-    edits = [StagedEdit(ticket, 0.5, 0.25) for ticket in two]
+    two_tickets = [Ticket(n, 1, 64, 64, 0.0, due=9.0, seconds=(1.0, 1.0)) for n in "ab"]
+    edits = [StagedEdit(ticket, 0.5, 0.25) for ticket in two_tickets]
     free = Machine(GangScheduler(Fixed(2, 1), 2, 8, 8), 2).run(list(edits))
     assert free == pytest.approx({"a": 0.5 + 1.0 + 0.25, "b": 1.0 + 1.0 + 0.25})
     # On one core: a encodes (0.5), b encodes beside a's step (until 1.5), both step at half speed
     # (a's half step until 2.5), a is decoded beside b's step (until 3.0), which has 0.25 left.
-    one = Machine(GangScheduler(Fixed(2, 1), 2, 8, 8), 2, 1.0).run(list(edits))
-    assert one == pytest.approx({"a": 3.0, "b": 3.5})
+    ends = Machine(GangScheduler(Fixed(2, 1), 2, 8, 8), 2, 1.0).run(list(edits))
+    assert ends == pytest.approx({"a": 3.0, "b": 3.5})

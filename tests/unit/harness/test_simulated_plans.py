@@ -39,17 +39,17 @@ from tests.support.examples import examples
 
 
 def run_of(system, load):
-    run, asked = SYSTEMS[system](load, wants(load))
-    run.run(asked)  # which raises where anything is lost or made
-    return run, asked
+    run, requests = SYSTEMS[system](load, wants(load))
+    run.run(requests)  # which raises where anything is lost or made
+    return run, requests
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_conserves_requests_device_seconds_and_bytes(system):
     for setting in ("S1", "S6"):
-        run, asked = run_of(system, Load(setting, 1.5, 8, 60, 3, cv=2.0))
+        run, requests = run_of(system, Load(setting, 1.5, 8, 60, 3, cv=2.0))
         assert run.refused
-        assert 0.0 < run.in_time(asked) < 1.0
+        assert 0.0 < run.in_time(requests) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_every_system_conserves_requests_device_seconds_and_bytes(system):
     ],
 )
 def test_what_is_lost_or_made_is_told(harm, told):
-    run, asked = run_of("ours", Load("S1", 0.5, 4, 20, 3))
+    run, requests = run_of("ours", Load("S1", 0.5, 4, 20, 3))
     harm(run)
     with pytest.raises(RuntimeError, match=told):
-        run._check(asked)
+        run._check(requests)
 
 
 @given(st.integers(0, 2**32))
@@ -74,23 +74,23 @@ def test_what_is_lost_or_made_is_told(harm, told):
 def test_random_plans_on_few_devices_end_and_conserve_all(seed):
     rng = random.Random(seed)
     sizes = {name: rng.randint(1, 3) for name in "abc"}
-    asked = []
+    requests = []
     for number in range(12):
         nodes = []
         for n in range(rng.randint(1, 4)):
             run_s = rng.uniform(0.1, 2.0)
-            after = tuple(b for b in range(n) if rng.random() < 0.5)
+            parents = tuple(b for b in range(n) if rng.random() < 0.5)
             degrees = (run_s, run_s / 1.9)[: rng.randint(1, 2)]
-            nodes.append(Node(frozenset(rng.choice("abc")), degrees, after, rng.randint(1, 3)))
+            nodes.append(Node(frozenset(rng.choice("abc")), degrees, parents, rng.randint(1, 3)))
         at = rng.uniform(0, 8)
-        asked.append(Asked(number, at, at + rng.uniform(0.5, 9.0), tuple(nodes)))
-    asked.sort(key=lambda each: each.arrival)
+        requests.append(Asked(number, at, at + rng.uniform(0.5, 9.0), tuple(nodes)))
+    requests.sort(key=lambda each: each.arrival)
     for rules in (
         Rules(), Rules("fcfs"), Rules("fcfs", printed=True), Rules(sees_plan=False),
         Rules("fcfs", sees_plan=False), Rules("fcfs", admission=False), Rules("fcfs", swaps=True),
     ):  # fmt: skip
         devices = {f"d{n}": Device(rng.randint(3, 9)) for n in range(rng.randint(1, 4))}
-        PlanRun(rules, devices, sizes, 2.0).run(asked)
+        PlanRun(rules, devices, sizes, 2.0).run(requests)
 
 
 def _served(rules: Rules, *asked: Asked) -> PlanRun:
@@ -150,13 +150,13 @@ def test_what_runs_of_a_plan_that_ends_is_withdrawn():
 
 
 def test_a_step_of_algorithm_1_has_its_net_beside_it_and_its_base_on_two_devices():
-    run, asked = run_of("lego", Load("S1", 1e-6, 3, 1, 1))
+    run, requests = run_of("lego", Load("S1", 1e-6, 3, 1, 1))
     flow = wants(Load("S1", 1e-6, 3, 1, 1))[0].flow
     base = plan_systems.BASES["sd3"]
     calls = 2 + base.steps * (1 + bool(flow.net))
     assert run.calls == calls
     expected = base.text[1] + base.vae[1] + base.steps * base.step[1] / 1.9
-    assert run.plans[0].ended - asked[0].arrival == pytest.approx(
+    assert run.plans[0].ended - requests[0].arrival == pytest.approx(
         expected + (2 + base.steps) * plan_systems.OVERHEAD_S
     )
 
@@ -175,7 +175,7 @@ def test_requests_of_two_loads_are_the_same_in_other_gaps():
 def test_ours_is_not_behind_monoliths_or_algorithm_1(setting):
     load = Load(setting, 1.05, 8, 60, 1)
     best = in_time("ours", load)
-    assert all(in_time(other, load) <= best + 1e-9 for other in SYSTEMS), setting
+    assert all(in_time(other_system, load) <= best + 1e-9 for other_system in SYSTEMS), setting
 
 
 def test_masks_turns_and_overload():
@@ -192,8 +192,8 @@ def test_masks_turns_and_overload():
 
 def test_what_the_paper_says_of_loading_and_of_devices_comes_out():
     assert loading("sd3")["base_s"] == pytest.approx(0.43, abs=0.01)
-    one, two, three = alone("sd3")["lego"]
-    assert one > two > three
+    one_device, two_devices, three = alone("sd3")["lego"]
+    assert one_device > two_devices > three
     whole = alone("sd3")["ours"]
     assert whole[0] == pytest.approx(1.0, abs=0.01)
     assert whole[0] > whole[1]
@@ -202,29 +202,29 @@ def test_what_the_paper_says_of_loading_and_of_devices_comes_out():
 
 
 def test_shared_models_and_as_many_devices_as_are_idle_take_less_time():
-    found = sharing("sd3", 60, (1,))
-    pairs = zip(found["shared"]["mean_s"], found["apart"]["mean_s"], strict=True)
-    assert all(shared < apart for shared, apart in pairs)
-    found = degrees(60, (1,))
-    for one, two, adaptive in zip(
-        found["lego_one"], found["lego_two"], found["lego_adaptive"], strict=True
+    figures = sharing("sd3", 60, (1,))
+    pairs = zip(figures["shared"]["mean_s"], figures["apart"]["mean_s"], strict=True)
+    assert all(shared < separate_s for shared, separate_s in pairs)
+    figures = degrees(60, (1,))
+    for one_s, two_s, adaptive in zip(
+        figures["lego_one"], figures["lego_two"], figures["lego_adaptive"], strict=True
     ):
-        assert adaptive < min(one, 1.05 * two)
-    assert found["ours_one"][0] > found["ours_adaptive"][0] > found["ours_two"][0]
+        assert adaptive < min(one_s, 1.05 * two_s)
+    assert figures["ours_one"][0] > figures["ours_adaptive"][0] > figures["ours_two"][0]
 
 
 def test_what_passes_between_nodes_is_counted():
-    found = passed("dev")
-    assert found["residual"] == 24.0
+    figures = passed("dev")
+    assert figures["residual"] == 24.0
     # Prompt to both, each of 50 steps' latents and two residuals, the last latents, two pictures.
-    assert found["lego"] == 2 * 4 + 50 * (2 * 0.5 + 2 * 24) + 0.5 + 2 * 3
+    assert figures["lego"] == 2 * 4 + 50 * (2 * 0.5 + 2 * 24) + 0.5 + 2 * 3
 
 
 def test_decisions_cost_next_to_nothing_at_their_committed_medians():
-    assert all(each["share"] <= 0.01 for each in control_plane().values())
-    assert all(each["cores_in_groups"] <= 1.0 for each in control_plane().values())
-    found = decisions(16, 20, count=3)
-    assert found.keys() == {"decide_s", "admit_s"}
+    assert all(row["share"] <= 0.01 for row in control_plane().values())
+    assert all(row["cores_in_groups"] <= 1.0 for row in control_plane().values())
+    figures = decisions(16, 20, count=3)
+    assert figures.keys() == {"decide_s", "admit_s"}
 
 
 def test_a_monolith_that_has_its_card_by_itself_is_as_if_it_were_bound_to_it():
@@ -248,8 +248,10 @@ def test_models_that_do_not_fit_have_nothing_in_time():
 
 def test_the_most_is_between_what_is_met_and_what_is_not():
     load = Load("S4", 1.0, 4, 40, 1)
-    found = rate("planned", load, (1,))
-    shares = [in_time("planned", replace(load, load=at)) for at in (found, 1.03 * found)]
+    highest_load = rate("planned", load, (1,))
+    shares = [
+        in_time("planned", replace(load, load=at)) for at in (highest_load, 1.03 * highest_load)
+    ]
     assert shares[0] >= 0.9 > shares[1]
     assert most("planned", lambda at: replace(load, load=at), (8.0, 16.0), (1,)) == 0.0
     assert most("planned", lambda at: replace(load, load=at), (0.01, 0.05), (1,)) == 0.05
@@ -265,12 +267,12 @@ def test_the_committed_figures_come_out_anew_and_hold_the_bars():
         devices = plan_systems.DEVICES[setting]
         load = Load(setting, 1.0, devices, report["requests_per_device"] * devices, first)
         assert report["rates"][setting][system][0] == round(rate(system, load, (first,)), 3)
-    told = report["summary"]
-    assert told["vs_best_monolith"] >= 1.0
-    assert told["vs_lego"] >= 1.0
-    assert told["vs_static_by_turns"] >= 2.0
-    assert told["twice_capacity"] >= 0.95
-    assert told["twice_without"] <= 0.15
-    assert told["refused_wrongly"] <= 0.05
-    assert told["masks_vs_monolith"] >= 2.5
-    assert told["control_plane_share"] <= 0.01
+    report_summary = report["summary"]
+    assert report_summary["vs_best_monolith"] >= 1.0
+    assert report_summary["vs_lego"] >= 1.0
+    assert report_summary["vs_static_by_turns"] >= 2.0
+    assert report_summary["twice_capacity"] >= 0.95
+    assert report_summary["twice_without"] <= 0.15
+    assert report_summary["refused_wrongly"] <= 0.05
+    assert report_summary["masks_vs_monolith"] >= 2.5
+    assert report_summary["control_plane_share"] <= 0.01

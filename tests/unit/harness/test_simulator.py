@@ -102,8 +102,8 @@ def test_equal_seeds_give_equal_runs_and_nothing_is_lost(policy: str, batching: 
     scenario = Scenario(
         PUBLIC, policy, workers=3, batching=batching, pre_seconds=0.1, post_seconds=0.1, noise=0.1
     )
-    first, again = (simulate(scenario, HARDWARE, 7) for _ in range(2))
-    assert first == again
+    first, second_run = (simulate(scenario, HARDWARE, 7) for _ in range(2))
+    assert first == second_run
     assert first.done == first.measured == 135
     assert simulate(scenario, HARDWARE, 8) != first
 
@@ -147,8 +147,8 @@ def test_an_edit_that_misses_its_template_is_dense_at_its_own_anchors_alone() ->
     assert len(anchors) == job.edit.own_steps == 3 < steps
     between, dense = HARDWARE.step_seconds(1, active, 0, 1), HARDWARE.step_seconds(0, 0, 1)
     # All but the first are computed beside a step that reads.
-    both = HARDWARE.step_seconds(1, active, 1, 1)
-    expected = dense + (len(anchors) - 1) * both + (steps - len(anchors)) * between
+    anchor_step_s = HARDWARE.step_seconds(1, active, 1, 1)
+    expected = dense + (len(anchors) - 1) * anchor_step_s + (steps - len(anchors)) * between
     assert job.denoised - job.started == pytest.approx(expected)
     assert between <= HARDWARE.step_seconds(1, active, 0)  # which loads
     assert (result.misses, cluster.workers["w000"].loaded_bytes) == (1, 0.0)
@@ -197,10 +197,10 @@ def test_unets_are_simulated_too(model: str) -> None:
 
 def test_capacity_is_what_a_saturated_worker_serves():
     workload = replace(PUBLIC, requests=400)
-    each = capacity(HARDWARE, workload)
+    rate = capacity(HARDWARE, workload)
     below = simulate(at_load(Scenario(workload, workers=1), HARDWARE, 0.7), HARDWARE, 1)
     above = simulate(at_load(Scenario(workload, workers=1), HARDWARE, 2.0), HARDWARE, 1)
-    assert each > 0
+    assert rate > 0
     assert below.utilisation == pytest.approx(0.7, abs=0.15)
     assert above.utilisation > 0.98
     assert above.mean > 4 * below.mean
@@ -240,7 +240,7 @@ def test_static_batches_end_together():
         batch = [job for job in cluster.jobs if job.started == start]
         assert len(batch) <= 8
         assert len({job.ended for job in batch}) == 1
-        assert not any(start < other < batch[0].ended for other in starts)
+        assert not any(start < other_start < batch[0].ended for other_start in starts)
 
 
 def test_rows_that_compute_their_text_share_a_step_that_others_spend_loading(monkeypatch):
@@ -258,10 +258,10 @@ def test_rows_that_compute_their_text_share_a_step_that_others_spend_loading(mon
 
 def test_mask_aware_is_under_round_robin_where_masks_differ():
     scenario = at_load(Scenario(Workload(400, 1.0), workers=4), HARDWARE, 0.9)
-    ours, theirs = (
+    mask_aware, round_robin = (
         simulate(replace(scenario, policy=p), HARDWARE, 1) for p in ("mask_aware", "round_robin")
     )
-    assert ours.p95 < 0.75 * theirs.p95
+    assert mask_aware.p95 < 0.75 * round_robin.p95
 
 
 def test_many_workers():
@@ -292,25 +292,27 @@ def test_control_costs_its_steps_and_a_policy_may_know_of_it() -> None:
     """Counted: a net beside each row adds what `control_seconds` says to a batch of one."""
     plain = Workload(40, 1e-3, "production")
     with_nets = replace(plain, controlled=1.0)
-    before, after = (draw(each, HARDWARE.tokens, 3) for each in (plain, with_nets))
-    assert [replace(each, controlled=False) for each in after] == before
-    assert all(each.controlled for each in after)
+    plain_requests, controlled_requests = (
+        draw(item, HARDWARE.tokens, 3) for item in (plain, with_nets)
+    )
+    assert [replace(item, controlled=False) for item in controlled_requests] == plain_requests
+    assert all(item.controlled for item in controlled_requests)
     seconds = []
     for priced in (True, False):
         cluster = Cluster(Scenario(with_nets, workers=1, controls_priced=priced), HARDWARE)
-        cluster.run(after)
+        cluster.run(controlled_requests)
         for job in cluster.jobs:
             cached = job.row.tokens < HARDWARE.tokens
-            alone = (
+            step_s = (
                 HARDWARE.step_seconds(1, job.row.tokens, 0)
                 if cached
                 else (HARDWARE.step_seconds(0, 0, 1))
             )
             net = HARDWARE.control_seconds(job.row.tokens, cached=cached)
-            taken = job.denoised - job.started
-            assert taken == pytest.approx(job.request.steps * (alone + net))
+            denoise_s = job.denoised - job.started
+            assert denoise_s == pytest.approx(job.request.steps * (step_s + net))
             # The estimate knows no plan; what the net adds it knows.
-            assert (job.predicted > 0.9 * taken) == priced or net < 0.1 * alone
+            assert (job.predicted > 0.9 * denoise_s) == priced or net < 0.1 * step_s
         seconds.append(sum(job.predicted for job in cluster.jobs))
     assert seconds[0] > 1.2 * seconds[1]
 
@@ -318,23 +320,23 @@ def test_control_costs_its_steps_and_a_policy_may_know_of_it() -> None:
 def test_a_lora_is_waited_for_once_and_the_policy_may_know_where_it_is() -> None:
     plain = Workload(60, 1e-3, "production")
     with_loras = replace(plain, with_lora=1.0, loras=2)
-    before, after = (draw(each, HARDWARE.tokens, 3) for each in (plain, with_loras))
-    assert [replace(each, loras=()) for each in after] == before
+    plain_requests, lora_requests = (draw(item, HARDWARE.tokens, 3) for item in (plain, with_loras))
+    assert [replace(item, loras=()) for item in lora_requests] == plain_requests
     cluster = Cluster(Scenario(with_loras, workers=1, loras=LoraTiers(slots=2)), HARDWARE)
-    cluster.run(after)
+    cluster.run(lora_requests)
     load = LORAS.estimates["storage"].seconds(NBYTES)
-    seen = set()
+    loaded_loras = set()
     for job in cluster.jobs:
-        first = job.request.loras not in seen
-        seen.add(job.request.loras)
+        first = job.request.loras not in loaded_loras
+        loaded_loras.add(job.request.loras)
         assert job.started - job.sent == pytest.approx(load if first else 0.0)
         assert job.predicted == pytest.approx(job.denoised - job.sent, rel=0.1)
         cached = job.row.tokens < HARDWARE.tokens
-        alone = HARDWARE.step_seconds(*((1, job.row.tokens, 0) if cached else (0, 0, 1)))
+        step_s = HARDWARE.step_seconds(*((1, job.row.tokens, 0) if cached else (0, 0, 1)))
         added = HARDWARE.lora_seconds(NBYTES, job.row.tokens, cached=cached)
-        assert 0.003 * alone < added < 0.01 * alone
-        taken = job.denoised - job.started
-        assert taken == pytest.approx(job.request.steps * (alone + added))
+        assert 0.003 * step_s < added < 0.01 * step_s
+        denoise_s = job.denoised - job.started
+        assert denoise_s == pytest.approx(job.request.steps * (step_s + added))
     [worker] = cluster.workers.values()
     assert worker.loras is not None
     assert worker.loras.loads == {"host": 0, "storage": 2}
@@ -343,12 +345,12 @@ def test_a_lora_is_waited_for_once_and_the_policy_may_know_where_it_is() -> None
 def test_a_policy_that_knows_where_loras_are_has_fewer_loaded() -> None:
     workload = Workload(300, 1.0, "production", with_lora=0.95)
     loads = {
-        known: simulate(
-            at_load(Scenario(workload, loras=LoraTiers(slots=6, known=known)), HARDWARE, 0.6),
+        knows_loras: simulate(
+            at_load(Scenario(workload, loras=LoraTiers(slots=6, known=knows_loras)), HARDWARE, 0.6),
             HARDWARE,
             5,
         ).lora_loads
-        for known in (True, False)
+        for knows_loras in (True, False)
     }
     assert 0 < loads[True] < 0.7 * loads[False]
 
@@ -357,5 +359,7 @@ def test_an_edit_is_refused_where_its_lora_has_no_room_beside_those_of_edits_und
     workload = Workload(50, 1e3, "production", with_lora=1.0)
     result, cluster = run(Scenario(workload, workers=1, loras=LoraTiers(slots=1)), HARDWARE, 2)
     assert min(result.refused, result.done) > 0
-    one = {job.request.loras for job in cluster.jobs}
-    assert len(one) < len({request.loras for request in cluster.refused} | one)
+    admitted_loras = {job.request.loras for job in cluster.jobs}
+    assert len(admitted_loras) < len(
+        {request.loras for request in cluster.refused} | admitted_loras
+    )

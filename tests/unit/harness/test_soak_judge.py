@@ -145,8 +145,8 @@ def test_at_rest_nothing_may_be_left() -> None:
     assert missed(judge_rest(load(), replace(idle, registered=1))) == ["nothing left behind"]
     assert missed(judge_rest(load(), replace(idle, pinned=1))) == ["nothing left behind"]
     assert missed(judge_rest(load(), replace(idle, restarts=1))) == ["no restart"]
-    other = replace(idle, processes={"denoiser": replace(idle.processes["denoiser"], pid=8)})
-    assert missed(judge_rest(load(), other)) == ["no restart"]
+    restarted = replace(idle, processes={"denoiser": replace(idle.processes["denoiser"], pid=8)})
+    assert missed(judge_rest(load(), restarted)) == ["no restart"]
 
 
 def test_one_wrong_answer_is_one_too_many() -> None:
@@ -161,7 +161,7 @@ def test_sizes_of_a_process_are_read_in_bytes() -> None:
 
 
 def test_drift_is_that_of_all_audited_edits() -> None:
-    held = {"audits": 3, "drift_mean": 0.1, "drift_max": 0.2, "runs_dense": False}
-    other = {"audits": 1, "drift_mean": 0.5, "drift_max": 0.5, "runs_dense": True}
-    assert drifts([{}, held, other]) == (pytest.approx(0.2), 0.5)
+    cached_drift = {"audits": 3, "drift_mean": 0.1, "drift_max": 0.2, "runs_dense": False}
+    dense_drift = {"audits": 1, "drift_mean": 0.5, "drift_max": 0.5, "runs_dense": True}
+    assert drifts([{}, cached_drift, dense_drift]) == (pytest.approx(0.2), 0.5)
     assert drifts([{}]) == (None, None)

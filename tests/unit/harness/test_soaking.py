@@ -43,16 +43,16 @@ def test_it_can_be_stopped_while_its_worker_loads(
 def test_the_model_is_that_of_the_configured_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    downloads = []
 
     def fetch(model: str, revision: str | None, **_: object) -> str:
-        asked.append((model, revision))
+        downloads.append((model, revision))
         return str(DEMO)
 
     config = tmp_path / "maskserve.toml"
     config.write_text('[model]\nrevision = "v2"\n')
     write_config(SoakOptions(Path("owner/name"), minutes=1.0, out=tmp_path, config=config), fetch)
-    assert asked == [("owner/name", "v2")]
+    assert downloads == [("owner/name", "v2")]
 
 
 def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes() -> None:
@@ -72,8 +72,8 @@ def test_the_cache_is_sized_for_the_anchors_that_the_engine_takes(stride: int) -
     adapter = load_adapter(config)
     tokens = (adapter.facts.native_resolution // adapter.facts.token_pixels) ** 2
     anchors = adapter.anchors(tokens, config.model.num_inference_steps, stride)
-    one = config_of({"model": {"path": str(DEMO)}, "cache": {"stride": 1000}})
-    assert template_bytes(config) == len(anchors) * template_bytes(one)
+    single_anchor_config = config_of({"model": {"path": str(DEMO)}, "cache": {"stride": 1000}})
+    assert template_bytes(config) == len(anchors) * template_bytes(single_anchor_config)
 
 
 class Guest:

@@ -85,9 +85,9 @@ def opened(tmp_path: Path, shelf: Storage | None = None, **adapters: Any) -> Ite
 
 def brought(store: AdapterStore, name: str) -> bytes:
     adapter = store.catalogue.find(name)
-    found = store.fetch(name, adapter.version)
-    raw = found.path.read_bytes()
-    assert found.digest == hashlib.sha256(raw).hexdigest()
+    adapter_file = store.fetch(name, adapter.version)
+    raw = adapter_file.path.read_bytes()
+    assert adapter_file.digest == hashlib.sha256(raw).hexdigest()
     return raw
 
 
@@ -104,13 +104,13 @@ def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) 
         write(folder / stray)
     with opened(tmp_path) as store:
         store.catalogue.scan()
-        known = store.catalogue.all()
-        assert set(known) == {"one", "two", "two--other", "bad", "a b", "-dash"}
+        catalogue = store.catalogue.all()
+        assert set(catalogue) == {"one", "two", "two--other", "bad", "a b", "-dash"}
         for name in ("a b", "-dash"):
             with pytest.raises(InvalidRequest, match="has a name that is not served"):
                 store.catalogue.find(name)
-        assert (known["one"].rank, known["one"].nbytes) == (7, len(raw))
-        assert known["one"].parts == ("denoiser",)
+        assert (catalogue["one"].rank, catalogue["one"].nbytes) == (7, len(raw))
+        assert catalogue["one"].parts == ("denoiser",)
         assert brought(store, "one") == raw
         assert brought(store, "two")
         with pytest.raises(AdapterNotFound, match="no adapter three"):
@@ -186,10 +186,10 @@ def test_links_are_followed(tmp_path: Path, folder: Path) -> None:
     with opened(tmp_path) as store:
         store.catalogue.scan()
         assert brought(store, "linked") == raw
-        before = store.catalogue.find("linked").version
+        version_before = store.catalogue.find("linked").version
         os.utime(blob, (2.0, 2.0))
         store.catalogue.scan(at_once=True)
-        assert store.catalogue.find("linked").version != before
+        assert store.catalogue.find("linked").version != version_before
 
 
 def test_a_url_is_a_storage_too(tmp_path: Path) -> None:
@@ -221,26 +221,26 @@ def test_a_header_that_was_read_costs_nothing_under_another_name_or_stamp(
     with opened(tmp_path) as store:
         monkeypatch.setattr(store.catalogue._headers, "describe", describe)
         store.catalogue.scan()
-        before = store.catalogue.all()["slow"]
+        entry_before = store.catalogue.all()["slow"]
         (folder / "slow.safetensors").unlink()
         (folder / "slow.safetensors").write_bytes(slow)
         store.catalogue.scan(at_once=True)
-        after = store.catalogue.all()
-        assert after["slow"].version != before.version
-        assert {each.problem for each in after.values()} == {before.problem}
+        entries_after = store.catalogue.all()
+        assert entries_after["slow"].version != entry_before.version
+        assert {each.problem for each in entries_after.values()} == {entry_before.problem}
     assert len(read) == 1
 
 
 def test_headers_are_read_once_per_version_and_host(tmp_path: Path, folder: Path) -> None:
     for name in "abc":
         write(folder / f"{name}.safetensors")
-    shelf, other = Shelf(str(folder)), Shelf(str(folder))
-    with opened(tmp_path, shelf, rescan_s=0.05) as store, opened(tmp_path, other) as second:
+    shelf, second_shelf = Shelf(str(folder)), Shelf(str(folder))
+    with opened(tmp_path, shelf, rescan_s=0.05) as store, opened(tmp_path, second_shelf) as second:
         store.catalogue.scan()
         assert len(shelf.reads) == 3
         second.catalogue.scan()
         assert set(second.catalogue.all()) == {"a", "b", "c"}
-        assert not other.reads
+        assert not second_shelf.reads
         write(folder / "b.safetensors", lora(rank=9))
         store.catalogue.scan(at_once=True)
         assert len(shelf.reads) == 4
@@ -303,10 +303,10 @@ def test_a_file_comes_through_the_disk_and_is_checked_there(tmp_path: Path, fold
         shelf.gone = True
         assert brought(store, "x") == raw  # from disk
         store.host.remove("x")
-        [kept] = store.disk.held()
+        [disk_file] = store.disk.held()
         data = bytearray(raw)
         data[-1] ^= 1
-        kept.path.write_bytes(data)
+        disk_file.path.write_bytes(data)
         with pytest.raises(Overloaded, match="network is unreachable"):
             brought(store, "x")
         assert not store.disk.held()
@@ -316,20 +316,20 @@ def test_a_file_comes_through_the_disk_and_is_checked_there(tmp_path: Path, fold
 
 def test_one_fetch_serves_all_who_wait(tmp_path: Path, folder: Path) -> None:
     raw, shelf = write(folder / "x.safetensors"), Shelf(str(folder))
-    with opened(tmp_path, shelf) as store, opened(tmp_path, shelf) as other:
+    with opened(tmp_path, shelf) as store, opened(tmp_path, shelf) as second_store:
         store.catalogue.scan()
         shelf.reads.clear()
         shelf.takes_s = 0.05
-        found: list[bytes] = []
+        contents: list[bytes] = []
         threads = [
-            threading.Thread(target=lambda each=each: found.append(brought(each, "x")))
-            for each in (store, other) * 4
+            threading.Thread(target=lambda each=each: contents.append(brought(each, "x")))
+            for each in (store, second_store) * 4
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [raw] * 8
+        assert contents == [raw] * 8
         assert len(shelf.reads) == 1
 
 
@@ -384,10 +384,10 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path, folder: Path) -> None
     with opened(tmp_path, host_bytes=size + 100) as store:
         store.catalogue.scan()
         store.host.folder.mkdir(exist_ok=True)
-        left = store.host.folder / ".new" / f"dead@{'0' * 32}"
-        left.write_bytes(b"\0" * size)
+        stale_file = store.host.folder / ".new" / f"dead@{'0' * 32}"
+        stale_file.write_bytes(b"\0" * size)
         brought(store, "x")
-        assert not left.exists()
+        assert not stale_file.exists()
 
 
 # What goes wrong
@@ -399,14 +399,14 @@ def test_a_silent_storage_costs_its_time_and_no_more(tmp_path: Path, folder: Pat
     shelf, silent = Shelf(str(folder), timeout_s=0.5), threading.Event()
     with opened(tmp_path, shelf) as store:
         store.catalogue.scan()
-        here = brought(store, "here")
+        content = brought(store, "here")
         shelf._files = lambda: silent.wait(20) and Storage._files(shelf)  # type: ignore[assignment, method-assign, return-value]
         begun = time.monotonic()
         with pytest.raises(Overloaded, match=r"SETTINGS.loras: adapter x .*no answer within 0.5 s"):
             brought(store, "x")
         assert time.monotonic() - begun < 10.0
         silent.set()
-        assert brought(store, "here") == here
+        assert brought(store, "here") == content
         del shelf._files  # type: ignore[method-assign]
         assert brought(store, "x") == raw
 
@@ -414,11 +414,11 @@ def test_a_silent_storage_costs_its_time_and_no_more(tmp_path: Path, folder: Pat
 def test_few_calls_are_stuck_at_once(folder: Path) -> None:
     shelf = Storage(str(folder), timeout_s=0.01)
     shelf._files = lambda: time.sleep(1.0)  # type: ignore[assignment, method-assign, return-value]
-    before = threading.active_count()
+    threads_before = threading.active_count()
     for _ in range(40):
         with pytest.raises(StorageFailed):
             shelf.files()
-    assert threading.active_count() - before <= 16
+    assert threading.active_count() - threads_before <= 16
 
 
 def test_a_storage_that_is_gone_fails_what_is_not_here(tmp_path: Path, folder: Path) -> None:
@@ -567,8 +567,8 @@ def test_the_catalogue_is_saved_while_it_is_read(tmp_path: Path, folder: Path) -
     for name in "ab":
         write(folder / f"{name}.safetensors")
     shelf = Shelf(str(folder))
-    seen: list[set[str]] = []
-    with opened(tmp_path) as other:
-        shelf.between = lambda: seen.append(set(other.catalogue.all()))
-        Catalogue(config_of(tmp_path), other.host.folder, shelf, save_every_s=0.0).scan()
-    assert seen == [set(), {"a"}]
+    snapshots: list[set[str]] = []
+    with opened(tmp_path) as store:
+        shelf.between = lambda: snapshots.append(set(store.catalogue.all()))
+        Catalogue(config_of(tmp_path), store.host.folder, shelf, save_every_s=0.0).scan()
+    assert snapshots == [set(), {"a"}]

@@ -92,11 +92,11 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_each_is_refused_in_a_sentence_after_little_work(name: str, base: BaseLayers) -> None:
     raw = HOSTILE[name]()
-    found: list[Described] = []
-    lines = lines_run(lambda: found.append(described(raw, len(raw), b"", BOUNDS, base)))
-    assert found[0].problem
-    assert len(found[0].problem) < 400
-    assert "\n" not in found[0].problem
+    descriptions: list[Described] = []
+    lines = lines_run(lambda: descriptions.append(described(raw, len(raw), b"", BOUNDS, base)))
+    assert descriptions[0].problem
+    assert len(descriptions[0].problem) < 400
+    assert "\n" not in descriptions[0].problem
     assert lines < 3_000_000
 
 
@@ -122,8 +122,8 @@ def test_headers_are_read_in_a_process_of_their_own(tmp_path: Path) -> None:
             bytes(safetensors.numpy.save(lora())),
             *(make() for make in list(HOSTILE.values())[:6]),
         ):
-            here = described(raw, len(raw), b"", BOUNDS, base)
-            assert headers.describe(raw, len(raw), b"") == here
+            expected = described(raw, len(raw), b"", BOUNDS, base)
+            assert headers.describe(raw, len(raw), b"") == expected
     finally:
         headers.close()
 
@@ -176,11 +176,11 @@ def files(draw: st.DrawFn) -> bytes:
         return draw(st.binary(max_size=200))
     declared, end = draw(st.dictionaries(_names, _tensors, max_size=8)), 0
     sizes = {"F16": 2, "BF16": 2, "I64": 8, "C64": 8, "F8_E4M3": 1}
-    for each in declared.values():
-        if each["data_offsets"] == "packed":
-            count = int(np.prod([max(side, 0) for side in each["shape"]], dtype=object))
-            nbytes = min(sizes.get(each["dtype"], 4) * count, 2**20)
-            each["data_offsets"] = [end, end + nbytes]
+    for tensor_entry in declared.values():
+        if tensor_entry["data_offsets"] == "packed":
+            count = int(np.prod([max(side, 0) for side in tensor_entry["shape"]], dtype=object))
+            nbytes = min(sizes.get(tensor_entry["dtype"], 4) * count, 2**20)
+            tensor_entry["data_offsets"] = [end, end + nbytes]
             end += nbytes
     whole: dict[str, Any] = {**declared, "__metadata__": draw(_said)}
     raw = bytearray(file_of(whole, end))
@@ -194,7 +194,9 @@ def look(raw: bytes, base: BaseLayers) -> None:
     why = ""
     try:
         header = read_header(lambda begin, end: raw[begin:end], len(raw), max_rank=256)
-        assert all(0 <= each.begin <= each.end <= len(raw) for each in header.tensors.values())
+        assert all(
+            0 <= tensor.begin <= tensor.end <= len(raw) for tensor in header.tensors.values()
+        )
         plan = plan_of(header, base)
         check_values(np.frombuffer(raw, np.uint8), header.tensors, plan.tensors, plan.zeros)
     except BadAdapter as error:

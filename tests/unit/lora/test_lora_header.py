@@ -55,17 +55,17 @@ def test_a_header_tells_ranks_parts_and_layers() -> None:
 
 def test_of_a_long_file_only_its_header_is_read() -> None:
     raw = saved(lora(rank=64))
-    asked: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
 
     def read(begin: int, end: int) -> bytes:
-        asked.append((begin, end))
+        ranges.append((begin, end))
         return raw[begin:end]
 
     sizes = {f"transformer.b.{n}.{'x' * 60}": (8, 8) for n in range(2000)}
     raw = saved(lora(sizes, rank=1))
     read_header(read, len(raw), max_bytes=2**30, max_rank=256)
-    assert len(asked) == 2
-    assert asked[-1][1] == 8 + int.from_bytes(raw[:8], "little") < len(raw)
+    assert len(ranges) == 2
+    assert ranges[-1][1] == 8 + int.from_bytes(raw[:8], "little") < len(raw)
 
 
 @pytest.mark.parametrize("forms", [("lora.down", "lora.up"), ("lora_down", "lora_up")])

@@ -31,8 +31,8 @@ def parsed(**asked: Any) -> EditSettings:
 
 
 def test_loras_are_names_with_scales() -> None:
-    asked = [{"name": "hollow", "scale": 0.8}, {"name": "ninth-colour"}, {"name": "x", "scale": -2}]
-    settings = parsed(loras=asked, adapters="fast")
+    loras = [{"name": "hollow", "scale": 0.8}, {"name": "ninth-colour"}, {"name": "x", "scale": -2}]
+    settings = parsed(loras=loras, adapters="fast")
     assert settings.loras == (
         LoraSetting(name="hollow", scale=0.8),
         LoraSetting(name="ninth-colour"),
@@ -92,17 +92,17 @@ def store(tmp_path: Path) -> AdapterStore:
     config = structs.replace(
         plain, adapters=structs.replace(plain.adapters, store=str(tmp_path / "store"))
     )
-    made = AdapterStore(config)
-    made.catalogue.scan()
-    return made
+    adapter_store = AdapterStore(config)
+    adapter_store.catalogue.scan()
+    return adapter_store
 
 
 def test_names_become_files_when_an_edit_is_accepted(store: AdapterStore) -> None:
     config, catalogue = store._config, store.catalogue
 
     def accept(*names: str) -> AcceptedEdit:
-        asked = parsed(loras=[{"name": name} for name in names])
-        return accept_edit(asked, b"", FILL_FACTS, config, catalogue)
+        settings = parsed(loras=[{"name": name} for name in names])
+        return accept_edit(settings, b"", FILL_FACTS, config, catalogue)
 
     accepted = accept("good")
     assert accepted.loras == (Lora(name="good", version=catalogue.find("good").version),)
@@ -120,8 +120,8 @@ def test_what_is_left_out_of_a_file_goes_on_with_the_edit(
     tensors = {**lora(), **lora({"encoder.x": (8, 8)}, prefix="text_encoder_2.")}
     write(tmp_path / "store" / "part.safetensors", tensors)
     store.catalogue.scan(at_once=True)
-    asked = parsed(loras=[{"name": "part"}])
-    [part] = accept_edit(asked, b"", FILL_FACTS, store._config, store.catalogue).loras
+    settings = parsed(loras=[{"name": "part"}])
+    [part] = accept_edit(settings, b"", FILL_FACTS, store._config, store.catalogue).loras
     [note] = part.notes
     assert "T5" in note
     assert not part.text, "no encoder waits for what is left out"

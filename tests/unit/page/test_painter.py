@@ -65,10 +65,10 @@ def test_a_click_masks_a_thing_of_a_large_photograph_and_is_taken_back() -> None
         canvas.click(position=place)
         page.wait_for_function("document.querySelector('.said').textContent.includes('pixels')")
         np.testing.assert_array_equal(told(page), thing)
-        [asked] = page.evaluate("asked")
-        assert asked["name"] == "photo"
-        assert abs(asked["x"] - WIDTH / 2) < 20
-        assert abs(asked["y"] - HEIGHT / 2) < 20
+        [click] = page.evaluate("asked")
+        assert click["name"] == "photo"
+        assert abs(click["x"] - WIDTH / 2) < 20
+        assert abs(click["y"] - HEIGHT / 2) < 20
         page.locator(".clear").click()
         assert not told(page).any()
         for painted in (thing, np.zeros_like(thing)):

@@ -54,8 +54,8 @@ def test_the_mask_is_what_was_painted_pixel_for_pixel(
     mask = random.random((height, width)) < 0.5
     mask[0, 0] = True
     picture = kept.take(encode(Image.fromarray(pixels)))
-    source, made = source_and_mask(painted(picture.name, mask), kept)
-    assert np.array_equal(np.asarray(made), np.where(mask, 255, 0))
+    source, mask_image = source_and_mask(painted(picture.name, mask), kept)
+    assert np.array_equal(np.asarray(mask_image), np.where(mask, 255, 0))
     assert source.size == (height, width)
     assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
 
@@ -63,7 +63,7 @@ def test_the_mask_is_what_was_painted_pixel_for_pixel(
 def test_what_is_missing_or_broken_is_said(kept: PagePictures) -> None:
     name = kept.take(encode(Image.new("RGB", (20, 10)))).name
     none = np.zeros((10, 20), bool)
-    for text, told in [
+    for text, error_pattern in [
         (None, "There is no picture yet"),
         ("", "There is no picture yet"),
         ("[]", "There is no picture yet"),
@@ -75,16 +75,16 @@ def test_what_is_missing_or_broken_is_said(kept: PagePictures) -> None:
         (painted(name, np.ones((3, 3), bool)), "mask: is of another picture"),
         (painted(name, np.ones((30, 30), bool)), "mask: is of another picture"),
     ]:
-        with pytest.raises(InvalidRequest, match=told):
+        with pytest.raises(InvalidRequest, match=error_pattern):
             source_and_mask(text, kept)
 
 
 def test_a_photograph_is_turned_as_its_camera_says(kept: PagePictures) -> None:
-    taken = Image.new("RGB", (8, 4), (200, 30, 30))
-    turned = taken.getexif()
+    photo = Image.new("RGB", (8, 4), (200, 30, 30))
+    turned = photo.getexif()
     turned[0x0112] = 6
     file = io.BytesIO()
-    taken.save(file, "JPEG", exif=turned.tobytes())
+    photo.save(file, "JPEG", exif=turned.tobytes())
     picture = kept.take(file.getvalue())
     assert picture.size == (8, 4), "as browsers show it and the server edits it"
     assert picture.file.read_bytes() == file.getvalue()
@@ -116,10 +116,10 @@ def test_twenty_large_pictures_take_no_memory(kept: PagePictures) -> None:
     tracemalloc.start()
     for number in range(20):
         text = b"tEXt" + b"n\0%d" % number
-        own = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+        text_chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
         idat = b"IDAT" + data
         whole = struct.pack(">I", len(data)) + idat + struct.pack(">I", zlib.crc32(idat))
-        assert kept.take(header + own + whole + end).size == (7000, 7000)
+        assert kept.take(header + text_chunk + whole + end).size == (7000, 7000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20_000_000
@@ -128,46 +128,52 @@ def test_twenty_large_pictures_take_no_memory(kept: PagePictures) -> None:
 
 
 def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
-    clock, gone = [0.0], list[str]()
-    one, two, three = (encode(Image.effect_noise((64, 64), 99)) for _ in range(3))
-    most = len(two) + len(three)
-    kept = PagePictures(
-        tmp_path, most_bytes=most, expires_s=9, gone=gone.append, now=lambda: clock[0]
+    clock, evicted = [0.0], list[str]()
+    first_file, second_file, three = (encode(Image.effect_noise((64, 64), 99)) for _ in range(3))
+    most = len(second_file) + len(three)
+    pictures = PagePictures(
+        tmp_path, most_bytes=most, expires_s=9, gone=evicted.append, now=lambda: clock[0]
     )
-    first, second, third = (kept.take(file) for file in (one, two, three))
-    assert first.name in gone
-    assert len(list(tmp_path.iterdir())) == 3 - len(gone)
+    first, second, third = (pictures.take(file) for file in (first_file, second_file, three))
+    assert first.name in evicted
+    assert len(list(tmp_path.iterdir())) == 3 - len(evicted)
     clock[0] = 8.0
-    kept.get(third.name)
+    pictures.get(third.name)
     clock[0] = 10.0
-    kept.tidy()
-    assert second.name in gone
-    assert [each.name for each in tmp_path.iterdir()] == [third.file.name]
+    pictures.tidy()
+    assert second.name in evicted
+    assert [path.name for path in tmp_path.iterdir()] == [third.file.name]
     clock[0] = 18.0
     with pytest.raises(InvalidRequest, match="is not here any more"):
-        kept.get(third.name)
+        pictures.get(third.name)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
-    kept = PagePictures(tmp_path, most=2)
-    one, two = (kept.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2))
-    kept.get(one.name)
-    three = kept.take(encode(Image.new("RGB", (3, 3))))
-    assert [each.file.exists() for each in (one, two, three)] == [True, False, True]
+    pictures = PagePictures(tmp_path, most=2)
+    first_picture, second_picture = (
+        pictures.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2)
+    )
+    pictures.get(first_picture.name)
+    three = pictures.take(encode(Image.new("RGB", (3, 3))))
+    assert [picture.file.exists() for picture in (first_picture, second_picture, three)] == [
+        True,
+        False,
+        True,
+    ]
     with pytest.raises(InvalidRequest, match="is not here any more"):
-        kept.get(two.name)
+        pictures.get(second_picture.name)
 
 
 def test_settings_are_those_that_the_server_takes() -> None:
-    asked = settings_of(7, False, 12, 3.5, 2, 1, "require", "hollow:0.8, other")
-    assert asked["loras"] == [{"name": "hollow", "scale": 0.8}, {"name": "other"}]
-    for made in (
-        asked,
+    page_settings = settings_of(7, False, 12, 3.5, 2, 1, "require", "hollow:0.8, other")
+    assert page_settings["loras"] == [{"name": "hollow", "scale": 0.8}, {"name": "other"}]
+    for settings in (
+        page_settings,
         settings_of(*PLAIN),
         settings_of(None, True, None, None, 0, 0, "off", None),
     ):
-        parse_settings(json.dumps(made).encode())
+        parse_settings(json.dumps(settings).encode())
     assert "num_inference_steps" not in settings_of(*PLAIN)
     with pytest.raises(InvalidRequest, match="LoRAs: 'x' is no number"):
         settings_of(*PLAIN[:-1], "hollow:x")
@@ -268,12 +274,12 @@ def test_what_the_cache_saved_is_said() -> None:
         "steps": 10, "seed": 3, "worker": "w", "cache": "hit", "computed_tokens": 100,
         "total_tokens": 100, "timings_ms": {"denoise": 900.0, "decode": 100.0},
     }  # fmt: skip
-    said = summary(meta)
-    assert "<strong>1.00 s</strong>, 10 steps, seed 3" in said
-    assert "<details><summary>Times</summary>" in said
+    summary_html = summary(meta)
+    assert "<strong>1.00 s</strong>, 10 steps, seed 3" in summary_html
+    assert "<details><summary>Times</summary>" in summary_html
     assert "<script>" not in summary({**meta, "worker": "<script>"})
-    assert "10% of the work of a whole picture was done" in said
-    assert "<td>denoise</td><td>900 ms</td>" in said
+    assert "10% of the work of a whole picture was done" in summary_html
+    assert "<td>denoise</td><td>900 ms</td>" in summary_html
 
 
 def test_the_demo_model_knows_the_words_that_are_shown() -> None:
@@ -304,9 +310,9 @@ def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
     client: Any = Asked(f"{2:016x}")  # which another client has registered before
     session = Session(client)
-    kept = PagePictures(tmp_path, most=1, gone=session.forget)
+    pictures = PagePictures(tmp_path, most=1, gone=session.forget)
     for n in (1, 2, 3):
-        picture = kept.take(encode(Image.new("RGB", (n, n))))
+        picture = pictures.take(encode(Image.new("RGB", (n, n))))
         session.prepare(picture)
         session._template(picture).result()
     session.close()
@@ -316,20 +322,20 @@ def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
 
 async def asked(app: Any, *chunks: bytes, path: str = "/", **headers: str) -> tuple[int, Any]:
     """An application's status and headers."""
-    told: list[Any] = []
-    rest = list(chunks) or [b""]
+    messages: list[Any] = []
+    chunks_left = list(chunks) or [b""]
 
     async def receive() -> Any:
-        body = rest.pop(0)
-        return {"type": "http.request", "body": body, "more_body": bool(rest)}
+        body = chunks_left.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(chunks_left)}
 
     async def send(message: Any) -> None:
-        told.append(message)
+        messages.append(message)
 
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": named}
     await app(scope, receive, send)
-    return told[0]["status"], dict(told[0]["headers"])
+    return messages[0]["status"], dict(messages[0]["headers"])
 
 
 async def test_other_origins_and_large_requests_are_refused() -> None:
@@ -354,18 +360,18 @@ async def test_other_origins_and_large_requests_are_refused() -> None:
     assert (await asked(app, **rebound))[0] == 403
     assert (await asked(app, host="evil.example:7860"))[0] == 403
     assert (await asked(app, host="127.0.0.1:7860"))[0] == 200
-    own = {"host": "page.example.com:7860", "origin": "http://page.example.com:7860"}
-    assert await asked(app, **own) == (200, {})
+    page_headers = {"host": "page.example.com:7860", "origin": "http://page.example.com:7860"}
+    assert await asked(app, **page_headers) == (200, {})
     assert await asked(app, host="page.example.com:7860") == (200, {})
-    for other in ("https://evil.example.com", "null", "http://page.example.com"):
-        status, headers = await asked(app, host=own["host"], origin=other)
+    for foreign_origin in ("https://evil.example.com", "null", "http://page.example.com"):
+        status, headers = await asked(app, host=page_headers["host"], origin=foreign_origin)
         assert status == 403
         assert not any(name.startswith(b"access-control") for name in headers)
-    assert (await asked(app, path="/gradio_api/upload", **own))[0] == 404
-    assert (await asked(app, content_length="101", **own))[0] == 413
-    assert (await asked(app, content_length="-1", **own))[0] == 413
+    assert (await asked(app, path="/gradio_api/upload", **page_headers))[0] == 404
+    assert (await asked(app, content_length="101", **page_headers))[0] == 413
+    assert (await asked(app, content_length="-1", **page_headers))[0] == 413
     read.clear()
-    await asked(app, b"x" * 60, b"x" * 60, b"x", **own)
+    await asked(app, b"x" * 60, b"x" * 60, b"x", **page_headers)
     assert read == ["http.request", "http.disconnect"]
 
 

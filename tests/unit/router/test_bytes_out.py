@@ -65,16 +65,18 @@ async def watch(router: Router, seen: list[int]) -> None:
 
 async def test_ten_pictures_go_through_room_for_three():
     async with site(4) as (router, workers, session):
-        seen: list[int] = []
-        watching = asyncio.create_task(watch(router, seen))
+        byte_counts: list[int] = []
+        watching = asyncio.create_task(watch(router, byte_counts))
         async with session.post("/v1/images/edits", data=form(n=10, seed=5)) as answer:
-            told = await answer.json()
-            assert answer.status == 200, told
+            payload = await answer.json()
+            assert answer.status == 200, payload
         watching.cancel()
-        assert [base64.b64decode(each["b64_json"]) for each in told["data"]] == [png(8, MIB)] * 10
-        assert [each["seed"] for each in told["maskserve"]] == list(range(5, 15))
-        assert told["size"] == "8x8"
-        assert max(seen) <= 4 * MIB
+        assert [base64.b64decode(item["b64_json"]) for item in payload["data"]] == [
+            png(8, MIB)
+        ] * 10
+        assert [item["seed"] for item in payload["maskserve"]] == list(range(5, 15))
+        assert payload["size"] == "8x8"
+        assert max(byte_counts) <= 4 * MIB
         assert sum(len(worker.seen) for worker in workers) == 10
         await until("all is given back", lambda: not router.admission.bytes)
 
@@ -126,10 +128,10 @@ async def test_an_answer_counts_until_its_client_has_it(door: str):
             lines = [line.split(": ", 1) for line in head.decode().split("\r\n")[2:]]
             named = {name: value for name, value in lines if name != "Content-Length"}
             parts = json.loads(body[: int(named["Inference-Header-Content-Length"])])
-            rest = body[int(named["Inference-Header-Content-Length"]) :]
+            tail = body[int(named["Inference-Header-Content-Length"]) :]
             first = json.dumps({**parts, "parameters": {"binary_data_output": True}}).encode()
             named["Inference-Header-Content-Length"] = str(len(first))
-            asking = session.post("/v2/models/edit/infer", data=first + rest, headers=named)
+            asking = session.post("/v2/models/edit/infer", data=first + tail, headers=named)
         else:
             more = {"stream": "true"} if "stream" in door else {}
             asking = session.post("/v1/images/edits", data=form(**more))
@@ -161,16 +163,22 @@ async def test_grpc_answers_count_until_they_are_written():
     ],
 )
 def test_an_answer_of_noise_is_no_larger_than_its_room(settings: dict[str, Any], most: int):
-    asked = EditSettings(**settings)
-    room = answer_bytes(256 * 256, asked)
+    edit_settings = EditSettings(**settings)
+    room = answer_bytes(256 * 256, edit_settings)
     assert most * 256 * 256 < room < 1.5 * most * 256 * 256
-    channels = 4 if asked.background == "transparent" else 3
+    channels = 4 if edit_settings.background == "transparent" else 3
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, channels), np.uint8)
     out = io.BytesIO()
-    quality = {"jpeg": 95, "webp": asked.output_quality or 0}.get(asked.output_format, 0)
-    lossless = {"lossless": asked.output_quality is None} if asked.output_format == "webp" else {}
-    Image.fromarray(noise).save(out, asked.output_format, quality=quality, **lossless)
-    text = 4 / 3 if asked.output_encoding == "base64" else 1
+    quality = {"jpeg": 95, "webp": edit_settings.output_quality or 0}.get(
+        edit_settings.output_format, 0
+    )
+    lossless = (
+        {"lossless": edit_settings.output_quality is None}
+        if edit_settings.output_format == "webp"
+        else {}
+    )
+    Image.fromarray(noise).save(out, edit_settings.output_format, quality=quality, **lossless)
+    text = 4 / 3 if edit_settings.output_encoding == "base64" else 1
     assert len(out.getvalue()) * text <= room
 
 
@@ -180,14 +188,14 @@ def test_an_answers_contents_stay_where_they_came():
         response.outputs.add(name=name, datatype="BYTES", shape=[1])
         response.raw_output_contents.append(len(value).to_bytes(4, "little") + value)
     raw = response.SerializeToString()
-    found = ModelAnswer.parse(raw)
-    assert found.head.id == "7"
-    assert not found.head.raw_output_contents
-    assert {name: bytes(each) for name, each in found.outputs().items()} == {
+    answer = ModelAnswer.parse(raw)
+    assert answer.head.id == "7"
+    assert not answer.head.raw_output_contents
+    assert {name: bytes(output) for name, output in answer.outputs().items()} == {
         "IMAGE": b"i" * 1000,
         "META": b"{}",
     }
-    assert all(content.obj is raw for content in found.contents)
+    assert all(content.obj is raw for content in answer.contents)
     stream = pb.ModelStreamInferResponse(infer_response=response).SerializeToString()
     assert ModelAnswer.parse(stream, streamed=True).outputs().keys() == {"IMAGE", "META"}
     failed = pb.ModelStreamInferResponse(error_message="no").SerializeToString()
@@ -208,9 +216,9 @@ async def test_more_pictures_than_a_key_may_have_under_way_are_refused_for_good(
         async with aiohttp.ClientSession(url, headers=key) as session:
             for path in ("/v1/images/edits", "/v1/jobs"):
                 async with session.post(path, data=form(n=4)) as answer:
-                    told = await answer.json()
-                    assert (answer.status, told["error"]["param"]) == (400, "n")
-                    assert "1 to 3" in told["error"]["message"]
+                    payload = await answer.json()
+                    assert (answer.status, payload["error"]["param"]) == (400, "n")
+                    assert "1 to 3" in payload["error"]["message"]
             assert not any(worker.seen for worker in workers)
             async with session.post("/v1/images/edits", data=form(n=3)) as answer:
                 assert answer.status == 200
@@ -224,12 +232,12 @@ async def test_a_job_whose_text_can_have_no_room_ends_with_that_sentence(tmp_pat
             job = (await answer.json())["id"]
         for _ in range(200):
             async with session.get(f"/v1/jobs/{job}") as answer:
-                told = await answer.json()
-            if told["status"] == "failed":
+                job_record = await answer.json()
+            if job_record["status"] == "failed":
                 break
             await asyncio.sleep(0.02)
-        assert told["error"]["param"] == "n"
-        assert "fewer pictures" in told["error"]["message"]
+        assert job_record["error"]["param"] == "n"
+        assert "fewer pictures" in job_record["error"]["message"]
         assert not any(worker.seen for worker in workers)
 
 
@@ -244,12 +252,12 @@ async def test_a_stream_that_waits_has_headers_and_comments(
     async with site(100) as (router, workers, session):
         for worker in workers:
             worker.hold()
-        given: dict[str, Any] = {"data": form(stream="true")}
+        post_options: dict[str, Any] = {"data": form(stream="true")}
         if "generate" in door:
             text = {"MASK": base64.b64encode(png(8)).decode(), "PROMPT": "x", "IMAGE": ""}
             settings = {"template_id": "0" * 32, "mask_mode": "alpha"}
-            given = {"json": {**text, "SETTINGS": json.dumps(settings)}}
-        async with session.post(door, **given) as answer:
+            post_options = {"json": {**text, "SETTINGS": json.dumps(settings)}}
+        async with session.post(door, **post_options) as answer:
             assert answer.status == 200
             assert answer.headers["cache-control"] == "no-cache"
             assert answer.headers["x-accel-buffering"] == "no"
@@ -257,13 +265,13 @@ async def test_a_stream_that_waits_has_headers_and_comments(
             for worker in workers:
                 worker.fails = 9
                 worker.let_go()
-            rest = await answer.read()
-            assert rest.strip(b":\n").startswith((b"event: error\ndata: {", b"data: {"))
-            assert b"ENGINE_FAILED" in rest or b"engine_failed" in rest
+            stream_tail = await answer.read()
+            assert stream_tail.strip(b":\n").startswith((b"event: error\ndata: {", b"data: {"))
+            assert b"ENGINE_FAILED" in stream_tail or b"engine_failed" in stream_tail
         await until("all is given back", lambda: not router.admission.bytes)
         # What is refused at once is the status, as before.
         async with session.post(
-            door, **(given if "generate" in door else {"data": form()})
+            door, **(post_options if "generate" in door else {"data": form()})
         ) as late:
             assert late.status == 503
 
@@ -295,10 +303,10 @@ async def test_http_1_0_is_told_a_length():
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body.getvalue())
-        said, _, text = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+        header_bytes, _, text = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
         writer.close()
-        assert b"transfer-encoding" not in said.lower()
-        assert f"content-length: {len(text)}".encode() in said.lower()
+        assert b"transfer-encoding" not in header_bytes.lower()
+        assert f"content-length: {len(text)}".encode() in header_bytes.lower()
         assert len(json.loads(text)["data"]) == 2
         await until("all is given back", lambda: not router.admission.bytes)
 
@@ -324,13 +332,13 @@ async def test_a_foreign_id_is_logged_and_names_nothing(theirs: str, caplog: Any
             assert answer.status == 200
             assert answer.headers["x-request-id"] == theirs[:128]
             await answer.read()
-        ids = [seen["request_id"] for worker in workers for seen in worker.seen]
+        ids = [request["request_id"] for worker in workers for request in worker.seen]
         assert len(set(ids)) == 2
-        assert not any(theirs in each for each in ids)
-        logged = [vars(each).get("fields", {}).get("x_request_id") for each in caplog.records]
+        assert not any(theirs in item for item in ids)
+        logged = [vars(item).get("fields", {}).get("x_request_id") for item in caplog.records]
         assert logged.count(theirs[:128]) == 2
         async with session.post("/v1/images/edits", data=form()) as answer:
             assert answer.headers["x-request-id"] in [
-                seen["request_id"] for worker in workers for seen in worker.seen
+                request["request_id"] for worker in workers for request in worker.seen
             ]
         assert router.admission.edits == 0

@@ -129,7 +129,9 @@ def message(rng: random.Random) -> bytes:
         content = body
     if wrong and rng.random() < 0.2:  # both
         headers.append(b"Content-Length: 5" if chunked else b"Transfer-Encoding: chunked")
-    headers += [each.encode("latin-1") for each in OTHERS if rng.random() < (0.05 if wrong else 0)]
+    headers += [
+        header.encode("latin-1") for header in OTHERS if rng.random() < (0.05 if wrong else 0)
+    ]
     rng.shuffle(headers)
     end = b"\n" if wrong and rng.random() < 0.1 else b"\r\n"
     return end.join((line.encode(), *headers, b"", b"")) + content
@@ -173,31 +175,33 @@ def conversation(rng: random.Random) -> tuple[bytes, bool]:
 
 def by_h11(raw: bytes) -> tuple[list[Taken], bool]:
     """The requests that h11 takes, whole, and whether it refuses what is behind them."""
-    connection, taken = h11.Connection(h11.SERVER), list[Taken]()
+    connection, requests = h11.Connection(h11.SERVER), list[Taken]()
     connection.receive_data(raw)
     request, body = None, b""
     while True:
         try:
             event = connection.next_event()
         except h11.RemoteProtocolError:
-            return taken, True
+            return requests, True
         match event:
             case h11.Request():
                 if event.method == b"CONNECT":
-                    return taken, True
+                    return requests, True
                 request, body = event, b""
             case h11.Data():
                 body += bytes(event.data)
             case h11.EndOfMessage():
                 assert request is not None
-                taken.append(Taken(request.method.decode(), request.target.decode("latin-1"), body))
+                requests.append(
+                    Taken(request.method.decode(), request.target.decode("latin-1"), body)
+                )
                 connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
                 connection.send(h11.EndOfMessage())
                 if connection.our_state is not h11.DONE:
-                    return taken, False
+                    return requests, False
                 connection.start_next_cycle()
             case _:
-                return taken, event is h11.PAUSED
+                return requests, event is h11.PAUSED
 
 
 class Listener:
@@ -223,9 +227,9 @@ class Listener:
     async def asked(self, raw: bytes, rng: random.Random) -> tuple[list[Taken], bytes]:
         """What it takes of these bytes, which come in pieces, and what it answers."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        mine = int(writer.get_extra_info("sockname")[1])
+        client_port = int(writer.get_extra_info("sockname")[1])
         cuts = sorted(rng.randrange(len(raw) + 1) for _ in range(rng.randint(0, 3)))
-        said = b""
+        answer = b""
         with suppress(OSError):  # it may have ended the connection
             for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
                 writer.write(raw[begin:end])
@@ -234,9 +238,9 @@ class Listener:
             writer.write_eof()
         with suppress(OSError):
             while part := await asyncio.wait_for(reader.read(2**16), 20.0):
-                said += part
+                answer += part
         writer.close()
-        return self.taken.pop(mine, []), said
+        return self.taken.pop(client_port, []), answer
 
 
 @asynccontextmanager
@@ -264,52 +268,67 @@ async def test_java_gets_one_answer_to_its_body():
         head = b"POST /a HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n"
         for offer in (b"", JAVA, b"Connection: upgrade\r\nUpgrade: websocket\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            mine = writer.get_extra_info("sockname")[1]
+            client_port = writer.get_extra_info("sockname")[1]
             writer.write(head % (offer, len(HIDDEN)))
             await asyncio.sleep(0.05)  # the body comes a moment later
             writer.write(HIDDEN[:7])
             await asyncio.sleep(0.05)
             writer.write(HIDDEN[7:] + head % (offer, 2) + b"hi")
             writer.write_eof()
-            said = await asyncio.wait_for(reader.read(), 10.0)
+            answer = await asyncio.wait_for(reader.read(), 10.0)
             writer.close()
-            assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1 ") == 2
-            assert listener.taken[mine] == [Taken("POST", "/a", HIDDEN), Taken("POST", "/a", b"hi")]
+            assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == 2
+            assert listener.taken[client_port] == [
+                Taken("POST", "/a", HIDDEN),
+                Taken("POST", "/a", b"hi"),
+            ]
 
 
 @pytest.mark.parametrize("ask", ["CONNECT h:1 HTTP/1.1\r\nHost: x", "PRI * HTTP/2.0\r\n\r\nSM"])
 async def test_tunnels_and_other_versions_are_refused(ask: str):
     async with listening() as listener:
-        taken, said = await listener.asked(f"{ask}\r\n\r\n".encode() + HIDDEN, random.Random(0))
-        assert not taken
-        assert said[:12] in (b"HTTP/1.1 400", b"")  # or its end was faster
+        requests, answer = await listener.asked(
+            f"{ask}\r\n\r\n".encode() + HIDDEN, random.Random(0)
+        )
+        assert not requests
+        assert answer[:12] in (b"HTTP/1.1 400", b"")  # or its end was faster
 
 
 async def test_the_same_requests_are_in_the_same_bytes():
     rng = random.Random(fresh_seed())
     raws = [conversation(rng) for _ in range(number(MESSAGES // 2))]
     places = asyncio.Semaphore(AT_ONCE)
-    apart: list[str] = []
-    both = 0
+    mismatches: list[str] = []
+    shared_count = 0
 
     async def compare(raw: bytes, changed: bool, own: random.Random) -> None:
-        nonlocal both
+        nonlocal shared_count
         async with places:
-            taken, said = await listener.asked(raw, own)
-        theirs, refused = by_h11(raw)
-        ours = [each._replace(target=path_of(each.target)) for each in taken]
-        theirs = [each._replace(target=path_of(each.target)) for each in theirs]
-        shared = min(len(ours), len(theirs))
-        both += shared
-        if ours[:shared] != theirs[:shared] or (len(ours) > shared and not refused):
-            apart.append(f"{raw!r}\n  ours {ours}\n  h11 {theirs}, refused {refused}")
-        if not changed and any(each.target == "/hidden" for each in ours):
-            apart.append(f"{raw!r}\n  a body is a request: {ours}\n  h11 {theirs}")
-        if b" 500 " in said:
-            apart.append(f"{raw!r}\n  {said!r}")
+            requests, answer = await listener.asked(raw, own)
+        h11_requests, refused = by_h11(raw)
+        server_requests = [request._replace(target=path_of(request.target)) for request in requests]
+        h11_requests = [
+            request._replace(target=path_of(request.target)) for request in h11_requests
+        ]
+        shared = min(len(server_requests), len(h11_requests))
+        shared_count += shared
+        if server_requests[:shared] != h11_requests[:shared] or (
+            len(server_requests) > shared and not refused
+        ):
+            mismatches.append(
+                f"{raw!r}\n  ours {server_requests}\n  h11 {h11_requests}, refused {refused}"
+            )
+        if not changed and any(request.target == "/hidden" for request in server_requests):
+            mismatches.append(
+                f"{raw!r}\n  a body is a request: {server_requests}\n  h11 {h11_requests}"
+            )
+        if b" 500 " in answer:
+            mismatches.append(f"{raw!r}\n  {answer!r}")
 
     async with listening() as listener:
         seeds = [random.Random(rng.random()) for _ in raws]
-        await asyncio.gather(*(compare(*raw, own) for raw, own in zip(raws, seeds, strict=True)))
-    assert not apart, f"{len(apart)} of {len(raws)}:\n" + "\n".join(apart[:5])
-    assert both > len(raws) / 4
+        await asyncio.gather(
+            *(compare(*raw, piece_rng) for raw, piece_rng in zip(raws, seeds, strict=True))
+        )
+    assert not mismatches, f"{len(mismatches)} of {len(raws)}:\n" + "\n".join(mismatches[:5])
+    assert shared_count > len(raws) / 4

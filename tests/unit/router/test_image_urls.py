@@ -61,8 +61,8 @@ def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> Image
 
 
 async def fetched(urls: ImageUrls, url: str) -> bytes:
-    with ExitStack() as held:
-        return await urls.read(FIELD, url, ANYBODY, held)
+    with ExitStack() as stack:
+        return await urls.read(FIELD, url, ANYBODY, stack)
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
@@ -113,11 +113,11 @@ async def test_certificates_are_read_once_and_not_for_each_url(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That takes 50 ms of the loop that routes all edits."""
-    made: list[object] = []
+    context_options: list[object] = []
     make = httpx.create_ssl_context
 
     def counted(**given: Any) -> ssl.SSLContext:
-        made.append(given)
+        context_options.append(given)
         return make(**given)
 
     async with serving() as host:
@@ -128,7 +128,7 @@ async def test_certificates_are_read_once_and_not_for_each_url(
         for _ in range(3):
             assert await fetched(urls, f"https://pictures.example:{host.port}/") == b"a picture"
         assert len(host.asked) == 3
-        assert made == []
+        assert context_options == []
 
 
 async def test_a_host_at_a_private_address_is_not_even_connected() -> None:

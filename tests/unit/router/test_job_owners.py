@@ -46,12 +46,12 @@ def test_one_job_of_a_key_tries_whether_there_is_room() -> None:
 
 
 def test_pauses_grow_to_half_a_minute() -> None:
-    pauses, now, tries = Pauses(), 0.0, 0
-    while now < 3600:
-        if pauses.may("a", now):
+    pauses, now_s, tries = Pauses(), 0.0, 0
+    while now_s < 3600:
+        if pauses.may("a", now_s):
             tries += 1
             pauses.began("a", f"{tries}")
-            pauses.refused("a", now, 1.0)
+            pauses.refused("a", now_s, 1.0)
             pauses.ended("a", f"{tries}")
-        now += 1.0
+        now_s += 1.0
     assert 110 < tries < 140

@@ -72,8 +72,8 @@ def job(name: str, scope: str = "a", created: float = 0.0, webhook: str | None =
 
 
 def give(store: JobStore, name: str, scope: str = "a", **more: object) -> JobRecord:
-    made = job(name, scope, **more)  # type: ignore[arg-type]
-    return store.add(made, b"form", b"digest", None, ONE, Daily())[0]
+    record = job(name, scope, **more)  # type: ignore[arg-type]
+    return store.add(record, b"form", b"digest", None, ONE, Daily())[0]
 
 
 def take(store: JobStore, owner: str, now: float, kind: str = RUN) -> JobRecord | None:
@@ -89,8 +89,8 @@ def lose(store: JobStore, owner: str) -> None:
 
 
 def end(store: JobStore, name: str, fence: int | None, **more: Any) -> bool:
-    asked = {"state": SUCCEEDED, "now": 15.0, "keep_s": 60.0, "most": 1000, **more}
-    return store.end(name, fence=fence, **asked)
+    end_options = {"state": SUCCEEDED, "now": 15.0, "keep_s": 60.0, "most": 1000, **more}
+    return store.end(name, fence=fence, **end_options)
 
 
 def check_counts(store: JobStore) -> None:
@@ -101,34 +101,34 @@ def check_counts(store: JobStore) -> None:
         sizes = {row[0]: row[1] for row in db.execute(sums.group_by(_CONTENTS.c.job))}
         counted = {row["scope"]: row for row in db.execute(select(_COUNTS)).mappings()}
     for scope in counted:
-        own = [row for row in rows if row["scope"] == scope]
-        unended = [row for row in own if row["state"] in (QUEUED, RUNNING)]
-        ended = [row for row in own if row["state"] not in (QUEUED, RUNNING)]
+        scope_rows = [row for row in rows if row["scope"] == scope]
+        unended = [row for row in scope_rows if row["state"] in (QUEUED, RUNNING)]
+        ended = [row for row in scope_rows if row["state"] not in (QUEUED, RUNNING)]
         expected = Counts(
-            sum(row["waits"] == RUN for row in own),
-            sum(row["waits"] == TELL for row in own),
+            sum(row["waits"] == RUN for row in scope_rows),
+            sum(row["waits"] == TELL for row in scope_rows),
             len(unended),
             len(ended),
             sum(sizes[row["id"]] for row in unended),
             sum(sizes.get(row["id"], 0) for row in ended),
         )
         assert Counts(*(counted[scope][name] for name in Counts._fields)) == expected
-        assert all(sizes.get(row["id"], 0) == row["bytes"] for row in own)
+        assert all(sizes.get(row["id"], 0) == row["bytes"] for row in scope_rows)
     assert {row["scope"] for row in rows} <= counted.keys()
     assert sizes.keys() <= {row["id"] for row in rows}
 
 
 def test_a_job_goes_its_way(store: JobStore) -> None:
     give(store, "1")
-    taken = take(store, "x", 1.0)
-    assert taken is not None
-    assert (taken.id, taken.state, taken.started, taken.runs) == ("1", RUNNING, 1.0, 1)
+    record = take(store, "x", 1.0)
+    assert record is not None
+    assert (record.id, record.state, record.started, record.runs) == ("1", RUNNING, 1.0, 1)
     assert take(store, "y", 2.0) is None  # it is x's
     assert store.form("1") == b"form"
-    assert store.beat("x", {"1": Holding(RUN, taken.fence, {"step": 3})})[0] == {"1"}
+    assert store.beat("x", {"1": Holding(RUN, record.fence, {"step": 3})})[0] == {"1"}
     assert take(store, "y", 1e9) is None  # no clock takes it from x
     assert store.get("1").progress == {"step": 3}  # type: ignore[union-attr]
-    assert end(store, "1", taken.fence, result=b"picture")
+    assert end(store, "1", record.fence, result=b"picture")
     ended = store.get("1")
     assert ended is not None
     assert (ended.state, ended.ended, ended.expires, ended.bytes) == (SUCCEEDED, 15.0, 75.0, 7)
@@ -143,15 +143,15 @@ def test_a_lost_routers_job_has_one_end(store: JobStore) -> None:
     first = take(store, "x", 0.0)
     assert first is not None
     lose(store, "x")
-    again = take(store, "y", 11.0)
-    assert again is not None
-    assert (again.runs, again.fence) == (2, 2)
+    second_run = take(store, "y", 11.0)
+    assert second_run is not None
+    assert (second_run.runs, second_run.fence) == (2, 2)
     late = first.fence
     assert not end(store, "1", late, result=b"late")  # x was only slow
     assert store.beat("x", {"1": Holding(RUN, first.fence)})[0] == frozenset()
     store.put_back("1", late, 0.0, failed=True)
-    assert end(store, "1", again.fence, result=b"picture")
-    assert not end(store, "1", again.fence, state=FAILED)
+    assert end(store, "1", second_run.fence, result=b"picture")
+    assert not end(store, "1", second_run.fence, state=FAILED)
     assert store.result("1") == b"picture"
 
 
@@ -164,8 +164,8 @@ def test_who_was_taken_for_lost_goes_on_with_what_nobody_has_begun(store: JobSto
     assert tells is not None
     lose(store, "x")
     assert store.take("x", RUN, "a", 20.0) is None  # it does not take its own job again
-    held = {"1": Holding(RUN, runs.fence), "2": Holding(TELL, tells.fence)}
-    assert store.beat("x", held)[0] == {"1", "2"}
+    claims = {"1": Holding(RUN, runs.fence), "2": Holding(TELL, tells.fence)}
+    assert store.beat("x", claims)[0] == {"1", "2"}
     assert take(store, "y", 20.0) is None
     assert take(store, "y", 20.0, TELL) is None
     check_counts(store)
@@ -178,11 +178,11 @@ def test_a_late_writer_fails_on_the_fence(store: JobStore) -> None:
     first = take(store, "x", 0.0)
     assert first is not None
     store.put_back("1", first.fence, 0.0, failed=False)
-    again = take(store, "x", 1.0)
-    assert again is not None
+    second_run = take(store, "x", 1.0)
+    assert second_run is not None
     assert not end(store, "1", first.fence, result=b"late")
     assert store.beat("x", {"1": Holding(RUN, first.fence)})[0] == frozenset()
-    assert end(store, "1", again.fence, result=b"picture")
+    assert end(store, "1", second_run.fence, result=b"picture")
 
 
 def test_what_was_taken_and_not_told_waits_again(store: JobStore) -> None:
@@ -192,8 +192,8 @@ def test_what_was_taken_and_not_told_waits_again(store: JobStore) -> None:
     end(store, "2", None, state=CANCELLED)
     assert take(store, "x", 20.0)
     assert take(store, "x", 20.0, TELL)
-    kept, strays = store.beat("x", {})
-    assert (kept, {stray.name for stray in strays}) == (frozenset(), {"1", "2"})
+    held_jobs, strays = store.beat("x", {})
+    assert (held_jobs, {stray.name for stray in strays}) == (frozenset(), {"1", "2"})
     for stray in strays:
         store.let_go(stray)
         store.let_go(stray)
@@ -216,14 +216,14 @@ def test_one_that_beats_is_not_lost(store: JobStore) -> None:
 
 def test_what_is_put_back_was_not_begun(store: JobStore) -> None:
     give(store, "1")
-    taken = take(store, "x", 0.0)
-    assert taken is not None
-    store.put_back("1", taken.fence, 5.0, failed=False)
+    record = take(store, "x", 0.0)
+    assert record is not None
+    store.put_back("1", record.fence, 5.0, failed=False)
     assert take(store, "x", 4.0) is None
-    again = take(store, "x", 5.0)
-    assert again is not None
-    assert (again.runs, again.started, again.tries) == (1, 5.0, 0)
-    store.put_back("1", again.fence, 6.0, failed=True)
+    second_run = take(store, "x", 5.0)
+    assert second_run is not None
+    assert (second_run.runs, second_run.started, second_run.tries) == (1, 5.0, 0)
+    store.put_back("1", second_run.fence, 6.0, failed=True)
     third = take(store, "x", 6.0)
     assert third is not None
     assert (third.runs, third.started, third.tries) == (1, 5.0, 1)
@@ -231,11 +231,11 @@ def test_what_is_put_back_was_not_begun(store: JobStore) -> None:
 
 def test_a_client_ends_a_job_whoever_has_it(store: JobStore) -> None:
     give(store, "1", webhook="https://a.example/")
-    taken = take(store, "x", 0.0)
-    assert taken is not None
+    record = take(store, "x", 0.0)
+    assert record is not None
     assert end(store, "1", None, state=CANCELLED, now=1.0)
-    assert store.beat("x", {"1": Holding(RUN, taken.fence)})[0] == frozenset()
-    assert not end(store, "1", taken.fence, result=b"picture")
+    assert store.beat("x", {"1": Holding(RUN, record.fence)})[0] == frozenset()
+    assert not end(store, "1", record.fence, result=b"picture")
     telling = take(store, "y", 3.0, TELL)
     assert telling is not None
     assert (telling.state, telling.told) == (CANCELLED, None)
@@ -264,7 +264,7 @@ def test_one_that_waits_too_long_has_failed(store: JobStore) -> None:
     give(store, "1", created=0.0)
     give(store, "2", created=50.0)
     store.expire(61.0, 60.0, 60.0, {"code": "deadline_exceeded"})
-    states = {each.id: (each.state, each.error) for each in store.listed("a", 9) or ()}
+    states = {record.id: (record.state, record.error) for record in store.listed("a", 9) or ()}
     assert states == {"1": (FAILED, {"code": "deadline_exceeded"}), "2": (QUEUED, None)}
 
 
@@ -274,7 +274,7 @@ def test_of_a_keys_ended_jobs_the_oldest_go(store: JobStore) -> None:
         end(store, f"{number}", None, state=CANCELLED, now=float(number), most=3)
     give(store, "b", "b")
     end(store, "b", None, state=CANCELLED, most=3)
-    assert [each.id for each in store.listed("a", 9) or ()] == ["5", "4", "3"]
+    assert [record.id for record in store.listed("a", 9) or ()] == ["5", "4", "3"]
     assert store.get("b") is not None
     check_counts(store)
 
@@ -283,10 +283,10 @@ def test_jobs_are_listed_in_pages(store: JobStore) -> None:
     for number in range(7):
         give(store, f"{number}", created=float(number // 2))  # two of a time
     give(store, "x", "b")
-    seen: list[str] = []
-    while page := store.listed("a", 3, seen[-1] if seen else None):
-        seen += [each.id for each in page]
-    assert seen == ["6", "5", "4", "3", "2", "1", "0"]
+    names: list[str] = []
+    while page := store.listed("a", 3, names[-1] if names else None):
+        names += [record.id for record in page]
+    assert names == ["6", "5", "4", "3", "2", "1", "0"]
     assert store.listed("a", 3, "x") is None  # another key's
 
 
@@ -317,16 +317,16 @@ def test_each_statement_finds_its_rows_by_an_index(tmp_path: Path) -> None:
         give(store, f"{number}", webhook="https://a.example/")
     store.add(job("named"), b"form", b"digest", "name", ONE, Daily())
     for name in ("0", "1"):
-        taken = take(store, "x", 1.0)
-        assert taken is not None
-        store.beat("x", {name: Holding(RUN, taken.fence, {"step": 1})})
-        end(store, name, taken.fence, most=1)
+        record = take(store, "x", 1.0)
+        assert record is not None
+        store.beat("x", {name: Holding(RUN, record.fence, {"step": 1})})
+        end(store, name, record.fence, most=1)
     telling = take(store, "x", 99.0, TELL)
     assert telling is not None
     store.told(telling.id, telling.fence, taken=True)
-    taken = take(store, "x", 2.0)
-    assert taken is not None
-    store.put_back(taken.id, taken.fence, 0.0, failed=True)
+    record = take(store, "x", 2.0)
+    assert record is not None
+    store.put_back(record.id, record.fence, 0.0, failed=True)
     assert take(store, "x", 2.0)
     store.free("x")
     assert store.listed("a", 2, "3") is not None
@@ -342,38 +342,40 @@ def test_each_statement_finds_its_rows_by_an_index(tmp_path: Path) -> None:
 def test_what_is_counted_is_what_is_there(store: JobStore) -> None:
     """Random ways of jobs of some keys and routers, beside a look at all rows."""
     draw = fresh_random()
-    held: dict[str, tuple[str, int]] = {}
+    claims: dict[str, tuple[str, int]] = {}
     for number in range(200):
-        now = float(number)
+        now_s = float(number)
         match draw.randrange(9):
             case 0 | 1 | 2:
                 webhook = draw.choice((None, "https://a.example/"))
-                give(store, f"{number}", draw.choice("abc"), created=now, webhook=webhook)
+                give(store, f"{number}", draw.choice("abc"), created=now_s, webhook=webhook)
             case 3 | 4:
                 owner, kind = draw.choice("xy"), draw.choice((RUN, RUN, TELL))
-                if (taken := take(store, owner, now, kind)) is not None:
-                    held[taken.id] = owner, taken.fence
-            case 5 if held:
-                name = draw.choice(list(held))
+                if (record := take(store, owner, now_s, kind)) is not None:
+                    claims[record.id] = owner, record.fence
+            case 5 if claims:
+                name = draw.choice(list(claims))
                 result = bytes(draw.randrange(9))
-                end(store, name, held[name][1], now=now, most=4, keep_s=30.0, result=result)
-                store.told(name, held.pop(name)[1], taken=True)
-            case 6 if held:
-                name = draw.choice(list(held))
-                store.put_back(name, held.pop(name)[1], now + 3, failed=draw.random() < 0.5)
+                end(store, name, claims[name][1], now=now_s, most=4, keep_s=30.0, result=result)
+                store.told(name, claims.pop(name)[1], taken=True)
+            case 6 if claims:
+                name = draw.choice(list(claims))
+                store.put_back(name, claims.pop(name)[1], now_s + 3, failed=draw.random() < 0.5)
             case 7:
                 owner = draw.choice("xy")
                 if draw.random() < 0.5 and owner in store.beats():
                     lose(store, owner)
-                store.beat(owner, {n: Holding(RUN, h[1]) for n, h in held.items() if h[0] == owner})
+                store.beat(
+                    owner, {n: Holding(RUN, h[1]) for n, h in claims.items() if h[0] == owner}
+                )
             case 8:
                 scope = draw.choice("abc")
-                for each in (store.listed(scope, 2) or [])[1:]:
+                for listed_job in (store.listed(scope, 2) or [])[1:]:
                     if draw.random() < 0.5:
-                        store.remove(each.id)
+                        store.remove(listed_job.id)
                     else:
-                        end(store, each.id, None, state=CANCELLED, now=now, most=4)
-                store.expire(now, 30.0, 60.0, None)
+                        end(store, listed_job.id, None, state=CANCELLED, now=now_s, most=4)
+                store.expire(now_s, 30.0, 60.0, None)
         check_counts(store)
 
 
@@ -381,8 +383,8 @@ def test_nothing_of_a_deleted_job_is_left_in_files(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "jobs.sqlite"))
     secret = b"a prompt that nobody is to read" * 1000
     for name in ("1", "2", "3"):
-        made = JobRecord(name, "a", QUEUED, 0.0, len(secret))
-        store.add(made, secret, b"", None, ONE, Daily())
+        record = JobRecord(name, "a", QUEUED, 0.0, len(secret))
+        store.add(record, secret, b"", None, ONE, Daily())
     store.remove("1")
     end(store, "2", None, state=CANCELLED)
     end(store, "3", None, result=secret)
@@ -395,8 +397,8 @@ def test_nothing_of_a_deleted_job_is_left_in_files(tmp_path: Path) -> None:
 
 def test_a_request_named_twice_is_one_job(store: JobStore) -> None:
     def ask(name: str, digest: bytes, scope: str = "a") -> tuple[str, bool]:
-        made, new = store.add(job(name, scope), b"form", digest, "same", ONE, Daily(jobs=2))
-        return made.id, new
+        record, new = store.add(job(name, scope), b"form", digest, "same", ONE, Daily(jobs=2))
+        return record.id, new
 
     assert ask("1", b"x") == ("1", True)
     assert ask("2", b"x") == ("1", False)
@@ -416,7 +418,7 @@ def test_a_day_holds_what_its_key_may_give(store: JobStore, name: str) -> None:
     assert store.get("2") is None
     store.add(job("3", "b"), b"form", b"", None, ONE, most)
     store.add(job("4", created=86_400.0), b"form", b"", None, ONE, most)
-    assert store.used("a", 0.0) == Daily(*(2 * each for each in ONE))
+    assert store.used("a", 0.0) == Daily(*(2 * amount for amount in ONE))
 
 
 def test_routers_beside_one_another_run_each_job_once(place: str) -> None:
@@ -432,20 +434,20 @@ def test_routers_beside_one_another_run_each_job_once(place: str) -> None:
         while store.counts("")[0].open:
             with lock:
                 clock[0] += draw.choice((0.0, 1.0, 4.0))
-                now = clock[0]
+                now_s = clock[0]
             if draw.random() < 0.3 and (beats := store.beats()):  # takes another for lost
                 owner = draw.choice(sorted(beats))
                 store.free(owner, beats[owner])
-            taken = take(store, f"r{number}", now)
-            if taken is None or draw.random() < 0.3:  # killed
+            record = take(store, f"r{number}", now_s)
+            if record is None or draw.random() < 0.3:  # killed
                 continue
             result = f"r{number}".encode()
-            if end(store, taken.id, taken.fence, now=now, keep_s=1e6, result=result):
-                ends.append((taken.id, result.decode()))
+            if end(store, record.id, record.fence, now=now_s, keep_s=1e6, result=result):
+                ends.append((record.id, result.decode()))
 
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(router, number) for number in range(4)]:
-            done.result(60)
+        for future in [pool.submit(router, number) for number in range(4)]:
+            future.result(60)
     assert sorted(name for name, _ in ends) == sorted(f"{number}" for number in range(24))
     assert {(name, (stores[0].result(name) or b"").decode()) for name, _ in ends} == set(ends)
     for store in stores:
@@ -482,8 +484,8 @@ def test_on_a_full_disk_jobs_end_and_are_deleted(small_disk: Path) -> None:
 
     def fill() -> None:
         for number in range(100):
-            made = JobRecord(f"{number}", "a", QUEUED, float(number), len(form))
-            store.add(made, form, b"", None, ONE, Daily())
+            record = JobRecord(f"{number}", "a", QUEUED, float(number), len(form))
+            store.add(record, form, b"", None, ONE, Daily())
 
     with pytest.raises(OperationalError, match="full"):
         fill()
@@ -492,9 +494,9 @@ def test_on_a_full_disk_jobs_end_and_are_deleted(small_disk: Path) -> None:
     store.tidy()
     assert end(store, "1", None, state=CANCELLED)
     store.tidy()
-    taken = take(store, "x", 99.0)
-    assert taken is not None
-    assert end(store, taken.id, taken.fence, result=form[:1000])
+    job_record = take(store, "x", 99.0)
+    assert job_record is not None
+    assert end(store, job_record.id, job_record.fence, result=form[:1000])
     store.remove("3")
     store.tidy()
     check_counts(store)

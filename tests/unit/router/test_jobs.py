@@ -43,12 +43,12 @@ def picture(width: int = 64, height: int = 64) -> bytes:
 
 
 def form(**fields: Any) -> aiohttp.FormData:
-    made = aiohttp.FormData()
-    made.add_field("image", picture(), filename="a.png")
-    made.add_field("mask", mask_of(100, 64), filename="m.png")
+    form_data = aiohttp.FormData()
+    form_data.add_field("image", picture(), filename="a.png")
+    form_data.add_field("mask", mask_of(100, 64), filename="m.png")
     for name, value in {"prompt": "a star", "mask_mode": "white", **fields}.items():
-        made.add_field(name, str(value))
-    return made
+        form_data.add_field(name, str(value))
+    return form_data
 
 
 class Client:
@@ -62,31 +62,31 @@ class Client:
         ask = self._session.request(
             method, f"{self._url}/v1/jobs{path}", data=data, headers={**self._key, **headers}
         )
-        async with ask as told:
-            return told.status, json.loads(await told.read()), told.headers
+        async with ask as response:
+            return response.status, json.loads(await response.read()), response.headers
 
     async def give(self, data: Any = None, **headers: str) -> str:
-        status, told, got = await self.call("POST", "", data or form(), **headers)
-        assert (status, told["object"]) == (202, "job"), told
-        assert got["location"] == f"/v1/jobs/{told['id']}"
-        return str(told["id"])
+        status, job, response_headers = await self.call("POST", "", data or form(), **headers)
+        assert (status, job["object"]) == (202, "job"), job
+        assert response_headers["location"] == f"/v1/jobs/{job['id']}"
+        return str(job["id"])
 
     async def ended(self, name: str) -> dict[str, Any]:
         for _ in range(500):
-            status, told, _ = await self.call("GET", f"/{name}")
+            status, job, _ = await self.call("GET", f"/{name}")
             assert status == 200
-            if told["status"] not in ("queued", "running"):
-                return dict(told)
+            if job["status"] not in ("queued", "running"):
+                return dict(job)
             await asyncio.sleep(0.02)
-        raise AssertionError(f"it does not end: {told}")
+        raise AssertionError(f"it does not end: {job}")
 
 
 @asynccontextmanager
 async def jobs(
     folder: Path, key: str = "", **tables: Any
 ) -> AsyncIterator[tuple[Router, list[Faulty], Client]]:
-    own = {"database": str(folder / "jobs.sqlite"), **tables.pop("jobs", {})}
-    async with cluster(None, answer=picture(), jobs=own, **tables) as (router, workers):
+    jobs_table = {"database": str(folder / "jobs.sqlite"), **tables.pop("jobs", {})}
+    async with cluster(None, answer=picture(), jobs=jobs_table, **tables) as (router, workers):
         for worker in workers:
             worker.progress = 3
         async with aiohttp.ClientSession() as session:
@@ -105,8 +105,8 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
         name = await client.give(form(n=2, seed=7))
         await until("it runs", lambda: sum(len(w.seen) for w in workers) == 2)
         await until("it is told how far it is", lambda: router._jobs._progress.get(name))
-        _, told, _ = await client.call("GET", f"/{name}")
-        assert (told["status"], told["progress"]) == ("running", {"step": 6, "steps": 6})
+        _, body, _ = await client.call("GET", f"/{name}")
+        assert (body["status"], body["progress"]) == ("running", {"step": 6, "steps": 6})
         for worker in workers:
             worker.let_go()
         ended = await client.ended(name)
@@ -115,18 +115,18 @@ async def test_a_job_is_an_edit_that_is_fetched_later(tmp_path: Path) -> None:
         result = ended["result"]
         assert base64.b64decode(result["data"][0]["b64_json"]) == picture()
         assert [meta["seed"] for meta in result["maskserve"]] == [7, 8]
-        assert {seen["request_id"] for w in workers for seen in w.seen} == {
+        assert {request["request_id"] for w in workers for request in w.seen} == {
             f"{name}-0",
             f"{name}-1",
         }
         _, listed, _ = await client.call("GET")
-        assert [each["id"] for each in listed["data"]] == [name]
+        assert [listed_job["id"] for listed_job in listed["data"]] == [name]
         assert "result" not in listed["data"][0]
         assert listed["today"]["megapixel_steps"] == pytest.approx(2 * 28 * 64 * 64 / 1e6)
-        status, told, _ = await client.call("DELETE", f"/{name}")
-        assert (status, told["deleted"]) == (200, True)
-        status, told, _ = await client.call("GET", f"/{name}")
-        assert (status, told["error"]["code"]) == (404, "job_not_found")
+        status, body, _ = await client.call("DELETE", f"/{name}")
+        assert (status, body["deleted"]) == (200, True)
+        status, body, _ = await client.call("GET", f"/{name}")
+        assert (status, body["error"]["code"]) == (404, "job_not_found")
         counted = router.metrics.registry.get_sample_value
         assert counted("maskserve_jobs_total", {"state": "succeeded"}) == 1
 
@@ -137,8 +137,8 @@ async def test_a_cancelled_job_leaves_its_worker(tmp_path: Path) -> None:
             worker.hold()
         name = await client.give()
         await until("it runs", lambda: any(w.seen for w in workers))
-        status, told, _ = await client.call("DELETE", f"/{name}")
-        assert (status, told["status"]) == (200, "cancelled")
+        status, body, _ = await client.call("DELETE", f"/{name}")
+        assert (status, body["status"]) == (200, "cancelled")
         await until("nothing is under way", lambda: not router.admission.edits)
         assert (await client.ended(name))["status"] == "cancelled"
         assert (router.admission.bytes, router._jobs._runs.tasks) == (0, {})
@@ -159,10 +159,10 @@ async def test_an_edit_that_fails_is_a_job_that_failed(tmp_path: Path) -> None:
     async with jobs(tmp_path) as (_, workers, client):
         for worker in workers:
             worker.fails, worker.text = 1, "[INVALID_REQUEST] SETTINGS.seed: is odd"
-        told = await client.ended(await client.give())
-        assert told["status"] == "failed"
-        assert told["error"]["param"] == "seed"
-        assert told["error"]["code"] == "invalid_request"
+        job = await client.ended(await client.give())
+        assert job["status"] == "failed"
+        assert job["error"]["param"] == "seed"
+        assert job["error"]["code"] == "invalid_request"
 
 
 async def test_a_job_waits_until_there_is_a_worker(tmp_path: Path) -> None:
@@ -181,12 +181,12 @@ async def test_a_request_that_comes_twice_is_one_job(tmp_path: Path) -> None:
     async with jobs(tmp_path) as (_, workers, client):
         named = {"Idempotency-Key": "mine"}
         name = await client.give(**named)
-        status, told, headers = await client.call("POST", "", form(), **named)
-        assert (status, told["id"], headers["idempotent-replayed"]) == (202, name, "true")
-        status, told, _ = await client.call("POST", "", form(prompt="a moon"), **named)
+        status, body, headers = await client.call("POST", "", form(), **named)
+        assert (status, body["id"], headers["idempotent-replayed"]) == (202, name, "true")
+        status, body, _ = await client.call("POST", "", form(prompt="a moon"), **named)
         assert status == 400
-        assert told["error"]["message"].startswith("Idempotency-Key: came with another request")
-        status, told, _ = await client.call("POST", "", form(), **{"Idempotency-Key": "ü" * 300})
+        assert body["error"]["message"].startswith("Idempotency-Key: came with another request")
+        status, body, _ = await client.call("POST", "", form(), **{"Idempotency-Key": "ü" * 300})
         assert status == 400
         await client.ended(name)
         assert sum(len(w.seen) for w in workers) == 1
@@ -210,8 +210,8 @@ async def test_what_cannot_be_a_job_is_refused_at_once(
     tmp_path: Path, fields: dict[str, str], param: str
 ) -> None:
     async with jobs(tmp_path) as (_, _, client):
-        status, told, _ = await client.call("POST", "", form(**fields))
-        assert (status, told["error"]["param"]) == (400, param)
+        status, body, _ = await client.call("POST", "", form(**fields))
+        assert (status, body["error"]["param"]) == (400, param)
         assert (await client.call("GET"))[1]["data"] == []
 
 
@@ -235,12 +235,12 @@ async def test_pictures_that_no_edit_takes_are_no_job(
     tmp_path: Path, image: bytes, mask: bytes, settings: dict[str, Any], told: str
 ) -> None:
     async with jobs(tmp_path) as (_, workers, client):
-        asked = aiohttp.FormData({"prompt": "x"})
+        form_data = aiohttp.FormData({"prompt": "x"})
         for name, value in {"mask_mode": "white", **settings}.items():
-            asked.add_field(name, str(value))
-        asked.add_field("image", image, filename="a.png")
-        asked.add_field("mask", mask, filename="m.png")
-        status, answer, _ = await client.call("POST", "", asked)
+            form_data.add_field(name, str(value))
+        form_data.add_field("image", image, filename="a.png")
+        form_data.add_field("mask", mask, filename="m.png")
+        status, answer, _ = await client.call("POST", "", form_data)
         assert status == 400
         assert answer["error"]["message"].startswith(told)
         assert (await client.call("GET"))[1]["data"] == []
@@ -250,21 +250,21 @@ async def test_pictures_that_no_edit_takes_are_no_job(
 async def test_a_webhook_belongs_to_a_job(tmp_path: Path) -> None:
     async with jobs(tmp_path) as (router, _, _), aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{router.http.port}/v1/images/edits"
-        async with session.post(url, data=form(webhook="https://a.example/")) as told:
-            assert told.status == 400
-            assert (await told.json())["error"]["param"] == "webhook"
+        async with session.post(url, data=form(webhook="https://a.example/")) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "webhook"
 
 
 async def test_a_job_is_its_keys_alone(tmp_path: Path) -> None:
-    two = [*keys("a"), *keys("b"), *keys("operator", admin=True)]
-    async with jobs(tmp_path, "a", keys=two) as (router, _, client):
+    key_table = [*keys("a"), *keys("b"), *keys("operator", admin=True)]
+    async with jobs(tmp_path, "a", keys=key_table) as (router, _, client):
         name = await client.give()
         await client.ended(name)
         url = f"http://127.0.0.1:{router.http.port}"
-        other, operator = (Client(client._session, url, key) for key in ("b", "operator"))
+        other_client, operator = (Client(client._session, url, key) for key in ("b", "operator"))
         for method in ("GET", "DELETE"):
-            assert (await other.call(method, f"/{name}"))[0] == 404
-        assert (await other.call("GET"))[1]["data"] == []
+            assert (await other_client.call(method, f"/{name}"))[0] == 404
+        assert (await other_client.call("GET"))[1]["data"] == []
         assert (await operator.call("GET", f"/{name}"))[0] == 200
         assert (await Client(client._session, url, "c").call("GET", f"/{name}"))[0] == 401
 
@@ -274,12 +274,12 @@ async def test_a_job_is_its_keys_alone(tmp_path: Path) -> None:
 )
 async def test_a_key_gives_no_more_than_it_may_in_a_day(tmp_path: Path, bound: str) -> None:
     most = {"jobs_per_day": 1, "job_bytes_per_day": 1000, "job_megapixel_steps_per_day": 1}
-    asked = {"num_inference_steps": 200}  # 0.8 megapixel-steps, some 600 bytes
+    fields = {"num_inference_steps": 200}  # 0.8 megapixel-steps, some 600 bytes
     async with jobs(tmp_path, "a", keys=keys("a", **{bound: most[bound]})) as (_, _, client):
-        await client.give(form(**asked))
-        status, told, headers = await client.call("POST", "", form(**asked))
+        await client.give(form(**fields))
+        status, body, headers = await client.call("POST", "", form(**fields))
         assert status == 429
-        assert "key a may give 1" in told["error"]["message"]
+        assert "key a may give 1" in body["error"]["message"]
         assert int(headers["retry-after"]) > 0
 
 
@@ -288,8 +288,8 @@ async def test_jobs_beyond_what_may_be_kept_are_refused(tmp_path: Path) -> None:
         for worker in workers:
             worker.hold()
         await client.give()
-        status, told, _ = await client.call("POST", "", form())
-        assert (status, told["error"]["code"]) == (429, "overloaded")
+        status, body, _ = await client.call("POST", "", form())
+        assert (status, body["error"]["code"]) == (429, "overloaded")
         for worker in workers:
             worker.let_go()
 
@@ -314,9 +314,9 @@ async def test_a_full_disk_is_told(tmp_path: Path) -> None:
         big = aiohttp.FormData({"prompt": "x", "mask_mode": "white"})
         big.add_field("image", file.getvalue(), filename="a.png")
         big.add_field("mask", mask_of(100, 304), filename="m.png")
-        status, told, _ = await client.call("POST", "", big)
-        assert (status, told["error"]["code"]) == (429, "overloaded")
-        assert "cannot be kept" in told["error"]["message"]
+        status, body, _ = await client.call("POST", "", big)
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+        assert "cannot be kept" in body["error"]["message"]
         assert (await client.call("GET", f"/{name}"))[1]["status"] == "succeeded"
 
 
@@ -341,15 +341,15 @@ async def test_a_router_goes_on_with_a_lost_ones_job(tmp_path: Path) -> None:
             await until("the other has it", lambda: name in router._jobs._runs.tasks)
             for worker in workers:
                 worker.let_go()
-            other = Client(client._session, f"http://127.0.0.1:{router.http.port}")
-            ended = await other.ended(name)
+            other_client = Client(client._session, f"http://127.0.0.1:{router.http.port}")
+            ended = await other_client.ended(name)
             assert ended["status"] == "succeeded"
             await until("the lost one is done", lambda: not lost._jobs._runs.tasks)
-            assert await other.ended(name) == ended
+            assert await other_client.ended(name) == ended
             counted = lost.metrics.registry.get_sample_value
             assert not counted("maskserve_jobs_total", {"state": "succeeded"})
-        assert len({seen["seed"] for w in workers for seen in w.seen}) == 1
-        assert {seen["request_id"] for w in workers for seen in w.seen} == {name, f"{name}.2"}
+        assert len({request["seed"] for w in workers for request in w.seen}) == 1
+        assert {request["request_id"] for w in workers for request in w.seen} == {name, f"{name}.2"}
 
 
 async def test_a_router_that_was_stopped_takes_no_job_that_it_runs(tmp_path: Path) -> None:
@@ -365,8 +365,8 @@ async def test_a_router_that_was_stopped_takes_no_job_that_it_runs(tmp_path: Pat
         for worker in workers:
             worker.let_go()
         assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
-        made = [seen["request_id"] for w in workers for seen in w.seen]
-        assert sorted(made) == sorted(names)
+        request_ids = [request["request_id"] for w in workers for request in w.seen]
+        assert sorted(request_ids) == sorted(names)
         await until("its places are free", lambda: router._jobs._runs.places.total == 0)
 
 
@@ -386,7 +386,7 @@ async def test_a_router_that_was_taken_for_lost_goes_on(tmp_path: Path) -> None:
         for worker in workers:
             worker.let_go()
         assert {(await client.ended(name))["status"] for name in names} == {"succeeded"}
-        assert len([seen for w in workers for seen in w.seen]) == 2
+        assert len([request for w in workers for request in w.seen]) == 2
         await until("its places are free", lambda: router._jobs._runs.places.total == 0)
         counted = router.metrics.registry.get_sample_value
         assert counted("maskserve_jobs_total", {"state": "succeeded"}) == 2
@@ -407,9 +407,9 @@ async def test_a_job_outlives_what_fails_in_the_server(tmp_path: Path, text: str
             worker.fails, worker.text = 2, text
         ended = await client.ended(await client.give())
         assert ended["status"] == "succeeded"
-        made = [seen for w in workers for seen in w.seen]
-        assert len(made) > 2
-        assert len({seen["seed"] for seen in made}) == 1
+        requests = [request for w in workers for request in w.seen]
+        assert len(requests) > 2
+        assert len({request["seed"] for request in requests}) == 1
 
 
 async def test_a_fault_that_stays_ends_a_job(tmp_path: Path) -> None:
@@ -443,14 +443,14 @@ async def test_a_keys_jobs_are_bounded(tmp_path: Path) -> None:
             names.append(await client.give())
             await client.ended(names[-1])
         _, listed, _ = await client.call("GET")
-        assert [each["id"] for each in listed["data"]] == names[:1:-1]
+        assert [listed_job["id"] for listed_job in listed["data"]] == names[:1:-1]
         for worker in workers:
             worker.hold()
         for _ in range(3):
             await client.give()
-        status, told, _ = await client.call("POST", "", form())
+        status, body, _ = await client.call("POST", "", form())
         assert status == 429
-        assert "3 jobs have no end yet" in told["error"]["message"]
+        assert "3 jobs have no end yet" in body["error"]["message"]
         for worker in workers:
             worker.let_go()
 
@@ -458,18 +458,21 @@ async def test_a_keys_jobs_are_bounded(tmp_path: Path) -> None:
 async def test_jobs_are_listed_in_pages(tmp_path: Path) -> None:
     async with jobs(tmp_path) as (_, _, client):
         names = [await client.give() for _ in range(5)]
-        seen: list[str] = []
+        listed_names: list[str] = []
         more = True
         while more:
-            after = f"&after={seen[-1]}" if seen else ""
-            _, page, _ = await client.call("GET", f"?limit=2{after}")
-            seen += [each["id"] for each in page["data"]]
-            assert (page["first_id"], page["last_id"]) == (seen[-len(page["data"])], seen[-1])
+            cursor = f"&after={listed_names[-1]}" if listed_names else ""
+            _, page, _ = await client.call("GET", f"?limit=2{cursor}")
+            listed_names += [listed_job["id"] for listed_job in page["data"]]
+            assert (page["first_id"], page["last_id"]) == (
+                listed_names[-len(page["data"])],
+                listed_names[-1],
+            )
             more = page["has_more"]
-        assert seen == names[::-1]
+        assert listed_names == names[::-1]
         for limit in ("0", "101", "x", "-1", "1e1"):
-            status, told, _ = await client.call("GET", f"?limit={limit}")
-            assert (status, told["error"]["param"]) == (400, "limit")
+            status, body, _ = await client.call("GET", f"?limit={limit}")
+            assert (status, body["error"]["param"]) == (400, "limit")
         assert (await client.call("GET", "?after=nobody"))[0] == 404
 
 
@@ -514,7 +517,7 @@ async def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
                 "workers": {"addresses": addresses, "poll_timeout_s": 2.0},
                 "jobs": bounds,
             }
-            async with Router(router_config_of(config)) as other:
+            async with Router(router_config_of(config)) as other_router:
                 names = [await client.give() for _ in range(6)]
                 await until("four run", lambda: sum(len(w.seen) for w in workers) == 4)
                 await asyncio.to_thread(stop, programs, url)
@@ -522,13 +525,13 @@ async def test_postgresql_goes_away_and_comes_back(tmp_path: Path) -> None:
                 for worker in workers:
                     worker.let_go()
                 await until("it is told", lambda: "not answer" in router._jobs.state)
-                assert (await health(client._session, other))["edits"]
+                assert (await health(client._session, other_router))["edits"]
                 await asyncio.sleep(5.0)  # longer than a lease
                 await asyncio.to_thread(start, programs, url)
                 ends = [await client.ended(name) for name in names]
                 assert {end["status"] for end in ends} == {"succeeded"}
-                made = [seen["request_id"] for w in workers for seen in w.seen]
-                assert sorted(made) == sorted(names)
+                request_ids = [request["request_id"] for w in workers for request in w.seen]
+                assert sorted(request_ids) == sorted(names)
                 await until("all is well", lambda: router._jobs.state == "on")
 
 
@@ -540,8 +543,8 @@ async def test_a_router_that_stops_leaves_its_jobs_to_the_next(tmp_path: Path) -
         name = await client.give()
         await until("it runs", lambda: any(w.seen for w in workers))
         await router.stop()
-        async with jobs(tmp_path) as (_, _, other):
-            assert (await other.ended(name))["status"] == "succeeded"
+        async with jobs(tmp_path) as (_, _, other_client):
+            assert (await other_client.ended(name))["status"] == "succeeded"
 
 
 @pytest.mark.parametrize(
@@ -574,9 +577,9 @@ async def test_without_a_place_jobs_are_refused() -> None:
 
 
 async def health(session: aiohttp.ClientSession, router: Router) -> Any:
-    async with session.get(f"http://127.0.0.1:{router.http.port}/readyz") as told:
-        assert told.status == 200
-        return await told.json()
+    async with session.get(f"http://127.0.0.1:{router.http.port}/readyz") as response:
+        assert response.status == 200
+        return await response.json()
 
 
 async def test_jobs_that_are_off_are_told_so() -> None:
@@ -585,9 +588,9 @@ async def test_jobs_that_are_off_are_told_so() -> None:
         aiohttp.ClientSession() as session,
     ):
         client = Client(session, f"http://127.0.0.1:{router.http.port}")
-        status, told, _ = await client.call("POST", "", form())
+        status, body, _ = await client.call("POST", "", form())
         assert status == 501
-        assert "turned off" in told["error"]["message"]
+        assert "turned off" in body["error"]["message"]
         assert await health(session, router) == {"edits": True, "jobs": "off"}
 
 
@@ -606,10 +609,12 @@ async def test_a_root_that_cannot_be_written_keeps_no_jobs(
 async def test_the_place_may_stand_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "url").write_text(f"{tmp_path / 'jobs.sqlite'}\n")
     async with (
-        cluster(None, jobs={"database_file": str(tmp_path / "url")}, answer=picture()) as made,
+        cluster(
+            None, jobs={"database_file": str(tmp_path / "url")}, answer=picture()
+        ) as running_cluster,
         aiohttp.ClientSession() as session,
     ):
-        router, _ = made
+        router, _ = running_cluster
         client = Client(session, f"http://127.0.0.1:{router.http.port}")
         assert (await client.ended(await client.give()))["status"] == "succeeded"
         assert await health(session, router) == {"edits": True, "jobs": "on"}
@@ -644,16 +649,16 @@ async def test_a_webhook_is_told_until_it_is_taken(tmp_path: Path) -> None:
     async with serving("hooks.example") as host:
         host.then = [answer(b"", "503 Busy"), answer(b"", "302 Found", "Location: https://a/\r\n")]
         host.answer = answer(b"", "204 No Content")
-        given: dict[str, Any] = {"webhook_hosts": [f"hooks.example:{host.port}"]}
-        given["webhook_secret"] = SECRET
-        async with jobs(tmp_path, jobs=given) as (router, _, client):
+        jobs_table: dict[str, Any] = {"webhook_hosts": [f"hooks.example:{host.port}"]}
+        jobs_table["webhook_secret"] = SECRET
+        async with jobs(tmp_path, jobs=jobs_table) as (router, _, client):
             router._jobs._webhooks = webhooks(host)
             name = await client.give(form(webhook=f"https://hooks.example:{host.port}/done?x=1"))
             ended = await client.ended(name)
             await until("it is told", lambda: len(host.asked) == 3)
             await until("that is known", lambda: not router._jobs._calls.tasks)
-            _, told, _ = await client.call("GET", f"/{name}")
-            assert told["webhook"]["taken"] is True
+            _, job_body, _ = await client.call("GET", f"/{name}")
+            assert job_body["webhook"]["taken"] is True
         for head, body in zip(host.asked, host.bodies, strict=True):
             assert head.startswith(b"POST /done?x=1 HTTP/1.1")
             event = Webhook(SECRET).verify(body, headers_of(head))  # the library of its takers

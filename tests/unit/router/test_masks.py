@@ -70,11 +70,11 @@ def inputs(message: ModelRequest) -> dict[str, bytes]:
 
 async def test_words_are_found_and_clicks_segmented() -> None:
     pool = Pool("find", "segment")
-    found = await finder(pool).find(b"picture", MaskFrom(text="the car"), CLIENT)
-    assert (found.mask, found.score) == (b"a mask", None)
+    mask_result = await finder(pool).find(b"picture", MaskFrom(text="the car"), CLIENT)
+    assert (mask_result.mask, mask_result.score) == (b"a mask", None)
     clicked = MaskFrom(points=((3.0, 4.0, 1),), box=(0.0, 0.0, 9.0, 9.0))
-    found = await finder(pool).find(b"picture", clicked, CLIENT)
-    assert (found.mask, found.score) == (b"a mask", 0.75)
+    mask_result = await finder(pool).find(b"picture", clicked, CLIENT)
+    assert (mask_result.mask, mask_result.score) == (b"a mask", 0.75)
     words, places = pool.asked
     assert words.inputs == {"picture": b"picture", "name": "the car"}
     assert places.call.node == "segment"
@@ -132,9 +132,9 @@ async def test_the_door_of_masks_names_its_own_fields(
 
 
 async def test_a_node_s_refusal_names_the_setting() -> None:
-    told = "[INVALID_REQUEST] name: 'a car' is not found in the picture"
+    error_text = "[INVALID_REQUEST] name: 'a car' is not found in the picture"
     with pytest.raises(InvalidRequest, match=r"SETTINGS\.mask_from: name: 'a car' is not found"):
-        await finder(Pool("find", fails=told)).find(b"", MaskFrom(text="a car"), CLIENT)
+        await finder(Pool("find", fails=error_text)).find(b"", MaskFrom(text="a car"), CLIENT)
     with pytest.raises(Failure):
         await finder(Pool("find", fails="[OVERLOADED] no")).find(b"", MaskFrom(text="a"), CLIENT)
 
@@ -149,13 +149,13 @@ async def test_an_edit_is_given_its_mask() -> None:
 
 async def test_other_edits_stay_as_they_are() -> None:
     for message in (request(b"m", seed=3), request(b"m", mask_from=None, prompt="mask_from")):
-        before = message.encoded()
-        if "mask_from" in inputs(message)["SETTINGS"].decode() and b"prompt" in before:
+        encoded_before = message.encoded()
+        if "mask_from" in inputs(message)["SETTINGS"].decode() and b"prompt" in encoded_before:
             with pytest.raises(InvalidRequest):  # as of any edit
                 await finder(Pool()).filled_in(message, CLIENT)
         else:
             await finder(Pool()).filled_in(message, CLIENT)
-        assert message.encoded() == before
+        assert message.encoded() == encoded_before
 
 
 @pytest.mark.parametrize(

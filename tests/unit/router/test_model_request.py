@@ -45,10 +45,10 @@ def test_contents_lie_where_they_came_and_are_copied_once_as_they_are_sent():
     assert all(lies_in(content, raw) for content in message.contents)
     assert lies_in(message.view("IMAGE"), raw)
     assert tracemalloc.get_traced_memory()[1] < MIB
-    sent = message.encoded()
+    encoded = message.encoded()
     assert tracemalloc.get_traced_memory()[1] < 10 * MIB
     tracemalloc.stop()
-    assert pb.ModelInferRequest.FromString(sent) == pb.ModelInferRequest.FromString(raw)
+    assert pb.ModelInferRequest.FromString(encoded) == pb.ModelInferRequest.FromString(raw)
 
 
 def test_binary_inputs_over_http_lie_in_the_body():
@@ -74,15 +74,18 @@ def test_any_order_of_fields_is_read_as_protobuf_reads_it(contents: list[bytes],
     for number in range(len(contents)):
         inputs.inputs.add(name=str(number), datatype="BYTES", shape=[1])
     raw = between.join(
-        [pb.ModelInferRequest(raw_input_contents=[each]).SerializeToString() for each in contents]
+        [
+            pb.ModelInferRequest(raw_input_contents=[raw_content]).SerializeToString()
+            for raw_content in contents
+        ]
         + [inputs.SerializeToString()]
     )
-    told, message = pb.ModelInferRequest.FromString(raw), ModelRequest.parse(raw)
-    assert [bytes(content) for content in message.contents] == list(told.raw_input_contents)
-    again = pb.ModelInferRequest.FromString(message.encoded())
-    told.DiscardUnknownFields()
-    again.DiscardUnknownFields()
-    assert again == told
+    expected, message = pb.ModelInferRequest.FromString(raw), ModelRequest.parse(raw)
+    assert [bytes(content) for content in message.contents] == list(expected.raw_input_contents)
+    decoded = pb.ModelInferRequest.FromString(message.encoded())
+    expected.DiscardUnknownFields()
+    decoded.DiscardUnknownFields()
+    assert decoded == expected
 
 
 def test_an_images_text_lies_where_it_came_and_is_copied_once_for_workers():
@@ -92,12 +95,12 @@ def test_an_images_text_lies_where_it_came_and_is_copied_once_for_workers():
     operation = read_operation(parse_request(raw).view("OP"))
     check_image(operation)
     assert tracemalloc.get_traced_memory()[1] < 4 * MIB
-    sent = control_request({**operation, "scope": "a"})
+    encoded = control_request({**operation, "scope": "a"})
     assert tracemalloc.get_traced_memory()[1] < 1.5 * len(IMAGE)
     tracemalloc.stop()
     assert image_size(operation) == len(IMAGE) + 2
-    told = json.loads(ModelRequest.parse(sent).read("OP"))
-    assert told == {"op": "register", "image": IMAGE, "shared": True, "scope": "a"}
+    operation_fields = json.loads(ModelRequest.parse(encoded).read("OP"))
+    assert operation_fields == {"op": "register", "image": IMAGE, "shared": True, "scope": "a"}
 
 
 IMAGES = {
@@ -116,8 +119,8 @@ IMAGES = {
 def test_images_reach_workers_as_they_were_sent(name: str, first: bool):
     fields = {"op": "register", "image": IMAGES[name]}
     text = json.dumps(fields if first else dict(reversed(fields.items()))).encode()
-    sent = control_request(read_operation(memoryview(text)))
-    assert json.loads(ModelRequest.parse(sent).read("OP")) == fields
+    encoded = control_request(read_operation(memoryview(text)))
+    assert json.loads(ModelRequest.parse(encoded).read("OP")) == fields
 
 
 @pytest.mark.parametrize(

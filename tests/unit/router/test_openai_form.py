@@ -42,8 +42,8 @@ async def picture(field: str, url: str) -> bytes:
     urls = ImageUrls(
         ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()), Turns(1)
     )
-    with ExitStack() as held:
-        return await urls.read(field, url, KeyRing((), 99).client({}), held)
+    with ExitStack() as stack:
+        return await urls.read(field, url, KeyRing((), 99).client({}), stack)
 
 
 def body_of(parts: list[Part]) -> bytes:
@@ -83,9 +83,13 @@ async def test_openais_fields_and_ours_are_read():
     )
     assert (form.image, form.mask) == (PICTURE[1], b"mask")
     assert (form.fields.prompt, form.fields.n, form.fields.output_format) == ("a star", 2, "webp")
-    asked = parse_settings(json.dumps(form.settings).encode())
-    assert (asked.seed, asked.num_inference_steps, asked.guidance_scale) == (7, 4, 2.5)
-    assert (asked.negative_prompt, asked.reproducible) == ("7", True)
+    edit_settings = parse_settings(json.dumps(form.settings).encode())
+    assert (
+        edit_settings.seed,
+        edit_settings.num_inference_steps,
+        edit_settings.guidance_scale,
+    ) == (7, 4, 2.5)
+    assert (edit_settings.negative_prompt, edit_settings.reproducible) == ("7", True)
 
 
 async def test_brackets_behind_image_are_the_list_of_images():
@@ -214,18 +218,18 @@ async def test_lists_are_taken_as_sdks_send_them():
         ("loras[1][scale]", "0.5"),
     )
     assert row_by_row.settings["loras"] == [{"name": "a"}, {"name": "b", "scale": 0.5}]
-    for wrong, told in (
+    for wrong, error_pattern in (
         ([("loras[][name]", "a"), ("loras[][name]", "b"), ("loras[][scale]", "1")], "whose"),
         ([("loras[0][name]", "a"), ("loras[0][name]", "b")], r"loras\[0\].name: is given twice"),
         ([("loras[][name]", "a"), ("loras", "[]")], "loras: is given twice"),
         ([("lora[][name]", "a")], "lora: .*did you mean loras"),
     ):
-        with pytest.raises(InvalidRequest, match=told):
+        with pytest.raises(InvalidRequest, match=error_pattern):
             await form_of(PICTURE, ("prompt", "x"), *wrong)
 
 
 def test_errors_have_the_names_of_this_api():
-    for ours, theirs in (
+    for worker_text, api_text in (
         (
             "SETTINGS.output_quality: is no setting of PNG",
             "output_compression: is no setting of PNG",
@@ -236,9 +240,11 @@ def test_errors_have_the_names_of_this_api():
         ("PROMPT: holds a NUL", "prompt: holds a NUL"),
         ("OP.template_id: has another form", "template_id: has another form"),
     ):
-        body = error_body(Failure(grpc.StatusCode.INVALID_ARGUMENT, f"[INVALID_REQUEST] {ours}"))
-        assert body["error"]["message"] == theirs
-        assert body["error"]["param"] == theirs.partition(":")[0]
+        body = error_body(
+            Failure(grpc.StatusCode.INVALID_ARGUMENT, f"[INVALID_REQUEST] {worker_text}")
+        )
+        assert body["error"]["message"] == api_text
+        assert body["error"]["param"] == api_text.partition(":")[0]
 
 
 @pytest.mark.parametrize("name", ["mask", "image", "other"])
@@ -288,7 +294,7 @@ def as_sdks_send(name: str, value: Any) -> list[Part]:
     if isinstance(value, dict):
         return [part for key, of in value.items() for part in as_sdks_send(f"{name}[{key}]", of)]
     if isinstance(value, list):
-        return [part for each in value for part in as_sdks_send(f"{name}[]", each)]
+        return [part for item in value for part in as_sdks_send(f"{name}[]", item)]
     return [(name, json.dumps(value) if not isinstance(value, str) else value)]
 
 
@@ -333,7 +339,7 @@ def test_the_sdk_writes_objects_as_these_tests_do():
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(api_key="none")
     written = client._serialize_multipartform({"mask_from": CLICKS})
-    ours: dict[str, list[str]] = {}
+    texts_by_name: dict[str, list[str]] = {}
     for name, text in as_sdks_send("mask_from", CLICKS):
-        ours.setdefault(name, []).append(str(text))
-    assert written == ours
+        texts_by_name.setdefault(name, []).append(str(text))
+    assert written == texts_by_name

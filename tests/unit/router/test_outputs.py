@@ -127,24 +127,24 @@ async def test_an_edits_pictures_are_put_there(tmp_path: Path) -> None:
                 form.add_field(name, str(value))
             url = f"http://127.0.0.1:{router.http.port}/v1/images/edits"
             headers = {"x-request-id": "order/7"}
-            async with session.post(url, data=form, headers=headers) as told:
-                return told.status, json.loads(await told.read())
+            async with session.post(url, data=form, headers=headers) as response:
+                return response.status, json.loads(await response.read())
 
-        status, told = await edit(output_url=f"{prefix}mine/star.png")
+        status, body = await edit(output_url=f"{prefix}mine/star.png")
         assert status == 200
-        assert told["data"] == [{"url": f"{prefix}mine/star.png"}]
+        assert body["data"] == [{"url": f"{prefix}mine/star.png"}]
         assert (tmp_path / "out" / "mine" / "star.png").read_bytes() == picture()
-        status, told = await edit(output_url=prefix, n=2)
-        first, second = (each["url"] for each in told["data"])
+        status, body = await edit(output_url=prefix, n=2)
+        first, second = (item["url"] for item in body["data"])
         # Named by an id of ours: a proxy's may be of many requests.
         assert re.fullmatch(re.escape(prefix) + r"[0-9a-f]{32}-0\.png", first)
         assert second == first.replace("-0.png", "-1.png")
-        asked = sum(len(worker.seen) for worker in workers)
+        edit_count = sum(len(worker.seen) for worker in workers)
         for refused in (
             {"output_url": f"file://{tmp_path}/a.png"},
             {"output_url": f"{prefix}a.png", "n": 2},
             {"output_url": f"{prefix}a.png", "stream": "true"},
         ):
-            status, told = await edit(**refused)
-            assert (status, told["error"]["param"]) == (400, "output_url")
-        assert sum(len(worker.seen) for worker in workers) == asked
+            status, body = await edit(**refused)
+            assert (status, body["error"]["param"]) == (400, "output_url")
+        assert sum(len(worker.seen) for worker in workers) == edit_count

@@ -63,11 +63,13 @@ async def test_a_deadline_that_cannot_be_met_now_is_refused_until_later():
             worker.hold()
         pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in range(8)]
         await until("they are sent", lambda: sum(len(w.seen) for w in workers) == 8)
-        alone = workers_alone_s(router)
-        with pytest.raises(grpc.aio.AioRpcError, match=r"deadline_ms: the edit would take") as now:
-            await call(edit(active=4096, deadline_ms=int(1.1e3 * alone)))
-        assert now.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert int(dict(now.value.trailing_metadata())["retry-after"]) >= 1
+        alone_s = workers_alone_s(router)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"deadline_ms: the edit would take"
+        ) as refusal:
+            await call(edit(active=4096, deadline_ms=int(1.1e3 * alone_s)))
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert int(dict(refusal.value.trailing_metadata())["retry-after"]) >= 1
         soft = edit(active=4096, deadline_ms=1, on_late="finish")
         pending.append(asyncio.ensure_future(call(soft)))
         for worker in workers:
@@ -97,9 +99,9 @@ async def test_a_deadline_is_judged_by_the_soonest_place_where_none_is_free(orde
         alone_ms = 1e3 * workers_alone_s(router)  # half as much again is allowed for
 
         async def told_at_once(deadline_ms: float) -> None:
-            with pytest.raises(grpc.aio.AioRpcError, match=r"the edit would take about") as now:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"the edit would take about") as refusal:
                 await call(edit(active=4096, deadline_ms=int(deadline_ms)))
-            assert now.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
 
         await told_at_once(1.2 * alone_ms)  # behind one
         pending += [asyncio.ensure_future(call(edit(active=4096))) for _ in range(4)]
@@ -116,8 +118,8 @@ async def test_a_deadline_is_judged_by_the_soonest_place_where_none_is_free(orde
             ]
             await until("they wait", lambda: len(router.pending) == 8)
             await told_at_once(2.5 * alone_ms)  # behind those that are due before it
-        for each in pending:
-            each.cancel()
+        for pending_call in pending:
+            pending_call.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         for worker in workers:
             worker.let_go()
@@ -125,9 +127,9 @@ async def test_a_deadline_is_judged_by_the_soonest_place_where_none_is_free(orde
 
 def workers_alone_s(router: Router) -> float:
     """What the soonest of idle workers would take for an edit of all tokens."""
-    now = time.monotonic()
-    wanted = Edit(28, 4096, 4096, model="flux")
-    return min(worker.least_s(wanted, now, alone=True) for worker in router.pool.ready())
+    now_s = time.monotonic()
+    whole_edit = Edit(28, 4096, 4096, model="flux")
+    return min(worker.least_s(whole_edit, now_s, alone=True) for worker in router.pool.ready())
 
 
 async def test_an_elastic_edit_is_refused_by_what_its_level_takes():
@@ -140,9 +142,9 @@ async def test_an_elastic_edit_is_refused_by_what_its_level_takes():
         await until("they say so", lambda: all(w.served and w.served.skipping for w in pool))
         deadline_ms = math.ceil(0.3e3 * workers_alone_s(router))  # and half as much is allowed for
         elastic = {"reuse": "elastic", "deadline_ms": deadline_ms}
-        for asked in ({"deadline_ms": deadline_ms}, {**elastic, "reuse_floor": 45.0}):
+        for settings in ({"deadline_ms": deadline_ms}, {**elastic, "reuse_floor": 45.0}):
             with pytest.raises(grpc.aio.AioRpcError, match="are too short for this edit"):
-                await call(edit(active=4096, **asked))
+                await call(edit(active=4096, **settings))
         assert not any(worker.seen for worker in workers)
         with suppress(grpc.aio.AioRpcError):  # the emulated worker leaves nothing out, and is late
             await call(edit(active=4096, **elastic, reuse_floor=30.0))
@@ -320,8 +322,8 @@ async def test_grpcs_own_health_check_follows_the_workers():
 @pytest.mark.parametrize("taken", ["http_port", "grpc_port"])
 async def test_a_port_that_is_taken_is_said_in_a_sentence(taken):
     """That of gRPC was had as a router was made, and refused by a stack trace."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        ports = {"http_port": 0, "grpc_port": 0, "admin_port": 0, taken: other.getsockname()[1]}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = {"http_port": 0, "grpc_port": 0, "admin_port": 0, taken: listener.getsockname()[1]}
         config = {"listen": {"host": "127.0.0.1", **ports}, "workers": {"addresses": ["w:9"]}}
         router = Router(router_config_of(config))
         with pytest.raises(OSError, match=r"gRPC cannot listen at 127\.0\.0\.1:|in use"):
@@ -334,15 +336,15 @@ async def test_routers_side_by_side_see_each_others_edits():
             "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
             "workers": {"addresses": [worker.address for worker in workers]},
         }
-        async with Router(router_config_of(config)) as other, calling(router) as call:
+        async with Router(router_config_of(config)) as other_router, calling(router) as call:
             pending = asyncio.ensure_future(call(edit(active=4096)))
             await until("it runs", lambda: any(worker._running for worker in workers))
             busy = next(worker for worker in workers if worker._running)
             await until(
                 "the other has read of it",
-                lambda: bool(other.pool.workers[busy.address].view(0.0).running),
+                lambda: bool(other_router.pool.workers[busy.address].view(0.0).running),
             )
-            async with calling(other) as elsewhere:
+            async with calling(other_router) as elsewhere:
                 await elsewhere(edit())
             assert [len(worker.seen) for worker in workers] == [1, 1]
             await pending

@@ -39,7 +39,7 @@ def test_controlnets_of_all_workers_are_one_list() -> None:
     first = {"adapters": [], "controlnets": [net("outline", "device"), net("depth")], "problem": ""}
     second = {"adapters": [], "controlnets": [net("outline")], "problem": ""}
     merged = merged_adapters({"w0": first, "w1": second})
-    assert [each["name"] for each in merged["controlnets"]] == ["depth", "outline"]
+    assert [controlnet["name"] for controlnet in merged["controlnets"]] == ["depth", "outline"]
     assert merged["controlnets"][1]["tiers"] == {"w0": ["device"], "w1": []}
 
 
@@ -72,19 +72,19 @@ async def test_a_keys_adapters_are_not_there_for_others():
             (raw,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
             return json.loads(raw[4:])
 
-        for key, seen in {
+        for key, visible_names in {
             "studio": ["plain", "studio-a", "studio-shared"],
             "shop": ["plain", "studio-shared"],
             "root": ["plain", "studio-a", "studio-shared"],
         }.items():
             answer = named(await asked(key, control_request("adapters")))
-            assert [adapter["name"] for adapter in answer["adapters"]] == seen
+            assert [adapter["name"] for adapter in answer["adapters"]] == visible_names
             for name in ("plain", "studio-a", "studio-shared"):
                 for request in (
                     edit(loras=[{"name": name}]),
                     control_request("adapter_check", name=name),
                 ):
-                    if name in seen:
+                    if name in visible_names:
                         await asked(key, request)
                         continue
                     with pytest.raises(grpc.aio.AioRpcError, match=f"there is no adapter {name}"):
@@ -102,18 +102,22 @@ async def test_a_plain_key_is_not_told_where_workers_and_node_servers_are():
             image,
             *(control_request(op) for op in ("status", "templates", "adapters", "heartbeat")),
         ):
-            told = await call(request, metadata=(("x-api-key", "a"),))
-            assert b"127.0.0.1" not in told
-        told = await call(control_request("status"), metadata=(("x-api-key", "a"),))
-        assert b'"nodes-0"' in told, "as META and /v1/workflows name it"
+            answer = await call(request, metadata=(("x-api-key", "a"),))
+            assert b"127.0.0.1" not in answer
+        answer = await call(control_request("status"), metadata=(("x-api-key", "a"),))
+        assert b'"nodes-0"' in answer, "as META and /v1/workflows name it"
         url, key = f"http://127.0.0.1:{router.http.port}", {"x-api-key": "a"}
-        asked = {"name": "OP", "shape": [1], "datatype": "BYTES", "data": ['{"op": "status"}']}
+        op_input = {"name": "OP", "shape": [1], "datatype": "BYTES", "data": ['{"op": "status"}']}
         async with aiohttp.ClientSession(url, headers=key) as session:
-            posted = session.post("/v2/models/control/infer", json={"inputs": [asked]})
-            for each in (posted, session.get("/v1/templates"), session.get("/v1/workflows")):
-                async with each as response:
+            posted = session.post("/v2/models/control/infer", json={"inputs": [op_input]})
+            for pending_response in (
+                posted,
+                session.get("/v1/templates"),
+                session.get("/v1/workflows"),
+            ):
+                async with pending_response as response:
                     assert response.status == 200
                     assert b"127.0.0.1" not in await response.read()
-        told = await call(control_request("status"), metadata=(("x-api-key", "b"),))
-        assert all(worker.address.encode() in told for worker in workers)
-        assert b"127.0.0.1:9" in told
+        answer = await call(control_request("status"), metadata=(("x-api-key", "b"),))
+        assert all(worker.address.encode() in answer for worker in workers)
+        assert b"127.0.0.1:9" in answer

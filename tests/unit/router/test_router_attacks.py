@@ -103,11 +103,11 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(
     class Large:
         """What has come of the message when it is refused."""
 
-    held: list[weakref.ref[Large]] = []
+    large_refs: list[weakref.ref[Large]] = []
 
     def parse(*_: object) -> pb.ModelInferRequest:
         large = Large()
-        held.append(weakref.ref(large))
+        large_refs.append(weakref.ref(large))
         raise InvalidRequest("inputs", "are refused")
 
     monkeypatch.setattr(front, "parse_request", parse)
@@ -133,17 +133,20 @@ async def test_a_message_that_was_refused_is_kept_by_nobody(
                 with pytest.raises(grpc.aio.AioRpcError, match="inputs: are refused") as refused:
                     await call(message)
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await until("what came of them goes", lambda: all(each() is None for each in held))
+            await until(
+                "what came of them goes",
+                lambda: all(reference() is None for reference in large_refs),
+            )
         finally:
             gc.enable()
-    assert len(held) == 3
+    assert len(large_refs) == 3
 
 
 async def test_a_message_goes_with_its_call():
     """Twenty of 10 MiB took 200 MiB, with nothing under way: what reads a call's messages one by
     one kept the last.
     """
-    taken = edit_request(bytes(MIB), mask_of(100, SIDE), template_id="0" * 32)
+    message = edit_request(bytes(MIB), mask_of(100, SIDE), template_id="0" * 32)
     refused = edit_request(bytes(MIB), b"", mask_mode="none")
     async with cluster() as (router, _), calling(router) as call:
         await call(edit())
@@ -152,7 +155,7 @@ async def test_a_message_goes_with_its_call():
         tracemalloc.start()
         try:
             for _ in range(8):
-                await call(taken)
+                await call(message)
                 with pytest.raises(grpc.aio.AioRpcError, match=r"SETTINGS\.mask_mode"):
                     await call(refused)
             await until("they go", lambda: tracemalloc.get_traced_memory()[0] < 4 * MIB)
@@ -179,7 +182,10 @@ async def test_a_header_too_long_for_workers_ejects_none():
         assert not ejected(router)
         assert sum(len(worker.seen) for worker in workers) == 12
         assert not any(
-            name.startswith("x-") for w in workers for seen in w.headers for name in seen
+            name.startswith("x-")
+            for w in workers
+            for call_headers in w.headers
+            for name in call_headers
         )
 
 
@@ -204,8 +210,8 @@ def test_headers_that_no_worker_can_be_given_are_refused(headers: Mapping[str, s
 
 def test_the_headers_that_a_worker_is_given():
     assert known_headers({"x-own": "1", "tracestate": "a=1", "cookie": "é"}) == ()
-    both = {"traceparent": TRACE, "tracestate": "a=1"}
-    assert dict(known_headers({**both, "x-own": "1"})) == both
+    trace_headers = {"traceparent": TRACE, "tracestate": "a=1"}
+    assert dict(known_headers({**trace_headers, "x-own": "1"})) == trace_headers
     assert dict(known_headers({"traceparent": f"01-{TRACE[3:]}-later"}))
 
 
@@ -214,14 +220,14 @@ def test_the_headers_that_a_worker_is_given():
 )
 async def test_such_headers_are_400(headers: dict[str, str]):
     async with cluster() as (router, workers), aiohttp.ClientSession(url_of(router)) as session:
-        body, own = http_parts(http_edit())
+        body, edit_headers = http_parts(http_edit())
         async with session.post(
-            "/v2/models/edit/infer", data=body, headers={**own, **headers}
+            "/v2/models/edit/infer", data=body, headers={**edit_headers, **headers}
         ) as answer:
             assert answer.status == 400
             assert next(iter(headers)) in (await answer.json())["error"]
         for length in ("²", "9" * 5000):
-            more = {**own, "Inference-Header-Content-Length": length}
+            more = {**edit_headers, "Inference-Header-Content-Length": length}
             async with session.post("/v2/models/edit/infer", data=body, headers=more) as answer:
                 assert answer.status == 400, await answer.text()
         assert not any(worker.seen for worker in workers)
@@ -240,17 +246,17 @@ async def test_an_error_without_a_code_ejects_nobody_and_tells_nothing(
         for worker in workers:
             worker.fails, worker.status, worker.text = 100, status, REGION
         for _ in range(12):
-            with pytest.raises(grpc.aio.AioRpcError) as told:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await call(edit())
-            said = told.value.details() or ""
-            assert said.startswith("[")
-            assert "region" not in said
-            assert "shared memory" not in said
+            details = refusal.value.details() or ""
+            assert details.startswith("[")
+            assert "region" not in details
+            assert "shared memory" not in details
         stream = await _streamed(router)
         assert stream.startswith("[")
         assert "region" not in stream
         assert not ejected(router)
-        assert any("shm_region_3" in str(vars(each)) for each in caplog.records)
+        assert any("shm_region_3" in str(vars(log_record)) for log_record in caplog.records)
 
 
 async def _streamed(router: Router) -> str:
@@ -290,18 +296,18 @@ async def test_inflated_bytes_are_counted_as_they_come():
     bodies = Bodies(Http(), admission, turns)
     request: Any = Zipped(100 * MIB, level=0)
     tracemalloc.start()
-    with ExitStack() as held, pytest.raises(RetryLater):
-        await bodies.read(request, holder("greedy"), held)
+    with ExitStack() as stack, pytest.raises(RetryLater):
+        await bodies.read(request, holder("greedy"), stack)
     assert tracemalloc.get_traced_memory()[1] < 40 * MIB
     tracemalloc.stop()
     assert admission.bytes == 0
     small: Any = Zipped(6 * MIB, level=0)
-    with ExitStack() as held:
-        assert len(await bodies.read(small, holder("greedy"), held)) == 6 * MIB
+    with ExitStack() as stack:
+        assert len(await bodies.read(small, holder("greedy"), stack)) == 6 * MIB
         assert admission.bytes == 6 * MIB
     for most in (Http(max_body_bytes=5 * MIB),):
-        with ExitStack() as held, pytest.raises(InvalidRequest, match="over 5242880 bytes"):
-            await Bodies(most, admission, turns).read(small, holder("greedy"), held)
+        with ExitStack() as stack, pytest.raises(InvalidRequest, match="over 5242880 bytes"):
+            await Bodies(most, admission, turns).read(small, holder("greedy"), stack)
     turns.close()
 
 
@@ -312,13 +318,15 @@ async def test_what_inflates_a_hundredfold_is_refused_early():
     admission, turns = Admission(AdmissionBounds(), Metrics()), Turns(1)
     request: Any = Zipped(150 * MIB)
     tracemalloc.start()
-    with ExitStack() as held, pytest.raises(InvalidRequest, match="times what is sent"):
-        await Bodies(Http(), admission, turns).read(request, holder("greedy"), held)
+    with ExitStack() as stack, pytest.raises(InvalidRequest, match="times what is sent"):
+        await Bodies(Http(), admission, turns).read(request, holder("greedy"), stack)
     assert tracemalloc.get_traced_memory()[1] < 16 * MIB
     tracemalloc.stop()
     black: Any = Zipped(4 * MIB)  # as a picture may be that nobody has compressed
-    with ExitStack() as held:
-        assert len(await Bodies(Http(), admission, turns).read(black, holder("a"), held)) == 4 * MIB
+    with ExitStack() as stack:
+        assert (
+            len(await Bodies(Http(), admission, turns).read(black, holder("a"), stack)) == 4 * MIB
+        )
     turns.close()
 
 
@@ -334,11 +342,11 @@ async def test_bodies_that_cannot_be_inflated_are_refused(body: bytes):
 
 async def test_large_bodies_are_parsed_in_threads(monkeypatch: pytest.MonkeyPatch):
     """149 KiB of gzipped JSON stalled the loop for 2.2 s."""
-    seen: list[bool] = []
+    on_main_thread: list[bool] = []
     parse = http_inference.infer_request
 
     def watched(*given: Any) -> Any:
-        seen.append(threading.current_thread() is threading.main_thread())
+        on_main_thread.append(threading.current_thread() is threading.main_thread())
         return parse(*given)
 
     monkeypatch.setattr(http_inference, "infer_request", watched)
@@ -347,7 +355,7 @@ async def test_large_bodies_are_parsed_in_threads(monkeypatch: pytest.MonkeyPatc
         headers = {"Content-Encoding": "gzip"}
         async with session.post("/v2/models/edit/infer", data=body, headers=headers) as answer:
             assert answer.status == 400
-    assert seen == [False]
+    assert on_main_thread == [False]
 
 
 MANY = {
@@ -407,12 +415,12 @@ async def test_one_clients_work_is_done_in_its_turn():
 
     greedy = [asyncio.create_task(turns.run(holder("a"), MIB, work, "a")) for _ in range(20)]
     await until("both threads are busy", lambda: len(begun) == 2)
-    other = asyncio.create_task(turns.run(holder("b"), MIB, work, "b"))
-    left = asyncio.create_task(turns.run(holder("c"), MIB, work, "c"))
+    other_task = asyncio.create_task(turns.run(holder("b"), MIB, work, "b"))
+    cancelled_task = asyncio.create_task(turns.run(holder("c"), MIB, work, "c"))
     await asyncio.sleep(0)
-    left.cancel()
+    cancelled_task.cancel()
     goes_on.set()
-    assert await other == "b"
+    assert await other_task == "b"
     assert await asyncio.gather(*greedy) == ["a"] * 20
     assert begun[2] == "b"
     assert "c" not in begun
@@ -461,9 +469,9 @@ async def test_compressed_messages_are_refused_before_they_are_inflated():
     async with cluster() as (router, workers):
         target = f"127.0.0.1:{router.grpc.port}"
         async with grpc.aio.insecure_channel(target, compression=grpc.Compression.Gzip) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as told:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(edit())
-        assert told.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert not workers[0].seen
 
 
@@ -478,11 +486,11 @@ def test_a_mask_of_many_pixels_costs_the_router_little(side: int):
     )
     settings = parse_settings(b'{"mask_feather": 512}')
     tracemalloc.start()
-    found = count_tokens(mask, settings, SERVED, LimitsConfig())
+    tokens = count_tokens(mask, settings, SERVED, LimitsConfig())
     assert tracemalloc.get_traced_memory()[1] < 64 * MIB
     tracemalloc.stop()
-    assert found == MaskTokens(
-        4096, 4096, cover_a_side=True, inner=4096, ring=0, pixels=found.pixels
+    assert tokens == MaskTokens(
+        4096, 4096, cover_a_side=True, inner=4096, ring=0, pixels=tokens.pixels
     )
 
 
@@ -514,9 +522,9 @@ async def test_connections_that_say_nothing_leave_places_to_others(sent: bytes):
         for port in 3 * (router.http.port, router.admin.port):
             async with (
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
-                session.get("/readyz") as told,
+                session.get("/readyz") as response,
             ):
-                assert told.status == 200
+                assert response.status == 200
         async with aiohttp.ClientSession(url_of(router)) as session:
             body, headers = http_parts(http_edit())
             for _ in range(2):  # on one connection, which is silent between
@@ -555,14 +563,14 @@ async def test_grpc_connections_that_say_nothing_end():
 def test_connections_are_as_many_as_descriptors_bear(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 524_288))
     assert connections(4096) == 384
-    taken: list[Any] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: taken.append(limits))
+    limit_calls: list[Any] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limit_calls.append(limits))
     raise_limit()
-    assert taken == [(65_536, 524_288)]
+    assert limit_calls == [(65_536, 524_288)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65_536, 65_536))
     assert connections(4096) == 4096
     raise_limit()
-    assert len(taken) == 1
+    assert len(limit_calls) == 1
 
 
 def test_lines_that_strangers_cause_are_limited(caplog: Any):
@@ -581,8 +589,8 @@ def test_lines_that_strangers_cause_are_limited(caplog: Any):
         say(f"accept failed, fd={number} at 0x7f{number:02x}", 100.0 + number / 1000)
         say("edit OK", 100.0, logging.INFO)
     say("something else", 101.0)
-    said = [line for line in lines if line.levelno == logging.ERROR]
-    assert len(said) == 21
+    errors = [line for line in lines if line.levelno == logging.ERROR]
+    assert len(errors) == 21
     assert len(lines) == 1021
     say("accept failed, fd=7 at 0x7f", 120.0)
     assert lines[-1].fields == {"left_out": 980}  # type: ignore[attr-defined]
@@ -622,8 +630,8 @@ async def test_an_attempt_ends_at_the_workers_last_message(monkeypatch: pytest.M
             url = f"http://127.0.0.1:{router.admin.port}"
             async with aiohttp.ClientSession(url) as session:
                 for worker in workers:
-                    async with session.post(f"/workers/{worker.address}/drain?wait=60") as told:
-                        assert (await told.json())["in_flight"] == 0
+                    async with session.post(f"/workers/{worker.address}/drain?wait=60") as response:
+                        assert (await response.json())["in_flight"] == 0
         await until("all are given up", lambda: router.admission.edits == 0)
         await until("nothing is held", lambda: router.admission.bytes == 0)
 
@@ -655,8 +663,8 @@ def test_progress_that_nobody_reads_is_forgotten_and_the_answer_is_not():
     unread.put(Message(bytes(8 * MIB), passing=True))
     unread.put(Message(b""))
     unread.end()
-    held = [message.content for message in unread._messages]
-    assert held == [b"answer", b""]
+    contents = [message.content for message in unread._messages]
+    assert contents == [b"answer", b""]
     assert unread.size == 6
 
 
@@ -711,15 +719,15 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     generated = http_inference.HttpInference(none, any_front, Turns(1))
     for model in ("edit", "edit_stream"):
         message = ModelRequest(pb.ModelInferRequest(model_name=model))
-        asked = message, 0, holder("a"), {}, any_front.room(holder("a"))
-        assert len([each async for each in generated._answers(*asked)]) == 1
+        call_arguments = message, 0, holder("a"), {}, any_front.room(holder("a"))
+        assert len([chunk async for chunk in generated._answers(*call_arguments)]) == 1
         assert threads.pop("generate_response") is not threading.current_thread()
     for name in ("_edit_message", "_picture_of"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
     handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none, none)
-    made = handlers._made(holder("a"), form, 2 * MIB, {}, "r")
-    assert [len(picture) async for picture, _ in made] == [MIB]
+    pictures = handlers._made(holder("a"), form, 2 * MIB, {}, "r")
+    assert [len(picture) async for picture, _ in pictures] == [MIB]
     assert threads.pop("_picture_of") is not threading.current_thread()
     room = any_front.room(holder("a"))
     events = handlers._events(holder("a"), message, MIB, {}, room)

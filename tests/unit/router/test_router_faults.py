@@ -23,8 +23,10 @@ async def test_an_edit_that_a_worker_fails_is_done_by_another_with_the_same_seed
         with pytest.raises(grpc.aio.AioRpcError, match="ENGINE_FAILED"):
             await call(edit())  # both failed it: one retry, and no more
         assert [len(worker.seen) for worker in workers] == [1, 1]
-        one, other = sorted((worker.seen[0] for worker in workers), key=lambda e: e["request_id"])
-        assert other == {**one, "request_id": f"{one['request_id']}~2"}
+        first_request, second_request = sorted(
+            (worker.seen[0] for worker in workers), key=lambda e: e["request_id"]
+        )
+        assert second_request == {**first_request, "request_id": f"{first_request['request_id']}~2"}
         workers[0].fails = 1
         workers[1].fails = 0
         await call(edit())
@@ -97,12 +99,12 @@ async def test_a_result_that_is_registered_or_evicted_has_no_home():
         first.draining = True  # it would be taken otherwise, where all are idle
         await call(edit(keep_result=True))
         first.draining = False
-        (other,) = [worker for worker in workers if not worker.seen]
+        (other_worker,) = [worker for worker in workers if not worker.seen]
         await call(control_request("evict", template_id=KEPT))
         for worker in workers:
             worker.hold()
         calls = [asyncio.ensure_future(call(of_result())) for _ in range(4)]
-        await until("both workers have some", lambda: len(other.seen) > 0)
+        await until("both workers have some", lambda: len(other_worker.seen) > 0)
         for worker in workers:
             worker.let_go()
         await asyncio.gather(*calls)
@@ -122,14 +124,14 @@ async def test_a_result_whose_worker_takes_no_edits_is_asked_of_the_others():
     async with cluster() as (router, workers), calling(router) as call:
         await call(edit(keep_result=True))
         (home,) = [worker for worker in workers if worker.seen]
-        (other,) = [worker for worker in workers if worker is not home]
+        (other_worker,) = [worker for worker in workers if worker is not home]
         router.pool.workers[home.address].draining = True
         await call(of_result())
-        assert len(other.seen) == 1
+        assert len(other_worker.seen) == 1
         router.pool.workers[home.address].draining = False
         home.lacks = KEPT  # it has expired there
         await call(of_result())
-        assert len(other.seen) == 2
+        assert len(other_worker.seen) == 2
 
 
 async def test_retries_stop_at_their_budget():
@@ -165,13 +167,13 @@ async def test_what_a_silent_worker_holds_goes_to_another():
     running = cluster(hardware=Hardware(dense_seconds=0.05))
     async with running as (router, workers), calling(router) as call:
         pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in range(4)]
-        held = router.pool.workers
-        await until("they run", lambda: sum(len(w.sent) for w in held.values()) == 4)
-        silent = next(w for w in workers if held[w.address].sent)
+        workers_by_address = router.pool.workers
+        await until("they run", lambda: sum(len(w.sent) for w in workers_by_address.values()) == 4)
+        silent = next(w for w in workers if workers_by_address[w.address].sent)
         silent.freeze()
         await asyncio.wait_for(asyncio.gather(*pending), 60)
-        assert not held[silent.address].up
-        status = cluster_status("router", held.values(), router.metrics.predictions)
+        assert not workers_by_address[silent.address].up
+        status = cluster_status("router", workers_by_address.values(), router.metrics.predictions)
         assert status["alive"]
         assert status["workers"][silent.address]["state"] == "down"
         assert "running" not in status["workers"][silent.address]  # what it last said is over
@@ -180,12 +182,14 @@ async def test_what_a_silent_worker_holds_goes_to_another():
 async def test_an_edit_waits_for_a_worker_that_is_late_to_say_it_is_ready():
     """The other one missed its polls in the moment in which the first one died."""
     async with cluster() as (router, workers), calling(router) as call:
-        one, other = (router.pool.workers[worker.address] for worker in workers)
+        first_worker, second_worker = (router.pool.workers[worker.address] for worker in workers)
         workers[0].fails = 1
         workers[1].freeze()
-        other.up = False
+        second_worker.up = False
         pending = asyncio.ensure_future(call(edit()))
-        await until("the first one has failed it", lambda: workers[0].seen and not one.sent)
+        await until(
+            "the first one has failed it", lambda: workers[0].seen and not first_worker.sent
+        )
         assert not pending.done()
         workers[1].thaw()
         await asyncio.wait_for(pending, 10)
@@ -215,7 +219,7 @@ async def test_an_edit_goes_back_to_its_worker_once_that_has_come_back():
         await until("it is given up", lambda: not worker.up)
         workers[0].thaw()
         await asyncio.wait_for(pending, 30)
-        names = [one["request_id"] for one in workers[0].seen]
+        names = [request["request_id"] for request in workers[0].seen]
         assert names == [names[0], f"{names[0]}~2"]
 
 
@@ -230,8 +234,8 @@ async def test_an_edit_is_cancelled_wherever_it_is(where: str):
         }
         (worker,) = router.pool.workers.values()
         await until("some wait", lambda: len(router.pending) >= 1 and worker.sent)
-        held = set(worker.sent)
-        name = sorted(set(pending) - held if where == "router" else held)[0]
+        sent_names = set(worker.sent)
+        name = sorted(set(pending) - sent_names if where == "router" else sent_names)[0]
         cancel = control_request("cancel", request_id=name)
         assert b'{"cancelled":true}' in await call(cancel)
         with pytest.raises(grpc.aio.AioRpcError, match=r"\[CANCELLED\]") as cancelled:
@@ -239,6 +243,6 @@ async def test_an_edit_is_cancelled_wherever_it_is(where: str):
         assert cancelled.value.code() is grpc.StatusCode.CANCELLED
         await until("its row is free", lambda: name not in workers[0].held())
         assert b'{"cancelled":false}' in await call(cancel)
-        for each in pending.values():
-            each.cancel()
+        for call_task in pending.values():
+            call_task.cancel()
         await asyncio.gather(*pending.values(), return_exceptions=True)

@@ -29,8 +29,8 @@ async def test_a_client_that_shuts_its_sending_side_gets_its_answer(version: str
         reader, writer = await _asked(router, http_edit(version=version))
         writer.write_eof()
         if version == "1.1":
-            two = await asyncio.wait_for(reader.readexactly(2 * len(INTERIM)), 10)
-            assert two == 2 * INTERIM
+            interim_bytes = await asyncio.wait_for(reader.readexactly(2 * len(INTERIM)), 10)
+            assert interim_bytes == 2 * INTERIM
         else:
             await asyncio.sleep(0.6)  # longer than it takes to look again
         workers[0].let_go()

@@ -81,8 +81,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_signature_refuses_is_not_sent(name: str):
-    message, told = REFUSED[name]
-    with pytest.raises(InvalidRequest, match=told):
+    message, error_pattern = REFUSED[name]
+    with pytest.raises(InvalidRequest, match=error_pattern):
         check_request(parsed(message))
 
 
@@ -117,8 +117,8 @@ async def test_control_passes_the_check_of_tensors():
 
 
 def test_an_error_without_a_code_is_no_sign_of_a_failing_worker():
-    told = "expected 4 inputs but got 3 inputs for model 'edit_stream'"
-    assert Failure(grpc.StatusCode.UNKNOWN, told, b"x").blame is Blame.UNKNOWN
+    error_text = "expected 4 inputs but got 3 inputs for model 'edit_stream'"
+    assert Failure(grpc.StatusCode.UNKNOWN, error_text, b"x").blame is Blame.UNKNOWN
     assert Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed").blame is Blame.UNKNOWN
     assert Failure(grpc.StatusCode.UNKNOWN, "[ENGINE_FAILED] x", b"x").blame is Blame.WORKER
 
@@ -128,18 +128,18 @@ async def test_an_error_before_the_first_event_is_the_status_of_generate_stream(
         url = f"http://127.0.0.1:{router.http.port}/v2/models/"
         async with aiohttp.ClientSession(url) as session:
             body = dict.fromkeys(("IMAGE", "MASK", "PROMPT"), "x")
-            for path, sent, status in (
+            for path, request_body, status in (
                 ("edit_stream/generate_stream", {**body, "SETTINGS": '{"seed":"x"}'}, 400),
                 ("edit_stream/generate_stream", body, 400),
                 ("denoiser/generate_stream", body, 404),
                 ("edit_stream/versions/7/generate_stream", {**body, "SETTINGS": "{}"}, 404),
             ):
-                async with session.post(path, data=json.dumps(sent)) as answer:
+                async with session.post(path, data=json.dumps(request_body)) as answer:
                     assert answer.status == status, await answer.text()
 
 
 def record(**changed: Any) -> bytes:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "worker": "w",
         "model": "flux",
         "state": "ready",
@@ -148,7 +148,7 @@ def record(**changed: Any) -> bytes:
         "running": [],
         **changed,
     }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(fields)
 
 
 def row(**changed: Any) -> dict[str, Any]:
@@ -194,8 +194,8 @@ async def test_an_answer_without_its_outputs_is_a_failure_of_the_worker(answer: 
         workers[0].instead = answer
         async with calling(router) as call:
             for _ in range(4):
-                told = pb.ModelInferResponse.FromString(await call(edit()))
-                assert {output.name for output in told.outputs} == {"IMAGE", "META"}
+                response = pb.ModelInferResponse.FromString(await call(edit()))
+                assert {output.name for output in response.outputs} == {"IMAGE", "META"}
         assert len(workers[1].seen) == 4
 
 
@@ -205,18 +205,18 @@ HEAD = b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\n"
 async def _sent(port: int, parts: list[bytes], limit: int = 2**20) -> tuple[bytes, int]:
     """What a connection answers to these parts, and how many bytes it took of them."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    taken = 0
+    sent_bytes = 0
     with suppress(ConnectionError):
         for part in parts:
             writer.write(part)
             await asyncio.wait_for(writer.drain(), 10)
-            taken += len(part)
+            sent_bytes += len(part)
             await asyncio.sleep(0)
         answer = await asyncio.wait_for(reader.read(limit), 10)
         writer.close()
-        return answer, taken
+        return answer, sent_bytes
     writer.close()
-    return b"", taken
+    return b"", sent_bytes
 
 
 async def test_a_lone_header_over_the_bound_is_refused_also_when_it_comes_at_once():
@@ -234,8 +234,8 @@ async def test_trailers_are_bounded_like_headers(line: bytes):
     """Many of them, or one without an end."""
     async with cluster() as (router, _):
         body = b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
-        answer, taken = await _sent(router.http.port, [HEAD + body] + [line] * 20_000)
-        assert taken < 8 * 2**20  # what the kernel's buffers hold
+        answer, sent_bytes = await _sent(router.http.port, [HEAD + body] + [line] * 20_000)
+        assert sent_bytes < 8 * 2**20  # what the kernel's buffers hold
         assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
 
 
@@ -245,8 +245,8 @@ async def test_what_comes_behind_a_request_under_way_is_bounded():
         workers[1].hold()
         behind = HEAD + b"Content-Length: 80000000\r\n\r\n "
         parts = [http_edit(), behind, *([b" " * 2**16] * 600)]
-        _, taken = await _sent(router.http.port, parts)
-        assert taken < 16 * 2**20
+        _, sent_bytes = await _sent(router.http.port, parts)
+        assert sent_bytes < 16 * 2**20
         for worker in workers:
             worker.let_go()
 
@@ -304,8 +304,8 @@ async def test_paths_answer_as_tritons(method: str, path: str, status: int):
         ):
             assert answer.status == status
             if status >= 400 and method != "HEAD" and not path.endswith("ready"):
-                told = (await answer.json())["error"]
-                assert "TEMPLATE_NOT_FOUND" not in told
+                error_text = (await answer.json())["error"]
+                assert "TEMPLATE_NOT_FOUND" not in error_text
 
 
 DEEP = b'{"x":' + b"[" * 100_000

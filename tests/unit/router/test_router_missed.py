@@ -45,10 +45,10 @@ async def test_a_template_registered_while_a_worker_is_down_reaches_it():
 
 async def test_what_was_evicted_meanwhile_is_gone_everywhere():
     async with cluster() as (router, (first, second)):
-        kept = (await told(router, "register", image=picture("there before")))["template_id"]
+        kept_id = (await told(router, "register", image=picture("there before")))["template_id"]
         await _goes_down(router, second)
         new = (await told(router, "register", image=picture("evicted again")))["template_id"]
-        for name in (kept, new):
+        for name in (kept_id, new):
             assert (await told(router, "evict", template_id=name))["pending"] == [second.address]
         await told(router, "register", image=picture("another"))
         second.silent = False

@@ -73,13 +73,13 @@ def test_a_worker_that_fails_is_ejected_and_comes_back_by_one_edit():
 def test_each_ejection_in_a_row_takes_longer_up_to_a_bound():
     breaker = Breaker(FAULTS)
     eject(breaker, 0.0)
-    now = 0.0
+    now_s = 0.0
     for wait in (2.0, 4.0, 5.0, 5.0):
-        assert not breaker.allows(now + wait - 0.1)
-        now += wait
-        assert breaker.allows(now)
+        assert not breaker.allows(now_s + wait - 0.1)
+        now_s += wait
+        assert breaker.allows(now_s)
         breaker.sent("trial")
-        assert breaker.failed("trial", now, may_eject=True)
+        assert breaker.failed("trial", now_s, may_eject=True)
 
 
 def test_failures_of_edits_from_before_do_not_lengthen_an_ejection():
@@ -130,8 +130,12 @@ def test_keys_name_their_client_and_bound_it():
     client = keys.client({"x-api-key": "secret"})
     assert not client.admin
     admission = Admission(AdmissionBounds(), Metrics())
-    told = "key a has its share: 1"
-    with admission.edit(client), pytest.raises(RetryLater, match=told), admission.edit(client):
+    error_text = "key a has its share: 1"
+    with (
+        admission.edit(client),
+        pytest.raises(RetryLater, match=error_text),
+        admission.edit(client),
+    ):
         pass
     assert (admission.edits, admission.bytes, admission._edits.held(client.scope)) == (0, 0, 0)
     assert KeyRing((), 7).client({}).admin
@@ -159,12 +163,12 @@ async def test_an_edits_room_is_taken_before_there_is_anything_and_given_back_at
     client = KeyRing((), 99).client({})
     with admission.room(client) as room:
         await room.take(60)
-        with admission.room(client) as other, pytest.raises(NoRoomInMemory, match="60 bytes"):
-            await other.take(41)
+        with admission.room(client) as other_room, pytest.raises(NoRoomInMemory, match="60 bytes"):
+            await other_room.take(41)
         assert admission.bytes == 60
-        for there in (10, 120):  # what has come is counted, also beyond the budget
-            room.becomes(there)
-            assert admission.bytes == there
+        for arrived_bytes in (10, 120):  # what has come is counted, also beyond the budget
+            room.becomes(arrived_bytes)
+            assert admission.bytes == arrived_bytes
     assert admission.bytes == 0
 
 
@@ -188,11 +192,11 @@ def test_what_edits_take_beyond_their_predicted_denoising_is_learnt_from_answers
     for _ in range(3):
         times.learn(1000, 1.0, 3.0)
         assert times.predict(1000, 1.0) == 1.0  # too few to say
-    for slowdown, rest in ((2.5, 4e-4), (1.0, 0.0), (0.4, 1e-3)):  # each is forgotten in turn
+    for slowdown, token_s in ((2.5, 4e-4), (1.0, 0.0), (0.4, 1e-3)):  # each is forgotten in turn
         for _ in range(32):
             edit = rng.randint(256, 4096), rng.uniform(0.1, 9.0)
-            times.learn(*edit, answer(slowdown, rest, *edit))
-        assert times.predict(500, 2.0) == pytest.approx(answer(slowdown, rest, 500, 2.0))
+            times.learn(*edit, answer(slowdown, token_s, *edit))
+        assert times.predict(500, 2.0) == pytest.approx(answer(slowdown, token_s, 500, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -267,9 +271,9 @@ def test_statistics_are_summed_by_model():
     assert (stats.inference_count, stats.last_inference) == (5, 50)
     assert (stats.inference_stats.success.count, stats.inference_stats.success.ns) == (5, 50)
     assert stats.response_stats["0"].success.count == 5
-    told = values_of(total)["model_stats"][0]
-    assert told["inference_stats"]["success"] == {"count": 5, "ns": 50}
-    assert told["last_inference"] == 50
+    model_stats = values_of(total)["model_stats"][0]
+    assert model_stats["inference_stats"]["success"] == {"count": 5, "ns": 50}
+    assert model_stats["last_inference"] == 50
 
 
 TENSORS = {"IMAGE": b"\x89PNG", "MASK": b"\xff\x00", "PROMPT": "é".encode(), "SETTINGS": b"{}"}
@@ -295,30 +299,30 @@ def binary_body(**request: object) -> tuple[bytes, int]:
 
 def test_the_binary_extension_there_and_back():
     body, head = binary_body(id="7", outputs=[{"name": "META"}], parameters={"a": 1, "b": "x"})
-    message, wanted = infer_request("edit", "1", body, head)
+    message, requested_outputs = infer_request("edit", "1", body, head)
     assert [raw[4:] for raw in message.contents] == list(TENSORS.values())
     assert (message.head.id, message.head.model_version) == ("7", "1")
     assert (
         message.head.parameters["a"].int64_param,
         message.head.parameters["b"].string_param,
     ) == (1, "x")
-    assert not wanted.is_binary("META")
+    assert not requested_outputs.is_binary("META")
     call = make_edit_call(message, len(body))
     assert (bytes(call.image), call.mask) == (TENSORS["IMAGE"], TENSORS["MASK"])
     response = pb.ModelInferResponse(model_name="edit", model_version="1", id="7")
     for name, value in (("IMAGE", b"\xff\xfe"), ("META", b'{"a":1}')):
         response.outputs.add(name=name, datatype="BYTES", shape=[1])
         response.raw_output_contents.append(struct.pack("<I", len(value)) + value)
-    wanted.binary["IMAGE"] = True
-    parts, length = infer_response(response.SerializeToString(), wanted)
+    requested_outputs.binary["IMAGE"] = True
+    parts, length = infer_response(response.SerializeToString(), requested_outputs)
     content = b"".join(parts)
-    told = msgspec.json.decode(content[:length])
-    assert told["outputs"][1]["data"] == ['{"a":1}']
-    assert told["outputs"][0]["parameters"] == {"binary_data_size": 6}
+    payload = msgspec.json.decode(content[:length])
+    assert payload["outputs"][1]["data"] == ['{"a":1}']
+    assert payload["outputs"][0]["parameters"] == {"binary_data_size": 6}
     assert content[length:] == struct.pack("<I", 2) + b"\xff\xfe"
-    wanted.binary["IMAGE"] = False
+    requested_outputs.binary["IMAGE"] = False
     with pytest.raises(InvalidRequest, match="output_encoding"):
-        infer_response(response.SerializeToString(), wanted)
+        infer_response(response.SerializeToString(), requested_outputs)
 
 
 @pytest.mark.parametrize(
@@ -373,8 +377,10 @@ def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
     response = pb.ModelInferResponse(model_name="edit", model_version="1")
     response.outputs.add(name="META", datatype="BYTES", shape=[1])
     response.raw_output_contents.append(struct.pack("<I", 2) + b"{}")
-    told = msgspec.json.decode(generate_response(ModelAnswer.parse(response.SerializeToString())))
-    assert told == {"model_name": "edit", "model_version": "1", "META": "{}"}
+    payload = msgspec.json.decode(
+        generate_response(ModelAnswer.parse(response.SerializeToString()))
+    )
+    assert payload == {"model_name": "edit", "model_version": "1", "META": "{}"}
 
 
 def message_of(tensors: dict[str, bytes], model: str = "edit") -> ModelRequest:
@@ -401,18 +407,22 @@ def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
     assert first["seed"] == second["seed"] is not None
     assert first["request_id"] == second["request_id"] == call.request_id
     assert second["deadline_ms"] in range(49_000, 50_001)
-    kept = make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"seed":5,"request_id":"x"}'}), 1)
-    assert settings_of(kept.encoded()) == {"seed": 5, "request_id": "x"}
+    edit_call = make_edit_call(
+        message_of({**TENSORS, "SETTINGS": b'{"seed":5,"request_id":"x"}'}), 1
+    )
+    assert settings_of(edit_call.encoded()) == {"seed": 5, "request_id": "x"}
     with pytest.raises(InvalidRequest, match="has a part behind '~'"):
         make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"request_id":"x~2"}'}), 1)
 
 
 def test_a_prompt_is_private_if_the_edit_or_its_key_says_so():
-    for own, asked in ((False, False), (True, False), (False, True)):
-        given = message_of({**TENSORS, "SETTINGS": b'{"private_prompt":true}' if asked else b"{}"})
-        settings = make_edit_call(given, 1, private_prompt=own).settings
+    for key_private, edit_private in ((False, False), (True, False), (False, True)):
+        message = message_of(
+            {**TENSORS, "SETTINGS": b'{"private_prompt":true}' if edit_private else b"{}"}
+        )
+        settings = make_edit_call(message, 1, private_prompt=key_private).settings
         assert settings is not None
-        assert settings.private_prompt == (own or asked)
+        assert settings.private_prompt == (key_private or edit_private)
 
 
 def test_the_first_of_three_deadlines_counts():
@@ -466,10 +476,10 @@ def test_requests_of_another_form_go_on_as_they_are(tensors: dict[str, bytes]):
     message = message_of(tensors)
     if len(tensors) == 4:
         message.contents[3] = b"\x09\0\0\0"  # says more than it has
-    before = message.encoded()
+    encoded_before = message.encoded()
     call = make_edit_call(message, 1)
     assert call.settings is None
-    assert call.encoded() == before
+    assert call.encoded() == encoded_before
 
 
 @pytest.mark.parametrize("name", ["priority", "timeout"])
@@ -552,8 +562,8 @@ async def test_an_answers_body_does_not_wait_for_the_receipt_of_its_headers() ->
         writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
         await reader.readuntil(b"done")
         (connection,) = server.server_state.connections
-        of_it = connection.transport.get_extra_info("socket")
-        assert of_it.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        connection_socket = connection.transport.get_extra_info("socket")
+        assert connection_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
     finally:
         await server.stop()

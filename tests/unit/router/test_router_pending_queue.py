@@ -43,13 +43,17 @@ async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
     order: list[str] = []
 
     async def wait(name: str, edit: Edit, arrival: float) -> None:
-        sent = await queue.enter(name, edit, arrival, None)
+        sent_edit = await queue.enter(name, edit, arrival, None)
         order.append(name)
-        queue.leave(sent)
+        queue.leave(sent_edit)
 
     waiting = [
-        asyncio.ensure_future(wait(*one))
-        for one in (("old", plain, 0.0), ("urgent", urgent, 9.0), ("late urgent", urgent, 11.0))
+        asyncio.ensure_future(wait(*arguments))
+        for arguments in (
+            ("old", plain, 0.0),
+            ("urgent", urgent, 9.0),
+            ("late urgent", urgent, 11.0),
+        )
     ]
     await asyncio.sleep(0)
     assert len(queue) == 3
@@ -68,12 +72,12 @@ async def test_who_has_to_begin_first_to_be_in_time_goes_first():
     order: list[str] = []
 
     async def wait(name: str, arrival: float, starts_by: float | None) -> None:
-        sent = await queue.enter(name, plain, arrival, None, starts_by=starts_by)
+        sent_edit = await queue.enter(name, plain, arrival, None, starts_by=starts_by)
         order.append(name)
-        queue.leave(sent)
+        queue.leave(sent_edit)
 
-    asked = (("never", 0.0, None), ("later", 1.0, 50.0), ("soon", 2.0, 9.0), ("late", 9.0, 300.0))
-    waiting = [asyncio.ensure_future(wait(*one)) for one in asked]
+    waits = (("never", 0.0, None), ("later", 1.0, 50.0), ("soon", 2.0, 9.0), ("late", 9.0, 300.0))
+    waiting = [asyncio.ensure_future(wait(*arguments)) for arguments in waits]
     await asyncio.sleep(0)
     queue.leave(first)
     await asyncio.gather(*waiting)
@@ -116,16 +120,16 @@ async def test_waits_that_end_as_a_place_comes_free_take_no_place():
     pool, worker = full_pool(1)
     queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
     first = await queue.enter("first", Edit(4, 1, 9), 0.0, None)
-    cancelled, late, left = (
+    cancelled, late, withdrawn = (
         asyncio.ensure_future(queue.enter(name, Edit(4, 1, 9), 0.0, None))
         for name in ("cancelled", "late", "left")
     )
     await asyncio.sleep(0)
     queue.cancel("cancelled")
     queue._expire(queue._waiting[1])
-    left.cancel()
+    withdrawn.cancel()
     queue.leave(first)
-    ends = await asyncio.gather(cancelled, late, left, return_exceptions=True)
+    ends = await asyncio.gather(cancelled, late, withdrawn, return_exceptions=True)
     assert [type(end) for end in ends] == [Cancelled, DeadlineExceeded, asyncio.CancelledError]
     assert (len(queue), len(worker.sent)) == (0, 0)
     await worker.upstream.close()
@@ -139,9 +143,9 @@ async def test_forty_urgent_edits_of_one_key_do_not_hold_up_another_keys_one():
     order: list[str] = []
 
     async def wait(name: str, edit: Edit, arrival: float) -> None:
-        sent = await queue.enter(name, edit, arrival, None)
+        sent_edit = await queue.enter(name, edit, arrival, None)
         order.append(name)
-        queue.leave(sent)
+        queue.leave(sent_edit)
 
     waiting = [asyncio.ensure_future(wait(f"greedy!{n}", urgent, 0.0)) for n in range(40)]
     waiting.append(asyncio.ensure_future(wait("modest!one", plain, 1.0)))

@@ -33,7 +33,7 @@ async def streamed(router: Router) -> list[pb.ModelStreamInferResponse]:
 
 
 def metas(answers: list[pb.ModelStreamInferResponse]) -> list[dict[str, Any]]:
-    return [json.loads(one.infer_response.raw_output_contents[1][4:]) for one in answers]
+    return [json.loads(answer.infer_response.raw_output_contents[1][4:]) for answer in answers]
 
 
 def _first(workers: list[Faulty]) -> Faulty:

@@ -48,17 +48,17 @@ async def test_bodies_of_one_key_that_stand_still_leave_bytes_to_others():
     """Six of 160 MiB held all of max_bytes, each for 45 hours; others were refused."""
     admission = Admission(AdmissionBounds(max_bytes=1024 * MIB), Metrics())
     begun: list[asyncio.Task[bytes]] = []
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for _ in range(6):
             body = Body(bytes(159 * MIB), stalls=True)
-            reading = bodies(admission).read(body, client("greedy"), held)  # type: ignore[arg-type]
+            reading = bodies(admission).read(body, client("greedy"), stack)  # type: ignore[arg-type]
             begun.append(asyncio.create_task(reading))
         await asyncio.sleep(0)
         while not any(task.done() for task in begun):
             await asyncio.sleep(0)
-        with ExitStack() as own:
+        with ExitStack() as modest_stack:
             whole = Body(bytes(100 * MIB), stalls=False)
-            assert await bodies(admission).read(whole, client("modest"), own)  # type: ignore[arg-type]
+            assert await bodies(admission).read(whole, client("modest"), modest_stack)  # type: ignore[arg-type]
         for task in begun:
             task.cancel()
         ends = await asyncio.gather(*begun, return_exceptions=True)
@@ -71,9 +71,9 @@ async def test_a_body_that_came_fast_may_not_stand_still_behind_that(
 ):
     monkeypatch.setattr(http_body, "_PATIENCE_S", 0.05)
     admission = Admission(AdmissionBounds(), Metrics())
-    with ExitStack() as held:
+    with ExitStack() as stack:
         body = Body(bytes(64 * MIB), stalls=True)
-        reading = bodies(admission).read(body, client("slow"), held)  # type: ignore[arg-type]
+        reading = bodies(admission).read(body, client("slow"), stack)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="came too slowly"):
             await asyncio.wait_for(reading, 30)
     assert admission.bytes == 0
@@ -83,20 +83,20 @@ async def test_a_key_that_uses_much_of_the_router_is_read_from_at_its_pace(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Registrations of 40 MiB, four at a time, held the loop for half of the time."""
-    now, slept = 0.0, 0
-    monkeypatch.setattr(turns.time, "monotonic", lambda: now)
+    now_s, slept = 0.0, 0
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now_s)
 
     async def sleep(seconds: float) -> None:
-        nonlocal now, slept
-        now, slept = now + seconds, slept + 1
+        nonlocal now_s, slept
+        now_s, slept = now_s + seconds, slept + 1
 
     monkeypatch.setattr(turns.asyncio, "sleep", sleep)
     paced, greedy = Turns(1), client("greedy")
 
     async def messages(until: float, seconds: float) -> int:
         """Of 40 MiB, as many as are read."""
-        read, end = 0, now + until
-        while now < end:
+        read, end = 0, now_s + until
+        while now_s < end:
             await paced.may_read(greedy)
             paced.came(greedy, 40 * MIB)
             read += 1
@@ -107,32 +107,32 @@ async def test_a_key_that_uses_much_of_the_router_is_read_from_at_its_pace(
     await paced.may_read(client("modest"))
     assert slept > 550
     assert await messages(15.0, 0.1) < 16
-    before = slept
+    slept_before = slept
     for _ in range(9):
         await paced.may_read(client("modest"))
         await paced.may_read(KeyRing((), 3).client({}))
-    assert slept == before  # who uses little waits for nobody
-    now += 60.0
+    assert slept == slept_before  # who uses little waits for nobody
+    now_s += 60.0
     await paced.may_read(greedy)
-    assert slept == before  # nor does anybody by what is long ago
+    assert slept == slept_before  # nor does anybody by what is long ago
 
 
 def test_edits_of_one_key_leave_places_to_others():
     admission = Admission(AdmissionBounds(max_edits=12), Metrics())
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for _ in range(6):
-            held.enter_context(admission.edit(client("greedy")))
+            stack.enter_context(admission.edit(client("greedy")))
         with pytest.raises(RetryLater, match="key greedy has its share: 6 edits"):
-            held.enter_context(admission.edit(client("greedy")))
-        held.enter_context(admission.edit(client("modest")))
+            stack.enter_context(admission.edit(client("greedy")))
+        stack.enter_context(admission.edit(client("modest")))
 
 
 def test_without_keys_everybody_may_have_all():
     admission = Admission(AdmissionBounds(max_edits=3), Metrics())
-    anybody = KeyRing((), 3).client({})
-    with ExitStack() as held:
+    keyless_client = KeyRing((), 3).client({})
+    with ExitStack() as stack:
         for _ in range(3):
-            held.enter_context(admission.edit(anybody))
+            stack.enter_context(admission.edit(keyless_client))
 
 
 def test_keys_are_told_apart_by_name_and_keep_their_books():

@@ -61,7 +61,7 @@ async def test_silent_calls_with_a_key_leave_places_to_others(method: str):
         silent(router, 35, method, WITH_KEY) as calls,
         calling(router) as call,
     ):
-        await until("five are refused", lambda: sum(one.done() for one in calls) == 5)
+        await until("five are refused", lambda: sum(call_task.done() for call_task in calls) == 5)
         for _ in range(4):
             assert await call(edit(), metadata=(("x-api-key", "other"),))
 
@@ -97,8 +97,8 @@ async def test_the_longest_silent_call_of_who_has_most_gives_way():
         reading = asyncio.ensure_future(anext(oldest))
         await asyncio.sleep(0)
         with calls.enter("a", never), calls.enter("b", never), calls.enter("c", never):
-            told = "3 calls of this client are open"
-            with pytest.raises(RetryLater, match=told), calls.enter("a", never):
+            error_text = "3 calls of this client are open"
+            with pytest.raises(RetryLater, match=error_text), calls.enter("a", never):
                 pass
             with calls.enter("d", never):
                 with pytest.raises(RetryLater, match=full), calls.enter("a", never):

@@ -39,15 +39,15 @@ def test_an_index_knows_who_has_what(steps: list[tuple[str, int, str, set[str]]]
     numbers = [index.join() for _ in range(3)]
     assert numbers == [0, 1, 2]
     truth: list[dict[str, set[str]]] = [{}, {}, {}]
-    for what, worker, tier, ids in steps:
-        held = truth[worker].setdefault(tier, set())
-        match what:
+    for operation, worker, tier, ids in steps:
+        tier_ids = truth[worker].setdefault(tier, set())
+        match operation:
             case "add":
                 index.add(worker, tier, ids)
-                held |= ids
+                tier_ids |= ids
             case "remove":
                 index.remove(worker, tier, ids)
-                held -= ids
+                tier_ids -= ids
             case "clear":
                 index.clear(worker)
                 truth[worker] = {}
@@ -60,12 +60,14 @@ def test_an_index_knows_who_has_what(steps: list[tuple[str, int, str, set[str]]]
             tier: ids for tier, ids in tiers.items() if ids
         }
         for tier, ids in tiers.items():
-            seen = index.view(worker).get(tier, ())
-            assert [each in seen for each in "abcdef"] == [each in ids for each in "abcdef"]
+            view_ids = index.view(worker).get(tier, ())
+            assert [template_id in view_ids for template_id in "abcdef"] == [
+                template_id in ids for template_id in "abcdef"
+            ]
     for tier in ("device", "host", "disk"):
-        for each in "abcdef":
-            have = [each in tiers.get(tier, ()) for tiers in truth]
-            assert index.holders(tier, each, 3).tolist() == have
+        for template_id in "abcdef":
+            holder_flags = [template_id in tiers.get(tier, ()) for tiers in truth]
+            assert index.holders(tier, template_id, 3).tolist() == holder_flags
 
 
 async def test_changes_since_another_version_are_not_guessed_from() -> None:
@@ -96,8 +98,8 @@ class Old(Faulty):
 
     async def _infer(self, raw: bytes, context: Any) -> bytes:
         if b'"status"' in raw and b'"templates"' in raw:
-            told = "[INVALID_REQUEST] OP.templates: is not a key of status; accepted: op"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+            error_text = "[INVALID_REQUEST] OP.templates: is not a key of status; accepted: op"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error_text)
         return await super()._infer(raw, context)
 
 

@@ -80,9 +80,9 @@ async def test_an_edit_outlives_the_pings_of_its_client():
 
 def test_a_worker_takes_the_same_pings() -> None:
     runtime = Runtime(Path("/triton"), None, (), "2.51.0")
-    said = command(ServeOptions(model="m"), Config(), runtime, Ports(1, 2, 3), "x")
-    assert set(transport.TRITON) <= set(said)
-    assert "--grpc-http2-min-recv-ping-interval-without-data=250" in said
+    command_line = command(ServeOptions(model="m"), Config(), runtime, Ports(1, 2, 3), "x")
+    assert set(transport.TRITON) <= set(command_line)
+    assert "--grpc-http2-min-recv-ping-interval-without-data=250" in command_line
 
 
 async def test_silent_connections_are_kept_alive_and_idle_ones_kept():
@@ -95,14 +95,17 @@ async def test_silent_connections_are_kept_alive_and_idle_ones_kept():
 
 
 async def test_pages_of_other_origins_call_only_where_they_are_listed():
-    asked = {"Origin": "https://app.example.com", "Access-Control-Request-Method": "POST"}
-    asked["Access-Control-Request-Headers"] = "authorization,x-stainless-lang"
+    preflight_headers = {
+        "Origin": "https://app.example.com",
+        "Access-Control-Request-Method": "POST",
+    }
+    preflight_headers["Access-Control-Request-Headers"] = "authorization,x-stainless-lang"
     allowed = "access-control-allow-origin"
     http = {"cors_origins": ["https://app.example.com"]}
     for tables, expected in (({}, None), ({"http": http}, "https://app.example.com")):
         async with cluster(hardware=FAST, **tables) as (router, _), aiohttp.ClientSession() as web:
             url = f"http://127.0.0.1:{router.http.port}/v1/models"
-            async with web.options(url, headers=asked) as answer:
+            async with web.options(url, headers=preflight_headers) as answer:
                 assert answer.headers.get(allowed) == expected
                 assert (answer.status == 200) == (expected is not None)
                 assert "access-control-allow-credentials" not in answer.headers
@@ -110,7 +113,7 @@ async def test_pages_of_other_origins_call_only_where_they_are_listed():
                     named = answer.headers["access-control-allow-headers"]
                     assert "x-stainless-lang" in named
                     assert "authorization" in named
-            async with web.get(url, headers={"Origin": asked["Origin"]}) as answer:
+            async with web.get(url, headers={"Origin": preflight_headers["Origin"]}) as answer:
                 assert answer.status == (200 if expected else 401)
                 assert answer.headers.get(allowed) == expected
             async with web.get(url, headers={"Origin": "https://evil.example.com"}) as answer:
@@ -141,8 +144,8 @@ async def test_no_page_of_another_site_edits_or_drains():
         assert not any(worker.draining for worker in router.pool.workers.values())
         async with web.post(clients, data=json.dumps(evict), headers=simple) as answer:
             assert (answer.status, "another site" in await answer.text()) == (401, True)
-        own = {"Origin": clients.removesuffix("/v2/models/control/infer")}
-        async with web.post(clients, data=json.dumps(evict), headers=own) as answer:
+        same_origin = {"Origin": clients.removesuffix("/v2/models/control/infer")}
+        async with web.post(clients, data=json.dumps(evict), headers=same_origin) as answer:
             assert answer.status == 200
         async with web.post(drains[0]) as answer:
             assert answer.status == 200

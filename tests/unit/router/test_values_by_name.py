@@ -79,9 +79,9 @@ class Served(NodePool):
         elements = bytes_tensor.elements(raw_values, 16)
         self.asked.append(elements)
         assert bool(task["run"]) == (address == "here:1")
-        [given] = [bytes(self.theirs.read(each, task["scope"])) for each in elements]
-        made = given[::-1]
-        put = self.theirs.put([made], task["scope"], task["run"]) or made
+        [value] = [bytes(self.theirs.read(element, task["scope"])) for element in elements]
+        output = value[::-1]
+        put = self.theirs.put([output], task["scope"], task["run"]) or output
         answer = pb.ModelInferResponse()
         result = {"outputs": [{"name": "mask", "kind": "mask"}], "seconds": 0.1}
         bytes_tensor.add_output(answer, "RESULT", [json.dumps(result).encode()])
@@ -102,14 +102,14 @@ async def test_a_server_of_another_host_is_given_values_and_gives_them(values: V
     files, far = RunValues(values, "k1"), Served("far:1", values=values)
     assert (await inverted(far, files)).outputs == {"mask": MASK[::-1]}
     assert far.asked == [[MASK]]
-    here = Served("here:1", values=values)
-    made = (await inverted(here, files)).outputs["mask"]
-    assert isinstance(made, NamedValue)
-    assert bytes(files.read({"": made})[""]) == MASK[::-1]
-    [[asked]] = here.asked
-    assert asked.startswith(b"value:")
+    near_pool = Served("here:1", values=values)
+    mask_value = (await inverted(near_pool, files)).outputs["mask"]
+    assert isinstance(mask_value, NamedValue)
+    assert bytes(files.read({"": mask_value})[""]) == MASK[::-1]
+    [[sent_element]] = near_pool.asked
+    assert sent_element.startswith(b"value:")
     files.end()
-    for pool in (far, here):
+    for pool in (far, near_pool):
         await pool.close()
     assert left(values) == 0
 
@@ -128,10 +128,10 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     values: Values,
 ) -> None:
     pool = Served("here:1", values=values)
-    for kept in (False, True):
+    for is_kept in (False, True):
         files = RunValues(values, "k1")
-        made = await inverted(pool, files)
-        assert made.kept is kept
+        answer = await inverted(pool, files)
+        assert answer.kept is is_kept
         files.end()
     assert left(values) == 1  # the kept one
     files = RunValues(values, "k1")
@@ -145,17 +145,17 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     assert (plain.kept, plain.outputs) == (True, {"mask": encode_png(drawn)})  # as a file
     for name in values.ids():
         values.remove(name)
-    made = await inverted(pool, files)
-    assert not made.kept
-    assert bytes(files.read(made.outputs)["mask"]) == MASK[::-1]
+    answer = await inverted(pool, files)
+    assert not answer.kept
+    assert bytes(files.read(answer.outputs)["mask"]) == MASK[::-1]
     files.end()
-    other = RunValues(values, "k2")
-    inputs = other.given(PLAN, {"mask": MASK})
-    made = await pool.call(
-        call(inputs["mask"]), KeyHolder("b", 64, admin=False, scope="k2"), run=other.run
+    other_values = RunValues(values, "k2")
+    inputs = other_values.given(PLAN, {"mask": MASK})
+    answer = await pool.call(
+        call(inputs["mask"]), KeyHolder("b", 64, admin=False, scope="k2"), run=other_values.run
     )
-    assert not made.kept
-    other.end()
+    assert not answer.kept
+    other_values.end()
     await pool.close()
     assert left(values) == 0
 
@@ -163,8 +163,8 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
 async def test_kept_answers_that_make_room_leave_no_files(values: Values) -> None:
     pool, files = Served("here:1", values=values, kept_bytes=2000), RunValues(values, "k1")
     for i in range(12):
-        given = files.given(PLAN, {"mask": b"mask %d" % i})
-        await pool.call(call(given["mask"]), CLIENT, run=files.run)
+        inputs = files.given(PLAN, {"mask": b"mask %d" % i})
+        await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
     files.end()
     assert 0 < left(values) < 12
     await pool.close()
@@ -174,24 +174,24 @@ async def test_kept_answers_that_make_room_leave_no_files(values: Values) -> Non
 @pytest.mark.parametrize("how", ["ends", "has no room"])
 async def test_what_a_router_keeps_no_other_lets_go(values: Values, how: str) -> None:
     """Two routers share the folder and have kept the same answer."""
-    one = Served("here:1", values=values, kept_bytes=2000)
-    other = Served("here:1", values=values)
+    first_pool = Served("here:1", values=values, kept_bytes=2000)
+    second_pool = Served("here:1", values=values)
 
     async def kept(pool: NodePool, mask: bytes = MASK) -> bool:
         files = RunValues(values, "k1")
-        given = files.given(PLAN, {"mask": mask})
-        made = await pool.call(call(given["mask"]), CLIENT, run=files.run)
+        inputs = files.given(PLAN, {"mask": mask})
+        answer = await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
         files.end()
-        return made.kept
+        return answer.kept
 
-    assert [await kept(one), await kept(other)] == [False, False]
+    assert [await kept(first_pool), await kept(second_pool)] == [False, False]
     if how == "ends":
-        await one.close()
+        await first_pool.close()
     else:
         for i in range(12):
-            await kept(one, b"mask %d" % i)
-    assert await kept(other)
-    for pool in (one, other):
+            await kept(first_pool, b"mask %d" % i)
+    assert await kept(second_pool)
+    for pool in (first_pool, second_pool):
         await pool.close()
     assert left(values) == 0
 
@@ -199,21 +199,21 @@ async def test_what_a_router_keeps_no_other_lets_go(values: Values, how: str) ->
 async def test_what_a_router_that_died_has_kept_goes_though_another_keeps_on(
     values: Values, tmp_path: Path
 ) -> None:
-    died, other = (Served("here:1", values=values) for _ in range(2))
+    died, other_pool = (Served("here:1", values=values) for _ in range(2))
     files = RunValues(values, "k1")
-    given = files.given(PLAN, {"mask": MASK})["mask"]
-    await died.call(call(given), CLIENT, run=files.run)
+    mask_value = files.given(PLAN, {"mask": MASK})["mask"]
+    await died.call(call(mask_value), CLIENT, run=files.run)
     files.end()
     assert left(values) == 1
     for mark in (tmp_path / "values").glob(".open/*"):
         os.utime(mark, (1, 1))  # long ago
     for mask in (b"some mask", b"another mask"):  # the second one finds it gone
         files = RunValues(values, "k1")
-        given = files.given(PLAN, {"mask": mask})["mask"]
-        await other.call(call(given), CLIENT, run=files.run)
+        mask_value = files.given(PLAN, {"mask": mask})["mask"]
+        await other_pool.call(call(mask_value), CLIENT, run=files.run)
         files.end()
     assert left(values) == 2
-    await other.close()
+    await other_pool.close()
     assert left(values) == 0
 
 
@@ -223,15 +223,15 @@ async def test_kept_answers_that_are_only_read_do_not_expire(
 ) -> None:
     """Nothing was put for an hour, and another router took the one that reads for dead."""
     pool = Served("here:1", values=values)
-    for kept in (False, True, True, True):
+    for is_kept in (False, True, True, True):
         files = RunValues(values, "k1")
-        given = files.given(PLAN, {"mask": MASK})["mask"]
-        run = "" if kept and by == "callers" else files.run
-        assert (await pool.call(call(given), CLIENT, run=run)).kept is kept
+        mask_value = files.given(PLAN, {"mask": MASK})["mask"]
+        run = "" if is_kept and by == "callers" else files.run
+        assert (await pool.call(call(mask_value), CLIENT, run=run)).kept is is_kept
         files.end()
         for mark in (tmp_path / "values").glob(".open/*"):
-            then = mark.stat().st_mtime - 40 * 60
-            os.utime(mark, (then, then))
+            mtime = mark.stat().st_mtime - 40 * 60
+            os.utime(mark, (mtime, mtime))
         values.begin("k2", "another")
         values.own([], "k2", "another")  # ends what has expired
     await pool.close()
@@ -250,14 +250,14 @@ def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -
         request = ModelRequest.parse(edited.encoded(host))
         return request, request.read("IMAGE"), request.read("MASK")
 
-    here, *names = sent(values.host)
+    near_request, *names = sent(values.host)
     assert all(name.startswith(b"value:") for name in names)
-    assert here.head.parameters[RUN].string_param == files.run
+    assert near_request.head.parameters[RUN].string_param == files.run
     for host in ("", "another"):
         far, *pictures = sent(host)
         assert pictures == [PICTURE, MASK]
         assert RUN not in far.head.parameters
-        assert far.read("SETTINGS") == here.read("SETTINGS")
+        assert far.read("SETTINGS") == near_request.read("SETTINGS")
     files.end()
     with pytest.raises(TemplateNotFound):
         sent("another")
@@ -294,13 +294,15 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
 
         async def call(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
             called.append(task.key)
-            [given] = task.inputs.values()
-            held = [(values._store.folder / name).read_bytes() for name in values.ids()]
-            assert held == [bytes(values.read(reference(each), "k1")) for each in held]
+            [input_value] = task.inputs.values()
+            stored_values = [(values._store.folder / name).read_bytes() for name in values.ids()]
+            assert stored_values == [
+                bytes(values.read(reference(value_id), "k1")) for value_id in stored_values
+            ]
             if called.count("outline-2") == 2 and task.key == "outline-2":
-                theirs.remove(given.element[6:70].decode())  # under its reader
+                theirs.remove(input_value.element[6:70].decode())  # under its reader
             try:
-                raw = bytes(values.read(given.element, "k1"))
+                raw = bytes(values.read(input_value.element, "k1"))
             except TemplateNotFound as error:
                 failure = Failure(grpc.StatusCode.NOT_FOUND, str(error))
                 raise failure from None  # and its frame has it, as in `NodePool`
@@ -316,8 +318,8 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
         async def infer(self, message: ModelRequest, *_: Any) -> bytes:
             called.append("edit-1")
             run = message.head.parameters[RUN].string_param
-            given = [bytes(values.read(message.read(name), "k1")) for name in ("IMAGE", "MASK")]
-            put = theirs.put([b"of ".join(given)], "k1", run)
+            inputs = [bytes(values.read(message.read(name), "k1")) for name in ("IMAGE", "MASK")]
+            put = theirs.put([b"of ".join(inputs)], "k1", run)
             for name in theirs.ids():
                 if put is not None and name.encode() not in put:
                     theirs.remove(name)
@@ -342,13 +344,13 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
         assert str(values._store.folder) not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()
-    found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
+    outputs = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
     first = b"outline-1" + PICTURE
-    assert bytes(found["RIMS"]) == b"outline-2" + first
-    assert bytes(found["TURNED"]) == b"invert-1" + MASK
-    assert bytes(found["IMAGE"]) == first + b"of invert-1" + MASK
-    meta = json.loads(bytes(found["META"]))
-    tries = {each["key"]: each["tries"] for each in meta["nodes"]}
+    assert bytes(outputs["RIMS"]) == b"outline-2" + first
+    assert bytes(outputs["TURNED"]) == b"invert-1" + MASK
+    assert bytes(outputs["IMAGE"]) == first + b"of invert-1" + MASK
+    meta = json.loads(bytes(outputs["META"]))
+    tries = {node_record["key"]: node_record["tries"] for node_record in meta["nodes"]}
     assert tries.pop("edit-1") == called.count("edit-1") == 1
     assert {key: called.count(key) for key in tries} == tries
     assert tries["invert-1"] == 2
@@ -381,22 +383,30 @@ def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
 def test_what_another_host_answered_lies_in_files_of_this_one(values: Values) -> None:
     files = RunValues(values, "k1")
     areas = Areas((MASK, PICTURE), (0, 0))
-    came = {
+    answer_outputs = {
         "picture": PICTURE,
         "regions": areas,
         "name": "a star",
         "verdict": Judgement(1.0, passed=True),
     }
-    made = files.received(came)
-    assert (made["name"], made["verdict"]) == (came["name"], came["verdict"])
-    assert all(isinstance(part, NamedValue) for part in (made["picture"], *made["regions"].masks))
-    assert {name: as_sent(value) for name, value in files.read(made).items()} == came
-    files.made(made)
+    local_outputs = files.received(answer_outputs)
+    assert (local_outputs["name"], local_outputs["verdict"]) == (
+        answer_outputs["name"],
+        answer_outputs["verdict"],
+    )
+    assert all(
+        isinstance(part, NamedValue)
+        for part in (local_outputs["picture"], *local_outputs["regions"].masks)
+    )
+    assert {
+        name: as_sent(value) for name, value in files.read(local_outputs).items()
+    } == answer_outputs
+    files.made(local_outputs)
     assert files.count == 2  # equal ones are one file
     files.end()
     assert left(values) == 0
     assert files.received({"picture": PICTURE}) == {"picture": PICTURE}  # it is over
-    assert RunValues(Values(ValuesConfig()), "k1").received(came) == came
+    assert RunValues(Values(ValuesConfig()), "k1").received(answer_outputs) == answer_outputs
 
 
 def reference(raw: bytes) -> bytes:

@@ -57,17 +57,17 @@ def with_alpha() -> bytes:
 
 
 def test_inputs_are_pictures_in_their_order_a_white_mask_and_texts():
-    given = form(mask=with_alpha(), control=(b"sketch",))
-    check_form(RIMS, given)
-    message = workflow_message(RIMS, given, {"seed": 7}, LimitsConfig())
-    names = [each.name for each in message.head.inputs]
-    found = dict(zip(names, map(bytes_tensor.only, message.contents), strict=True))
-    assert (bytes(found["IMAGE"]), bytes(found["SKETCH"])) == (b"image", b"sketch")
-    assert bytes(found["PROMPT"]) == b"a star"
-    white = np.asarray(Image.open(io.BytesIO(found["MASK"])))
+    edit_form = form(mask=with_alpha(), control=(b"sketch",))
+    check_form(RIMS, edit_form)
+    message = workflow_message(RIMS, edit_form, {"seed": 7}, LimitsConfig())
+    names = [tensor.name for tensor in message.head.inputs]
+    tensors = dict(zip(names, map(bytes_tensor.only, message.contents), strict=True))
+    assert (bytes(tensors["IMAGE"]), bytes(tensors["SKETCH"])) == (b"image", b"sketch")
+    assert bytes(tensors["PROMPT"]) == b"a star"
+    white = np.asarray(Image.open(io.BytesIO(tensors["MASK"])))
     assert (white[:, :4] == 255).all()
     assert (white[:, 4:] == 0).all()
-    settings = json.loads(bytes(found["SETTINGS"]))
+    settings = json.loads(bytes(tensors["SETTINGS"]))
     assert (settings["seed"], settings["strength"], settings["mask_mode"]) == (7, 0.5, "white")
 
 
@@ -75,7 +75,12 @@ def test_texts_beside_the_prompt_are_fields():
     assert texts_of(NAMED) == {"name"}
     check_form(NAMED, form(texts={"name": "red star"}))
     message = workflow_message(NAMED, form(texts={"name": "star"}), {}, LimitsConfig())
-    assert [each.name for each in message.head.inputs] == ["IMAGE", "NAME", "PROMPT", "SETTINGS"]
+    assert [tensor.name for tensor in message.head.inputs] == [
+        "IMAGE",
+        "NAME",
+        "PROMPT",
+        "SETTINGS",
+    ]
 
 
 @pytest.mark.parametrize(

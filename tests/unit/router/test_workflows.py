@@ -118,8 +118,8 @@ class Edits:
                 await asyncio.Event().wait()
             finally:
                 self.left += 1
-        made = b"made of %d" % settings["seed"]
-        return answer_of(made, worker="w", seed=settings["seed"], cache="hit", steps=3)
+        picture = b"made of %d" % settings["seed"]
+        return answer_of(picture, worker="w", seed=settings["seed"], cache="hit", steps=3)
 
 
 def answer_of(picture: bytes, **meta: Any) -> Any:
@@ -164,28 +164,28 @@ async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes
     served = workflows(nodes, edits)
     check_request(message, served.models)
     raw = await served.infer(message, {}, None, CLIENT)
-    found = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
-    return {name: bytes(each) for name, each in found.items() if name != "META"}, json.loads(
-        bytes(found["META"])
+    outputs = bytes_tensor.outputs(pb.ModelInferResponse.FromString(raw))
+    return {name: bytes(value) for name, value in outputs.items() if name != "META"}, json.loads(
+        bytes(outputs["META"])
     )
 
 
 async def test_edits_have_the_settings_of_the_request_and_a_seed_and_id_of_their_own() -> None:
     edits = Edits()
-    found, meta = await run(Nodes(), edits, request(seed=7, request_id="mine", strength=0.9))
+    outputs, meta = await run(Nodes(), edits, request(seed=7, request_id="mine", strength=0.9))
     seeds = {seed_of(7, f"each-1[{i}]/edit-1") for i in range(2)}
-    assert {asked["seed"] for asked in edits.asked} == seeds
-    assert {asked["request_id"] for asked in edits.asked} == {
+    assert {settings["seed"] for settings in edits.asked} == seeds
+    assert {settings["request_id"] for settings in edits.asked} == {
         "mine/each-1.0/edit-1", "mine/each-1.1/edit-1",
     }  # fmt: skip
-    assert {asked["strength"] for asked in edits.asked} == {0.5}
-    assert found["IMAGE"] == b"large made of %d" % seed_of(7, "each-1[0]/edit-1")
-    assert json.loads(found["VERDICT"])["passed"] is True
+    assert {settings["strength"] for settings in edits.asked} == {0.5}
+    assert outputs["IMAGE"] == b"large made of %d" % seed_of(7, "each-1[0]/edit-1")
+    assert json.loads(outputs["VERDICT"])["passed"] is True
     assert (meta["request_id"], meta["seed"], meta["digest"]) == ("mine", 7, PLAN.digest)
     assert len(meta["nodes"]) == 6
-    told = {each["key"]: each for each in meta["nodes"]}
-    assert told["each-1[0]/edit-1"]["worker"] == "w"
-    assert told["enlarge-1"]["server"] == "here:1"
+    nodes_by_key = {node_record["key"]: node_record for node_record in meta["nodes"]}
+    assert nodes_by_key["each-1[0]/edit-1"]["worker"] == "w"
+    assert nodes_by_key["enlarge-1"]["server"] == "here:1"
 
 
 async def test_a_node_that_was_lost_alone_runs_again() -> None:
@@ -193,18 +193,20 @@ async def test_a_node_that_was_lost_alone_runs_again() -> None:
     _, meta = await run(nodes, edits, request())
     assert nodes.keys.count("best-1") == 3
     assert (len(edits.asked), nodes.keys.count("enlarge-1")) == (2, 1)
-    assert {each["tries"] for each in meta["nodes"] if each["key"] == "best-1"} == {3}
+    assert {
+        node_record["tries"] for node_record in meta["nodes"] if node_record["key"] == "best-1"
+    } == {3}
     with pytest.raises(EngineFailed, match="its server has died"):
         await run(Nodes(best=3), Edits(), request())
 
 
 async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() -> None:
     """`outline` without a model that enlarges painted, and then threw it away."""
-    hosted, asked = [{"name": "find"}, {"name": "pictures"}], []
+    hosted, addresses = [{"name": "find"}, {"name": "pictures"}], []
 
     class Pool(NodePool):
         async def _record(self, address: str) -> dict[str, Any] | None:
-            asked.append(address)
+            addresses.append(address)
             return None if address in down else {"models": hosted}
 
     down: set[str] = set()
@@ -213,7 +215,7 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
         await run(pool, edits, request())  # type: ignore[arg-type]
     assert not edits.asked
     await pool.check({"shows", "best"})
-    assert len(asked) == 2, "what was seen is not asked for again"
+    assert len(addresses) == 2, "what was seen is not asked for again"
     down.add("b:1")
     await pool.check({"enlarge"})  # it may be there
     down.clear()
@@ -275,36 +277,36 @@ async def test_a_cancel_or_deadline_ends_every_node() -> None:
     with pytest.raises(DeadlineExceeded, match="passed before pair ended"):
         await served.infer(request(deadline_ms=20), {}, None, CLIENT)
     assert edits.left == len(edits.asked)  # none where the machine was too busy to ask
-    before = len(edits.asked)
-    left = asyncio.create_task(served.infer(request(), {}, None, CLIENT))
-    await until("both edits are asked", lambda: len(edits.asked) == before + 2)
-    left.cancel()
-    await asyncio.gather(left, return_exceptions=True)
-    assert edits.left == before + 2
+    count_before = len(edits.asked)
+    cancelled_call = asyncio.create_task(served.infer(request(), {}, None, CLIENT))
+    await until("both edits are asked", lambda: len(edits.asked) == count_before + 2)
+    cancelled_call.cancel()
+    await asyncio.gather(cancelled_call, return_exceptions=True)
+    assert edits.left == count_before + 2
 
 
 async def test_a_stream_tells_of_each_node() -> None:
     served = workflows(Nodes(), Edits())
     events = served.stream(request(progress=True), {}, None, CLIENT)
-    told = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
-    assert [each["event"] for each in told if each["event"] != "progress"] == [
+    metas = [json.loads(bytes(bytes_tensor.outputs(event)["META"])) async for event in events]
+    assert [meta["event"] for meta in metas if meta["event"] != "progress"] == [
         *["preview"] * 2, *["node"] * 6, "final",
     ]  # fmt: skip
 
 
 async def test_edits_own_progress_and_previews_are_in_the_stream() -> None:
     events = workflows(Nodes(), Edits()).stream(request(preview_every=1), {}, None, CLIENT)
-    seen = [bytes_tensor.outputs(event) async for event in events]
-    told = [json.loads(bytes(each["META"])) for each in seen]
-    assert [each["event"] for each in told] == [*["progress", "preview"] * 2, "final"]
-    assert [bytes(each["IMAGE"]) for each in seen if "IMAGE" in each][:2] == [b"half"] * 2
-    assert {each["key"] for each in told[:-1]} == {"each-1[0]/edit-1", "each-1[1]/edit-1"}
-    assert told[-1]["outputs"] == {"image": "picture", "verdict": "verdict"}
-    assert (told[0]["step"], told[0]["steps"]) == (1, 2)
-    alone = await workflows(Nodes(), Edits()).infer(
+    event_outputs = [bytes_tensor.outputs(event) async for event in events]
+    metas = [json.loads(bytes(item["META"])) for item in event_outputs]
+    assert [item["event"] for item in metas] == [*["progress", "preview"] * 2, "final"]
+    assert [bytes(item["IMAGE"]) for item in event_outputs if "IMAGE" in item][:2] == [b"half"] * 2
+    assert {item["key"] for item in metas[:-1]} == {"each-1[0]/edit-1", "each-1[1]/edit-1"}
+    assert metas[-1]["outputs"] == {"image": "picture", "verdict": "verdict"}
+    assert (metas[0]["step"], metas[0]["steps"]) == (1, 2)
+    single_answer = await workflows(Nodes(), Edits()).infer(
         request(progress=True, preview_every=1), {}, None, CLIENT
     )
-    assert b"final" in alone
+    assert b"final" in single_answer
 
 
 async def test_what_cannot_be_read_is_named() -> None:
@@ -325,12 +327,12 @@ def holder(name: str) -> KeyHolder:
 
 async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
     """A server answers in the order in which it was asked: one key's hundred stood before all."""
-    goes_on, sent = asyncio.Event(), []
+    goes_on, sent_texts = asyncio.Event(), []
 
     class Slow(NodePool):
         async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            asked = pb.ModelInferRequest.FromString(raw)
-            sent.append(bytes(asked.raw_input_contents[1][4:]))
+            request = pb.ModelInferRequest.FromString(raw)
+            sent_texts.append(bytes(request.raw_input_contents[1][4:]))
             await goes_on.wait()
             return made_answer("mask")
 
@@ -341,27 +343,27 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
         return asyncio.create_task(pool.call(task, holder(key.split()[0])))
 
     greedy = [call(f"greedy {i}") for i in range(100)]
-    await until("the server is busy", lambda: len(sent) == 2)
+    await until("the server is busy", lambda: len(sent_texts) == 2)
     modest = call("modest")
     goes_on.set()
-    made = await modest
-    assert made.outputs == {"mask": b"made"}
-    assert made.server == "nodes-0"  # its address is the operators'
+    answer = await modest
+    assert answer.outputs == {"mask": b"made"}
+    assert answer.server == "nodes-0"  # its address is the operators'
     operator = dataclasses.replace(holder("operator"), admin=True)
     assert list(await pool.records(operator)) == ["127.0.0.1:1"]
     assert list(await pool.records(holder("modest"))) == ["nodes-0"]
-    assert sent.index(b"modest") == 2
+    assert sent_texts.index(b"modest") == 2
     await asyncio.gather(*greedy)
     await pool.close()
 
 
 async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, there, goes_on = [], ["10.0.0.1"], asyncio.Event()
+    call_addresses, host_addresses, goes_on = [], ["10.0.0.1"], asyncio.Event()
 
     async def found(host: str, port: int, **more: Any) -> Any:
-        if not there:
+        if not host_addresses:
             raise OSError("no such name")
-        return [(None, None, None, "", (each, port)) for each in there]
+        return [(None, None, None, "", (address, port)) for address in host_addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
     monkeypatch.setattr(node_pool, "_RESOLVE_S", 0.0)
@@ -369,7 +371,7 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
     class Served(NodePool):
         async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
             self._load[address] += 1.0
-            asked.append(address)
+            call_addresses.append(address)
             await goes_on.wait()
             self._load[address] -= 1.0
             return made_answer("mask", seconds=30.0)
@@ -381,17 +383,20 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
         return asyncio.create_task(pool.call(task, CLIENT))
 
     calls = [call("a")]
-    await until("the one is asked", lambda: asked == ["10.0.0.1:9"])
-    there[:] = ["10.0.0.1", "10.0.0.2"]
+    await until("the one is asked", lambda: call_addresses == ["10.0.0.1:9"])
+    host_addresses[:] = ["10.0.0.1", "10.0.0.2"]
     calls += [call("b"), call("c"), call("d")]
-    await until("both have two", lambda: len(asked) == 4)
-    assert sorted(asked) == ["10.0.0.1:9"] * 2 + ["10.0.0.2:9"] * 2
-    there.clear()  # what is known stays
+    await until("both have two", lambda: len(call_addresses) == 4)
+    assert sorted(call_addresses) == ["10.0.0.1:9"] * 2 + ["10.0.0.2:9"] * 2
+    host_addresses.clear()  # what is known stays
     calls.append(call("e"))
-    there[:] = ["10.0.0.2"]
+    host_addresses[:] = ["10.0.0.2"]
     await until("the one has gone", lambda: call("f") and list(pool._servers) == ["10.0.0.2:9"])
     goes_on.set()
-    assert {made.server for made in await asyncio.gather(*calls)} == {"10.0.0.1:9", "10.0.0.2:9"}
+    assert {answer.server for answer in await asyncio.gather(*calls)} == {
+        "10.0.0.1:9",
+        "10.0.0.2:9",
+    }
     await pool.close()
 
 
@@ -401,7 +406,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
         "a:1": {"find": "here", "enlarge": "here"},
         "b:1": {"find": "absent", "enlarge": "absent"},
     }
-    ended, sent, dead = dict.fromkeys(states, 0), [], set[str]()
+    ended, call_addresses, dead = dict.fromkeys(states, 0), [], set[str]()
     placed: dict[str, list[str]] = {}
 
     class Pool(NodePool):
@@ -418,7 +423,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
             return {"device_bytes": 18, "models": models}
 
         async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            sent.append(address)
+            call_addresses.append(address)
             if address in dead:
                 raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, None, None, "gone")
             self._load[address] += 1.0  # as if it had not answered yet
@@ -429,8 +434,8 @@ async def test_calls_go_where_their_model_is_placed() -> None:
 
     async def call() -> str:
         task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"%d" % next(calls)})
-        made = await pool.call(task, CLIENT)
-        return made.server
+        answer = await pool.call(task, CLIENT)
+        return answer.server
 
     await pool.place()
     assert [await call() for _ in range(4)] == ["a:1"] * 4, "it lies there alone"
@@ -441,13 +446,13 @@ async def test_calls_go_where_their_model_is_placed() -> None:
     pool._load = dict.fromkeys(states, 0.0)
     assert [await call() for _ in range(4)] == ["a:1", "b:1"] * 2
     dead.add("b:1")
-    sent.clear()
+    call_addresses.clear()
     assert [await call() for _ in range(2)] == ["a:1"] * 2
-    assert "b:1" in sent
+    assert "b:1" in call_addresses
     await pool.place()
-    sent.clear()
+    call_addresses.clear()
     assert [await call() for _ in range(2)] == ["a:1"] * 2
-    assert "b:1" not in sent, "whoever does not answer is not tried first"
+    assert "b:1" not in call_addresses, "whoever does not answer is not tried first"
     await pool.close()
 
 
@@ -482,15 +487,17 @@ class Told(NodePool):
 
 async def test_a_call_that_a_server_cannot_do_is_the_next_ones() -> None:
     """A load failed there, or there is no room. What a call lacks is told at once."""
-    told = {"a:1": "[ENGINE_FAILED] nodes: model enlarge could not be loaded"}
-    pool = Told(["a:1", "b:1"], told.get)
+    errors_by_address = {"a:1": "[ENGINE_FAILED] nodes: model enlarge could not be loaded"}
+    pool = Told(["a:1", "b:1"], errors_by_address.get)
     assert (await pool.enlarged()).outputs == {"picture": b"made"}
     assert pool.asked == ["a:1", "b:1"]
-    told["b:1"] = "[ENGINE_FAILED] nodes: model enlarge has 9 bytes, and all may have 8"
+    errors_by_address["b:1"] = (
+        "[ENGINE_FAILED] nodes: model enlarge has 9 bytes, and all may have 8"
+    )
     with pytest.raises(Failure, match="all may have 8"):
         await pool.enlarged()
     pool.asked.clear()
-    told["a:1"] = "[TEMPLATE_NOT_FOUND] value 0123 is not known here"
+    errors_by_address["a:1"] = "[TEMPLATE_NOT_FOUND] value 0123 is not known here"
     with pytest.raises(Failure, match="not known"):
         await pool.enlarged()
     assert pool.asked == ["a:1"]
@@ -561,9 +568,9 @@ async def test_a_server_that_was_lost_has_the_call_once_more(
 
 
 async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        server = Upstream(f"127.0.0.1:{taken.getsockname()[1]}")
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))
+        server = Upstream(f"127.0.0.1:{bound_socket.getsockname()[1]}")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await server.infer(b"", 60.0)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -589,13 +596,13 @@ async def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixtur
 
 async def test_answers_of_nodes_are_kept_for_their_key() -> None:
     """One picture and name, five edit prompts: one `find`, also of runs at once."""
-    asked, goes_on = [], asyncio.Event()
+    node_names, goes_on = [], asyncio.Event()
 
     class Served(NodePool):
         async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
-            asked.append(kind.name)
+            node_names.append(kind.name)
             await goes_on.wait()
-            if asked.count("find") == 1:
+            if node_names.count("find") == 1:
                 raise grpc.aio.AioRpcError(
                     grpc.StatusCode.INVALID_ARGUMENT, None, None, "[INVALID_REQUEST] no"
                 )
@@ -608,17 +615,17 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
         task = Task("find-1", node, {"picture": b"p", "name": name})
         return asyncio.create_task(pool.call(task, holder(key)))
 
-    first, rest = call("star"), [call("star") for _ in range(4)]
-    await until("it is asked", lambda: len(asked) == 1)
+    first, other_calls = call("star"), [call("star") for _ in range(4)]
+    await until("it is asked", lambda: len(node_names) == 1)
     goes_on.set()
     with pytest.raises(Failure, match="no"):  # it alone: who waited for it asks again
         await first
-    assert [(await each).kept for each in rest] == [False, True, True, True]
-    assert asked == ["find", "find"]
-    for other in (call("boat"), call("star", key="b"), call("star", threshold=0.4)):
-        assert not (await other).kept
+    assert [(await other_call).kept for other_call in other_calls] == [False, True, True, True]
+    assert node_names == ["find", "find"]
+    for distinct_call in (call("boat"), call("star", key="b"), call("star", threshold=0.4)):
+        assert not (await distinct_call).kept
     assert (await call("star")).kept
-    assert asked.count("find") == 5
+    assert node_names.count("find") == 5
     for i in range(20):
         await call(f"cat {i}")  # there is no room for all
     assert pool._kept.held_bytes <= 20_000
@@ -633,8 +640,8 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     runs = [
         asyncio.create_task(served.infer(request(), {}, None, holder("greedy"))) for _ in range(3)
     ]
-    await until("they run or are refused", lambda: any(each.done() for each in runs))
-    refused = [each for each in runs if each.done()]
+    await until("they run or are refused", lambda: any(run_task.done() for run_task in runs))
+    refused = [run_task for run_task in runs if run_task.done()]
     with pytest.raises(RetryLater, match="key greedy has its share: 2 operations are under way"):
         await refused[0]
     assert len(refused) == 1
@@ -646,8 +653,8 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
 
     class Large(Nodes):
         async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> Made:
-            made = await super().call(task, client)
-            return made._replace(outputs={**made.outputs, "more": bytes(300_000)})
+            answer = await super().call(task, client)
+            return answer._replace(outputs={**answer.outputs, "more": bytes(300_000)})
 
     with pytest.raises(RetryLater, match="bytes of requests and answers are under way"):
         await workflows(Large(), Edits()).infer(request(), {}, None, holder("greedy"))
@@ -686,13 +693,13 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
 
 async def test_a_lora_of_later_nodes_is_loaded_once_at_a_time() -> None:
     """Each run had all hosts load it: as many operations at workers as runs."""
-    asked, goes_on = [], asyncio.Event()
+    requests, goes_on = [], asyncio.Event()
 
     class Worker:
         class upstream:  # noqa: N801
             @staticmethod
             async def control(raw: bytes, seconds: float) -> bytes:
-                asked.append(raw)
+                requests.append(raw)
                 await goes_on.wait()
                 return b"{}"
 
@@ -705,8 +712,8 @@ async def test_a_lora_of_later_nodes_is_loaded_once_at_a_time() -> None:
     message = request()
     message.head.model_name = "twice"
     runs = [asyncio.create_task(served.infer(message, {}, None, CLIENT)) for _ in range(4)]
-    await until("hosts are asked", lambda: len(asked) >= 2)
-    assert len(asked) == 2
+    await until("hosts are asked", lambda: len(requests) >= 2)
+    assert len(requests) == 2
     for task in runs:
         task.cancel()
     await asyncio.gather(*runs, return_exceptions=True)

@@ -39,9 +39,9 @@ def options(**asked: Any) -> ServeOptions:
 
 def test_a_pair_is_laid_over_the_configuration(tiny_unets: dict[str, Path]) -> None:
     tables = {"model": {"path": str(tiny_unets["sd-fill"])}, "engine": {"max_rows": 3}}
-    made = with_pair(options(devices_per_worker=2), tables)
-    assert made["engine"] == {"max_rows": 3, "devices": 2, "policy": "cfg"}
-    assert made["model"]["device"] == "cpu"
+    config_tables = with_pair(options(devices_per_worker=2), tables)
+    assert config_tables["engine"] == {"max_rows": 3, "devices": 2, "policy": "cfg"}
+    assert config_tables["model"]["device"] == "cpu"
 
 
 def test_a_flux_model_with_true_cfg_may_have_one(tiny_inpaint: Path) -> None:

@@ -29,15 +29,15 @@ class Trial:
 
 
 def test_what_served_most_is_taken(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     trial = Trial('a library speaks\n{"processes": 2, "rows_per_s": {"1": 90.5, "2": 120.25}}\n')
     tables = {
         "model": {"path": str(tmp_path), "torch_threads": 6},
         "cache": {"entry_format": "int4", "disk_dir": "/entries"},
         "adapters": {"store": "/loras"},
     }
-    assert tried_devices(ServeOptions("m", say=said.append), tables, trial) == 2
-    assert said == [
+    assert tried_devices(ServeOptions("m", say=messages.append), tables, trial) == 2
+    assert messages == [
         "devices per worker: 2 (rows stepped per second by processes: 1: 90.5, 2: 120.25)"
     ]
     [(config, flags)] = trial.asked
@@ -47,11 +47,11 @@ def test_what_served_most_is_taken(tmp_path: Path) -> None:
 
 
 def test_on_gpus_it_is_one(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     trial = Trial('{"processes": 1, "rows_per_s": {}}')
     tables = {"model": {"path": str(tmp_path)}}
-    assert tried_devices(ServeOptions("m", say=said.append), tables, trial) == 1
-    assert said == ["devices per worker: 1, as it has GPUs"]
+    assert tried_devices(ServeOptions("m", say=messages.append), tables, trial) == 1
+    assert messages == ["devices per worker: 1, as it has GPUs"]
 
 
 @pytest.mark.parametrize(("err", "words"), [("Traceback\nno memory", "no memory"), ("", "word")])

@@ -48,10 +48,10 @@ class Fronts(GRPCInferenceServiceServicer):  # type: ignore[misc]
 
 @pytest.fixture
 def fronts() -> Iterator[Fronts]:
-    made = Fronts()
-    yield made
-    made.goes_on.set()
-    made.stream_goes_on.set()
+    front_server = Fronts()
+    yield front_server
+    front_server.goes_on.set()
+    front_server.stream_goes_on.set()
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ def url(fronts: Fronts) -> Iterator[str]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], Probe]]:
-    made: list[Probe] = []
+    probes: list[Probe] = []
 
     def start(url: str) -> Probe:
-        made.append(Probe(url, LIMIT_S))
-        made[-1].start()
-        return made[-1]
+        probes.append(Probe(url, LIMIT_S))
+        probes[-1].start()
+        return probes[-1]
 
     yield start
-    for probe in made:
+    for probe in probes:
         probe.stop()
 
 

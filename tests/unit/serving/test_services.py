@@ -27,51 +27,53 @@ def spec(folder: Path, **asked: Any) -> Spec:
 
 
 def test_workers_are_told_where_the_service_is(tmp_path: Path) -> None:
-    own = spec(tmp_path, controlnets=str(tmp_path / "nets"), controlnet_device="cuda:1")
-    controls = checked(with_controlnets(own.options, {})).controls
-    ports = Ports.of_controlnet(own.options.base_port)
+    service_spec = spec(tmp_path, controlnets=str(tmp_path / "nets"), controlnet_device="cuda:1")
+    controls = checked(with_controlnets(service_spec.options, {})).controls
+    ports = Ports.of_controlnet(service_spec.options.base_port)
     assert controls.service == f"127.0.0.1:{ports.grpc}"
     assert controls.folder == str(tmp_path / "nets")
-    worker = Ports.of_worker(own.options.base_port, 0)
+    worker = Ports.of_worker(service_spec.options.base_port, 0)
     assert not set(ports.all().values()) & set(worker.all().values())
     assert with_controlnets(spec(tmp_path).options, {}) == {}
 
 
 def test_cores_are_shared_with_the_service(tmp_path: Path) -> None:
-    alone, shared = spec(tmp_path), spec(tmp_path, controlnet_device="cpu")
-    assert alone.threads(checked({})) == cores()
+    plain_spec, shared = spec(tmp_path), spec(tmp_path, controlnet_device="cpu")
+    assert plain_spec.threads(checked({})) == cores()
     assert shared.threads(checked({})) == max(1, cores() // 2)
     assert shared.threads(checked({"model": {"torch_threads": 5}})) == 5
-    both = spec(tmp_path, controlnet_device="cpu", stages_device="cpu")
-    assert both.threads(checked({})) == max(1, cores() // 3)
+    two_services_spec = spec(tmp_path, controlnet_device="cpu", stages_device="cpu")
+    assert two_services_spec.threads(checked({})) == max(1, cores() // 3)
 
 
 def test_workers_are_told_where_encoder_and_decoder_are(tmp_path: Path) -> None:
-    own = spec(tmp_path, stages_device="cuda:1", adapters=str(tmp_path / "loras"))
-    base = own.options.base_port
+    service_spec = spec(tmp_path, stages_device="cuda:1", adapters=str(tmp_path / "loras"))
+    base = service_spec.options.base_port
     ports = Ports.of_stages(base)
-    assert checked(with_stages(own.options, {})).stages.service == f"127.0.0.1:{ports.grpc}"
+    assert (
+        checked(with_stages(service_spec.options, {})).stages.service == f"127.0.0.1:{ports.grpc}"
+    )
     assert with_stages(spec(tmp_path).options, {}) == {}
-    taken = [Ports.of_worker(base, 0), Ports.of_worker(base, 1), Ports.of_controlnet(base)]
-    for others in (*taken, Ports.of_nodes(base)):
-        assert not set(ports.all().values()) & set(others.all().values())
+    used_ports = [Ports.of_worker(base, 0), Ports.of_worker(base, 1), Ports.of_controlnet(base)]
+    for other_ports in (*used_ports, Ports.of_nodes(base)):
+        assert not set(ports.all().values()) & set(other_ports.all().values())
 
 
 def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_runs(
     tmp_path: Path,
 ) -> None:
-    given = {
+    tables = {
         "model": {"path": "m", "decoder_device": "cpu", "t5_weights": "int8"},
         "stages": {"encode_halo": 3, "service": "elsewhere:1"},
     }
-    own = replace(spec(tmp_path, stages_device="cuda:1", adapters="loras"), tables=given)
-    process = StagesProcess(own)
+    service_spec = replace(spec(tmp_path, stages_device="cuda:1", adapters="loras"), tables=tables)
+    process = StagesProcess(service_spec)
     config = checked(process.tables())
     assert process.models() == ["encoder", "decoder"]
     assert {beside_denoiser(config, stage).model.device for stage in STAGES} == {"cuda:1"}
     assert (config.stages.service, config.stages.encode_halo) == ("", 3)
     assert config.model.t5_weights == "int8"
-    worker = checked(own.with_adapters(given))
+    worker = checked(service_spec.with_adapters(tables))
     assert config.adapters == worker.adapters  # the front has brought the edit's LoRAs there
 
 
@@ -103,35 +105,37 @@ def test_services_alone_are_for_other_hosts(tmp_path: Path) -> None:
     nodes.touch()
     ServeOptions(workers=0, nodes=nodes).check()
     for workers, host in ((0, "0.0.0.0"), (2, "127.0.0.1")):
-        own = spec(tmp_path, workers=workers, host="0.0.0.0", stages_device="cpu")
-        service = StagesProcess(own)
+        service_spec = spec(tmp_path, workers=workers, host="0.0.0.0", stages_device="cpu")
+        service = StagesProcess(service_spec)
         assert service._options.host == host
         assert service.grpc_url == f"127.0.0.1:{service.ports.grpc}"
-        assert own.threads(checked({})) == max(1, cores() // (workers + 1))
+        assert service_spec.threads(checked({})) == max(1, cores() // (workers + 1))
 
 
 def test_a_controlnet_service_listens_to_other_hosts_where_it_is_alone(tmp_path: Path) -> None:
     nets = tmp_path / "nets"
     nets.mkdir()
     for workers, listens in ((0, True), (2, False)):
-        own = spec(
+        service_spec = spec(
             tmp_path,
             workers=workers,
             host="0.0.0.0",
             controlnets=str(nets),
             controlnet_device="cpu",
         )
-        own.options.check()
-        service = ControlNetProcess(own)
-        address = f"0.0.0.0:{own.options.base_port + 3}" if listens else ""
+        service_spec.options.check()
+        service = ControlNetProcess(service_spec)
+        address = f"0.0.0.0:{service_spec.options.base_port + 3}" if listens else ""
         assert checked(service.tables()).controls.listen == address
         assert service._options.host == ("0.0.0.0" if listens else "127.0.0.1")
-        assert own.threads(checked({})) == max(1, cores() // (workers + 1))
+        assert service_spec.threads(checked({})) == max(1, cores() // (workers + 1))
 
 
 def test_a_node_server_has_the_folder_of_values_of_its_router(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[values]\nfolder = "/mine"\n')
-    beside, alone = spec(tmp_path, nodes=nodes, router=True), spec(tmp_path, nodes=nodes)
-    assert checked(NodesProcess(beside).tables()).values.folder == str(beside.files.values)
-    assert checked(NodesProcess(alone).tables()).values.folder == "/mine"
+    router_spec, plain_spec = spec(tmp_path, nodes=nodes, router=True), spec(tmp_path, nodes=nodes)
+    assert checked(NodesProcess(router_spec).tables()).values.folder == str(
+        router_spec.files.values
+    )
+    assert checked(NodesProcess(plain_spec).tables()).values.folder == "/mine"

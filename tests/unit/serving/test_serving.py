@@ -34,42 +34,42 @@ from maskserve_serving.supervisor import Supervisor
 
 def test_a_taken_port_is_named() -> None:
     base = ports.free_base_port()
-    taken = ports.Ports.of_worker(base, 0)
-    ports.check_free("127.0.0.1", taken)
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", taken.grpc))
-        held.listen()
-        with pytest.raises(ServeError, match=rf"port {taken.grpc} \(gRPC\) on 127.0.0.1"):
-            ports.check_free("127.0.0.1", taken)
+    worker_ports = ports.Ports.of_worker(base, 0)
+    ports.check_free("127.0.0.1", worker_ports)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", worker_ports.grpc))
+        listener.listen()
+        with pytest.raises(ServeError, match=rf"port {worker_ports.grpc} \(gRPC\) on 127.0.0.1"):
+            ports.check_free("127.0.0.1", worker_ports)
         assert ports.free_base_port() != base
 
 
 def test_processes_started_together_look_for_ports_far_apart() -> None:
     """Each may have found and not yet bound what the other would find."""
     first = 4000
-    for other in range(first + 1, first + 20):
-        apart = abs(ports.begins_at(first) - ports.begins_at(other))
-        assert min(apart, 500 - apart) > 10
+    for other_pid in range(first + 1, first + 20):
+        distance = abs(ports.begins_at(first) - ports.begins_at(other_pid))
+        assert min(distance, 500 - distance) > 10
 
 
 def test_ports_of_a_worker_that_is_started_again_are_not_free() -> None:
     base = ports.free_base_port(2)
-    made = files.worker_files(base, 2)
+    worker_files = files.worker_files(base, 2)
     try:
-        for own in made:
-            own.runtime.mkdir(parents=True)
+        for file_set in worker_files:
+            file_set.runtime.mkdir(parents=True)
         assert ports.free_base_port() not in (base, base + ports.STRIDE)
         assert ports.free_base_port(2) != base
     finally:
-        for folder in files.folders_of(made):
+        for folder in files.folders_of(worker_files):
             shutil.rmtree(folder)
     assert ports.free_base_port(2) == base
 
 
 def test_workers_do_not_share_ports() -> None:
-    every = [p for i in range(5) for p in ports.Ports.of_worker(9000, i).all().values()]
-    assert len(set(every)) == len(every) == 15
+    all_ports = [p for i in range(5) for p in ports.Ports.of_worker(9000, i).all().values()]
+    assert len(set(all_ports)) == len(all_ports) == 15
     with pytest.raises(ServeError, match="does not exist"):
         ports.check_free("127.0.0.1", ports.Ports.of_worker(65530, 1))
 
@@ -86,13 +86,13 @@ error: creating server: Internal - failed to load all models
 
 def test_the_models_own_sentence_is_taken_from_the_log() -> None:
     assert triton_log.loaded_models(LOG) == {"edit"}
-    told = (
+    expected = (
         "model denoiser failed to load: ConfigError: [model] path: cannot load /m/transformer: "
         "it is broken"
     )
-    assert triton_log.failure(LOG) == triton_log.refusal(LOG) == told
+    assert triton_log.failure(LOG) == triton_log.refusal(LOG) == expected
     still_loads = "".join(LOG.splitlines(keepends=True)[:2])
-    assert triton_log.refusal(still_loads) == told
+    assert triton_log.refusal(still_loads) == expected
     doubt = (
         LOG.splitlines()[0]
         + "\n"
@@ -105,7 +105,7 @@ def test_the_models_own_sentence_is_taken_from_the_log() -> None:
         "model encoder failed to load: Stub process is not healthy."
     )
     assert triton_log.refusal(doubt) is None
-    assert triton_log.refusal(doubt + still_loads) == told
+    assert triton_log.refusal(doubt + still_loads) == expected
     assert triton_log.failure('I1120 20:20:37.8 1 x.cc:1] "all is well"\n') is None
     last = "error: creating server: Invalid argument - unknown backend\n"
     assert triton_log.failure(last) == "creating server: Invalid argument - unknown backend"
@@ -158,10 +158,12 @@ def test_an_installed_server_for_another_python_is_told(tmp_path: Path) -> None:
     server.parent.mkdir()
     server.touch(0o755)
     stub.write_bytes(b"\x7fELF\0libc.so.6\0libpython3.9.so.1.0\0")
-    own = ".".join(map(str, sys.version_info[:2]))
-    with pytest.raises(ServeError, match=rf"models under Python 3.9, .* under Python {own}; inst"):
+    python_version = ".".join(map(str, sys.version_info[:2]))
+    with pytest.raises(
+        ServeError, match=rf"models under Python 3.9, .* under Python {python_version}; inst"
+    ):
         runtime.installed_runtime(server)
-    stub.write_bytes(f"\x7fELF\0libpython{own}.so.1.0\0".encode())
+    stub.write_bytes(f"\x7fELF\0libpython{python_version}.so.1.0\0".encode())
     assert runtime.installed_runtime(server).binary == server
     stub.write_bytes(b"\x7fELF\0linked to none")
     assert runtime.installed_runtime(server).binary == server
@@ -175,10 +177,10 @@ def test_the_stub_from_pip_says_which_python_it_is_for(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_too_old_is_told() -> None:
-    wanted = ["numpy>=1.26", "torch>=99.1; extra == 'engine'"]
-    runtime.check_floors(["numpy"], wanted)
+    requirements = ["numpy>=1.26", "torch>=99.1; extra == 'engine'"]
+    runtime.check_floors(["numpy"], requirements)
     with pytest.raises(ServeError, match=r"^torch .+ installed, and maskserve needs torch>=99.1"):
-        runtime.check_floors(["numpy", "torch"], wanted)
+        runtime.check_floors(["numpy", "torch"], requirements)
 
 
 def test_a_missing_libpython_is_told() -> None:
@@ -198,21 +200,21 @@ def test_an_installed_server_must_be_a_program(tmp_path: Path) -> None:
 
 
 def test_regions_are_closed_to_others_by_prefix(tmp_path: Path) -> None:
-    mine = shm_cleanup.region_prefix(9000)
-    for name in (f"{mine}x", "another's"):
+    prefix = shm_cleanup.region_prefix(9000)
+    for name in (f"{prefix}x", "another's"):
         (tmp_path / name).touch(0o644)
         (tmp_path / name).chmod(0o644)
-    shm_cleanup.close_regions(mine, tmp_path)
+    shm_cleanup.close_regions(prefix, tmp_path)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {f"{mine}x": 0o600, "another's": 0o644}
+    assert modes == {f"{prefix}x": 0o600, "another's": 0o644}
 
 
 def test_leftover_regions_are_removed_by_prefix(tmp_path: Path) -> None:
-    mine, other = shm_cleanup.region_prefix(9000), shm_cleanup.region_prefix(90001)
-    for name in (mine + "a", mine + "b", other + "c", "unrelated"):
+    prefix, other_prefix = shm_cleanup.region_prefix(9000), shm_cleanup.region_prefix(90001)
+    for name in (prefix + "a", prefix + "b", other_prefix + "c", "unrelated"):
         (tmp_path / name).touch()
-    assert shm_cleanup.remove_regions(mine, tmp_path) == 2
-    assert {path.name for path in tmp_path.iterdir()} == {other + "c", "unrelated"}
+    assert shm_cleanup.remove_regions(prefix, tmp_path) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {other_prefix + "c", "unrelated"}
 
 
 @pytest.mark.parametrize(
@@ -230,24 +232,24 @@ def test_a_missing_model_is_told(model: str, sentence: str) -> None:
 
 
 def test_a_hub_id_that_cannot_be_had_is_told() -> None:
-    asked = []
+    downloads = []
 
     def refuse(name: str, **asked_for: object) -> str:
-        asked.append((name, asked_for["revision"]))
+        downloads.append((name, asked_for["revision"]))
         raise OSError("the network is down\nand so on")
 
     with pytest.raises(ServeError, match=r"no folder some/model, .* it: the network is down$"):
         resolve_model("some/model", "v2", fetch=refuse)
-    assert asked == [("some/model", "v2")]
+    assert downloads == [("some/model", "v2")]
 
 
 @pytest.mark.parametrize("gguf", ["", "weights.gguf"])
 def test_of_a_hub_model_what_is_served_is_fetched(tiny_fill: Path, gguf: str) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = ["model_index.json", "transformer/config.json", "vae/diffusion.safetensors"]
+    needed_files = ["model_index.json", "transformer/config.json", "vae/diffusion.safetensors"]
     twice = ["flux1.safetensors", "README.md", "schnell.jpg"]
-    files = [*wanted, *twice, "transformer/a-00001-of-00002.safetensors"]
+    files = [*needed_files, *twice, "transformer/a-00001-of-00002.safetensors"]
     fetched: list[str] = []
 
     def fetch(name: str, revision: str | None, **patterns: list[str]) -> str:
@@ -255,19 +257,19 @@ def test_of_a_hub_model_what_is_served_is_fetched(tiny_fill: Path, gguf: str) ->
         return str(tiny_fill)
 
     with_model({"model": {"gguf": gguf}}, "some/model", fetch=fetch)
-    assert fetched == (wanted if gguf else [*wanted, files[-1]])
+    assert fetched == (needed_files if gguf else [*needed_files, files[-1]])
 
 
 def test_node_models_lie_in_folders_or_on_the_hub(tmp_path: Path) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = ["config.json", "model.safetensors", "vocab.txt"]
+    needed_files = ["config.json", "model.safetensors", "vocab.txt"]
     fetched: list[str] = []
 
     def fetch(name: str, **patterns: Any) -> str:
         assert name == "some/sam2"
         del patterns["revision"]
-        fetched.extend(filter_repo_objects([*wanted, "sam2.pt", "tf_model.h5"], **patterns))
+        fetched.extend(filter_repo_objects([*needed_files, "sam2.pt", "tf_model.h5"], **patterns))
         return str(tmp_path / "fetched")
 
     tables: dict[str, Any] = {"nodes": {"load": "use"}}
@@ -275,14 +277,14 @@ def test_node_models_lie_in_folders_or_on_the_hub(tmp_path: Path) -> None:
     assert with_node_folders(tables, nodes, "n.toml", fetch)["nodes"] == {
         "load": "use", "find": str(tmp_path), "segment": str(tmp_path / "fetched")
     }  # fmt: skip
-    assert fetched == wanted
+    assert fetched == needed_files
     with pytest.raises(ServeError, match=r"^n.toml: nodes.find: there is no folder /nowhere$"):
         with_node_folders(tables, {"find": "/nowhere"}, "n.toml", fetch)
 
 
 def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path) -> None:
     """Two blocks of it have a second attention."""
-    for name, own in (
+    for name, file_config in (
         ("model_index", {"_class_name": "StableDiffusion3Pipeline"}),
         ("vae/config", {"block_out_channels": [8] * 4, "latent_channels": 16}),
         ("scheduler/scheduler_config", {"shift": 3.0}),
@@ -294,14 +296,14 @@ def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path)
     ):
         file = tmp_path / f"{name}.json"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(own))
+        file.write_text(json.dumps(file_config))
     tables: dict[str, Any] = {"model": {"path": str(tmp_path)}}
-    said: list[str] = []
-    assert with_its_cache(tables, said.append)["cache"] == {"enabled": False}
-    assert "this model is served dense only" in said.pop()
-    asked = {**tables, "cache": {"enabled": True}}
-    assert with_its_cache(asked, said.append) == asked
-    assert not said
+    messages: list[str] = []
+    assert with_its_cache(tables, messages.append)["cache"] == {"enabled": False}
+    assert "this model is served dense only" in messages.pop()
+    enabled_tables = {**tables, "cache": {"enabled": True}}
+    assert with_its_cache(enabled_tables, messages.append) == enabled_tables
+    assert not messages
 
 
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
@@ -352,23 +354,26 @@ def test_what_a_killed_supervisor_left_is_removed(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
-    left, others = files.worker_files(9000, 1)[0], files.worker_files(9010, 1)[0]
-    mine = files.worker_files(9000, 2)
-    assert {own.root.parent.parent for own in mine} == {tmp_path}
-    assert {own.templates.parent.parent for own in mine} == {tmp_path / "disk"}
-    held = files.hold(mine)
-    files.remove_stale(9000, mine)
-    assert not left.root.parent.exists()
-    assert not left.templates.parent.exists()
-    for own in (*mine, others):
-        assert own.root.parent.is_dir()
-        assert own.templates.parent.is_dir()
+    stale_files, other_files = files.worker_files(9000, 1)[0], files.worker_files(9010, 1)[0]
+    new_files = files.worker_files(9000, 2)
+    assert {file_set.root.parent.parent for file_set in new_files} == {tmp_path}
+    assert {file_set.templates.parent.parent for file_set in new_files} == {tmp_path / "disk"}
+    locks = files.hold(new_files)
+    files.remove_stale(9000, new_files)
+    assert not stale_files.root.parent.exists()
+    assert not stale_files.templates.parent.exists()
+    for file_set in (*new_files, other_files):
+        assert file_set.root.parent.is_dir()
+        assert file_set.templates.parent.is_dir()
     with pytest.raises(ServeError, match=r"another maskserve serve runs at port 9000"):
         files.remove_stale(9000, [])
-    for file in held:
+    for file in locks:
         os.close(file)
     files.remove_stale(9000, [])
-    assert not any(own.root.parent.exists() or own.templates.parent.exists() for own in mine)
+    assert not any(
+        file_set.root.parent.exists() or file_set.templates.parent.exists()
+        for file_set in new_files
+    )
 
 
 def test_what_a_living_supervisor_has_is_left(
@@ -389,16 +394,16 @@ def test_what_a_living_supervisor_has_is_left(
     )
     supervisor = Supervisor(options)
     supervisor.start(until=lambda: True)
-    own = supervisor.workers[0].spec.files
+    worker_files = supervisor.workers[0].spec.files
     try:
         with pytest.raises(ServeError, match=r"another maskserve serve"):
             Supervisor(options).start()
-        assert own.root.parent.is_dir()
-        assert own.templates.parent.is_dir()
+        assert worker_files.root.parent.is_dir()
+        assert worker_files.templates.parent.is_dir()
     finally:
         supervisor.kill()
-    assert not own.root.parent.exists()
-    assert not own.templates.parent.exists()
+    assert not worker_files.root.parent.exists()
+    assert not worker_files.templates.parent.exists()
 
 
 FAKE_SERVER = """\
@@ -489,12 +494,12 @@ def test_parts_of_tritons_api_are_closed() -> None:
 def test_a_repository_without_the_model_that_checks_is_told(tmp_path: Path) -> None:
     safety = SafetyConfig(model="judge", repository=str(tmp_path))
     server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "x")
-    asked = ServeOptions(model="m"), Config(safety=safety), server, ports.Ports(1, 2, 3), "x"
+    arguments = ServeOptions(model="m"), Config(safety=safety), server, ports.Ports(1, 2, 3), "x"
     with pytest.raises(ServeError, match="has no model 'judge'"):
-        command.command(*asked)
+        command.command(*arguments)
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge" / "config.pbtxt").touch()
-    line = command.command(*asked)
+    line = command.command(*arguments)
     assert f"--model-repository={tmp_path}" in line
 
 
@@ -505,8 +510,8 @@ def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.Monkey
     libraries = (Path("/t/lib"),)
     server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), libraries, "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
-    own = ports.Ports(9000, 9001, 9002)
-    line = command.command(options, Config(), server, own, "maskserve-9000-")
+    worker_ports = ports.Ports(9000, 9001, 9002)
+    line = command.command(options, Config(), server, worker_ports, "maskserve-9000-")
     for argument in (
         "--disable-auto-complete-config",
         "--http-address=127.0.0.1",
@@ -600,15 +605,15 @@ def test_the_clients_default_address_is_the_first_worker_of_serve() -> None:
 def test_a_server_gets_a_large_stack_and_its_models_know_it() -> None:
     launch = Path(command.__file__).with_name("launch.py")
     shell = ["/bin/sh", "-c", "ulimit -s; echo $$ $MASKSERVE_SERVER_PID"]
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(launch), str(os.getpid()), *shell],
         capture_output=True,
         text=True,
         check=True,
     )
-    stack_kib, own, told = said.stdout.split()
+    stack_kib, shell_pid, server_pid = result.stdout.split()
     assert stack_kib == "unlimited" or int(stack_kib) >= 512 * 1024
-    assert own == told
+    assert shell_pid == server_pid
 
 
 @pytest.mark.parametrize(
@@ -634,13 +639,13 @@ def test_all_workers_share_the_adapters_in_memory(tmp_path: Path) -> None:
     def given(adapters: str, **table: str) -> dict[str, object]:
         options = ServeOptions(model="x", adapters=adapters, cache_dir=tmp_path / "cache")
         workers = [files.WorkerFiles(tmp_path / name, tmp_path) for name in ("w0", "w1")]
-        made = [
-            Spec(index, options, cast(Any, None), {}, own).with_adapters({"adapters": table})
-            for index, own in enumerate(workers)
+        worker_tables = [
+            Spec(index, options, cast(Any, None), {}, file_set).with_adapters({"adapters": table})
+            for index, file_set in enumerate(workers)
         ]
-        assert made[0] == made[1]
-        config_of(made[0])
-        return dict(made[0]["adapters"])
+        assert worker_tables[0] == worker_tables[1]
+        config_of(worker_tables[0])
+        return dict(worker_tables[0]["adapters"])
 
     memory, disk = str(tmp_path / "adapters"), str(tmp_path / "cache" / "adapters")
     assert given("loras") == {"store": str(Path("loras").absolute()), "host_dir": memory}

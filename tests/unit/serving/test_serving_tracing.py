@@ -48,8 +48,8 @@ def test_triton_sends_to_the_same_collector() -> None:
         ]
     server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
-    own = ports.Ports(9000, 9001, 9002)
-    line = command.command(options, Config(), server, own, "maskserve-9000-", arguments)
+    worker_ports = ports.Ports(9000, 9001, 9002)
+    line = command.command(options, Config(), server, worker_ports, "maskserve-9000-", arguments)
     assert line.index("--trace-config=rate=100") < line.index("--trace-config=rate=1")
 
 

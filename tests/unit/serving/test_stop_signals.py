@@ -20,9 +20,9 @@ Handler = Callable[[int, FrameType | None], object]
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
+    previous_handlers = [signal.getsignal(number) for number in numbers]
     yield
-    for number, handler in zip(numbers, before, strict=True):
+    for number, handler in zip(numbers, previous_handlers, strict=True):
         signal.signal(number, handler)
 
 
@@ -33,15 +33,15 @@ def ended(
 
     There the handler is called within it, as a signal's is.
     """
-    left = at
+    remaining = at
     called = False
 
     def trace(frame: FrameType, event: str, arg: object) -> object:
-        nonlocal left, called
+        nonlocal remaining, called
         frame.f_trace_opcodes = True
         if event == "opcode" and not called:
-            left -= 1
-            if left < 0:
+            remaining -= 1
+            if remaining < 0:
                 called = True
                 sys.settrace(None)
                 handler(signal.SIGTERM, None)
@@ -92,15 +92,15 @@ def test_an_event_does_not() -> None:
 
 
 def test_each_further_signal_is_told() -> None:
-    told: list[int] = []
-    stop = StopSignals(at_once=lambda: told.append(1))
+    signals: list[int] = []
+    stop = StopSignals(at_once=lambda: signals.append(1))
     assert not stop.is_set()
     assert not stop.wait(0.01)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
     assert stop.is_set()
     assert stop.wait()
-    assert told == [1, 1]
+    assert signals == [1, 1]
 
 
 def test_a_process_is_told() -> None:

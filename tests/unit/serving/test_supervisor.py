@@ -87,7 +87,7 @@ def test_a_deaf_server_is_restarted(start: Start, said: list[str], tmp_path: Pat
     deaf.unlink()
     restarted(supervisor)
     silences = [re.search(r"failed: tritonserver has not answered for ([\d.]+) s", x) for x in said]
-    assert min(float(each[1]) for each in silences if each) >= 2.0
+    assert min(float(silence[1]) for silence in silences if silence) >= 2.0
 
 
 def test_a_full_log_disk_does_not_prevent_a_restart(
@@ -133,8 +133,10 @@ def test_a_model_that_does_not_load_is_told_while_others_still_load(
         "E1120 20:20:38.0 9597 model_lifecycle.cc:642] \"failed to load 'denoiser' version 1: "
         'Internal: ConfigError: it is broken\\n\\nAt:\\n  /w/model.py(19): initialize\\n"\n'
     )
-    told = r"model denoiser failed to load: ConfigError: it is broken; the log is .*worker-0\.log"
-    with pytest.raises(ServeError, match=told):
+    error_pattern = (
+        r"model denoiser failed to load: ConfigError: it is broken; the log is .*worker-0\.log"
+    )
+    with pytest.raises(ServeError, match=error_pattern):
         start()
 
 
@@ -209,16 +211,16 @@ def test_a_killed_supervisor_can_be_started_again_at_once(tmp_path: Path) -> Non
             if line.startswith("ready"):
                 break
         assert process.poll() is None
-        said.append("".join(lines))
+        outputs.append("".join(lines))
         return process
 
-    said: list[str] = []
+    outputs: list[str] = []
     first = serve()
     first.kill()
     first.communicate()
     second = serve()  # begins to look within seconds, also on a busy machine
     try:
-        assert re.search(r"waiting for \d+ processes of a killed supervisor to end", said[1])
+        assert re.search(r"waiting for \d+ processes of a killed supervisor to end", outputs[1])
     finally:
         second.send_signal(signal.SIGTERM)
         second.communicate(timeout=120)
@@ -227,15 +229,15 @@ def test_a_killed_supervisor_can_be_started_again_at_once(tmp_path: Path) -> Non
 
 def test_an_orphan_that_stays_is_killed(tmp_path: Path) -> None:
     stay = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    left = [sys.executable, "-c", stay]
-    mine = subprocess.Popen(left, env=os.environ | {orphans.RUN_DIR: str(tmp_path)})
-    other = subprocess.Popen(left, env=os.environ | {orphans.RUN_DIR: f"{tmp_path}2"})
+    command = [sys.executable, "-c", stay]
+    orphan = subprocess.Popen(command, env=os.environ | {orphans.RUN_DIR: str(tmp_path)})
+    other_process = subprocess.Popen(command, env=os.environ | {orphans.RUN_DIR: f"{tmp_path}2"})
     try:
-        eventually("it is found", lambda: orphans.orphans_of(tmp_path) == [mine.pid])
+        eventually("it is found", lambda: orphans.orphans_of(tmp_path) == [orphan.pid])
         orphans.end_orphans(tmp_path, print, patience_s=0.2)
-        assert mine.wait(10) == -signal.SIGKILL
-        assert other.poll() is None
+        assert orphan.wait(10) == -signal.SIGKILL
+        assert other_process.poll() is None
     finally:
-        for process in (mine, other):
+        for process in (orphan, other_process):
             process.kill()
             process.wait()

@@ -16,13 +16,17 @@ def niceness() -> int:
 
 
 def test_threads_give_way_and_their_process_does_not():
-    threads, found, done = FairThreads(1, 8, "nice", 5), list[int](), threading.Event()
-    own = niceness()
-    threads.submit("any", lambda: (found.append(niceness()), done.set()))  # type: ignore[arg-type, func-returns-value]
-    assert done.wait(30)
+    threads, niceness_values, finished_event = (
+        FairThreads(1, 8, "nice", 5),
+        list[int](),
+        threading.Event(),
+    )
+    process_niceness = niceness()
+    threads.submit("any", lambda: (niceness_values.append(niceness()), finished_event.set()))  # type: ignore[arg-type, func-returns-value]
+    assert finished_event.wait(30)
     threads.close()
-    assert found == [min(19, own + 5)]
-    assert niceness() == own
+    assert niceness_values == [min(19, process_niceness + 5)]
+    assert niceness() == process_niceness
 
 
 def test_a_key_that_waits_with_many_jobs_leaves_threads_to_others():

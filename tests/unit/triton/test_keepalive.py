@@ -31,9 +31,9 @@ class Call:
 
     def exec(self, *, decoupled: bool) -> Responses:
         assert decoupled
-        made = Responses()
-        self.responses = weakref.ref(made)
-        return made
+        responses = Responses()
+        self.responses = weakref.ref(responses)
+        return responses
 
 
 def read_all(responses: Iterator[Any]) -> None:
@@ -55,5 +55,5 @@ def test_they_are_kept_for_a_while_and_not_longer(read: Any) -> None:
     read(responses_of(call, KeepAlive(2.0)))
     assert call.responses is not None
     assert call.responses() is not None
-    kept = call.responses
-    eventually("they are let go of", lambda: kept() is None)
+    responses_ref = call.responses
+    eventually("they are let go of", lambda: responses_ref() is None)

@@ -28,9 +28,9 @@ Define = Callable[[Workflow], object]
 
 
 def _kept(flow):
-    with each(2) as one:
+    with each(2) as iteration:
         inner = enlarge(flow.picture("image"))
-    one.all(inner)
+    iteration.all(inner)
     return inner
 
 
@@ -45,30 +45,30 @@ def _empty(flow):
 
 
 def _no_carried(flow):
-    with each(split(flow.mask("mask")), carry=flow.picture("image")) as one:
-        enlarge(one.picture)
+    with each(split(flow.mask("mask")), carry=flow.picture("image")) as iteration:
+        enlarge(iteration.picture)
 
 
 def _carried_alone(flow):
-    with each(2) as one:
-        one.carried = enlarge(flow.picture("image"))
+    with each(2) as iteration:
+        iteration.carried = enlarge(flow.picture("image"))
 
 
 def _no_mask(flow):
-    with each(2) as one:
-        invert(one.mask)
+    with each(2) as iteration:
+        invert(iteration.mask)
 
 
 def _no_picture(flow):
-    with each(2) as one:
-        enlarge(one.picture)
+    with each(2) as iteration:
+        enlarge(iteration.picture)
 
 
 def _all_of_text(flow):
     text = flow.text("name")
-    with each(2) as one:
+    with each(2) as iteration:
         enlarge(flow.picture("image"))
-        one.all(text)
+        iteration.all(text)
 
 
 def _until_a_picture(flow):
@@ -77,14 +77,14 @@ def _until_a_picture(flow):
 
 
 def _carry_a_mask(flow):
-    with each(split(flow.mask("mask")), carry=flow.mask("other")) as one:
-        one.carried = enlarge(one.picture)
+    with each(split(flow.mask("mask")), carry=flow.mask("other")) as iteration:
+        iteration.carried = enlarge(iteration.picture)
 
 
 def _carried_mask(flow):
     image = flow.picture("image")
-    with each(split(flow.mask("mask")), carry=image) as one:
-        one.carried = invert(one.mask)
+    with each(split(flow.mask("mask")), carry=image) as iteration:
+        iteration.carried = invert(iteration.mask)
 
 
 def _nested(flow):
@@ -230,7 +230,7 @@ def test_a_folder_is_compiled_and_read(tmp_path: Path):
 def test_a_port_is_asked_for_no_value(ask: Callable[..., object]) -> None:
     """`if find(…)` would compile, and always be true."""
     with pytest.raises(WorkflowError) as refused, Workflow("asks") as flow:  # noqa: PT012
-        found = find(flow.picture("image"), "star")
-        ask(found)
+        mask = find(flow.picture("image"), "star")
+        ask(mask)
     assert str(refused.value).startswith("find-1.mask: ")
     assert "while the workflow is defined; accepted: " in str(refused.value)

@@ -24,32 +24,32 @@ def price(call):
 
 def answer(task):
     """One region, and a verdict that passes: what is counted on where it is not known."""
-    made = {"edit": {"picture": "p"}, "find": {"mask": "m"}, "invert": {"mask": "m"},
+    outputs_by_node = {"edit": {"picture": "p"}, "find": {"mask": "m"}, "invert": {"mask": "m"},
             "shows": {"verdict": Judgement(1.0, True)}, "split": {"regions": Areas(("m",), (0,))},
             "best": {"picture": "p", "verdict": Judgement(1.0, True)}}  # fmt: skip
-    return made.get(task.call.node, {"picture": "p"})
+    return outputs_by_node.get(task.call.node, {"picture": "p"})
 
 
 def drive(run, begun, price):
     """Seconds until all that can run has: each task begins when it can, on a device of its own."""
-    now, ends, total = 0.0, [], 0.0
+    now_s, ends, total = 0.0, [], 0.0
     while True:
         for task in [*begun, *run.ready()]:
-            heapq.heappush(ends, (now + price(task.call), task.key, task))
+            heapq.heappush(ends, (now_s + price(task.call), task.key, task))
             total += price(task.call)
         begun = []
         if not ends:
-            return now, total
-        now, _, task = heapq.heappop(ends)
+            return now_s, total
+        now_s, _, task = heapq.heappop(ends)
         run.done(task.key, answer(task))
 
 
 def longest_behind(run, others, task):
     """The run without the task as far as it goes, for nothing; then the task, and all the rest."""
-    left = copy.deepcopy(run)
-    drive(left, others, lambda call: 0.0)
-    left.done(task.key, answer(task))
-    return drive(left, [], price)[0]
+    run_copy = copy.deepcopy(run)
+    drive(run_copy, others, lambda call: 0.0)
+    run_copy.done(task.key, answer(task))
+    return drive(run_copy, [], price)[0]
 
 
 def begins(plan, ended, key):
@@ -68,17 +68,17 @@ def test_a_node_is_due_as_long_before_its_plan_as_what_lies_behind_it_takes(plan
         under_way += run.ready()
         if len(run.tries) <= 6:
             for task in under_way:
-                others = [each for each in under_way if each is not task]
-                assert run.behind(task.key, price) == longest_behind(run, others, task)
+                other_tasks = [other_task for other_task in under_way if other_task is not task]
+                assert run.behind(task.key, price) == longest_behind(run, other_tasks, task)
             assert run.left(price) == drive(copy.deepcopy(run), list(under_way), price)
             assert run.left(price, lambda task: price(task.call)) == run.left(price)
         task = under_way.pop(rng.randrange(len(under_way)))
-        found = answer(task)
+        outputs = answer(task)
         if begins(plan, ended, task.key):  # from now on it is known how many there are
             count = rng.randrange(4)
-            found = {
+            outputs = {
                 "regions": Areas(("m",) * count, tuple(rng.randrange(2) for _ in range(count)))
             }
-        run.done(task.key, found)
+        run.done(task.key, outputs)
         ended.add(task.key)
     assert run.left(price) == (0.0, 0.0)

@@ -34,38 +34,51 @@ class Server:
     def call(self, model: str, now: float, run_s: float) -> None:
         begin = max(now, self.free_at)
         if model not in self.here:
-            while sum(self.models[each] for each in self.here) + self.models[model] > self.room:
+            while (
+                sum(self.models[loaded_model] for loaded_model in self.here) + self.models[model]
+                > self.room
+            ):
                 self.here.pop(0)
             begin += self.load_s
             self.loads += 1
-        self.here = [each for each in self.here if each != model] + [model]
+        self.here = [loaded_model for loaded_model in self.here if loaded_model != model] + [model]
         self.seconds[model], self.free_at = run_s, begin + run_s
         self.under_way.append((self.free_at, model))
 
     def place(self, models: frozenset[str]) -> None:
-        kept = [each for each in self.here if each in models]
-        for model in sorted(models - set(kept) - self.broken):
-            if sum(self.models[each] for each in kept) + self.models[model] <= self.room:
-                kept.append(model)
+        kept_models = [loaded_model for loaded_model in self.here if loaded_model in models]
+        for model in sorted(models - set(kept_models) - self.broken):
+            if (
+                sum(self.models[loaded_model] for loaded_model in kept_models) + self.models[model]
+                <= self.room
+            ):
+                kept_models.append(model)
                 self.loads += 1
-        self.here = kept
+        self.here = kept_models
 
     def record(self, now: float) -> dict[str, Any]:
-        told = []
+        records = []
         while self.under_way and self.under_way[0][0] <= now:
             self.ended[self.under_way.pop(0)[1]] += 1
         for name, nbytes in self.models.items():
             state = "here" if name in self.here else "failed" if name in self.broken else "absent"
-            one = {"name": name, "state": state, "bytes": nbytes, "ended": self.ended[name]}
-            told.append({**one, "seconds": self.seconds.get(name, 0.0), "load_s": self.load_s})
-        return {"device_bytes": self.room, "models": told}
+            model_record = {
+                "name": name,
+                "state": state,
+                "bytes": nbytes,
+                "ended": self.ended[name],
+            }
+            records.append(
+                {**model_record, "seconds": self.seconds.get(name, 0.0), "load_s": self.load_s}
+            )
+        return {"device_bytes": self.room, "models": records}
 
 
 class Site:
     """Servers and a router, or several that look in turn."""
 
     def __init__(self, *servers: Server, routers: int = 1) -> None:
-        self.servers = {f"s{number}": each for number, each in enumerate(servers)}
+        self.servers = {f"s{number}": server for number, server in enumerate(servers)}
         self.routers = [LivePlacement() for _ in range(routers)]
         self.dead: set[str] = set()
         self.now, self.rng = 0.0, random.Random(1)
@@ -74,19 +87,19 @@ class Site:
 
     def run(self, seconds: float, run_s: float = 0.1, **loads: float) -> None:
         """Poisson calls of these loads, each at whichever router; looks between."""
-        until = self.now + seconds
+        end_s = self.now + seconds
         calls = []
         for model, load in loads.items():
             at = self.now
-            while load and (at := at + self.rng.expovariate(load / run_s)) < until:
+            while load and (at := at + self.rng.expovariate(load / run_s)) < end_s:
                 calls.append((at, model))
         looks = [(self.now + n * LOOK_S, "") for n in range(int(seconds / LOOK_S))]
         for at, model in sorted(calls + looks):
             self.now = at
             router = self.rng.choice(self.routers)
             if not model:
-                for each in self.routers:
-                    self.look(each)
+                for live_router in self.routers:
+                    self.look(live_router)
                 continue
             alive = sorted(set(self.servers) - self.dead)
             name = min(
@@ -96,7 +109,7 @@ class Site:
             router.goes(model, name)
             self.servers[name].call(model, at, run_s)
             self.went.append((model, name))
-        self.now = until
+        self.now = end_s
 
     def look(self, router: LivePlacement) -> None:
         records = {
@@ -136,7 +149,10 @@ def test_calls_come_to_where_the_placement_is_and_stay(routers: int) -> None:
     loads, site.changes, site.went = site.loads, [], []
     site.run(300, a=1.0, b=0.3, c=0.1)
     assert (site.loads, site.changes) == (loads, [])
-    where = {model: {name for each, name in site.went if each == model} for model in SIZES}
+    where = {
+        model: {name for called_model, name in site.went if called_model == model}
+        for model in SIZES
+    }
     assert (len(where["a"]), len(where["b"]), len(where["c"])) == (2, 1, 1)
     assert max(server.free_at for server in site.servers.values()) < site.now + 2.0
 
@@ -180,8 +196,8 @@ def test_servers_that_are_not_busy_are_left_alone() -> None:
 def test_a_model_whose_load_takes_longer_than_it_is_worth_stays_where_it_is() -> None:
     quick, slow = (Site(*(Server(SIZES, 2, load_s) for _ in range(2))) for load_s in (0.5, 100.0))
     for site in (quick, slow):
-        for server, here in zip(site.servers.values(), ("ab", "bc"), strict=True):
-            server.here = list(here)
+        for server, letters in zip(site.servers.values(), ("ab", "bc"), strict=True):
+            server.here = list(letters)
         site.run(200, a=1.0, b=0.1, c=0.1)
     assert quick.changes
     assert not slow.changes
@@ -223,14 +239,14 @@ def test_a_model_that_no_server_has_has_the_last_place_everywhere() -> None:
 @pytest.mark.parametrize("why", ["it failed there", "it is too large"])
 def test_a_call_goes_last_to_where_its_model_cannot_be_loaded(why: str) -> None:
     """One that has room beside: of the other a model has to go for it."""
-    cannot, other = Server({**SIZES, "d": 2}, 3), Server({**SIZES, "d": 2}, 3)
-    other.here = ["a", "b", "c"]
+    cannot, other_server = Server({**SIZES, "d": 2}, 3), Server({**SIZES, "d": 2}, 3)
+    other_server.here = ["a", "b", "c"]
     if why == "it failed there":
         cannot.broken = {"d"}
     else:
         cannot.room = 1
     router = LivePlacement()
-    router.seen({"x": cannot.record(0.0), "y": other.record(0.0)}, 0.0)
+    router.seen({"x": cannot.record(0.0), "y": other_server.record(0.0)}, 0.0)
     assert router.score("d", "y", 9.0) < router.score("d", "x", 0.0)
 
 
@@ -245,10 +261,17 @@ def test_what_a_server_lacks_or_could_not_load_is_not_placed_there() -> None:
 
 
 def test_a_call_goes_to_who_would_be_done_first() -> None:
-    here, slow, coming = Server(SIZES, 3), Server(SIZES, 3), Server(SIZES, 3, load_s=3.0)
-    here.here = slow.here = ["a"]
-    here.seconds["a"], slow.seconds["a"] = 0.1, 0.5
-    records = {name: s.record(0.0) for name, s in zip("xyz", (here, slow, coming), strict=True)}
+    loaded_server, slow, loading_server = (
+        Server(SIZES, 3),
+        Server(SIZES, 3),
+        Server(SIZES, 3, load_s=3.0),
+    )
+    loaded_server.here = slow.here = ["a"]
+    loaded_server.seconds["a"], slow.seconds["a"] = 0.1, 0.5
+    records = {
+        name: s.record(0.0)
+        for name, s in zip("xyz", (loaded_server, slow, loading_server), strict=True)
+    }
     records["z"]["models"][0]["state"] = "coming"
     router = LivePlacement()
     assert router.seen(records, 0.0) == {}
@@ -271,8 +294,8 @@ def test_a_server_that_was_started_anew_counts_from_the_start() -> None:
     router, first, second = LivePlacement(), Server({"a": 1}, 1), Server({"a": 1}, 1)
     first.seconds["a"], first.here = 0.1, ["a"]
     changes: dict[str, frozenset[str]] = {}
-    for now, ended in ((0.0, 1000), (5.0, 1050), (10.0, 50), (15.0, 100)):
+    for now_s, ended in ((0.0, 1000), (5.0, 1050), (10.0, 50), (15.0, 100)):
         first.ended["a"] = ended
-        changes = router.seen({"x": first.record(now), "y": second.record(now)}, now)
-        assert bool(changes) == (now > 0.0)
+        changes = router.seen({"x": first.record(now_s), "y": second.record(now_s)}, now_s)
+        assert bool(changes) == (now_s > 0.0)
     assert changes == {"y": {"a"}}

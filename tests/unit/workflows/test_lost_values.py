@@ -29,13 +29,15 @@ INPUTS = {"image": "image", "mask": "mask", "name": "name"}
 
 def node(key: str, call: NodeCall, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """What a node gives: names of all that it comes from, of a seed that follows from its key."""
-    said = f"{call.node}{sorted(inputs.items())}{sorted(call.settings.items())}{seed_of(7, key)}"
-    digest = hashlib.sha256(said.encode()).hexdigest()[:12]
+    description = (
+        f"{call.node}{sorted(inputs.items())}{sorted(call.settings.items())}{seed_of(7, key)}"
+    )
+    digest = hashlib.sha256(description.encode()).hexdigest()[:12]
     number, outputs = int(digest, 16), dict[str, Any]()
-    for name, made in NODE_TYPES[call.node].outputs.items():
-        if made == "verdict":
+    for name, output_kind in NODE_TYPES[call.node].outputs.items():
+        if output_kind == "verdict":
             outputs[name] = Judgement(number % 5 / 4, number % 5 > 2)
-        elif made == "regions":
+        elif output_kind == "regions":
             masks = tuple(f"{digest}.{i}" for i in range(number % 4))
             outputs[name] = Areas(masks, tuple(min(i, number // 7 % 2) for i in range(number % 4)))
         else:
@@ -70,9 +72,9 @@ class Folder:
             self.files.add(name := f"{part}{salt}".encode())
             return NamedValue(name)
 
-        given = {name: changed(value, read) for name, value in task.inputs.items()}
-        made = node(task.key, task.call, given)
-        return {name: changed(value, put) for name, value in made.items()}
+        inputs = {name: changed(value, read) for name, value in task.inputs.items()}
+        outputs = node(task.key, task.call, inputs)
+        return {name: changed(value, put) for name, value in outputs.items()}
 
     def seen(self, value: Any) -> Any:
         def name(part: Any) -> Any:
@@ -94,8 +96,8 @@ def test_what_nothing_reads_any_more_may_go_and_nothing_else(plan: Any, seed: in
         task = waiting.pop(rng.randrange(len(waiting)))
         run.done(task.key, folder.called(task))
         folder.files &= {value.reference for value in named_in(list(run.needed()))}
-    kept = {value.reference for value in named_in(list(run.outputs.values()))}
-    assert folder.files == kept
+    output_references = {value.reference for value in named_in(list(run.outputs.values()))}
+    assert folder.files == output_references
     expected = interpret(plan, INPUTS, node)
     assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
 
@@ -121,10 +123,10 @@ def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
                 run.done(task.key, folder.called(task))
             else:
                 run.lost(task.key)
-        gone = [v for v in named_in(list(run.outputs.values())) if not folder.there(v)]
-        if not gone:
+        lost_values = [v for v in named_in(list(run.outputs.values())) if not folder.there(v)]
+        if not lost_values:
             break
-        run.again(gone)
+        run.again(lost_values)
     expected = interpret(plan, INPUTS, node)
     assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
 
@@ -137,21 +139,21 @@ def fewest(made: Mapping[str, tuple[Task, Any, Any]], gone: Collection[Any], wan
             maker.setdefault(value, key)
 
     def does(keys: Collection[str]) -> bool:
-        back, left = set[Any](), set(keys)
-        while left:
+        restored_values, remaining_keys = set[Any](), set(keys)
+        while remaining_keys:
             ready = {
                 key
-                for key in left
+                for key in remaining_keys
                 if all(
-                    value not in gone or value in back
+                    value not in gone or value in restored_values
                     for value in named_in(list(made[key][0].inputs.values()))
                 )
             }
             if not ready:
                 return False
-            back |= {value for value in maker if maker[value] in ready}
-            left -= ready
-        return all(value not in gone or value in back for value in wanted)
+            restored_values |= {value for value in maker if maker[value] in ready}
+            remaining_keys -= ready
+        return all(value not in gone or value in restored_values for value in wanted)
 
     for size in range(len(made) + 1):
         if any(does(keys) for keys in combinations(made, size)):
@@ -169,23 +171,23 @@ def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
         task = waiting.pop(rng.randrange(len(waiting)))
         run.done(task.key, folder.called(task))
         waiting += run.ready()
-    before, makers = dict(run._made), list(run._maker)
+    calls_before, makers = dict(run._made), list(run._maker)
     folder.files -= {name for name in sorted(folder.files) if rng.random() < 0.5}
-    gone = [value for value in makers if not folder.there(value)]
+    lost_values = [value for value in makers if not folder.there(value)]
     if waiting:
-        wanted = named_in(list(waiting[0].inputs.values()))
+        needed_values = named_in(list(waiting[0].inputs.values()))
         run.lost(waiting[0].key)
     else:
-        wanted = [value for value in makers if rng.random() < 0.3]
-        run.again([value for value in wanted if value in gone])
-    ended, queue = list[str](), [task for task in run.ready() if task.key in before]
+        needed_values = [value for value in makers if rng.random() < 0.3]
+        run.again([value for value in needed_values if value in lost_values])
+    ended, queue = list[str](), [task for task in run.ready() if task.key in calls_before]
     while queue:
         task = queue.pop(rng.randrange(len(queue)))
         run.done(task.key, folder.called(task))
         ended.append(task.key)
-        queue += [each for each in run.ready() if each.key in before]
-    assert len(ended) == len(set(ended)) == fewest(before, gone, wanted)
-    assert all(map(folder.there, wanted))
+        queue += [ready_task for ready_task in run.ready() if ready_task.key in calls_before]
+    assert len(ended) == len(set(ended)) == fewest(calls_before, lost_values, needed_values)
+    assert all(map(folder.there, needed_values))
 
 
 def test_what_gives_something_else_when_it_is_made_again_ends_the_run() -> None:
@@ -198,8 +200,8 @@ def test_what_gives_something_else_when_it_is_made_again_ends_the_run() -> None:
     run.done(second.key, {"picture": NamedValue(b"p")})
     [painted] = run.ready()
     run.lost(painted.key)
-    again = {task.key for task in run.ready()}
-    assert again == {first.key, second.key}
+    ready_keys = {task.key for task in run.ready()}
+    assert ready_keys == {first.key, second.key}
     run.done(first.key, {"mask": b"it goes as bytes now"})
     assert not run.ready()
     with pytest.raises(EngineFailed, match="gave 1 values, and now 2"):

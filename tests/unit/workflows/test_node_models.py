@@ -68,7 +68,7 @@ class Server:
 
         def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
             assert self._server.may_run.wait(10)
-            self._server.ran.append([each.settings["name"] for each in calls])
+            self._server.ran.append([call.settings["name"] for call in calls])
             return one_by_one(self._run, calls)
 
         def _run(self, asked: AskedNode) -> dict[str, Any]:
@@ -83,13 +83,15 @@ class Server:
         self.models.call(model, AskedNode(model, {}, {"name": name}), done)
 
     def states(self) -> dict[str, tuple[str, int]]:
-        told = self.models.record()["models"]
-        return {each["name"]: (each["state"], each["queue"]) for each in told}
+        records = self.models.record()["models"]
+        return {record["name"]: (record["state"], record["queue"]) for record in records}
 
     def load_s(self) -> float:
         """Of `find`."""
-        [told] = [x["load_s"] for x in self.models.record()["models"] if x["name"] == "find"]
-        return float(told)
+        [load_seconds] = [
+            x["load_s"] for x in self.models.record()["models"] if x["name"] == "find"
+        ]
+        return float(load_seconds)
 
     def wait(self, *names: str) -> None:
         eventually("they are answered", lambda: set(names) <= set(self.made))
@@ -187,7 +189,7 @@ def test_what_a_model_needs_is_loaded_once_and_beside_it(tmp_path: Path) -> None
     server.call("segment", "b")
     server.wait("b")
     assert sorted(server.loads) == ["find", "segment"]
-    assert sum(each["bytes"] for each in server.models.record()["models"]) == 300
+    assert sum(record["bytes"] for record in server.models.record()["models"]) == 300
     server.call("enlarge", "c")
     server.wait("c")
     server.call("find", "d")
@@ -239,8 +241,8 @@ def test_what_is_placed_is_loaded_with_what_it_needs(tmp_path: Path) -> None:
     server.models.place(["find"])
     eventually("it is there", lambda: server.states()["find"] == ("here", 0))
     assert sorted(server.loads) == ["enlarge", "find", "segment"]
-    told = {each["name"]: each for each in server.models.record()["models"]}
-    assert {name: each["needs_bytes"] for name, each in told.items()} == {
+    records_by_name = {record["name"]: record for record in server.models.record()["models"]}
+    assert {name: record["needs_bytes"] for name, record in records_by_name.items()} == {
         "pictures": 0, "find": 200, "segment": 100, "enlarge": 100,
     }  # fmt: skip
     assert server.load_s() != guess, "it is measured"

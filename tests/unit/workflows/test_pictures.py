@@ -33,16 +33,16 @@ def run(node, **inputs):
     kind = NODE_TYPES[node]
     settings = {k: inputs.pop(k) for k in list(inputs) if k not in kind.inputs}
     table = kind.settings(**settings)
-    every = {name: getattr(table, name) for name in kind.settings.__struct_fields__}
-    return run_one(NODES, node, inputs, every)
+    all_settings = {name: getattr(table, name) for name in kind.settings.__struct_fields__}
+    return run_one(NODES, node, inputs, all_settings)
 
 
 def flooded(white):
     """The parts of a mask, pixel by pixel."""
-    left, parts = {tuple(each) for each in np.argwhere(white)}, []
-    while left:
-        part, waiting = np.zeros_like(white), [min(left)]
-        left.discard(waiting[0])
+    unvisited, parts = {tuple(point) for point in np.argwhere(white)}, []
+    while unvisited:
+        part, waiting = np.zeros_like(white), [min(unvisited)]
+        unvisited.discard(waiting[0])
         while waiting:
             row, column = waiting.pop()
             part[row, column] = True
@@ -52,8 +52,8 @@ def flooded(white):
                 (row, column - 1),
                 (row, column + 1),
             ):
-                if near in left:
-                    left.discard(near)
+                if near in unvisited:
+                    unvisited.discard(near)
                     waiting.append(near)
         parts.append(part)
     return parts
@@ -66,11 +66,13 @@ def picture(seed, side=32):
 @given(arrays(np.bool_, st.tuples(st.integers(1, 9), st.integers(1, 9))))
 @examples(200)
 def test_components_are_those_of_a_flood(white):
-    ours, theirs = components(white), flooded(white)
-    assert [each.white(white.shape).tobytes() for each in ours] == [x.tobytes() for x in theirs]
-    assert [each.area for each in ours] == [int(each.sum()) for each in theirs]
-    boxes = [(r.min(), r.max() + 1, c.min(), c.max() + 1) for r, c in map(np.nonzero, theirs)]
-    assert [each.box for each in ours] == boxes
+    parts, flood_parts = components(white), flooded(white)
+    assert [part.white(white.shape).tobytes() for part in parts] == [
+        x.tobytes() for x in flood_parts
+    ]
+    assert [part.area for part in parts] == [int(part.sum()) for part in flood_parts]
+    boxes = [(r.min(), r.max() + 1, c.min(), c.max() + 1) for r, c in map(np.nonzero, flood_parts)]
+    assert [part.box for part in parts] == boxes
 
 
 @pytest.mark.parametrize(
@@ -112,12 +114,12 @@ def test_a_part_of_many_runs_is_joined_in_a_pass():
         looks += event == "line"
         return count
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     sys.settrace(count)
     try:
         (part,) = components(white)
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
     assert part.area == int(white.sum())
     assert looks < 40 * 60 * 2000
 
@@ -135,17 +137,19 @@ def test_regions_that_stay_apart_are_of_one_wave():
 
 
 def test_composing_takes_what_each_part_changed():
-    before = picture(1)
-    one, other = before.copy(), before.copy()
-    one[:8, :8] = 255 - one[:8, :8]
-    other[20:, 20:] = 255 - other[20:, 20:]
-    parts = (encode_png(one), encode_png(other))
-    made = read_picture(run("compose", picture=encode_png(before), parts=parts)["picture"], LIMITS)
-    expected = one.copy()
-    expected[20:, 20:] = other[20:, 20:]
-    assert np.array_equal(made, expected)
+    source = picture(1)
+    first, second = source.copy(), source.copy()
+    first[:8, :8] = 255 - first[:8, :8]
+    second[20:, 20:] = 255 - second[20:, 20:]
+    parts = (encode_png(first), encode_png(second))
+    composed = read_picture(
+        run("compose", picture=encode_png(source), parts=parts)["picture"], LIMITS
+    )
+    expected = first.copy()
+    expected[20:, 20:] = second[20:, 20:]
+    assert np.array_equal(composed, expected)
     with pytest.raises(InvalidRequest, match="parts: is 16x16; accepted: 32x32, as the picture"):
-        run("compose", picture=encode_png(before), parts=(encode_png(picture(2, 16)),))
+        run("compose", picture=encode_png(source), parts=(encode_png(picture(2, 16)),))
 
 
 def test_what_is_cut_out_goes_back_where_it_was():
@@ -174,12 +178,12 @@ def test_masks_are_inverted_and_pictures_padded_and_outlined():
 
 
 def test_the_best_has_passed_or_the_highest_score():
-    said = (Judgement(0.9, False), Judgement(0.5, True), Judgement(0.5, True))
-    assert run("best", pictures=(b"a", b"b", b"c"), verdicts=said) == {
-        "picture": b"b", "verdict": said[1],
+    judgements = (Judgement(0.9, False), Judgement(0.5, True), Judgement(0.5, True))
+    assert run("best", pictures=(b"a", b"b", b"c"), verdicts=judgements) == {
+        "picture": b"b", "verdict": judgements[1],
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match="verdicts: are 1 for 2 pictures"):
-        run("best", pictures=(b"a", b"b"), verdicts=said[:1])
+        run("best", pictures=(b"a", b"b"), verdicts=judgements[:1])
 
 
 def test_values_come_back_from_the_wire():

@@ -15,29 +15,29 @@ def by_hall(models, placed):
     """Of every set of models what its devices can do, over what is asked of it."""
     loaded = [model for model in models if model.load]
     return min(
-        sum(any(m.name in held for m in some) for held in placed.values())
-        / sum(m.load for m in some)
+        sum(any(m.name in names for m in subset) for names in placed.values())
+        / sum(m.load for m in subset)
         for size in range(1, len(loaded) + 1)
-        for some in itertools.combinations(loaded, size)
+        for subset in itertools.combinations(loaded, size)
     )
 
 
 def best_there_is(models, rooms):
     """Over all ways to fill the devices as far as they go."""
     sets = [
-        frozenset(m.name for m in some)
+        frozenset(m.name for m in subset)
         for size in range(len(models) + 1)
-        for some in itertools.combinations(models, size)
+        for subset in itertools.combinations(models, size)
     ]
     size_of = {s: sum(m.nbytes for m in models if m.name in s) for s in sets}
     choices = []
     for room in rooms.values():
         fitting = [s for s in sets if size_of[s] <= room]
-        choices.append([s for s in fitting if not any(s < other for other in fitting)])
+        choices.append([s for s in fitting if not any(s < superset for superset in fitting)])
     best = 0.0
-    for held in itertools.product(*choices):
-        if frozenset().union(*held) == sets[-1]:
-            best = max(best, by_hall(models, dict(zip(rooms, held, strict=True))))
+    for combination in itertools.product(*choices):
+        if frozenset().union(*combination) == sets[-1]:
+            best = max(best, by_hall(models, dict(zip(rooms, combination, strict=True))))
     return best
 
 
@@ -62,8 +62,8 @@ def test_placements_are_within_a_twentieth_of_the_best(instance):
         return
     placed = place(models, rooms)
     by_name = {model.name: model for model in models}
-    for name, held in placed.items():
-        assert sum(by_name[each].nbytes for each in held) <= rooms[name]
+    for name, model_names in placed.items():
+        assert sum(by_name[model_name].nbytes for model_name in model_names) <= rooms[name]
     assert frozenset().union(*placed.values()) == set(by_name)
     assert math.isclose(sustained(models, placed), by_hall(models, placed))
     assert sustained(models, placed) >= 0.95 * best
@@ -72,7 +72,10 @@ def test_placements_are_within_a_twentieth_of_the_best(instance):
 def test_what_is_asked_for_most_has_most_copies():
     models = [ModelLoad("base", 20, 3.0), ModelLoad("rare", 20, 0.5), ModelLoad("idle", 20, 0.0)]
     placed = place(models, {f"d{n}": 20 for n in range(8)})
-    copies = [sum(name in held for held in placed.values()) for name in ("base", "rare", "idle")]
+    copies = [
+        sum(name in model_names for model_names in placed.values())
+        for name in ("base", "rare", "idle")
+    ]
     assert copies == [6, 1, 1]
     assert sustained(models, placed) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="base of 20 the largest, do not fit on 2 devices"):

@@ -24,14 +24,14 @@ def node(key, call, inputs):
     kind = NODE_TYPES[call.node]
     seed = call.settings.get("seed", seed_of(7, key)) if call.node == "edit" else ""
     settings = {k: v for k, v in call.settings.items() if k != "cache"}
-    said = f"{call.node}{sorted(inputs.items())}{sorted(settings.items())}{seed}"
-    digest = hashlib.sha256(said.encode()).hexdigest()[:12]
+    description = f"{call.node}{sorted(inputs.items())}{sorted(settings.items())}{seed}"
+    digest = hashlib.sha256(description.encode()).hexdigest()[:12]
     outputs = {}
-    for name, made in kind.outputs.items():
+    for name, output_kind in kind.outputs.items():
         number = int(digest, 16)
-        if made == "verdict":
+        if output_kind == "verdict":
             outputs[name] = Judgement(number % 5 / 4, number % 5 > 2)
-        elif made == "regions":
+        elif output_kind == "regions":
             masks = tuple(f"{digest}.{i}" for i in range(number % 4))
             outputs[name] = Areas(masks, tuple(min(i, number // 7 % 2) for i in range(number % 4)))
         else:
@@ -60,9 +60,9 @@ INPUTS = {"image": "image", "mask": "mask", "name": "name"}
 @given(plans(), st.integers(0, 2**32), st.sets(st.sampled_from(sorted(PASSES))))
 @examples(150)
 def test_a_run_gives_what_the_interpreter_gives(plan, seed, passes):
-    made = compiled(plan, passes)
-    expected = interpret(made, INPUTS, node)
-    outputs, calls, tries = run_in_any_order(made, INPUTS, random.Random(seed), lose=0.2)
+    compiled_plan = compiled(plan, passes)
+    expected = interpret(compiled_plan, INPUTS, node)
+    outputs, calls, tries = run_in_any_order(compiled_plan, INPUTS, random.Random(seed), lose=0.2)
     assert outputs == expected
     assert len(calls) == len(set(calls))
     assert set(calls) == set(tries)
@@ -77,8 +77,8 @@ def test_no_pass_but_side_by_side_changes_an_answer(plan, passes):
 @given(plans())
 @examples(80)
 def test_a_plan_reads_as_it_was_written(plan):
-    made = compiled(plan)
-    assert parse_plan(dump_plan(made)) == made
+    compiled_plan = compiled(plan)
+    assert parse_plan(dump_plan(compiled_plan)) == compiled_plan
 
 
 def test_a_lost_task_alone_runs_again():
@@ -97,16 +97,16 @@ def test_a_lost_task_alone_runs_again():
 def test_regions_that_stay_apart_are_painted_at_once_and_composed():
     with Workflow("detail") as flow:
         image = flow.picture("image")
-        with each(split(flow.mask("mask")), most=4, carry=image) as one:
-            one.carried = edit(one.picture, one.mask, "a")
-        flow.gives(image=one.carried)
+        with each(split(flow.mask("mask")), most=4, carry=image) as iteration:
+            iteration.carried = edit(iteration.picture, iteration.mask, "a")
+        flow.gives(image=iteration.carried)
     run = WorkflowRun(compiled(flow.plan), {"image": "image", "mask": "mask"})
     (task,) = run.ready()
     run.done(task.key, {"regions": Areas(("a", "b", "c"), (0, 0, 1))})
-    both = run.ready()
-    assert [task.key for task in both] == ["each-1[0]/edit-1", "each-1[1]/edit-1"]
-    assert {task.inputs["image"] for task in both} == {"image"}
-    for task in both:
+    ready_tasks = run.ready()
+    assert [task.key for task in ready_tasks] == ["each-1[0]/edit-1", "each-1[1]/edit-1"]
+    assert {task.inputs["image"] for task in ready_tasks} == {"image"}
+    for task in ready_tasks:
         run.done(task.key, {"picture": f"made {task.inputs['mask']}"})
     (composed,) = run.ready()
     assert composed.inputs["parts"] == ("made a", "made b")
@@ -123,9 +123,9 @@ def test_regions_that_stay_apart_are_painted_at_once_and_composed():
 def test_no_region_leaves_the_picture_and_too_many_are_an_error():
     with Workflow("detail") as flow:
         image = flow.picture("image")
-        with each(split(flow.mask("mask")), most=2, carry=image) as one:
-            one.carried = edit(one.picture, one.mask, "a")
-        flow.gives(image=one.carried)
+        with each(split(flow.mask("mask")), most=2, carry=image) as iteration:
+            iteration.carried = edit(iteration.picture, iteration.mask, "a")
+        flow.gives(image=iteration.carried)
     run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
     run.done("split-1", {"regions": Areas((), ())})
     assert run.outputs == {"image": "image"}
@@ -138,11 +138,11 @@ def test_a_verifier_that_never_agrees_gives_the_best_answer():
     with Workflow("tries") as flow:
         image, mask = flow.picture("image"), flow.mask("mask")
         with repeat(most=3) as tries:
-            made = edit(image, mask, "a")
-            said = shows(made, mask, "a")
-            tries.until(said)
-            painted, told = tries.best(made), tries.best(said)
-        flow.gives(image=painted, verdict=told)
+            edited = edit(image, mask, "a")
+            verdict = shows(edited, mask, "a")
+            tries.until(verdict)
+            painted, best_verdict = tries.best(edited), tries.best(verdict)
+        flow.gives(image=painted, verdict=best_verdict)
     run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
     for number, score in enumerate((0.2, 0.6, 0.4)):
         run.done(f"repeat-1[{number}]/edit-1", {"picture": f"picture {number}"})
@@ -153,12 +153,12 @@ def test_a_verifier_that_never_agrees_gives_the_best_answer():
 def test_passes_note_what_they_did():
     with Workflow("five", "Five wishes.") as flow:
         image, name = flow.picture("image"), flow.text("name")
-        made = [
+        edits = [
             edit(image, find(image, name), f"wish {i}", loras=[{"name": "hollow"}])
             for i in range(5)
         ]
-        enlarge(made[0])
-        flow.gives(**{f"image{i}": each for i, each in enumerate(made)})
+        enlarge(edits[0])
+        flow.gives(**{f"image{i}": picture for i, picture in enumerate(edits)})
     plan = compiled(flow.plan)
     assert [step.node for step in plan.steps].count("find") == 1
     assert "enlarge" not in [step.node for step in plan.steps]

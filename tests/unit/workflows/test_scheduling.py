@@ -71,11 +71,11 @@ def test_the_least_slack_begins_and_what_cannot_be_in_time_is_told():
         ReadyNode("tight", 1.0, 0, 9.0, (1.0,), behind_s=4.0),
         ReadyNode("lost", 0.0, 0, 4.0, (3.0,), behind_s=2.0),
     ]
-    begun, late = decide(nodes, [NodePlace("a", 0.0)], Prices(), 1.0)
-    assert [(d.nodes[0].key, d.places) for d in begun] == [("tight", ("a",))]
+    started_nodes, late = decide(nodes, [NodePlace("a", 0.0)], Prices(), 1.0)
+    assert [(d.nodes[0].key, d.places) for d in started_nodes] == [("tight", ("a",))]
     assert [node.key for node in late] == ["lost"]
-    begun, _ = decide(nodes, [NodePlace("a", 0.0)], Prices(), 1.0, ORDERS["fcfs"])
-    assert begun[0].nodes[0].key == "easy"
+    started_nodes, _ = decide(nodes, [NodePlace("a", 0.0)], Prices(), 1.0, ORDERS["fcfs"])
+    assert started_nodes[0].nodes[0].key == "easy"
 
 
 def test_devices_go_to_whom_the_due_time_makes_need_them_and_not_where_others_wait():
@@ -141,8 +141,8 @@ def test_slack_order_and_predicted_ends_are_those_of_brute_force(nodes, free, no
     assert predicted(nodes, places, Prices(), now) == ends
     if nodes:
         *admitted, new = nodes
-        before = predicted(admitted, places, Prices(), now)
-        harmed = any(before[n.key] <= n.due < ends[n.key] for n in admitted)
+        ends_before = predicted(admitted, places, Prices(), now)
+        harmed = any(ends_before[n.key] <= n.due < ends[n.key] for n in admitted)
         admitted_at = admits(new, admitted, places, Prices(), now)
         assert admitted_at == (None if harmed or ends[new.key] > new.due else ends[new.key])
 
@@ -172,6 +172,6 @@ def test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anywa
 @given(sixteenths, sixteenths)
 @examples(50)
 def test_pieces_of_what_is_left_make_up_its_path_and_its_work(path, work):
-    left = in_pieces("x", 0.0, 9.0, max(path, work / 16), work)
-    assert math.isclose(left.at_once * left.run_s[0], work)
-    assert math.isclose(left.run_s[0] + left.behind_s, max(path, work / 16))
+    pieces = in_pieces("x", 0.0, 9.0, max(path, work / 16), work)
+    assert math.isclose(pieces.at_once * pieces.run_s[0], work)
+    assert math.isclose(pieces.run_s[0] + pieces.behind_s, max(path, work / 16))

@@ -37,7 +37,9 @@ class Approximator(NamedTuple):
         """Of diffusers' module."""
         return cls(
             linear(module.in_proj),
-            tuple(TwoLayers(linear(own.linear_1), linear(own.linear_2)) for own in module.layers),
+            tuple(
+                TwoLayers(linear(layer.linear_1), linear(layer.linear_2)) for layer in module.layers
+            ),
             linear(module.out_proj),
             tuple(module.norms),
         )
@@ -66,11 +68,11 @@ class ChromaBatch(FluxBatch):
         assert isinstance(weights, ChromaWeights)
         assert weights.approximator is not None
         times = timesteps.to(weights.dtype) / 1000 * 1000  # by the pipeline, and by the model
-        told = weights.told(times.flatten())
-        steps, rows, count = *timesteps.shape, told.shape[1]
+        embedded_times = weights.told(times.flatten())
+        steps, rows, count = *timesteps.shape, embedded_times.shape[1]
         spans = [(row * count, (row + 1) * count) for row in range(rows)]
-        found = weights.approximator(told.view(steps, rows * count, -1), spans)
-        return vectors(weights, found.unflatten(1, (rows, count)))
+        modulations = weights.approximator(embedded_times.view(steps, rows * count, -1), spans)
+        return vectors(weights, modulations.unflatten(1, (rows, count)))
 
 
 class ChromaAdapter(FluxAdapter):
@@ -86,10 +88,10 @@ class ChromaAdapter(FluxAdapter):
         return ChromaTransformer2DModel
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
-        own = ChromaWeights.of(model)
-        assert isinstance(own, ChromaWeights)
+        base_weights = ChromaWeights.of(model)
+        assert isinstance(base_weights, ChromaWeights)
         return replace(
-            own,
+            base_weights,
             placed_bytes=placed_bytes,
             graphs=graphs,
             told=model.time_text_embed,
@@ -125,15 +127,18 @@ def vectors(weights: FluxWeights, found: Tensor) -> tuple[Vectors, ...]:
 
     def parts(first: int, count: int, blocks: int) -> Sequence[Tensor]:
         """Of each block, [S, R, count · width]."""
-        own = found[:, :, first : first + count * blocks]
-        return own.unflatten(2, (blocks, count)).flatten(3).unbind(2)
+        span = found[:, :, first : first + count * blocks]
+        return span.unflatten(2, (blocks, count)).flatten(3).unbind(2)
 
     image, text = parts(of_image, 6, doubles), parts(of_text, 6, doubles)
     single, last = parts(0, 3, singles), found[:, :, -2:].flip(2).flatten(2)
     return tuple(
         Vectors(
-            tuple((own[at], other[at]) for own, other in zip(image, text, strict=True)),
-            tuple(own[at] for own in single),
+            tuple(
+                (block_part[at], text_part[at])
+                for block_part, text_part in zip(image, text, strict=True)
+            ),
+            tuple(block_part[at] for block_part in single),
             last[at],
         )
         for at in range(len(found))

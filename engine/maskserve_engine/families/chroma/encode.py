@@ -51,6 +51,6 @@ class ChromaEncoder(OneTextEncoder):
             )
         lengths = mask.sum(1).tolist()
         return [
-            {"prompt_embeds": each[: int(length)].copy()}
-            for each, length in zip(to_numpy(states), lengths, strict=True)
+            {"prompt_embeds": states_of_prompt[: int(length)].copy()}
+            for states_of_prompt, length in zip(to_numpy(states), lengths, strict=True)
         ]

@@ -82,10 +82,12 @@ def count(
     base = flux.count(
         alike, height, width, halo, recorded=recorded, references=references, exact=exact
     )
-    inner, told = (float(config[f"approximator_{name}"]) for name in ("hidden_dim", "num_channels"))
+    inner, embedded_width = (
+        float(config[f"approximator_{name}"]) for name in ("hidden_dim", "num_channels")
+    )
     vectors = 12 * int(config["num_layers"]) + 3 * int(config["num_single_layers"]) + 2
     layers = 2 * int(config["approximator_layers"]) * inner
-    row = 2.0 * vectors * inner * (told + layers + base.blocks[0].width)
+    row = 2.0 * vectors * inner * (embedded_width + layers + base.blocks[0].width)
     [embed] = base.before
     return replace(
         base,

@@ -71,24 +71,24 @@ class FluxBatch(FlowBatch[FluxWeights]):
 
         if self.packed.layout.narrow.image_stream.vector_of is None:
             return at(timesteps)
-        *own, zero = at(torch.cat((timesteps, torch.zeros_like(timesteps[:1]))))
-        return tuple([each.with_timeless(zero) for each in own])
+        *step_vectors, zero = at(torch.cat((timesteps, torch.zeros_like(timesteps[:1]))))
+        return tuple([vectors_of_step.with_timeless(zero) for vectors_of_step in step_vectors])
 
     def at_step(self, weights: FluxWeights, vectors: Vectors) -> FluxStep:
         return FluxStep(weights, vectors)
 
     def _run_nets(self, nets: FluxNets) -> None:
         """Have ControlNets say what they add to this step, and to anchors that it foresees."""
-        asked = []
+        net_rows = []
         for row, control in self._controlled:
-            given = NetTokens(row.all_tokens(), row.computed, row.active)
+            net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
             times = [step.timestep for step in row.walk(0)]
-            asked.append(controlled(control, given, times, row.step))
+            net_rows.append(controlled(control, net_tokens, times, row.step))
             if row.foreseen is not None:
                 at, whole = row.foreseen.step, row.all_tokens(row.foreseen.step)
-                given = NetTokens(whole, len(whole.tokens), row.active)
-                asked.append(controlled(control.ahead, given, times, row.step, at))
-        nets.run(asked)
+                net_tokens = NetTokens(whole, len(whole.tokens), row.active)
+                net_rows.append(controlled(control.ahead, net_tokens, times, row.step, at))
+        nets.run(net_rows)
 
 
 class FluxAdapter(FlowAdapter[FluxWeights]):
@@ -125,10 +125,10 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return {**super().blank_prompt(tokens), **pooled}
 
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
-        own = self.weights.context_embedder
+        embedder = self.weights.context_embedder
         if adapters:
-            own = low_rank(_CONTEXT, own, (adapters,))
-        return own(embeds, ((0, len(embeds)),))
+            embedder = low_rank(_CONTEXT, embedder, (adapters,))
+        return embedder(embeds, ((0, len(embeds)),))
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
         pictures = 1 + self.facts.semantics.reference

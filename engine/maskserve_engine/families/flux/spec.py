@@ -140,23 +140,25 @@ def flux_work(
         text=2.0 * int(config["joint_attention_dim"]) * h,
     )
     image = (height // 2) * (width // 2)
-    seen = image * references
-    tokens, still = (image, seen) if exact else (image + seen, 0)
-    held = _FLUX_HELD * h + 2.0 * int(config["attention_head_dim"])  # and rotary factors, complex
+    context_tokens = image * references
+    tokens, fixed_tokens = (image, context_tokens) if exact else (image + context_tokens, 0)
+    peak_token = _FLUX_HELD * h + 2.0 * int(
+        config["attention_head_dim"]
+    )  # and rotary factors, complex
     vectors = (12 * counts[0] + 3 * counts[1] + 2) * h
     return ModelWork(
         family="flux",
         blocks=tuple(blocks),
         tokens=(tokens,),
         context=tokens - image,
-        still=still,
+        still=fixed_tokens,
         joint=True,
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
         restore_ends=False,
         # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
-        peak_row=tokens * (held + channels + out) + STEPS_AHEAD * vectors,
-        peak_text=held,
+        peak_row=tokens * (peak_token + channels + out) + STEPS_AHEAD * vectors,
+        peak_text=peak_token,
         peak_once=(VECTORS_AT_ONCE - STEPS_AHEAD) * vectors,
         heads=int(config["num_attention_heads"]),
     )
@@ -214,22 +216,22 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
     outside: dict[str, Counter[str]] = {"before": Counter(), "after": Counter()}
     double = sum(block.name.startswith("double") for block in base.blocks)
     for name, numbers in layers.items():
-        found = _OF_BLOCK.fullmatch(name)
-        if found is None:
+        match = _OF_BLOCK.fullmatch(name)
+        if match is None:
             place, term = _OUTSIDE.get(name.split(".")[0], ("before", "row"))
             outside[place][term] += numbers
             continue
-        kind, number, layer = found.groups()
+        kind, number, layer = match.groups()
         single = kind == _BLOCKS[1]
-        own = blocks[int(number) + double * single]
+        block_terms = blocks[int(number) + double * single]
         if layer.startswith(("norm", "img_mod", "txt_mod")):
-            own["row"] += numbers
+            block_terms["row"] += numbers
             continue
-        words = any(each in layer for each in ("context", "add_", "txt_"))
+        words = any(word in layer for word in ("context", "add_", "txt_"))
         for term in ("token", "text") if single else ("text",) if words else ("token",):
-            own[term] += numbers
+            block_terms[term] += numbers
         if layer in ("attn.to_k", "attn.to_v"):
-            own["spare"] += numbers
+            block_terms["spare"] += numbers
     return base.lora_work(blocks, outside["before"], outside["after"])
 
 
@@ -269,10 +271,10 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     patch, embedded = 2, bool(transformer.get("guidance_embeds", False))
     # Base models without a guidance input are distilled to few steps.
     distilled = semantics.blends and not embedded
-    own = DEFAULTS[semantics]
+    semantics_defaults = DEFAULTS[semantics]
     defaults = EditDefaults(
-        num_inference_steps=_FEW_STEPS if distilled else own.num_inference_steps,
-        guidance_scale=own.guidance_scale if embedded else 0.0,
+        num_inference_steps=_FEW_STEPS if distilled else semantics_defaults.num_inference_steps,
+        guidance_scale=semantics_defaults.guidance_scale if embedded else 0.0,
     )
     return ModelFacts(
         family="flux",
@@ -304,8 +306,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
 
 def recorded_rows(config: Config) -> int:
     """Dense rows whose tokens a step that is a CUDA graph may have, on GPUs; 0: none is one."""
-    alone = config.engine.devices == 1 and config.cache.placed_bytes <= 0
-    return int(config.engine.flux_cuda_graphs and alone)
+    is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
+    return int(config.engine.flux_cuda_graphs and is_single_device)
 
 
 def count(

@@ -83,8 +83,8 @@ class Flux2Adapter(FluxAdapter):
 
 def ids_of(pictures: int, height: int, width: int, text: int) -> Tensor:
     """[T + pictures · height · width, 4]: a picture's number, row and column; a word's place."""
-    one = torch.zeros(1, dtype=torch.int64)
+    origin = torch.zeros(1, dtype=torch.int64)
     numbers = _REFERENCE * torch.arange(pictures)
-    image = torch.cartesian_prod(numbers, torch.arange(height), torch.arange(width), one)
-    words = torch.cartesian_prod(one, one, one, torch.arange(text))
+    image = torch.cartesian_prod(numbers, torch.arange(height), torch.arange(width), origin)
+    words = torch.cartesian_prod(origin, origin, origin, torch.arange(text))
     return torch.cat((words, image))

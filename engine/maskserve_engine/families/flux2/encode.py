@@ -42,13 +42,15 @@ class Flux2Encoder(OneTextEncoder):
                 max_sequence_length=self.text.length,
                 hidden_states_layers=_LAYERS,
             )
-        return [{"prompt_embeds": each.copy()} for each in to_numpy(states)]
+        return [{"prompt_embeds": state.copy()} for state in to_numpy(states)]
 
 
 def first_layers(config: Config, name: str, cls: Any) -> Any:
     """The model without what is behind the last layer that is read, a quarter of it or more."""
     model = load_part(config, name, cls)
-    own = getattr(model, "model", model)  # of its shape alone: with the head of a language model
-    own.layers = own.layers[: _LAYERS[-1]]
-    own.norm = torch.nn.Identity()
-    return own
+    backbone = getattr(
+        model, "model", model
+    )  # of its shape alone: with the head of a language model
+    backbone.layers = backbone.layers[: _LAYERS[-1]]
+    backbone.norm = torch.nn.Identity()
+    return backbone

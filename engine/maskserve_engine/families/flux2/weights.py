@@ -29,12 +29,12 @@ from maskserve_engine.layers.low_rank import Place
 def weights_of(model: Any, **more: Any) -> FluxWeights:
     """Of a Flux2Transformer2DModel; `more` fields of FluxWeights."""
     time = model.time_guidance_embed
-    two = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
+    embedder = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
     singles = model.single_transformer_blocks
     with torch.no_grad():
         return FluxWeights(
             linear(model.x_embedder),
-            TimeTextEmbed(time.time_proj, two, None, None),
+            TimeTextEmbed(time.time_proj, embedder, None, None),
             linear(model.context_embedder),
             tuple(_double(block) for block in model.transformer_blocks),
             tuple(_single(block) for block in singles),

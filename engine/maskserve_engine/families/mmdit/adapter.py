@@ -135,10 +135,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
                 "prompts are about a picture; use kv"
             )
-        made = partial(fused, config, part="denoiser")
+        fuse_weights = partial(fused, config, part="denoiser")
         return cls(
             facts,
-            load_denoiser(config, "transformer", cls.transformer(), made),
+            load_denoiser(config, "transformer", cls.transformer(), fuse_weights),
             load_sampler(config, tells_sigmas=cls.tells_sigmas),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
@@ -218,13 +218,20 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
         text, tokens = own is None or anchor or not own.text, self.tokens(job)
         _, height, width = job.moments.shape
-        prompts = [each for each in (job.conditioning, job.negative) if each is not None]
+        prompts = [
+            conditioning
+            for conditioning in (job.conditioning, job.negative)
+            if conditioning is not None
+        ]
         computed = tokens.active
         if own is not None and own.ring:
             computed = tokens.inner + tokens.ring * anchor
         active, grid = (float(computed),), grid_of(job)
-        shown = self._preparation.shown(job)  # the work has them as context
-        lengths = [float(self.text_tokens(len(p["prompt_embeds"]), grid)) - shown for p in prompts]
+        prompt_pictures = self._preparation.shown(job)  # the work has them as context
+        lengths = [
+            float(self.text_tokens(len(p["prompt_embeds"]), grid)) - prompt_pictures
+            for p in prompts
+        ]
         return self.work(height, width).totals(
             [RowTokens(active, text * n, text_read=(not text) * n) for n in lengths]
         )
@@ -240,11 +247,11 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """Of every `stride` timesteps of the schedule the one in their middle, and as many between
         them that no step of any schedule is out of reach.
         """
-        shift, own = self.shift, self.facts.sigmas
-        walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=own).walk
+        shift, model_sigmas = self.shift, self.facts.sigmas
+        walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk
         chosen = anchor_steps([step.sigma for step in walk], stride)
-        taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
-        return cover(tuple(taken), self.anchor_tolerance)
+        anchors = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
+        return cover(tuple(anchors), self.anchor_tolerance)
 
     def prepare(self, job: EditJob) -> EditJob:
         with torch.inference_mode():
@@ -273,16 +280,30 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             outside = index[: len(whole.clean) - len(active) - len(ring)]
             with one_cpu_thread():
                 begin = ready.inputs.start
-                start, around, rest = begin.take(active), begin.take(ring), whole.take(outside)
+                start, around, outside_inputs = (
+                    begin.take(active),
+                    begin.take(ring),
+                    whole.take(outside),
+                )
                 clean = whole.clean.index_select(0, ring)
-            there = (replace(ready.inputs, start=start), around, clean, rest, active, ring, index)
-            inputs, around, clean, template, active, ring, index = moved(there, self.device)
+            host_tensors = (
+                replace(ready.inputs, start=start),
+                around,
+                clean,
+                outside_inputs,
+                active,
+                ring,
+                index,
+            )
+            inputs, around, clean, template, active, ring, index = moved(host_tensors, self.device)
             selection.sent([index])
             row = self._row(job, inputs)
             text_cis, image = row.cis.tensor_split((len(row.text),))
-            template, shown = self._filled(template), self._preparation.shown(job)
-            others = torch.cat((image, text_cis[:shown]))[index]
-            row.inactive = FlowInactive(active, index, template, others, selection, shown)
+            template, picture_tokens = self._filled(template), self._preparation.shown(job)
+            cached_cis = torch.cat((image, text_cis[:picture_tokens]))[index]
+            row.inactive = FlowInactive(
+                active, index, template, cached_cis, selection, picture_tokens
+            )
             row.cis = torch.cat((text_cis, image[active]))
             if leaves_ring:
                 tokens = OwnOutside.begin(around, clean, ring=len(ring))
@@ -306,15 +327,22 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             ids = np.concatenate((ring, ids[: len(ids) - self._preparation.shown(job)]))
             active, index = map(torch.from_numpy, (inner, ids))
             start = ready.inputs.start
-            others = index[: len(start.latents) - len(active)]
+            outside_ids = index[: len(start.latents) - len(active)]
             with one_cpu_thread():
-                own, rest = start.take(active), start.take(others)
-                clean = self._preparation.clean(job).index_select(0, others)
-            there = (replace(ready.inputs, start=own), rest, clean, start.context, active, index)
-            inputs, rest, clean, context, active, index = moved(there, self.device)
+                active_start, outside_start = start.take(active), start.take(outside_ids)
+                clean = self._preparation.clean(job).index_select(0, outside_ids)
+            host_tensors = (
+                replace(ready.inputs, start=active_start),
+                outside_start,
+                clean,
+                start.context,
+                active,
+                index,
+            )
+            inputs, outside_start, clean, context, active, index = moved(host_tensors, self.device)
             row = self._row(job, inputs)
             text, image = row.cis.tensor_split((len(row.text),))
-            outside = OwnOutside.begin(rest, clean, context, ring=len(ring))
+            outside = OwnOutside.begin(outside_start, clean, context, ring=len(ring))
             row.inactive = FlowInactive(active, index, outside, image[index], selection)
             row.cis = torch.cat((text, image[active]))
             self.keep_own(row, plan)
@@ -337,11 +365,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
-            own, shown = self._preparation.template(job, noise_seed), self._preparation.shown(job)
+            flow_template, picture_tokens = (
+                self._preparation.template(job, noise_seed),
+                self._preparation.shown(job),
+            )
             if self.facts.shown and not self.facts.primed_by_prompt:
-                prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:shown]}
-            there = (own, self._preparation.prompt(prompt), sigmas)
-            template, inputs, sigmas = moved(there, self.device)
+                prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:picture_tokens]}
+            host_tensors = (flow_template, self._preparation.prompt(prompt), sigmas)
+            template, inputs, sigmas = moved(host_tensors, self.device)
             text = self.text(inputs.embeds, grid_of(job))
             return FlowPrimingRow(
                 request_id=job.request.request_id,
@@ -357,7 +388,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 format=format,
                 references=self._references(job, len(text)),
                 pads=self.pads(grid_of(job)),
-                shown=shown,
+                shown=picture_tokens,
                 timeless=self.timeless,
             )
 
@@ -393,17 +424,17 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         if not isinstance(row, FlowRow):
             return ()
         outside = None if row.inactive is None else row.inactive.outside
-        others = (outside.now,) if isinstance(outside, OwnOutside) else ()
-        return (row.latents, row.memory, *others)
+        outside_latents = (outside.now,) if isinstance(outside, OwnOutside) else ()
+        return (row.latents, row.memory, *outside_latents)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
         row.step = steps
         if isinstance(row, FlowRow):
-            (row.latents, row.memory, *others), row.moved = carried, None
+            (row.latents, row.memory, *outside_latents), row.moved = carried, None
             outside = None if row.inactive is None else row.inactive.outside
             if row.inactive is not None and isinstance(outside, OwnOutside):
-                row.inactive.outside = outside.begun(*others)
+                row.inactive.outside = outside.begun(*outside_latents)
             if row.own is not None:
                 self.keep_own(row, row.own.plan)  # what it has kept is of other steps
 
@@ -412,12 +443,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             return low_rank_set(factors, self._places, self.device, self.dtype)
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
-        both, row.adapters = (*row.adapters, *adapters), adapters
+        changed_adapters, row.adapters = (*row.adapters, *adapters), adapters
         if isinstance(row, FlowRow) and row.own is not None and row.own.plan.foresees:
             self.keep_own(row, row.own.plan)  # foreseen without them
         if row.references is not None and isinstance(row.references.entry, AnchorEntry):
             row.references.entry = None  # made without them
-        changed = {place for own, _ in both for place in own.updates}
+        changed = {place for adapter, _ in changed_adapters for place in adapter.updates}
         if not any(place.startswith(self.text_places) for place in changed):
             return  # what the row keeps of its prompt is as it was
         grid = grid_of(job)

@@ -97,7 +97,9 @@ class FlowBatch(KeptBatch[Row, W]):
         self._frozen = _frozen(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
-        foreseen = [(i, each) for i, row in enumerate(rows) for each in _foreseen(row)]
+        foreseen = [
+            (i, lookahead_input) for i, row in enumerate(rows) for lookahead_input in _foreseen(row)
+        ]
         self._foresee = tuple([i for i, _ in foreseen])
         """Index of the row of each pass that computes an anchor ahead, packed behind all others."""
         self.ahead = self.steps_ahead(len(rows) + len(self._guided))
@@ -115,7 +117,7 @@ class FlowBatch(KeptBatch[Row, W]):
         )
         inputs = [row.model_input() for row in rows]
         inputs += [rows[i].second_input() for i, _ in self._guided]
-        inputs += [each for _, each in foreseen]
+        inputs += [lookahead_input for _, lookahead_input in foreseen]
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
         self._still = _still(self.packed)
@@ -123,13 +125,13 @@ class FlowBatch(KeptBatch[Row, W]):
         self._steered = tuple(
             [row for row in rows if isinstance(row, FlowRow) and row.schedule.moves]
         )
-        own_way = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
+        needs_eager = self.packed.residuals or self.packed.sees_fixed or self.packed.primes
         narrow = self.packed.layout.narrow
         longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
         few = narrow.row_stream.spans[-1][1] <= longest  # more keep the device busy by themselves
-        self._recorded = few and all(row.recorded for row in rows) and not own_way
-        beside = [*(i for i, _ in self._guided), *self._foresee]
-        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in beside))
+        self._recorded = few and all(row.recorded for row in rows) and not needs_eager
+        extra_passes = [*(i for i, _ in self._guided), *self._foresee]
+        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
         self._weights: W | None = None
         """The model's, with what the rows' adapters add to them."""
         self._share: RankShare | _Passes | None = None
@@ -146,10 +148,10 @@ class FlowBatch(KeptBatch[Row, W]):
 
     @classmethod
     def of(cls, rows: Sequence[Row], last: Self | None) -> Self:
-        made = super().of(rows, last)
-        if last is not None and made is not last:
-            made.packed.placed_kv.follow(last.packed.placed_kv)
-        return made
+        batch = super().of(rows, last)
+        if last is not None and batch is not last:
+            batch.packed.placed_kv.follow(last.packed.placed_kv)
+        return batch
 
     @staticmethod
     def steps_ahead(passes: int) -> int:
@@ -159,8 +161,8 @@ class FlowBatch(KeptBatch[Row, W]):
         return 1
 
     def holds(self, rows: Sequence[Row]) -> bool:
-        same = super().holds(rows) and self._frozen == _frozen(rows)
-        return same and 0 <= rows[0].step - self._begin < self.steps
+        is_same = super().holds(rows) and self._frozen == _frozen(rows)
+        return is_same and 0 <= rows[0].step - self._begin < self.steps
 
     def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
         at = self.rows[0].step - self._begin
@@ -168,19 +170,19 @@ class FlowBatch(KeptBatch[Row, W]):
         if self._weights is None:
             self._weights = model.with_adapters(self._packed_adapters)
         weights = self._weights
-        own = self.begin_step(weights, at)
+        model_step = self.begin_step(weights, at)
         if exchange is not None:
             share = self._share_with(exchange, weights)
             if isinstance(share, RankShare):
-                velocity = forward_shared(own, share, kinds)
+                velocity = forward_shared(model_step, share, kinds)
             else:
-                velocity = share.forward(own, self.packed.tokens, kinds)
+                velocity = share.forward(model_step, self.packed.tokens, kinds)
         elif self._skippers:
-            velocity = forward_skipping(own, self.packed, kinds, self._skippers)
+            velocity = forward_skipping(model_step, self.packed, kinds, self._skippers)
         elif self._recorded and weights.graphs is not None:
-            velocity = weights.graphs.answer(FlowStep(own, self.packed, kinds))
+            velocity = weights.graphs.answer(FlowStep(model_step, self.packed, kinds))
         else:
-            velocity = forward(own, self.packed, kinds)
+            velocity = forward(model_step, self.packed, kinds)
         if self._guided:
             self._guide(velocity)
         if self._still is not None:  # behind guidance, whose rule may divide by an answer's length
@@ -305,8 +307,8 @@ class FlowBatch(KeptBatch[Row, W]):
         for (i, negative), away in zip(self._guided, answers[rows:], strict=False):
             self.guide(answers[i], away, negative.scale)
             if i in ahead:
-                own, foreseen = ahead[i]
-                self.guide(own, foreseen, negative.scale)
+                answer, foreseen = ahead[i]
+                self.guide(answer, foreseen, negative.scale)
 
     @staticmethod
     def guide(own: Tensor, away: Tensor, scale: float) -> None:
@@ -381,30 +383,34 @@ class _Passes:
         self._channels = rows[0].channels
         second = {i: len(rows) + at for at, (i, _) in enumerate(guided)}
         passes = [[i, second[i]] if i in second else [i] for i in range(len(rows))]
-        with_it = {number: [number] for of_row in passes for number in of_row}
+        groups_by_pass = {number: [number] for of_row in passes for number in of_row}
         ahead = iter(range(len(rows) + len(guided), len(whole.rows)))
         for i in dict.fromkeys(foresee):
             for number in passes[i]:
-                with_it[number].append(next(ahead))
+                groups_by_pass[number].append(next(ahead))
 
         def cost(number: int) -> float:
-            return float(sum(len(whole.rows[each].cis) for each in with_it[number]))
+            return float(
+                sum(len(whole.rows[pass_number].cis) for pass_number in groups_by_pass[number])
+            )
 
         anchored = {
             i: row for i, row in enumerate(rows) if isinstance(row, FlowRow) and row.anchored
         }
         stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
-        self._share = PassShare([list(map(cost, own)) for own in passes], stays, exchange)
-        dealt = [with_it[number] for own in passes for number in own]
-        self.own = [each for i in self._share.own for each in dealt[i]]
+        self._share = PassShare([list(map(cost, group)) for group in passes], stays, exchange)
+        dealt = [groups_by_pass[number] for group in passes for number in group]
+        self.own = [pass_number for i in self._share.own for pass_number in dealt[i]]
         """Their numbers in the batch."""
         for i, row in anchored.items():
-            for number, kept in zip(passes[i], row.anchors, strict=True):
-                kept.sees("here" if number in self.own else "elsewhere")
-        numbers = [each for own in dealt for each in own]
+            for number, step_cache in zip(passes[i], row.anchors, strict=True):
+                step_cache.sees("here" if number in self.own else "elsewhere")
+        numbers = [pass_number for group in dealt for pass_number in group]
         self._answered = [numbers.index(i) for i in range(len(numbers))]
         """Of each of the batch's passes, where the answer to it comes."""
-        self._lengths = [[len(whole.rows[i].tokens) * self._channels for i in own] for own in dealt]
+        self._lengths = [
+            [len(whole.rows[i].tokens) * self._channels for i in group] for group in dealt
+        ]
         """Numbers in the answers to passes that are dealt together."""
         self._packed = Packed([whole.rows[i] for i in self.own]) if self.own else None
         spans = whole.layout.narrow.image_stream.spans
@@ -424,23 +430,25 @@ class _Passes:
         else:
             self._packed.tokens = tokens.index_select(0, self._tokens)
             answer = forward(model.take(self.own), self._packed, kinds)
-        came = self._share.gather(answer, list(map(sum, self._lengths)))
-        both = zip(came, self._lengths, strict=True)
-        parts = [part for each, lengths in both for part in each.split(lengths)]
+        gathered = self._share.gather(answer, list(map(sum, self._lengths)))
+        answer_lengths = zip(gathered, self._lengths, strict=True)
+        parts = [
+            part for rank_answer, lengths in answer_lengths for part in rank_answer.split(lengths)
+        ]
         return torch.cat([parts[i] for i in self._answered]).view(-1, self._channels)
 
 
 def _still(packed: Packed) -> Tensor | None:
     """Places of the tokens that no step moves; None: there are none."""
     spans = packed.layout.narrow.image_stream.spans
-    still = [
+    fixed_spans = [
         torch.arange(end - row.still, end)
         for row, (_, end) in zip(packed.rows, spans, strict=True)
         if row.still
     ]
-    if not still:
+    if not fixed_spans:
         return None
-    [places] = to_device([torch.cat(still)], packed.tokens.device)
+    [places] = to_device([torch.cat(fixed_spans)], packed.tokens.device)
     return places
 
 

@@ -70,13 +70,13 @@ class Vectors:
         """Those of some rows."""
         first = self.single[0] if self.single else self.double[0][0]
         [at] = to_device([torch.tensor(rows)], first.device)
-        both = at
+        image_rows = at
         if self.double and len(self.double[0][0]) > len(self.double[0][1]):
-            both = torch.cat((at, at + len(self.double[0][1])))
+            image_rows = torch.cat((at, at + len(self.double[0][1])))
         return Vectors(
-            tuple((image[both], text[at]) for image, text in self.double),
+            tuple((image[image_rows], text[at]) for image, text in self.double),
             tuple(block[at] for block in self.single),
-            None if self.last is None else self.last[both],
+            None if self.last is None else self.last[image_rows],
         )
 
     def with_timeless(self, at_zero: Vectors) -> Vectors:
@@ -84,8 +84,8 @@ class Vectors:
         assert not self.single, "single blocks have one stream"
         assert self.last is not None
         images = [
-            torch.cat((own[0], zero[0]))
-            for own, zero in zip(self.double, at_zero.double, strict=True)
+            torch.cat((timed[0], zero[0]))
+            for timed, zero in zip(self.double, at_zero.double, strict=True)
         ]
         # Nobody reads what the last layer makes of such tokens.
         double = tuple((image, text) for image, (_, text) in zip(images, self.double, strict=True))
@@ -104,26 +104,26 @@ def embed(
         pooled: [R, pooled width]; None for models without it.
         guidance: [R], times 1000; None for models without it.
     """
-    own, dtype = weights.time_text_embed, weights.dtype
+    embedder, dtype = weights.time_text_embed, weights.dtype
     rows = [(row, row + 1) for row in range(timesteps.shape[1])]
     times = timesteps
-    if own.clock is not None:
+    if embedder.clock is not None:
         # The pipeline divides by 1000 in the latents' dtype and most models multiply again.
-        times = timesteps.to(dtype) / 1000 * own.clock
+        times = timesteps.to(dtype) / 1000 * embedder.clock
 
     def projected(values: Tensor) -> Tensor:
-        return own.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
+        return embedder.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
 
-    assert own.timestep_embedder is not None, "blocks have their vectors of something else"
-    emb = _between(own.timestep_embedder, projected(times), rows)
+    assert embedder.timestep_embedder is not None, "blocks have their vectors of something else"
+    emb = _between(embedder.timestep_embedder, projected(times), rows)
     if guidance is not None:
-        assert own.guidance_embedder is not None
-        emb = emb + _between(own.guidance_embedder, projected(guidance.expand_as(times)), rows)
+        assert embedder.guidance_embedder is not None
+        emb = emb + _between(embedder.guidance_embedder, projected(guidance.expand_as(times)), rows)
     if pooled is None:
         return F.silu(emb)
-    assert own.text_embedder is not None
+    assert embedder.text_embedder is not None
     texts = pooled.repeat(len(times), 1).unflatten(0, times.shape)
-    return F.silu(emb + _between(own.text_embedder, texts, rows))
+    return F.silu(emb + _between(embedder.text_embedder, texts, rows))
 
 
 def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
@@ -150,8 +150,8 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
 
     shared = weights.shared
     if shared is not None:
-        both = steps(shared.image), steps(shared.text)
-        doubles = [both] * len(weights.double_blocks)
+        double_vectors = steps(shared.image), steps(shared.text)
+        doubles = [double_vectors] * len(weights.double_blocks)
         singles = [steps(shared.single)] * len(weights.single_blocks)
     else:
         doubles = [
@@ -210,12 +210,12 @@ def stream_post(
         x = clip(x)
         normed = modulate(x, shift, scale, fp8)
     if gated:
-        found = down(swiglu(up(normed, rows)), rows)
+        hidden = down(swiglu(up(normed, rows)), rows)
     elif fp8 and isinstance(down, Fp8Linear):
-        found = down(quantised_gelu(up(normed)))
+        hidden = down(quantised_gelu(up(normed)))
     else:
-        found = down(gelu_of(up, normed, rows), rows)
-    return add_gated(x, mlp_gate, found, norm)
+        hidden = down(gelu_of(up, normed, rows), rows)
+    return add_gated(x, mlp_gate, hidden, norm)
 
 
 class Modulated(NamedTuple):
@@ -231,8 +231,12 @@ class Modulated(NamedTuple):
     @classmethod
     def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
         """Of a stream [N, width] and its rows' vectors [R, … · width]."""
-        wide, each = stream.wide(x), _spread(stream, vectors, x.shape[1])
-        return cls(wide, each, modulate(wide, each[0], each[1], isinstance(product, Fp8Linear)))
+        wide, spread_vectors = stream.wide(x), _spread(stream, vectors, x.shape[1])
+        return cls(
+            wide,
+            spread_vectors,
+            modulate(wide, spread_vectors[0], spread_vectors[1], isinstance(product, Fp8Linear)),
+        )
 
 
 def _spread(stream: Stream, vectors: Tensor, width: int) -> Sequence[Vector]:
@@ -284,27 +288,27 @@ class FluxStep:
     ) -> tuple[Tensor, Tensor, Any]:
         block = self.blocks[number]
         if isinstance(block, Double):
-            both = self.vectors.double[number]
+            block_vectors = self.vectors.double[number]
             streams: _Streams = ahead or (
-                Modulated.of(block.text.qkv, packing.text_stream, text, both[1]),
-                Modulated.of(block.image.qkv, packing.image_stream, image, both[0]),
+                Modulated.of(block.text.qkv, packing.text_stream, text, block_vectors[1]),
+                Modulated.of(block.image.qkv, packing.image_stream, image, block_vectors[0]),
             )
             qkv = self._qkv_of_streams(number, block, streams, packing, room)
             qk, v = split(qkv, block.norms.shape[-1])
             qk_norm_rope(qk, block.norms, cis, packing.stream_of)
-            return qk, v, tuple((own.x, own.vectors) for own in streams)
+            return qk, v, tuple((stream.x, stream.vectors) for stream in streams)
         vectors = self.vectors.single[number - self.two_streams]
         row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
         width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
             end = block.qkv_up.out_features
-            own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, end)
+            stream, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, end)
             qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
-            write_product(own, row.normed, qkv)
+            write_product(stream, row.normed, qkv)
             joined = gelu_of(up, row.normed) if inside else up(row.normed)
         else:
-            all_of_it = block.qkv_up(row.normed, packing.row_stream.spans)
-            qkv, joined = all_of_it[:, : 3 * width], all_of_it[:, 2 * width :]
+            qkv_and_up = block.qkv_up(row.normed, packing.row_stream.spans)
+            qkv, joined = qkv_and_up[:, : 3 * width], qkv_and_up[:, 2 * width :]
         qk, v = split(qkv, block.norms.shape[-1])
         qk_norm_rope(qk, block.norms, cis)
         return qk, v, (joined, row.x, row.vectors[2])
@@ -325,13 +329,13 @@ class FluxStep:
             return packing.rows_from(
                 products[0](text.normed, spans[0]), products[1](image.normed, spans[1])
             )
-        lengths = [own[-1][1] for own in spans]
+        lengths = [stream_spans[-1][1] for stream_spans in spans]
         if room is None:
             room = image.x.new_empty(sum(lengths), products[0].out_features)
-        both = room[: sum(lengths)]
-        for product, stream, out in zip(products, streams, both.split(lengths), strict=True):
+        packed_qkv = room[: sum(lengths)]
+        for product, stream, out in zip(products, streams, packed_qkv.split(lengths), strict=True):
             write_product(product, stream.normed, out)
-        return packing.in_row_order(both)
+        return packing.in_row_order(packed_qkv)
 
     def post(
         self,
@@ -360,14 +364,14 @@ class FluxStep:
             rows = packing.image_stream.spans
         if self.forms[number] == "epilogues":
             assert isinstance(block.out, PlainLinear)
-            found = sum_of_parts(block.out, (attended, joined))
+            hidden = sum_of_parts(block.out, (attended, joined))
         elif isinstance(block.out, Fp8Linear):
             more = block.qkv_up.out_features - 3 * attended.shape[1]
             up = joined[:, -more:]  # beside the values, or alone
             if self.gated:
-                found = block.out(torch.cat((attended, swiglu(up)), dim=1))
+                hidden = block.out(torch.cat((attended, swiglu(up)), dim=1))
             else:
-                found = block.out(quantised_gelu(up, attended))
+                hidden = block.out(quantised_gelu(up, attended))
         else:
             # Nobody needs the values any more: in their place what was found needs not be joined by
             # a copy of all, which takes more than the copy of itself.
@@ -378,14 +382,14 @@ class FluxStep:
                 swiglu(up, out=joined[:, attended.shape[1] :])
             else:
                 gelu(up, out=up)
-            found = block.out(joined, rows)
+            hidden = block.out(joined, rows)
         if not goes_on or half:
-            out, _ = add_gated(x, gate, found)
+            out, _ = add_gated(x, gate, hidden)
             return text, (clip(out) if half else out).view_as(image), None
         following = number + 1 - self.two_streams
         of_next = packing.row_stream.spread(self.vectors.single[following], 3)
         norm = _norm(self.weights.single_blocks[following].qkv_up, of_next)
-        out, normed = add_gated(x, gate, found, norm)
+        out, normed = add_gated(x, gate, hidden, norm)
         return text, out.view_as(image), Modulated(out, of_next, normed)
 
     def _after_streams(
@@ -449,7 +453,7 @@ class FluxStep:
         fp8 = isinstance(keys_values, Fp8Linear)
         normed = modulate(stream.wide(hidden), shift, scale, fp8)
         k, v = keys_values(normed, stream.spans).chunk(2, dim=1)
-        k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
+        k, v = (heads.unflatten(-1, (-1, norms.shape[-1])) for heads in (k, v))
         qk_norm_rope(k[:, None], norms[1:], cis)
         return k, v
 

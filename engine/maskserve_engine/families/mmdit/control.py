@@ -64,10 +64,12 @@ class FluxControlNet:
         """
         if model.input_hint_block is not None:
             raise ValueError("it takes pixels (conditioning_embedding_channels), not VAE latents")
-        own, of_base = model.config, {**base.config, "in_channels": channels}
+        net_config, of_base = model.config, {**base.config, "in_channels": channels}
         for name in ("in_channels", *CONTROL.equal):
-            if list(np.ravel(own[name])) != list(np.ravel(of_base[name])):
-                raise ValueError(f"its {name} is {own[name]}, that of the model {of_base[name]}")
+            if list(np.ravel(net_config[name])) != list(np.ravel(of_base[name])):
+                raise ValueError(
+                    f"its {name} is {net_config[name]}, that of the model {of_base[name]}"
+                )
         of_blocks = len(base.transformer_blocks), len(base.single_transformer_blocks)
         weights = FluxWeights.of(model)
         with torch.no_grad():
@@ -75,7 +77,7 @@ class FluxControlNet:
             return cls(
                 weights,
                 linear(model.controlnet_x_embedder),
-                tuple([linear(each) for each in outs]),
+                tuple([linear(out_layer) for out_layer in outs]),
                 model.controlnet_mode_embedder.weight if model.union else None,
                 channels,
                 of_blocks,
@@ -111,11 +113,11 @@ class FluxControlNet:
         Yields:
             behind each block, per row [n, width] of the tokens that were computed.
         """
-        own, stream = self.weights, packed.layout.narrow.image_stream
-        latents, hints = packed.tokens.split((self.channels, own.width), dim=1)
-        image = own.x_embedder(latents.contiguous(), stream.spans) + hints
+        weights, stream = self.weights, packed.layout.narrow.image_stream
+        latents, hints = packed.tokens.split((self.channels, weights.width), dim=1)
+        image = weights.x_embedder(latents.contiguous(), stream.spans) + hints
         kinds = ("kv",) * len(self.outs)
-        state = State(FluxStep(own, at), packed, kinds, (packed.text, image))
+        state = State(FluxStep(weights, at), packed, kinds, (packed.text, image))
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
             yield list(out(state.computed_image(), stream.spans).split(stream.lengths))
@@ -125,11 +127,11 @@ def _places(
     weights: FluxWeights, base: tuple[int, int], depth: tuple[int, int]
 ) -> tuple[tuple[int, ...], ...]:
     """`FluxControlNet.places` of a net that is taken to be so deep."""
-    blocks, found = (weights.double_blocks, weights.single_blocks), list[tuple[int, ...]]()
-    for own, first, count, of in zip(blocks, (0, base[0]), depth, base, strict=True):
+    blocks, block_places = (weights.double_blocks, weights.single_blocks), list[tuple[int, ...]]()
+    for stack_blocks, first, count, of in zip(blocks, (0, base[0]), depth, base, strict=True):
         placed = spread(count, first, of)
-        found += [*placed, *[()] * (len(own) - len(placed))]
-    return tuple(found)
+        block_places += [*placed, *[()] * (len(stack_blocks) - len(placed))]
+    return tuple(block_places)
 
 
 def common_depth(depths: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -151,8 +153,10 @@ def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
     """
     if not count:
         return []
-    each = ceil(of / count)
-    return [tuple(range(first + i * each, first + min((i + 1) * each, of))) for i in range(count)]
+    stride = ceil(of / count)
+    return [
+        tuple(range(first + i * stride, first + min((i + 1) * stride, of))) for i in range(count)
+    ]
 
 
 class FluxNetInput(NamedTuple):
@@ -217,16 +221,16 @@ class FluxNets(Nets[FluxNetInput]):
         it and of the steps behind it."""
 
     def say(self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]]) -> Iterator[Said]:
-        inputs = [_given(each) for each in same]
+        inputs = [_given(request) for request in same]
         packed = Packed(inputs)
-        found = net.samples(packed, self._vectors_of(net, same, packed))
-        for places, by_row in zip(net.places, found, strict=True):
+        samples = net.samples(packed, self._vectors_of(net, same, packed))
+        for places, by_row in zip(net.places, samples, strict=True):
             active = zip(same, by_row, strict=True)
-            yield places, [[sample[: each.row.given.computed]] for each, sample in active]
-        for each, given in zip(same, inputs, strict=True):
-            if isinstance(given.capture, OwnAnchors):
-                given.capture.passed(each.row.timesteps[0])
-                each.keep([given.capture])
+            yield places, [[sample[: request.row.given.computed]] for request, sample in active]
+        for request, row_input in zip(same, inputs, strict=True):
+            if isinstance(row_input.capture, OwnAnchors):
+                row_input.capture.passed(request.row.timesteps[0])
+                request.keep([row_input.capture])
 
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
@@ -236,17 +240,17 @@ class FluxNets(Nets[FluxNetInput]):
         differently.
         """
         first = same[0].row
-        key, step = (id(net), *(id(each.own) for each in same)), first.step
-        begin, kept = self._vectors.get(key, (step, ()))
-        if not begin <= step < begin + len(kept):
-            before = first.before if all(each.row is first for each in same) else ()
-            ahead = min(AHEAD, *(len(before) + len(each.row.timesteps) for each in same))
-            by_row = [[*before, *each.row.timesteps][:ahead] for each in same]
+        key, step = (id(net), *(id(request.own) for request in same)), first.step
+        begin, step_vectors = self._vectors.get(key, (step, ()))
+        if not begin <= step < begin + len(step_vectors):
+            before = first.before if all(request.row is first for request in same) else ()
+            ahead = min(AHEAD, *(len(before) + len(request.row.timesteps) for request in same))
+            by_row = [[*before, *request.row.timesteps][:ahead] for request in same]
             [timesteps] = to_device([torch.tensor(by_row).T.contiguous()], packed.tokens.device)
             emb = embed(net.weights, timesteps, packed.pooled, packed.guidance)
-            begin, kept = step - len(before), vectors(net.weights, emb)
-            self._vectors[key] = begin, kept
-        return kept[step - begin]
+            begin, step_vectors = step - len(before), vectors(net.weights, emb)
+            self._vectors[key] = begin, step_vectors
+        return step_vectors[step - begin]
 
 
 class NetTokens(NamedTuple):
@@ -264,20 +268,22 @@ def _given(asked: Asked[FluxNetInput]) -> RowInput:
     """What the net is to compute: between anchors the active tokens, else all of them, with an
     `OwnAnchors` that sees the others where they are to be kept.
     """
-    row, (given, computed, active) = asked.row, asked.row.given
+    row, (net_tokens, computed, active) = asked.row, asked.row.given
     if asked.kept is not None:
-        cis, others = given.cis.tensor_split((len(given.text) + computed,))
-        own = asked.own.of(replace(given, tokens=given.tokens[:computed], cis=cis))
-        [kept] = asked.kept
-        return foretold(own, others, kept, lambda: row.timesteps[0])
-    made = asked.own.of(given)
+        cis, cached_cis = net_tokens.cis.tensor_split((len(net_tokens.text) + computed,))
+        computed_input = asked.own.of(
+            replace(net_tokens, tokens=net_tokens.tokens[:computed], cis=cis)
+        )
+        [previous_cache] = asked.kept
+        return foretold(computed_input, cached_cis, previous_cache, lambda: row.timesteps[0])
+    row_input = asked.own.of(net_tokens)
     if not asked.keeps:
-        return made
+        return row_input
     last = asked.last
-    [seen] = [OwnAnchors(row.control.own)] if last is None else last.tokens
+    [step_cache] = [OwnAnchors(row.control.own)] if last is None else last.tokens
     at, reads = row.timesteps[0], row.foreseen is not None
-    seen.anchor(row.step, at, active, len(made.tokens), reads=reads)
-    return replace(made, capture=seen)
+    step_cache.anchor(row.step, at, active, len(row_input.tokens), reads=reads)
+    return replace(row_input, capture=step_cache)
 
 
 def controlled(
@@ -312,15 +318,15 @@ class FluxNetRow:
     def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
         """From `FluxAdapter.opening`, as `Opening.on` the nets' device."""
         facts, arrays = opening.facts, opening.arrays
-        own = [nets[each.net] for each in facts.controls]
+        row_nets = [nets[opened.net] for opened in facts.controls]
         if facts.shallowest:
-            depth = common_depth([net.depth for net in own])
-            own = [net.as_shallow_as(depth) for net in own]
+            depth = common_depth([net.depth for net in row_nets])
+            row_nets = [net.as_shallow_as(depth) for net in row_nets]
         inputs = [
             FluxNetInput.made(
-                each.input, own[i], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
+                opened.input, row_nets[i], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
             )
-            for i, each in enumerate(facts.controls)
+            for i, opened in enumerate(facts.controls)
         ]
         none = arrays["embeds"].new_empty(0, 0)
         text = arrays["embeds"].new_empty(facts.text, 0)
@@ -334,6 +340,6 @@ class FluxNetRow:
     ) -> Controlled[FluxNetInput]:
         """See `NetRow`; `sample` is [N, channels], the tokens that the base computes first."""
         row = replace(self.base, tokens=sample, cis=self.cis)
-        given = NetTokens(row, computed, self.active)
+        net_tokens = NetTokens(row, computed, self.active)
         control = self.control if foreseen is None else self.control.ahead
-        return controlled(control, given, self.timesteps, step, foreseen)
+        return controlled(control, net_tokens, self.timesteps, step, foreseen)

@@ -80,7 +80,7 @@ class FlowBlend:
 
     def take(self, index: Tensor) -> FlowBlend:
         return FlowBlend(
-            *(each.index_select(0, index) for each in (self.mask, self.clean, self.noise))
+            *(tensor.index_select(0, index) for tensor in (self.mask, self.clean, self.noise))
         )
 
 
@@ -138,8 +138,8 @@ def start_fill(
 
 def blended(clean: Tensor, noise: Tensor, mask: Tensor) -> FlowBlend:
     """Of [C, h, w] latents and a mask of them, [1, h, w] float32."""
-    each = (mask.expand_as(clean).contiguous(), clean, noise)
-    return FlowBlend(*(pack_latents(part) for part in each))
+    parts = (mask.expand_as(clean).contiguous(), clean, noise)
+    return FlowBlend(*(pack_latents(part) for part in parts))
 
 
 def start_inpaint(
@@ -307,9 +307,11 @@ class FlowPreparation:
             return ringed
         active = self._computed(ringed)
         inner, around = self._ringed(ringed)
-        others = self._others(job, active)
-        own = replace(job.prepared, active=active, selection=others, inner=inner, ring=around)
-        return replace(ringed, prepared=own)
+        cached_selection = self._others(job, active)
+        ringed_prepared = replace(
+            job.prepared, active=active, selection=cached_selection, inner=inner, ring=around
+        )
+        return replace(ringed, prepared=ringed_prepared)
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
@@ -361,17 +363,17 @@ class FlowPreparation:
         settings, loras = job.request.settings, job.request.used_loras
         assert settings.num_inference_steps is not None
         steps = steps_run(settings.num_inference_steps, settings.strength)
-        own_way = settings.reproducible or settings.first_block_threshold or loras
-        return not (own_way or acting(job.controls, steps))
+        needs_eager = settings.reproducible or settings.first_block_threshold or loras
+        return not (needs_eager or acting(job.controls, steps))
 
     def schedule(self, job: EditJob) -> Schedule:
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared.inputs.schedule
         settings, (height, width) = job.request.settings, grid_of(job)
-        steps, own = settings.num_inference_steps, self._facts.sigmas
+        steps, model_sigmas = settings.num_inference_steps, self._facts.sigmas
         assert steps is not None
         return make_schedule(
-            self._sampler, steps, height * width, settings.strength, self._shift, own
+            self._sampler, steps, height * width, settings.strength, self._shift, model_sigmas
         )
 
     def prompt(self, given: Conditioning) -> FlowPrompt:
@@ -385,13 +387,13 @@ class FlowPreparation:
         self, job: EditJob, schedule: Schedule, generator: torch.Generator
     ) -> tuple[tuple[ControlInput, Tensor], ...]:
         """Draw the latents of the edit's control pictures."""
-        found = []
+        control_inputs = []
         for control in acting(job.controls, schedule.steps):
             assert control.moments is not None, "FLUX's control pictures come encoded"
-            found.append(
+            control_inputs.append(
                 (control, pack_latents(self._posterior(control.moments).sample(generator)))
             )
-        return tuple(found)
+        return tuple(control_inputs)
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
         """Draw everything else random of the edit, in the pipeline's own order, on the CPU. A

@@ -144,10 +144,10 @@ class CachedTokens:
         return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:
-        found = KvSource(*self._handle.wait_whole(block, part))
+        kv_source = KvSource(*self._handle.wait_whole(block, part))
         if self.own is None or part != "kv":
-            return found
-        return self.own.lifted(block, found, self._sigma)
+            return kv_source
+        return self.own.lifted(block, kv_source, self._sigma)
 
     @property
     def entry(self) -> object:
@@ -238,8 +238,8 @@ class OwnOutside:
 
     def passed(self, change: float, weight: float) -> None:
         """A step between anchors has moved the others by so much sigma."""
-        last, before = self.times
-        self.times = (last + change * (1.0 + weight), before - change * weight)
+        last, previous = self.times
+        self.times = (last + change * (1.0 + weight), previous - change * weight)
 
 
 class FlowRing(NamedTuple):
@@ -372,8 +372,8 @@ class FlowRow:
     @property
     def anchors(self) -> tuple[OwnAnchors, ...]:
         """What it keeps of its own, of each pass (`own_anchors.AnchoredRow`)."""
-        each = (self.own, None if self.negative is None else self.negative.own)
-        return tuple([own for own in each if own is not None])
+        pass_caches = (self.own, None if self.negative is None else self.negative.own)
+        return tuple([step_cache for step_cache in pass_caches if step_cache is not None])
 
     @property
     def keeps_text(self) -> bool:
@@ -388,8 +388,8 @@ class FlowRow:
     @property
     def _sees_text(self) -> bool:
         """Whether the next step keeps its text, of a row that reads a template."""
-        own = self.own
-        return own is not None and own.text and not self.anchored and self._whole_step
+        step_cache = self.own
+        return step_cache is not None and step_cache.text and not self.anchored and self._whole_step
 
     @property
     def _sees(self) -> bool:
@@ -402,10 +402,17 @@ class FlowRow:
         """The anchor that the next step is to compute beside its own tokens: the one behind it, if
         the line from the last one ends here; None: none.
         """
-        own = self.own
-        if own is None or not own.plan.foresees or self._whole_step or self.moved is None:
+        step_cache = self.own
+        if (
+            step_cache is None
+            or not step_cache.plan.foresees
+            or self._whole_step
+            or self.moved is None
+        ):
             return None
-        return own.plan.behind(self.step) if own.reaches >= self.walk_sigma() else None
+        return (
+            step_cache.plan.behind(self.step) if step_cache.reaches >= self.walk_sigma() else None
+        )
 
     def model_input(self) -> RowInput:
         return self._input(self.text, self.pooled, self.own, self.cis, self.words)
@@ -420,16 +427,20 @@ class FlowRow:
         """Of each pass, all tokens as they are foreseen at the anchor that it `foresees`; none
         where it foresees nothing.
         """
-        step, own = self.foresees, self.own
-        if step is None or own is None:
+        step, step_cache = self.foresees, self.own
+        if step is None or step_cache is None:
             return []
-        made = [self._foreseen(step, self.text, self.pooled, own, self.cis, self.words)]
+        row_inputs = [
+            self._foreseen(step, self.text, self.pooled, step_cache, self.cis, self.words)
+        ]
         away = self.negative
         if away is not None:
             assert away.own is not None, "both passes have what is their own"
             cis = self._second_cis()
-            made.append(self._foreseen(step, away.text, away.pooled, away.own, cis, away.words))
-        return made
+            row_inputs.append(
+                self._foreseen(step, away.text, away.pooled, away.own, cis, away.words)
+            )
+        return row_inputs
 
     def _foreseen(
         self,
@@ -442,15 +453,17 @@ class FlowRow:
     ) -> RowInput:
         """Of one pass; arguments as of `_input`."""
         assert self.inactive is not None
-        made = self._own_tokens(text, pooled, cis, words, step)
+        row_input = self._own_tokens(text, pooled, cis, words, step)
         if not self.anchored:
-            made = replace(self._with_ring(made, step), rest=self._cached(self.inactive, own, step))
-            return replace(made, capture=self._beside(own, made, step))
-        made = self._whole(made, self.inactive, step)
-        sigma, total = self.schedule.walk[step].sigma, len(made.tokens)
+            row_input = replace(
+                self._with_ring(row_input, step), rest=self._cached(self.inactive, own, step)
+            )
+            return replace(row_input, capture=self._beside(own, row_input, step))
+        row_input = self._whole(row_input, self.inactive, step)
+        sigma, total = self.schedule.walk[step].sigma, len(row_input.tokens)
         capture = own.anchor(self.step, sigma, self.active, total, reads=True)
         residuals = None if self.residuals is None else self.residuals.ahead
-        return replace(made, capture=capture, residuals=residuals)
+        return replace(row_input, capture=capture, residuals=residuals)
 
     def _negative(self) -> Negative:
         assert self.negative is not None
@@ -472,25 +485,27 @@ class FlowRow:
         """Of one pass; `cis` of its text and the computed tokens."""
         inactive = self.inactive
         read = 0 if inactive is None or self.entry is None else inactive.shown
-        made = self._own_tokens(text[read:], pooled, cis[read:], words, self.step)
+        row_input = self._own_tokens(text[read:], pooled, cis[read:], words, self.step)
         if inactive is None:
-            return made
+            return row_input
         if self.entry is None:
-            made = self._whole(made, inactive, self.step)
+            row_input = self._whole(row_input, inactive, self.step)
         elif own is not None and self.anchored:
-            return foretold(made, inactive.cis, own, self.walk_sigma)
+            return foretold(row_input, inactive.cis, own, self.walk_sigma)
         else:
-            rest = self._cached(inactive, own)
+            cached_tokens = self._cached(inactive, own)
             if own is not None and not self._whole_step:
                 ring = cis[:0] if self.ring is None else self.ring.cis
-                return without_text(replace(made, rest=rest), ring, own, self.walk_sigma)
-            made = replace(self._with_ring(made, self.step), rest=rest)
+                return without_text(
+                    replace(row_input, rest=cached_tokens), ring, own, self.walk_sigma
+                )
+            row_input = replace(self._with_ring(row_input, self.step), rest=cached_tokens)
         if own is None or not (self.anchored or self._sees):
-            return made
+            return row_input
         if not self.anchored:
-            return replace(made, capture=self._beside(own, made, self.step))
-        seen = own.anchor(self.step, self.walk_sigma(), self.active, len(made.tokens))
-        return replace(made, capture=seen)
+            return replace(row_input, capture=self._beside(own, row_input, self.step))
+        capture = own.anchor(self.step, self.walk_sigma(), self.active, len(row_input.tokens))
+        return replace(row_input, capture=capture)
 
     def _cached(
         self, inactive: FlowInactive, own: OwnAnchors | None, ahead: int | None = None
@@ -502,10 +517,10 @@ class FlowRow:
     def _beside(self, own: OwnAnchors, made: RowInput, step: int) -> OwnAnchors:
         """What sees a pass, as it is at a step, of a row that reads a template."""
         end = self.active + self._ring_tokens
-        others = len(made.tokens) - end if self.entry is None else 0
+        cached_count = len(made.tokens) - end if self.entry is None else 0
         around, sigma = slice(self.active, end), self.schedule.walk[step].sigma
         ahead = step != self.step
-        return own.beside(self.step, len(made.text), around, others, sigma, reads=ahead)
+        return own.beside(self.step, len(made.text), around, cached_count, sigma, reads=ahead)
 
     def walk_sigma(self) -> float:
         """Of the step that is taken now."""
@@ -516,17 +531,17 @@ class FlowRow:
     ) -> RowInput:
         """The computed tokens of one pass, at a step."""
         latents = self.latents if step == self.step else self._moved_to(step)
-        made = RowInput(
+        row_input = RowInput(
             model_inputs(latents, self.condition, self.context), text, pooled, self.guidance, cis,
             residuals=self.residuals, pads=self.pads, timeless=self.timeless,
         )  # fmt: skip
         if self.references is not None:
-            made = replace(made, fixed=(*self.references.sees, self.references))
+            row_input = replace(row_input, fixed=(*self.references.sees, self.references))
         if self.context is not None:
-            made = replace(made, still=len(self.context))
+            row_input = replace(row_input, still=len(self.context))
         if words is None:
-            return made
-        return replace(made, fixed=(*made.fixed, words), back=words.back)
+            return row_input
+        return replace(row_input, fixed=(*row_input.fixed, words), back=words.back)
 
     @property
     def _ring_tokens(self) -> int:
@@ -543,12 +558,14 @@ class FlowRow:
     def _whole(self, made: RowInput, inactive: FlowInactive, step: int) -> RowInput:
         """The others, too, as further image tokens."""
         made = self._with_ring(made, step)
-        others, context = self._outside_at(inactive, step), 0
+        outside_latents, context = self._outside_at(inactive, step), 0
         if inactive.outside.context is not None:
             context = len(inactive.outside.context)
         count = len(inactive.cis) - inactive.shown
         cis = torch.cat((made.cis, inactive.cis[:count]))
-        return replace(made, tokens=torch.cat((made.tokens, others)), cis=cis, still=context)
+        return replace(
+            made, tokens=torch.cat((made.tokens, outside_latents)), cis=cis, still=context
+        )
 
     def _outside_at(self, inactive: FlowInactive, step: int) -> Tensor:
         """[m + R, in_channels] the inactive tokens' model inputs at a step."""
@@ -579,18 +596,18 @@ class FlowRow:
             foreseen: the step where they are foreseen; None: at the next one.
         """
         step = self.step if foreseen is None else foreseen
-        made = self._own_tokens(self.text, self.pooled, self.cis, None, step)
-        return made if self.inactive is None else self._whole(made, self.inactive, step)
+        row_input = self._own_tokens(self.text, self.pooled, self.cis, None, step)
+        return row_input if self.inactive is None else self._whole(row_input, self.inactive, step)
 
     @property
     def computed(self) -> int:
         """Of its image tokens, those that the next step computes."""
-        inactive, own = self.inactive, len(self.latents)
+        inactive, row_tokens = self.inactive, len(self.latents)
         if inactive is None:
-            return own
+            return row_tokens
         if self.entry is not None:
-            return own if self.frozen else own + self._ring_tokens
-        return own + self._ring_tokens + len(inactive.index) - inactive.shown
+            return row_tokens if self.frozen else row_tokens + self._ring_tokens
+        return row_tokens + self._ring_tokens + len(inactive.index) - inactive.shown
 
     @property
     def active(self) -> int:
@@ -615,12 +632,14 @@ class FlowRow:
         Args:
             velocity: [N, 4C] of the whole batch, guided; written to.
         """
-        own, latents = velocity[self.place], self.latents.float()
+        row_velocity, latents = velocity[self.place], self.latents.float()
         move = self.schedule.moves[self.step]
         memory = self.memory or (torch.zeros_like(latents),) * (len(move) - 1)
-        moved, *after = [_combined(row, (latents, *memory, own.float())) for row in move]
-        self.next_memory = tuple(after)
-        own.copy_(moved.sub_(latents).div_(self.schedule.walk[self.step].change))
+        moved, *memory_after = [
+            _combined(row, (latents, *memory, row_velocity.float())) for row in move
+        ]
+        self.next_memory = tuple(memory_after)
+        row_velocity.copy_(moved.sub_(latents).div_(self.schedule.walk[self.step].change))
 
     @property
     def blends(self) -> bool:
@@ -634,9 +653,9 @@ class FlowRow:
             moved: [n or all, 4C] the computed tokens first; written to.
         """
         if self.blend is not None:
-            computed, after = moved[: len(self.latents)], self.step + 1
-            sigma = self.schedule.sigmas[after]
-            computed.copy_(self.blend.apply(computed, sigma, after, self.steps))
+            computed, next_step = moved[: len(self.latents)], self.step + 1
+            sigma = self.schedule.sigmas[next_step]
+            computed.copy_(self.blend.apply(computed, sigma, next_step, self.steps))
 
     def advance(self, moves: Tensor) -> None:
         """Book a step that was taken.
@@ -681,21 +700,21 @@ class FlowRow:
 
     def _passed(self, sigma: float) -> None:
         """An anchor at `sigma` is whole, in each of its passes."""
-        for each in self.anchors:
-            each.passed(sigma)
+        for step_cache in self.anchors:
+            step_cache.passed(sigma)
 
     def latents_ahead(self) -> Tensor | None:
         """[gh·gw, 4C] of all tokens, the computed ones first, after the next step, if the model
         then answers what it has answered last; None: it has not, or there is no step after it.
         """
-        after = self.step + 1
-        if self.moved is None or after >= self.steps:
+        next_step = self.step + 1
+        if self.moved is None or next_step >= self.steps:
             return None
-        latents = self._moved_to(after)
+        latents = self._moved_to(next_step)
         if self.inactive is None:
             return latents
-        others = self.inactive.outside.at(self.schedule.sigmas[after])
-        return torch.cat((latents, others[:, : self.channels]))
+        outside_latents = self.inactive.outside.at(self.schedule.sigmas[next_step])
+        return torch.cat((latents, outside_latents[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
         """[C, h, w] latents as the last step's velocity would finish them."""
@@ -712,9 +731,9 @@ class FlowRow:
         if self.inactive is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
             tokens[self.inactive.active] = computed
-            others = [(self.inactive.index, self.inactive.outside)]
-            others += [] if self.ring is None else [(self.ring.ids, self.ring.tokens)]
-            for ids, outside in others:
+            outside_parts = [(self.inactive.index, self.inactive.outside)]
+            outside_parts += [] if self.ring is None else [(self.ring.ids, self.ring.tokens)]
+            for ids, outside in outside_parts:
                 answer = outside.clean
                 if ended and isinstance(outside, OwnOutside):
                     answer = outside.answer
@@ -724,11 +743,11 @@ class FlowRow:
 
 def _combined(factors: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     """Their sum by these factors, in memory of its own."""
-    found = torch.zeros_like(tensors[0])
+    total = torch.zeros_like(tensors[0])
     for factor, tensor in zip(factors, tensors, strict=True):
         if factor:
-            found.add_(tensor, alpha=factor)
-    return found
+            total.add_(tensor, alpha=factor)
+    return total
 
 
 @dataclass(slots=True)
@@ -773,12 +792,15 @@ class FlowPrimingRow:
     @classmethod
     def of_references(cls, row: Row, blocks: int) -> FlowPrimingRow:
         """What makes a row's references for itself, in the model's own format."""
-        own = row.references
-        assert own is not None, "a row without references lacks none"
-        template, kinds = FlowTemplate(own.tokens, own.tokens, None), (frozenset({"kv"}),) * blocks
+        references = row.references
+        assert references is not None, "a row without references lacks none"
+        template, kinds = (
+            FlowTemplate(references.tokens, references.tokens, None),
+            (frozenset({"kv"}),) * blocks,
+        )
         return cls(
-            row.request_id, template, (STILL,), own.tokens.new_zeros(1), row.text, row.text,
-            None, None, own.cis, kinds, "model", own, adapters=row.adapters,
+            row.request_id, template, (STILL,), references.tokens.new_zeros(1), row.text, row.text,
+            None, None, references.cis, kinds, "model", references, adapters=row.adapters,
         )  # fmt: skip
 
     @property
@@ -788,8 +810,10 @@ class FlowPrimingRow:
     @property
     def lacks_references(self) -> bool:
         """As of `FlowRow`."""
-        own = self.references
-        return own is not None and own.entry is None and self.anchors[self.step] != STILL
+        references = self.references
+        return (
+            references is not None and references.entry is None and self.anchors[self.step] != STILL
+        )
 
     def take_entry(self) -> AnchorEntry:
         return self.done.pop()
@@ -812,22 +836,26 @@ class FlowPrimingRow:
         raise AssertionError("priming takes one pass")
 
     def model_input(self) -> RowInput:
-        own = self.references
-        if own is not None and self.anchors[self.step] == STILL:
+        references = self.references
+        if references is not None and self.anchors[self.step] == STILL:
             self.recorder = Recorder((frozenset({"kv"}),) * len(self.kinds), self.format)
             return RowInput(
-                own.tokens, self.text[:0], None, None, own.cis, capture=self.recorder,
-                fixed=own.sees,
+                references.tokens, self.text[:0], None, None, references.cis, capture=self.recorder,
+                fixed=references.sees,
             )  # fmt: skip
         tokens = self.template.at(self.sigmas[self.step])
         words = len(self.text) - self.shown
         self.recorder = Recorder(self.kinds, self.format, shown=self.shown, words=words)
         context = self.template.context
-        made = RowInput(
+        row_input = RowInput(
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,
             pads=self.pads, still=0 if context is None else len(context), timeless=self.timeless,
         )  # fmt: skip
-        return made if own is None else replace(made, fixed=(*own.sees, own))
+        return (
+            row_input
+            if references is None
+            else replace(row_input, fixed=(*references.sees, references))
+        )
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Priming moves nothing."""

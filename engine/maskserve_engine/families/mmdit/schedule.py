@@ -192,8 +192,10 @@ def _multistep(
     """The schedule of a sampler that remembers; to take it apart takes some milliseconds a step."""
     sampler = _walked(copy.deepcopy(sampler), steps, mu, own)
     sampler.set_begin_index(begin)
-    taken = copy.deepcopy(sampler)
-    moves = matrices([probed(taken, timestep) for timestep in taken.timesteps[begin:]])
+    probe_sampler = copy.deepcopy(sampler)
+    moves = matrices(
+        [probed(probe_sampler, timestep) for timestep in probe_sampler.timesteps[begin:]]
+    )
     return _schedule(sampler, begin, tuple(_tuples(move) for move in moves.tolist()))
 
 

@@ -160,12 +160,12 @@ class FluxWeights(RowWeights):
 
 def _form(block: Double | Single, device: torch.device) -> Form:
     if isinstance(block, Double):
-        own = block.text.qkv, block.image.qkv
+        products = block.text.qkv, block.image.qkv
     else:
-        own = block.qkv_up, block.out  # one tells of both: how its input is to lie
-    if all(isinstance(product, Fp8Linear) for product in own):
+        products = block.qkv_up, block.out  # one tells of both: how its input is to lie
+    if all(isinstance(product, Fp8Linear) for product in products):
         return "fp8"
-    return "epilogues" if in_epilogues(*own, device=device) else "plain"
+    return "epilogues" if in_epilogues(*products, device=device) else "plain"
 
 
 def block_norms(*norms: Any) -> Tensor:
@@ -204,14 +204,18 @@ def _single(block: Any) -> Single:
 
 def _vectors(norm: Any) -> Linear | None:
     """What makes a norm's shift, scale and gate; None: it has no layer for them."""
-    own = getattr(norm, "linear", None)
-    return None if own is None else linear(own)
+    layer = getattr(norm, "linear", None)
+    return None if layer is None else linear(layer)
 
 
 def time_text_of(module: Any) -> TimeTextEmbed:
     def two(name: str) -> TwoLayers | None:
-        own = getattr(module, name, None)
-        return None if own is None else TwoLayers(linear(own.linear_1), linear(own.linear_2))
+        embedder = getattr(module, name, None)
+        return (
+            None
+            if embedder is None
+            else TwoLayers(linear(embedder.linear_1), linear(embedder.linear_2))
+        )
 
     return TimeTextEmbed(
         module.time_proj,
@@ -293,8 +297,8 @@ def places_in(
     """
     places = {}
     for name, module in model.named_modules():
-        stack, _, rest = name.partition(".")
-        number, _, layer = rest.partition(".")
+        stack, _, layer_path = name.partition(".")
+        number, _, layer = layer_path.partition(".")
         blocks, of_block = stacks.get(stack, ("", {}))
         if name in outside:
             product, widths = outside[name], 0

@@ -36,16 +36,16 @@ class _TemplateEncoder(TextEncoder):
     @classmethod
     def of(cls, text: TextEncoder, pipeline: type, **parts: Any) -> _TemplateEncoder:
         """Of the text encoder of a folder, and what else its pipeline reads prompts with."""
-        made = pipeline(
+        prompt_pipeline = pipeline(
             scheduler=None, vae=None, transformer=None, text_encoder=text.model,
             tokenizer=text.tokenizer, **parts,
         )  # fmt: skip
-        return cls(text.tokenizer, text.model, text.length, made)
+        return cls(text.tokenizer, text.model, text.length, prompt_pipeline)
 
     def read_of(self, prompt: str) -> TokensRead:
         template = self.pipeline.prompt_template_encode
-        said = self.tokenizer(template.format(prompt), verbose=False)
-        words = len(said.input_ids) - self.pipeline.prompt_template_encode_start_idx
+        encoding = self.tokenizer(template.format(prompt), verbose=False)
+        words = len(encoding.input_ids) - self.pipeline.prompt_template_encode_start_idx
         words -= _PLACE in template
         used = min(words, self.length)
         return TokensRead(used, words - used)
@@ -77,8 +77,8 @@ class QwenImageEncoder(OneTextEncoder):
             )
         lengths = [states.shape[1]] * len(states) if mask is None else mask.sum(1).tolist()
         return [
-            {"prompt_embeds": each[: int(length)].copy()}
-            for each, length in zip(to_numpy(states), lengths, strict=True)
+            {"prompt_embeds": prompt_states[: int(length)].copy()}
+            for prompt_states, length in zip(to_numpy(states), lengths, strict=True)
         ]
 
 
@@ -114,8 +114,8 @@ class QwenImageEditEncoder(OneTextEncoder):
         )
         with torch.inference_mode():
             [states], _ = pipeline.encode_prompt(prompt, picture)
-        kept = len(states) - self.text.read_of(prompt).cut
-        return {"prompt_embeds": to_numpy(states[:kept])}
+        used_tokens = len(states) - self.text.read_of(prompt).cut
+        return {"prompt_embeds": to_numpy(states[:used_tokens])}
 
 
 def check_said(prompt: str) -> None:
@@ -139,5 +139,5 @@ def picture_processor(cls: Any, pictures: Any, tokenizer: Any) -> Any:
     def init(self: Any, image_processor: Any, tokenizer: Any) -> None:  # names its parts
         cls.__init__(self, image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
-    made: Any = type("PictureProcessor", (cls,), {"__init__": init})
-    return made(pictures, tokenizer)
+    processor_class: Any = type("PictureProcessor", (cls,), {"__init__": init})
+    return processor_class(pictures, tokenizer)

@@ -47,10 +47,10 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     """The facts of a Qwen-Image folder; ConfigError if a part of it cannot be read."""
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     latents = latent_space(read_json(folder / "vae" / "config.json"))
-    semantics, shown = PIPELINES[pipeline], None
+    semantics, shown_spec = PIPELINES[pipeline], None
     if semantics.reference:
         processor = _of_pictures(folder / "processor")
-        shown = Shown.of(processor, 0 if semantics.sampled else _SHOWN_AREA)
+        shown_spec = Shown.of(processor, 0 if semantics.sampled else _SHOWN_AREA)
     return ModelFacts(
         family="qwen_image",
         semantics=semantics,
@@ -69,7 +69,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         control=None,
         keeps_placed=True,
         padded_to=1,
-        shown=shown,
+        shown=shown_spec,
         least_steps=least_steps(sampler),
     )
 
@@ -79,8 +79,12 @@ def _of_pictures(processor: Path) -> dict[str, Any]:
     rest, and before 5 wrote it into one of its own; it reads them in this order.
     """
     whole = processor / "processor_config.json"
-    said = read_json(whole).get("image_processor") if whole.is_file() else None
-    return said if isinstance(said, dict) else read_json(processor / "preprocessor_config.json")
+    image_processor = read_json(whole).get("image_processor") if whole.is_file() else None
+    return (
+        image_processor
+        if isinstance(image_processor, dict)
+        else read_json(processor / "preprocessor_config.json")
+    )
 
 
 def count(

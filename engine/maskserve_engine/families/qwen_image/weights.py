@@ -23,12 +23,12 @@ from maskserve_engine.layers.low_rank import Place
 def weights_of(model: Any, **more: Any) -> FluxWeights:
     """Of a QwenImageTransformer2DModel; `more` fields of FluxWeights."""
     embed = model.time_text_embed
-    two = TwoLayers(*(linear(getattr(embed.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
+    embedder = TwoLayers(*(linear(getattr(embed.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
 
     with torch.no_grad():
         return FluxWeights(
             linear(model.img_in),
-            TimeTextEmbed(embed.time_proj, two, None, None, clock=1.0),
+            TimeTextEmbed(embed.time_proj, embedder, None, None, clock=1.0),
             linear(model.txt_in),
             tuple(_double(block) for block in model.transformer_blocks),
             (),

@@ -112,17 +112,17 @@ class QwenImage21Adapter(FluxAdapter):
         assert references.before is not None
         count, begin = len(prompt.embeds), len(references.before) + max(grid_of(job))
         back = self._rotary(torch.tensor([[-count, 0, 0]]))[0]
-        seen = (references.before, references)
-        return FixedWords(prompt.embeds, self._spoken(count, 0, begin), seen, back)
+        visible = (references.before, references)
+        return FixedWords(prompt.embeds, self._spoken(count, 0, begin), visible, back)
 
     def _references(self, job: EditJob, text: int) -> References | None:
-        made = super()._references(job, text)
-        assert made is not None
+        refs = super()._references(job, text)
+        assert refs is not None
         embeds = torch.from_numpy(job.conditioning[BEFORE]).to(self.dtype)
         [embeds] = to_device([embeds], self.device)
         count = len(embeds)
-        made.before = FixedWords(embeds, self._spoken(count, -max(grid_of(job)) - count, 0))
-        return made
+        refs.before = FixedWords(embeds, self._spoken(count, -max(grid_of(job)) - count, 0))
+        return refs
 
     def _spoken(self, count: int, first: int, begin: int) -> Tensor:
         """[count, head_dim / 2] of words, the first of them there on the first axis and `begin` on
@@ -147,8 +147,8 @@ def rotary(model: Any, places: Tensor) -> Tensor:
         torch.outer(along.float(), 1.0 / _TURNS ** (torch.arange(0, size, 2) / size))
         for along, size in zip(places.unbind(1), model.pos_embed.axes_dim, strict=True)
     ]
-    every = torch.cat(angles, dim=1)
-    return torch.polar(torch.ones_like(every), every)
+    all_angles = torch.cat(angles, dim=1)
+    return torch.polar(torch.ones_like(all_angles), all_angles)
 
 
 def _middle(side: int) -> Tensor:

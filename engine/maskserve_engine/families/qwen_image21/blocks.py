@@ -39,8 +39,8 @@ def vectors(weights: QwenImage21Weights, timesteps: Tensor) -> tuple[Vectors, ..
     of_blocks = torch.cat(parts, dim=-1)
     last = torch.cat((1 + weights.last_vectors(emb, rows), none), dim=-1)
     return tuple(
-        Vectors(((own, own),) * len(weights.blocks), (), end)
-        for own, end in zip(of_blocks, last, strict=True)
+        Vectors(((block_vectors, block_vectors),) * len(weights.blocks), (), end)
+        for block_vectors, end in zip(of_blocks, last, strict=True)
     )
 
 
@@ -55,28 +55,30 @@ def said(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
     [at_zero] = vectors(weights, torch.zeros(1, 1, device=device))
     shared = at_zero.double[0][0].view(6, -1).unbind()
     x, rows = weights.embedded(words.embeds), ((0, len(words)),)
-    places = spans([len(each) for each in words.seen])
-    seen = places[-1][1] if places else 0
+    places = spans([len(tokens) for tokens in words.seen])
+    visible_tokens = places[-1][1] if places else 0
     slots = moved(slots_of(places), device) if places else None
-    allowed = torch.ones(len(words), seen + len(words), dtype=torch.bool, device=device)
-    allowed = allowed.tril(seen)
-    made = []
+    allowed = torch.ones(len(words), visible_tokens + len(words), dtype=torch.bool, device=device)
+    allowed = allowed.tril(visible_tokens)
+    block_entries = []
     for number, block in enumerate(weights.double_blocks):
         product: Any = block.image.qkv
         normed = modulate(x, shared[0], shared[1], isinstance(product, Fp8Linear))
         qk, v = split(product(normed, rows), weights.head_dim)
         qk_norm_rope(qk, block.norms[1], words.cis)
         q, k = qk.unbind(1)
-        made.append(BlockEntry(None, *(encode(each.flatten(1), "model") for each in (k, v))))
+        block_entries.append(
+            BlockEntry(None, *(encode(tokens.flatten(1), "model") for tokens in (k, v)))
+        )
         if number + 1 == len(weights.blocks):
             break  # nobody reads the text behind the last block
-        keys, values = k.new_empty(2, seen + len(words), *k.shape[1:])
+        keys, values = k.new_empty(2, visible_tokens + len(words), *k.shape[1:])
         if slots is not None:
-            scatter_kv([each.source(number) for each in words.seen], (keys, values), slots)
-        keys[seen:], values[seen:] = k, v
-        q, keys, values = (each.transpose(0, 1)[None] for each in (q, keys, values))
-        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed)
-        attended = found[0].transpose(0, 1).flatten(1)
+            scatter_kv([tokens.source(number) for tokens in words.seen], (keys, values), slots)
+        keys[visible_tokens:], values[visible_tokens:] = k, v
+        q, keys, values = (tokens.transpose(0, 1)[None] for tokens in (q, keys, values))
+        attention_out = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed)
+        attended = attention_out[0].transpose(0, 1).flatten(1)
         x, _ = stream_post(block.image, x, attended, shared, rows=rows, gated=True)
         x = clip(x)
-    return AnchorEntry(STILL, tuple(made))
+    return AnchorEntry(STILL, tuple(block_entries))

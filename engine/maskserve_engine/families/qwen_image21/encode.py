@@ -30,9 +30,11 @@ class _SentenceEncoder(TextEncoder):
 
     def read_of(self, prompt: str) -> TokensRead:
         """Of what stands behind the picture."""
-        own = self.pipeline
-        said = self.tokenizer(own.prompt_template_ti2i.format(prompt), verbose=False).input_ids
-        words = len(said) - said.index(own._img_token_id) - 1
+        pipeline = self.pipeline
+        input_ids = self.tokenizer(
+            pipeline.prompt_template_ti2i.format(prompt), verbose=False
+        ).input_ids
+        words = len(input_ids) - input_ids.index(pipeline._img_token_id) - 1
         used = min(words, self.length)
         return TokensRead(used, words - used)
 
@@ -79,8 +81,8 @@ class QwenImage21Encoder(OneTextEncoder):
             [states], _, [slots] = self.text.pipeline.encode_prompt(
                 prompt, [Image.fromarray(pixels)]
             )
-        own = slots.nonzero()
-        begin, end = int(own[0]), int(own[-1]) + 1
+        picture_slots = slots.nonzero()
+        begin, end = int(picture_slots[0]), int(picture_slots[-1]) + 1
         return {
             "prompt_embeds": to_numpy(states[end : end + self.text.length]),
             BEFORE: to_numpy(states[:begin]),

@@ -52,12 +52,12 @@ class QwenImage21Weights(FluxWeights):
 def weights_of(model: Any, **more: Any) -> QwenImage21Weights:
     """Of a QwenImage21Transformer2DModel; `more` fields of FluxWeights."""
     time, words = model.time_text_embed, model.txt_in
-    two = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
+    embedder = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
     vectors = linear(model.modulation[1])
     with torch.no_grad():
         return QwenImage21Weights(
             linear(model.img_in),
-            TimeTextEmbed(time.time_proj, two, None, None, clock=1.0),
+            TimeTextEmbed(time.time_proj, embedder, None, None, clock=1.0),
             linear(words.in_layer),
             tuple(_block(block) for block in model.transformer_blocks),
             (),

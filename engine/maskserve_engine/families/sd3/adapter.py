@@ -63,12 +63,12 @@ class Sd3Step(FluxStep):
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """A second attention is in what `post` is given: it sees computed tokens alone."""
-        qk, v, kept = super().pre(number, text, image, packing, cis, ahead, room)
+        qk, v, post_inputs = super().pre(number, text, image, packing, cis, ahead, room)
         second = self._own.seconds[number]
         if second is not None:
-            of_text, (x, vectors) = kept
-            kept = of_text, (self._seen_alone(second, x, vectors[6:], packing, cis), vectors)
-        return qk, v, kept
+            of_text, (x, vectors) = post_inputs
+            post_inputs = of_text, (self._seen_alone(second, x, vectors[6:], packing, cis), vectors)
+        return qk, v, post_inputs
 
     def _seen_alone(
         self, second: Second, x: Tensor, vectors: Sequence[Vector], packing: Packing, cis: Tensor
@@ -86,9 +86,9 @@ class Sd3Step(FluxStep):
         qk, v = split(second.qkv(modulate(x, shift, scale), stream.spans), self.weights.head_dim)
         qk_norm_rope(qk, second.norms, cis[: len(qk)])
         q, k = qk.unbind(1)
-        found = attention(q, k, v, _alone(tuple(stream.lengths), x.device))
-        found = second.out(found.flatten(1), stream.spans)
-        return clip(add_gated(x, gate, found)[0])
+        attention_out = attention(q, k, v, _alone(tuple(stream.lengths), x.device))
+        attention_out = second.out(attention_out.flatten(1), stream.spans)
+        return clip(add_gated(x, gate, attention_out)[0])
 
     def post(
         self,
@@ -109,14 +109,14 @@ class Sd3Step(FluxStep):
             )  # fmt: skip
         _, (x, vectors) = kept
         _, attended = packing.split(attended)
-        own, rows = self.weights.double_blocks[number].image, packing.image_stream.spans
-        x, _ = stream_post(own, x, attended, vectors, rows=rows)
+        image_weights, rows = self.weights.double_blocks[number].image, packing.image_stream.spans
+        x, _ = stream_post(image_weights, x, attended, vectors, rows=rows)
         return text, clip(x).view_as(image), None
 
     def last(self, image: Tensor, stream: Any) -> Tensor:
         """The model has a patch's channels behind one another, not its pixels."""
-        said = super().last(image, stream).unflatten(1, (_PATCH, -1))
-        return said.transpose(1, 2).flatten(1)
+        patches = super().last(image, stream).unflatten(1, (_PATCH, -1))
+        return patches.transpose(1, 2).flatten(1)
 
 
 @lru_cache(maxsize=16)
@@ -146,8 +146,12 @@ class Sd3Preparation(FlowPreparation):
         return replace(start, condition=self._places(job))
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
-        own = super().template(job, noise_seed)
-        return own if own.condition is not None else replace(own, condition=self._places(job))
+        flow_template = super().template(job, noise_seed)
+        return (
+            flow_template
+            if flow_template.condition is not None
+            else replace(flow_template, condition=self._places(job))
+        )
 
     def _places(self, job: EditJob) -> Tensor:
         """[n, 2]; InvalidRequest: the model knows no picture as long or as wide."""

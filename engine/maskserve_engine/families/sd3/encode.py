@@ -53,10 +53,10 @@ class Sd3Encoder(Encoder):
         """That reads prompts; it has no other parts."""
         from diffusers import StableDiffusion3InpaintPipeline
 
-        parts = {name: own.model for name, own in self.text_encoders.items()}
+        parts = {name: encoder.model for name, encoder in self.text_encoders.items()}
         parts |= {
-            name.replace("text_encoder", "tokenizer"): own.tokenizer
-            for name, own in self.text_encoders.items()
+            name.replace("text_encoder", "tokenizer"): encoder.tokenizer
+            for name, encoder in self.text_encoders.items()
         }
         return StableDiffusion3InpaintPipeline(transformer=None, scheduler=None, vae=None, **parts)
 
@@ -73,6 +73,6 @@ class Sd3Encoder(Encoder):
                 max_sequence_length=self._texts[-1].length,
             )
         return [
-            {"prompt_embeds": own.copy(), "pooled": vector.copy()}
-            for own, vector in zip(to_numpy(states), to_numpy(pooled), strict=True)
+            {"prompt_embeds": prompt_states.copy(), "pooled": vector.copy()}
+            for prompt_states, vector in zip(to_numpy(states), to_numpy(pooled), strict=True)
         ]

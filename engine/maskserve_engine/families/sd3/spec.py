@@ -121,9 +121,9 @@ def count(
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """As of FLUX.1's blocks, without the text's way out of the last one."""
     last = f"transformer_blocks.{int(config['num_layers']) - 1}."
-    gone = tuple(last + name for name in ("attn.to_add_out", "ff_context"))
+    absent_layers = tuple(last + name for name in ("attn.to_add_out", "ff_context"))
     return {
         name: numbers
         for name, numbers in flux.lora_layers(config).items()
-        if not name.startswith(gone)
+        if not name.startswith(absent_layers)
     }

@@ -114,9 +114,9 @@ def places_of(model: Any) -> dict[str, Place]:
         model: SD3Transformer2DModel.
     """
     width: int = model.inner_dim
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for stack, layers in (("double_blocks", OF_DOUBLE), ("seconds", _OF_SECOND)):
-        found |= places_in(model, width, {"transformer_blocks": (stack, layers)}, _OUTSIDE)
+        places |= places_in(model, width, {"transformer_blocks": (stack, layers)}, _OUTSIDE)
     last = f"transformer_blocks.{len(model.transformer_blocks) - 1}.norm1_context.linear"
-    found[last] = found[last]._replace(swapped=True)
-    return found
+    places[last] = places[last]._replace(swapped=True)
+    return places

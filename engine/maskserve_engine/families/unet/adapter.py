@@ -151,8 +151,15 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
-        passes = [each for each in (job.conditioning, job.negative) if each is not None]
-        rows = [active.row(len(each["prompt_embeds"]), own=own is not None) for each in passes]
+        passes = [
+            conditioning
+            for conditioning in (job.conditioning, job.negative)
+            if conditioning is not None
+        ]
+        rows = [
+            active.row(len(conditioning["prompt_embeds"]), own=own is not None)
+            for conditioning in passes
+        ]
         return self.work(height, width).totals(rows)
 
     def batch_key(self, job: EditJob) -> Hashable:
@@ -176,9 +183,11 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
         """Of every `stride` timesteps of the schedule the one in their middle."""
         walk = self._preparation.schedule_of(steps, 1.0).timesteps
-        taken = [Anchor(t / TRAINED_STEPS, t) for t in dict.fromkeys(walk)]  # PNDM repeats one
-        chosen = anchor_steps([anchor.sigma for anchor in taken], stride)
-        return tuple(taken[i] for i in chosen)
+        step_anchors = [
+            Anchor(t / TRAINED_STEPS, t) for t in dict.fromkeys(walk)
+        ]  # PNDM repeats one
+        chosen = anchor_steps([anchor.sigma for anchor in step_anchors], stride)
+        return tuple(step_anchors[i] for i in chosen)
 
     def prepare(self, job: EditJob) -> EditJob:
         with torch.inference_mode():
@@ -231,14 +240,16 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         none = {name: np.zeros_like(array) for name, array in prompt.items()}
         prompts = (prompt, none)[: self.entry_halves]
         with torch.inference_mode():
-            given = tuple([self._preparation.texts(each, job) for each in prompts])
-            own = self._inactive(job, noise_seed)
-            template, texts = moved((own.template, given), self.device)
+            prompt_texts = tuple(
+                [self._preparation.texts(conditioning, job) for conditioning in prompts]
+            )
+            cached_inputs = self._inactive(job, noise_seed)
+            template, texts = moved((cached_inputs.template, prompt_texts), self.device)
             return UnetPrimingRow(
                 request_id=job.request.request_id,
                 template=template,
                 anchors=tuple(anchors),
-                prompts=tuple([self._prompt(each) for each in texts]),
+                prompts=tuple([self._prompt(conditioning) for conditioning in texts]),
                 kinds=kinds,
                 format=format,
                 maps=self._maps,
@@ -290,12 +301,12 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         with torch.inference_mode():
             text, micro, pictures = self._given(row, job, acts)
             arrays = {"texts": text}
-            arrays |= {f"micro.{i}": each for i, each in enumerate(micro)}
-            arrays |= {f"picture.{i}": each for i, each in enumerate(pictures)}
+            arrays |= {f"micro.{i}": tensor for i, tensor in enumerate(micro)}
+            arrays |= {f"picture.{i}": tensor for i, tensor in enumerate(pictures)}
             if row.inactive is not None:
                 active = row.inactive.active
                 arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
-            controls = tuple([OpenedControl.of(each) for each in acts])
+            controls = tuple([OpenedControl.of(tensor) for tensor in acts])
             timesteps = tuple(row.timesteps_ahead)
             facts = OpeningFacts(controls, timesteps, self._of_nets(row))
             return Opening(facts, arrays)
@@ -330,9 +341,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         if row.guidance is not None:
             assert job.negative is not None, "guided rows have a negative prompt"
             prompts.append(job.negative)
-        texts = [self._preparation.texts(each, job) for each in prompts]
-        text, *micro = [torch.stack(each) for each in zip(*texts, strict=True)]
-        return text, micro, [self._picture(each) for each in acts]
+        texts = [self._preparation.texts(item, job) for item in prompts]
+        text, *micro = [torch.stack(item) for item in zip(*texts, strict=True)]
+        return text, micro, [self._picture(item) for item in acts]
 
     def _picture(self, control: ControlInput) -> Tensor:
         """[1, 3, H, W] from 0 to 1."""
@@ -353,10 +364,10 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     ) -> UnetRow:
         """A row of what lies in host memory as yet."""
         levels = () if inactive is None else inactive.selection.levels
-        rest = tuple(map(torch.from_numpy, levels))
-        inputs, inactive, rest = moved((inputs, inactive, rest), self.device)
+        level_indices = tuple(map(torch.from_numpy, levels))
+        inputs, inactive, level_indices = moved((inputs, inactive, level_indices), self.device)
         if inactive is not None:
-            inactive.selection.sent(rest)
+            inactive.selection.sent(level_indices)
         guidance = None
         if inputs.negative is not None:
             scale = job.request.settings.guidance_scale
@@ -387,10 +398,10 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         return replace(prompt, added=added_embedding(self.model, prompt.micro, adapters))
 
     def _prompt(self, texts: tuple[Tensor, ...]) -> UnetPrompt:
-        text, *given = texts
-        if not given:
+        text, *micro_inputs = texts
+        if not micro_inputs:
             return UnetPrompt(text, None)
-        micro = micro_conditioning(self.model, *given)
+        micro = micro_conditioning(self.model, *micro_inputs)
         return UnetPrompt(text, added_embedding(self.model, micro), micro)
 
     def _make_work(self, height: int, width: int) -> ModelWork:

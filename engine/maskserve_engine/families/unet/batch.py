@@ -36,20 +36,22 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
-        own = [row.passes() for row in rows]
+        row_passes = [row.passes() for row in rows]
         # Rows with a tile come behind the others, which share every convolution.
-        order = sorted(range(len(rows)), key=lambda i: own[i][0].surroundings is not None)
-        self._order, own = [rows[i] for i in order], [own[i] for i in order]
-        self._passes = [len(passes) for passes in own]
+        order = sorted(range(len(rows)), key=lambda i: row_passes[i][0].surroundings is not None)
+        self._order, row_passes = [rows[i] for i in order], [row_passes[i] for i in order]
+        self._passes = [len(passes) for passes in row_passes]
         edits = [row for row in self._order if isinstance(row, UnetRow)]
         self._latents = PackedLatents(edits) if edits else None
         self._packed: PackedPasses | None = None
         self._begin = rows[0].step
         ahead = [row.timesteps_ahead for row in self._order]
         steps, counts = min(map(len, ahead)), torch.tensor(self._passes)
-        self._by_step = torch.tensor([own[:steps] for own in ahead]).T.repeat_interleave(counts, 1)
+        self._by_step = torch.tensor(
+            [row_passes[:steps] for row_passes in ahead]
+        ).T.repeat_interleave(counts, 1)
         """[steps, passes] timesteps from `_begin` on; on the device once the first one is."""
-        self._inputs = [each for passes in own for each in passes]
+        self._inputs = [pass_input for passes in row_passes for pass_input in passes]
         self._number = new_batch()
         self._weights: UnetWeights | None = None
         """The model's, with what the rows' adapters change in them."""
@@ -73,7 +75,11 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         if exchange is not (None if self._share is None else self._share.exchange):
             self._share_with(exchange)
         sample = torch.stack(
-            [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]
+            [
+                sample_of_row
+                for sample_of_row, count in zip(samples, self._passes, strict=True)
+                for _ in range(count)
+            ]
         )
         timesteps = self._timesteps(sample.device)
         if self._share is None:
@@ -82,10 +88,12 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             answer = self._forward_own(self._share, model, sample, timesteps, kinds)
         answers = list(zip(self._order, answer.split(self._passes), strict=True))
         if self._latents is not None:
-            self._latents.advance([own for row, own in answers if isinstance(row, UnetRow)])
-        for row, own in answers:
+            self._latents.advance(
+                [row_answer for row, row_answer in answers if isinstance(row, UnetRow)]
+            )
+        for row, row_answer in answers:
             if not isinstance(row, UnetRow):
-                row.advance(own)
+                row.advance(row_answer)
 
     def _foreseen(self) -> list[UnetAhead]:
         """The anchors that rows are to know ahead of this step."""
@@ -127,9 +135,9 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """Have rows with anchors of their own know what they see of the next one."""
         share = self._share
         for _, first, anchors in self._anchors():
-            for number, own in enumerate(anchors, start=first):
-                there = share is not None and number not in share.own
-                own.sees(None if share is None else "elsewhere" if there else "here")
+            for number, step_cache in enumerate(anchors, start=first):
+                is_elsewhere = share is not None and number not in share.own
+                step_cache.sees(None if share is None else "elsewhere" if is_elsewhere else "here")
 
     def _forward_own(
         self,
@@ -144,8 +152,8 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         if share.own:
             if self._own is None:
                 [self._own] = to_device([torch.tensor(share.own)], sample.device)
-            sample_own, own_times = (x.index_select(0, self._own) for x in (sample, timesteps))
-            answer = self._forward(model, sample_own, own_times, kinds)
+            rank_sample, rank_times = (x.index_select(0, self._own) for x in (sample, timesteps))
+            answer = self._forward(model, rank_sample, rank_times, kinds)
         shape = int(model.model.config.out_channels), *sample.shape[2:]
         answers = share.gather(answer, [math.prod(shape)] * len(sample))
         return torch.stack(answers).view(-1, *shape)
@@ -158,12 +166,12 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         kinds: Sequence[str],
     ) -> torch.Tensor:
         """The model's answer to the passes computed here, [P, in_channels, h, w]."""
-        own = range(len(self._inputs)) if self._share is None else self._share.own
+        pass_numbers = range(len(self._inputs)) if self._share is None else self._share.own
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
             self._packed = PackedPasses(
-                [self._inputs[i] for i in own],
+                [self._inputs[i] for i in pass_numbers],
                 (height, width),
                 depth,
                 sample.device,
@@ -172,7 +180,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)
             adapters = [row.adapters for row, count in rows for _ in range(count)]
-            self._weights = model.with_adapters([adapters[i] for i in own])
+            self._weights = model.with_adapters([adapters[i] for i in pass_numbers])
         if self._recorded(model):
             assert model.graphs is not None
             return model.graphs.answer(UnetStep(model, self._packed, sample, timesteps, kinds))
@@ -189,30 +197,36 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w], and to
         anchors that it foresees.
         """
-        asked, here = [], []
-        foreseen = {id(each.row): each for each in ahead}
+        service_requests, local_rows = [], []
+        foreseen = {id(lookahead_row.row): lookahead_row for lookahead_row in ahead}
         for row, sample in zip(self._order, samples, strict=True):
             if not isinstance(row, UnetRow):
                 continue
-            control, own = row.control, sample[: len(row.latents)]
+            control, row_sample = row.control, sample[: len(row.latents)]
             anchor = foreseen.get(id(row)) if control is not None else None
-            there = None if anchor is None else anchor.sample()[: len(own)]
+            lookahead_sample = None if anchor is None else anchor.sample()[: len(row_sample)]
             if isinstance(control, UnetServedControl):
-                count = own[0].numel() if row.active is None else len(row.active[0])
+                count = row_sample[0].numel() if row.active is None else len(row.active[0])
                 also = None
-                if anchor is not None and there is not None:
-                    also = ForeseenAsk(anchor.anchor, there, own[0].numel())
+                if anchor is not None and lookahead_sample is not None:
+                    also = ForeseenAsk(anchor.anchor, lookahead_sample, row_sample[0].numel())
                 later = partial(latents_ahead, row)
-                asked.append(RowAsk(control.served, row.step, own, count, later, also))
+                service_requests.append(
+                    RowAsk(control.served, row.step, row_sample, count, later, also)
+                )
             elif isinstance(control, RowControl):
-                given = UnetSample(own, row.active)
-                here.append(controlled(control, given, row.timestep, row.step, row.steps))
-                if anchor is not None and there is not None:
-                    at, whole = anchor.anchor, UnetSample(there, None)
+                unet_sample = UnetSample(row_sample, row.active)
+                local_rows.append(
+                    controlled(control, unet_sample, row.timestep, row.step, row.steps)
+                )
+                if anchor is not None and lookahead_sample is not None:
+                    at, whole = anchor.anchor, UnetSample(lookahead_sample, None)
                     [timestep] = anchor.timesteps_ahead
-                    here.append(controlled(control.ahead, whole, timestep, row.step, row.steps, at))
-        ask_service(asked, self._number)
-        self._nets.run(here)
+                    local_rows.append(
+                        controlled(control.ahead, whole, timestep, row.step, row.steps, at)
+                    )
+        ask_service(service_requests, self._number)
+        self._nets.run(local_rows)
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
         if self._by_step.device != device:
@@ -223,14 +237,14 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """(first pass, behind its last pass, capture) of what rows keep of this step: a priming
         row of all its passes, one at an anchor of its own of each.
         """
-        found: list[tuple[int, int, StackCapture]] = []
-        own = range(len(self._inputs)) if self._share is None else self._share.own
+        captures: list[tuple[int, int, StackCapture]] = []
+        pass_numbers = range(len(self._inputs)) if self._share is None else self._share.own
         for (row, first, _), count in zip(self._anchors(), self._passes, strict=True):
             if isinstance(row, UnetPrimingRow):
-                found.append((first, first + count, row.capture))
+                captures.append((first, first + count, row.capture))
                 continue
             for number, capture in enumerate(row.captures, start=first):
-                if number in own:
-                    at = own.index(number)
-                    found.append((at, at + 1, capture))
-        return found
+                if number in pass_numbers:
+                    at = pass_numbers.index(number)
+                    captures.append((at, at + 1, capture))
+        return captures

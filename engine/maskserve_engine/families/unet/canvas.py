@@ -206,11 +206,11 @@ class Tiled(Canvas):
 
     def _moments(self, norm: Any, x: Tensor, around: Around | None) -> Moments:
         """Of the mixed map."""
-        own = Moments.of(x, norm.num_groups)
+        tile_moments = Moments.of(x, norm.num_groups)
         if around is None:
-            return own
+            return tile_moments
         assert around.outside is not None, "no norm reads what a strided convolution does"
-        return around.outside + own
+        return around.outside + tile_moments
 
 
 def _convolved(conv: Any, x: Tensor) -> Tensor:

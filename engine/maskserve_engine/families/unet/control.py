@@ -65,11 +65,13 @@ class UnetControlNet:
         Raises:
             ValueError: it does not fit the base, or is not served; in one sentence.
         """
-        own, of_base = model.config, {**base.config, "in_channels": channels}
+        net_config, of_base = model.config, {**base.config, "in_channels": channels}
         for name in ("in_channels", *CONTROL.equal):
-            if own[name] != of_base[name]:
-                raise ValueError(f"its {name} is {own[name]}, that of the model {of_base[name]}")
-        check_net(own)
+            if net_config[name] != of_base[name]:
+                raise ValueError(
+                    f"its {name} is {net_config[name]}, that of the model {of_base[name]}"
+                )
+        check_net(net_config)
         weights = UnetWeights.of(model)
         middle = len(model.down_blocks) - 1
         stages = [*enumerate(weights.down_blocks), (middle, weights.mid_block)]
@@ -129,7 +131,10 @@ class UnetNetInput(NamedTuple):
             texts: [passes, T, width] of the prompt, then of the negative one.
             micro: of SDXL: [passes, pooled width] and the sizes [passes, 6]; else nothing.
         """
-        passes = [net.prompt(text, own) for text, *own in zip(texts, *micro, strict=True)]
+        passes = [
+            net.prompt(text, micro_of_pass)
+            for text, *micro_of_pass in zip(texts, *micro, strict=True)
+        ]
         return cls(control, net, net.read(picture), tuple(passes))
 
 
@@ -194,7 +199,7 @@ class UnetServedControl:
     @property
     def ahead(self) -> UnetServedControl:
         """As of `RowControl`."""
-        passes = [ServedPass(self.served.ahead, each.number) for each in self.passes]
+        passes = [ServedPass(self.served.ahead, served_pass.number) for served_pass in self.passes]
         return UnetServedControl(self.served, tuple(passes))
 
 
@@ -210,8 +215,8 @@ class _Rest:
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         assert wanted is None, "a net's passes have no tile"
-        own: NetAnchors = self.control.kept[self.number].tokens[self.half]
-        return own.source(block, own.now, part)
+        step_cache: NetAnchors = self.control.kept[self.number].tokens[self.half]
+        return step_cache.source(block, step_cache.now, part)
 
 
 class UnetSample(NamedTuple):
@@ -232,9 +237,9 @@ def controlled(
     foreseen: int | None = None,
 ) -> Controlled[UnetNetInput]:
     """A row that is about to take a step."""
-    others = bool(control.inputs[0].others)
+    has_cached = bool(control.inputs[0].others)
     sparse = given.active is not None
-    return Controlled(control, given, sparse, others, (timestep,), step, steps, foreseen)
+    return Controlled(control, given, sparse, has_cached, (timestep,), step, steps, foreseen)
 
 
 class _Run(NamedTuple):
@@ -256,33 +261,41 @@ class UnetNets(Nets[UnetNetInput]):
 
     def say(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> Iterator[Said]:
         run = self._packed(net, same)
-        counts = [len(each.own.passes) for each in same]
-        rows = [each.row for each, count in zip(same, counts, strict=True) for _ in range(count)]
+        counts = [len(request.own.passes) for request in same]
+        rows = [
+            request.row for request, count in zip(same, counts, strict=True) for _ in range(count)
+        ]
         sample = torch.stack([row.given.sample for row in rows])
         timesteps = torch.tensor([row.timesteps[0] for row in rows])
         [timesteps] = to_device([timesteps], sample.device)
-        seeing = [_seeing(net, each) for each in same]
+        captures_by_row = [_seeing(net, request) for request in same]
         first, captures = 0, []
-        for each, anchors in zip(same, seeing, strict=True):
-            captures += [(i, i + 1, own) for i, own in enumerate(anchors, start=first)]
-            first += len(each.own.passes)
+        for request, anchors in zip(same, captures_by_row, strict=True):
+            captures += [
+                (i, i + 1, step_cache) for i, step_cache in enumerate(anchors, start=first)
+            ]
+            first += len(request.own.passes)
         maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps, captures)
-        for each, anchors in zip(same, seeing, strict=True):
-            for own in anchors:
-                own.passed(each.row.timesteps[0])
+        for request, anchors in zip(same, captures_by_row, strict=True):
+            for step_cache in anchors:
+                step_cache.passed(request.row.timesteps[0])
             if anchors:
-                each.keep(anchors)
+                request.keep(anchors)
         for number, (out, map) in enumerate(zip(net.outs, maps, strict=True)):
-            yield (number,), [each.unbind() for each in out(map).split(counts)]
+            yield (number,), [request.unbind() for request in out(map).split(counts)]
 
     def _packed(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> _Run:
-        key = (id(net), *[id(each.own) for each in same], *[each.kept is None for each in same])
+        key = (
+            id(net),
+            *[id(request.own) for request in same],
+            *[request.kept is None for request in same],
+        )
         if key not in self._runs:
-            hints = [each.own.hint for each in same for _ in each.own.passes]
+            hints = [request.own.hint for request in same for _ in request.own.passes]
             sample, depth = same[0].row.given.sample, len(net.weights.down_blocks)
             height, width = sample.shape[1:]
-            given = list(chain.from_iterable(map(_given, same)))
-            packed = PackedPasses(given, (height, width), depth, sample.device)
+            pass_inputs = list(chain.from_iterable(map(_given, same)))
+            packed = PackedPasses(pass_inputs, (height, width), depth, sample.device)
             self._runs[key] = _Run(packed, torch.stack(hints))
         return self._runs[key]
 
@@ -291,14 +304,16 @@ def _seeing(net: UnetControlNet, asked: Asked[UnetNetInput]) -> Sequence[NetAnch
     """What sees the passes that a row's net is run over; none where nothing of them is kept."""
     row, last = asked.row, asked.last
     if not asked.keeps:
-        for own in asked.kept or ():
-            own.now = row.timesteps[0]
+        for step_cache in asked.kept or ():
+            step_cache.now = row.timesteps[0]
         return ()
-    made = [NetAnchors(row.control.own, asked.own.others, net.levels) for _ in asked.own.passes]
-    anchors: Sequence[NetAnchors] = made if last is None else last.tokens
+    new_caches = [
+        NetAnchors(row.control.own, asked.own.others, net.levels) for _ in asked.own.passes
+    ]
+    anchors: Sequence[NetAnchors] = new_caches if last is None else last.tokens
     reads = row.foreseen is not None
-    for own in anchors:
-        own.anchor(row.step, row.timesteps[0], 0, 0, reads=reads)
+    for step_cache in anchors:
+        step_cache.anchor(row.step, row.timesteps[0], 0, 0, reads=reads)
     return anchors
 
 
@@ -308,8 +323,8 @@ def _given(asked: Asked[UnetNetInput]) -> list[PassInput]:
         return list(asked.own.passes)
     active, control = asked.row.given.active, asked.row.control
     return [
-        replace(each, active=active, rest=_Rest(control, asked.number, half))
-        for half, each in enumerate(asked.own.passes)
+        replace(pass_input, active=active, rest=_Rest(control, asked.number, half))
+        for half, pass_input in enumerate(asked.own.passes)
     ]
 
 
@@ -331,15 +346,15 @@ class UnetNetRow:
         texts = arrays["texts"]
         micro = [arrays[name] for name in ("micro.0", "micro.1") if name in arrays]
         inputs = [
-            UnetNetInput.made(each.input, nets[each.net], arrays[f"picture.{i}"], texts, micro)
-            for i, each in enumerate(facts.controls)
+            UnetNetInput.made(opened.input, nets[opened.net], arrays[f"picture.{i}"], texts, micro)
+            for i, opened in enumerate(facts.controls)
         ]
         ids = [arrays[name].numpy() for name in sorted(arrays) if name.startswith("active.")]
         active = dict(enumerate(ids)) or None
         if active is not None:
-            others = others_of(active, inputs[0].hint.shape[1:])
-            there = tuple(to_device(others, texts.device))
-            inputs = [each._replace(others=there) for each in inputs]
+            cached_ids = others_of(active, inputs[0].hint.shape[1:])
+            device_ids = tuple(to_device(cached_ids, texts.device))
+            inputs = [opened._replace(others=device_ids) for opened in inputs]
         passes = tuple([PassResiduals() for _ in texts])
         return cls(RowControl(tuple(inputs), facts.own, passes=passes), active, facts.timesteps)
 
@@ -347,7 +362,9 @@ class UnetNetRow:
         self, step: int, sample: Tensor, computed: int, foreseen: int | None
     ) -> Controlled[UnetNetInput]:
         """See `NetRow`; `sample` is [channels, h, w]."""
-        given = UnetSample(sample, self.active if computed < sample[0].numel() else None)
+        unet_sample = UnetSample(sample, self.active if computed < sample[0].numel() else None)
         control, at = self.control, step if foreseen is None else foreseen
         control = control if foreseen is None else control.ahead
-        return controlled(control, given, self.timesteps[at], step, len(self.timesteps), foreseen)
+        return controlled(
+            control, unet_sample, self.timesteps[at], step, len(self.timesteps), foreseen
+        )

@@ -55,7 +55,7 @@ class UnetEncoder(Encoder):
             answers = [encoder(prompts, hidden_states=xl) for encoder in self.encoders]
             if not xl:
                 states = to_numpy(answers[0].last_hidden_state)
-                return [{"prompt_embeds": each.copy()} for each in states]
+                return [{"prompt_embeds": prompt_states.copy()} for prompt_states in states]
             # SDXL reads the layer before the last of both, and the second one's projection.
             states = to_numpy(torch.cat([answer.hidden_states[-2] for answer in answers], dim=2))
             pooled = to_numpy(answers[1].text_embeds)

@@ -93,12 +93,12 @@ class OwnSurroundings(Surroundings):
         """
         self._device = x.device
         self._new = self._new or self.room()
-        kept = self._kept[map]
-        around = self._new.around.get(RingRead(map, kept.level, kept.strided))
+        feature_map = self._kept[map]
+        around = self._new.around.get(RingRead(map, feature_map.level, feature_map.strided))
         if around is None:
             return
-        place, x = self.tile[kept.level], x[None]
-        frame = place.frame(strided=kept.strided)
+        place, x = self.tile[feature_map.level], x[None]
+        frame = place.frame(strided=feature_map.strided)
         around.ring[number] = frame.region.cut(x).flatten(2).index_select(2, frame.ring)[0]
         if around.outside is not None:
             outside = Moments.of(x, groups) - Moments.of(place.box.cut(x), groups)

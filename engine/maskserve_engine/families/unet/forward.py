@@ -67,22 +67,27 @@ class PackedPasses:
         *,
         buckets: bool = False,
     ) -> None:
-        self.rests = tuple(each.rest for each in passes)
-        given = tuple(each.residuals for each in passes)
-        self.residuals = given if any(given) else ()
+        self.rests = tuple(pass_input.rest for pass_input in passes)
+        pass_residuals = tuple(pass_input.residuals for pass_input in passes)
+        self.residuals = pass_residuals if any(pass_residuals) else ()
         """Per pass; nothing where no pass has any."""
-        self.text = Text([each.text for each in passes])
-        lengths = [len(each.text) for each in passes]
-        added = [each.added for each in passes if each.added is not None]
+        self.text = Text([pass_input.text for pass_input in passes])
+        lengths = [len(pass_input.text) for pass_input in passes]
+        added = [pass_input.added for pass_input in passes if pass_input.added is not None]
         self.added = torch.stack(added) if added else None
         self.canvases = _canvases(passes)
         self.sizes = level_sizes(*shape, depth)
         levels = []
         for level, (height, width) in enumerate(self.sizes):
-            active = [None if each.active is None else each.active[level] for each in passes]
+            active = [
+                None if pass_input.active is None else pass_input.active[level]
+                for pass_input in passes
+            ]
             tiles = [
-                None if each.surroundings is None else each.surroundings.tile[level].inside
-                for each in passes
+                None
+                if pass_input.surroundings is None
+                else pass_input.surroundings.tile[level].inside
+                for pass_input in passes
             ]
             levels.append(make_level(height * width, active, tiles, lengths, buckets=buckets))
         self.levels = moved(tuple(levels), device)
@@ -96,17 +101,17 @@ class PackedPasses:
     def shapes(self) -> Hashable:
         """All that the shapes of a step's tensors follow from, beside those of its input."""
         computed = tuple([(level.sparse or level).own.q_spans for level in self.levels])
-        return computed, self.text.spans, tuple([each.shapes for each in self.canvases])
+        return computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
 
     def copied(self) -> PackedPasses:
         """The same in tensors of its own, which can take in what others have; without entries."""
-        own = copy(self)
-        own.rests = (None,) * len(self.rests)
-        own.text = self.text.copied()
-        own.added = None if self.added is None else self.added.clone()
-        own.levels = tuple([level.copied() for level in self.levels])
-        own.canvases = [canvas.copied() for canvas in self.canvases]
-        return own
+        clone = copy(self)
+        clone.rests = (None,) * len(self.rests)
+        clone.text = self.text.copied()
+        clone.added = None if self.added is None else self.added.clone()
+        clone.levels = tuple([level.copied() for level in self.levels])
+        clone.canvases = [canvas.copied() for canvas in self.canvases]
+        return clone
 
     def take(self, other: PackedPasses) -> None:
         """Have what other passes of the same shapes have in the tensors of these."""
@@ -114,10 +119,10 @@ class PackedPasses:
         if self.added is not None:
             assert other.added is not None
             self.added.copy_(other.added)
-        for own, level in zip(self.levels, other.levels, strict=True):
-            own.take(level)
-        for canvas, given in zip(self.canvases, other.canvases, strict=True):
-            canvas.take(given)
+        for own_level, level in zip(self.levels, other.levels, strict=True):
+            own_level.take(level)
+        for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
+            canvas.take(source_canvas)
 
     def turn_to(self, other: PackedPasses) -> None:
         """Have what the next step of other passes, which these have taken, reads round tiles.
@@ -125,32 +130,34 @@ class PackedPasses:
         Raises:
             EntryLost: as `Handle.wait`.
         """
-        for canvas, given in zip(self.canvases, other.canvases, strict=True):
-            canvas.turn_to(given)
+        for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
+            canvas.turn_to(source_canvas)
 
     def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
         """`stack.PlaceInactive` of a level."""
         sparse = self.levels[level].sparse
         assert sparse is not None
         slots = {"kv": sparse.keys.slots, "h alone": sparse.keys.rest}.get(part, sparse.there.slots)
-        wanted = sparse.wanted if part == "end" else (None,) * len(self.rests)
+        token_ids = sparse.wanted if part == "end" else (None,) * len(self.rests)
         sources = [
-            None if rest is None else rest.source(number, part.split()[0], own)
-            for rest, own in zip(self.rests, wanted, strict=True)
+            None
+            if cached_tokens is None
+            else cached_tokens.source(number, part.split()[0], row_ids)
+            for cached_tokens, row_ids in zip(self.rests, token_ids, strict=True)
         ]
         scatter_kv(sources, outs, slots)
 
 
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
     """Passes that compute the whole picture together, and those of each row with a tile."""
-    found: list[Canvas] = []
+    canvases: list[Canvas] = []
     end = 0
     for surroundings, group in groupby(passes, lambda each: each.surroundings):
-        own = list(group)
-        at, end = slice(end, end + len(own)), end + len(own)
+        canvas_passes = list(group)
+        at, end = slice(end, end + len(canvas_passes)), end + len(canvas_passes)
         tiled = surroundings is not None
-        found.append(Tiled(at, surroundings, own[0].number) if tiled else Whole(at))
-    return found
+        canvases.append(Tiled(at, surroundings, canvas_passes[0].number) if tiled else Whole(at))
+    return canvases
 
 
 def micro_conditioning(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
@@ -318,9 +325,9 @@ class _Walk:
             for sampler in stage.downsamplers or ():
                 x = self.down(sampler, x)
                 maps.append(x)
-        first, *others = model.mid_block.resnets
+        first, *later_resnets = model.mid_block.resnets
         x = self.resnet(first, x)
-        for stack, resnet in zip(weights.mid_block, others, strict=True):
+        for stack, resnet in zip(weights.mid_block, later_resnets, strict=True):
             x = self.resnet(resnet, self.stack(stack, x))
         return [*maps, self.with_residuals(len(maps), x)]
 
@@ -337,11 +344,17 @@ class _Walk:
         time = time[:, :, None, None]
         h = list(x)
         self._convolve(module.norm1, module.nonlinearity, module.conv1, h)
-        h = [each + time[own.passes] for own, each in zip(self.canvases, h, strict=True)]
+        h = [
+            feature_map + time[canvas.passes]
+            for canvas, feature_map in zip(self.canvases, h, strict=True)
+        ]
         self._convolve(module.norm2, module.nonlinearity, module.conv2, h)
         if module.conv_shortcut is not None:
-            shortcut, own = module.conv_shortcut, self.canvases
-            x = [self._conv(shortcut, c)(each) for c, each in zip(own, x, strict=True)]
+            shortcut, canvas = module.conv_shortcut, self.canvases
+            x = [
+                self._conv(shortcut, c)(feature_map)
+                for c, feature_map in zip(canvas, x, strict=True)
+            ]
         return [(a + b) / module.output_scale_factor for a, b in zip(x, h, strict=True)]
 
     def stack(self, weights: StackWeights, x: Maps) -> Maps:
@@ -354,7 +367,10 @@ class _Walk:
         run = Stack(
             packed.levels[level], packed.text, self.captures, self.kinds, place, self.asking.empty
         )
-        normed = (c.norm(site, weights.norm, own) for c, own in zip(self.canvases, x, strict=True))
+        normed = (
+            c.norm(site, weights.norm, feature_map)
+            for c, feature_map in zip(self.canvases, x, strict=True)
+        )
         x = run.run(weights, self.block, x, normed, [canvas.passes for canvas in self.canvases])
         self.block += len(weights.transformer_blocks)
         return x
@@ -363,23 +379,26 @@ class _Walk:
         site = self._site(x)
         self.level += 1
         return [
-            c.shrink(site, sampler, self._conv(sampler.conv, c), own)
-            for c, own in zip(self.canvases, x, strict=True)
+            c.shrink(site, sampler, self._conv(sampler.conv, c), feature_map)
+            for c, feature_map in zip(self.canvases, x, strict=True)
         ]
 
     def up(self, sampler: Any, x: Maps) -> Maps:
         self.level -= 1
         size = self.packed.sizes[self.level]
         return [
-            c.widen(self.level, size, sampler, self._conv(sampler.conv, c), own)
-            for c, own in zip(self.canvases, x, strict=True)
+            c.widen(self.level, size, sampler, self._conv(sampler.conv, c), feature_map)
+            for c, feature_map in zip(self.canvases, x, strict=True)
         ]
 
     def leave(self, model: Any, x: Maps) -> Tensor:
         """The model's output for every pass."""
         self._convolve(model.conv_norm_out, model.conv_act, model.conv_out, x)
         size = self.packed.sizes[0]
-        whole = [canvas.leave(size, own) for canvas, own in zip(self.canvases, x, strict=True)]
+        whole = [
+            canvas.leave(size, feature_map)
+            for canvas, feature_map in zip(self.canvases, x, strict=True)
+        ]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
     def with_residuals(self, number: int, x: Maps) -> Maps:
@@ -387,8 +406,13 @@ class _Walk:
         if not self.packed.residuals:
             return x
         return [
-            torch.stack([self._added(number, c, *each) for each in zip(own, of, strict=True)])
-            for c, own in zip(self.canvases, x, strict=True)
+            torch.stack(
+                [
+                    self._added(number, c, *map_and_residual)
+                    for map_and_residual in zip(feature_map, of, strict=True)
+                ]
+            )
+            for c, feature_map in zip(self.canvases, x, strict=True)
             for of in (self.packed.residuals[c.passes],)
         ]
 
@@ -408,19 +432,24 @@ class _Walk:
         """GroupNorm, activation and 3x3 convolution; in place, so that no map is held longer than
         it is read.
         """
-        site, own = self._site(x), self.canvases
-        x[:] = [c.norm_around(site, norm, each) for c, each in zip(own, x, strict=True)]
-        x[:] = [activate(each) for each in x]
+        site, canvases = self._site(x), self.canvases
         x[:] = [
-            c.convolve(site.level, self._conv(conv, c), each)
-            for c, each in zip(own, x, strict=True)
+            c.norm_around(site, norm, feature_map)
+            for c, feature_map in zip(canvases, x, strict=True)
+        ]
+        x[:] = [activate(feature_map) for feature_map in x]
+        x[:] = [
+            c.convolve(site.level, self._conv(conv, c), feature_map)
+            for c, feature_map in zip(canvases, x, strict=True)
         ]
 
     def _conv(self, module: Any, canvas: Canvas) -> Any:
         """The model's convolution, or what passes of the canvas have in its place."""
-        own = self.layers.get(module)
-        taken = own.take(canvas.passes) if isinstance(own, ByPass) else None
-        return module if taken is None else taken
+        replacement = self.layers.get(module)
+        pass_convolution = (
+            replacement.take(canvas.passes) if isinstance(replacement, ByPass) else None
+        )
+        return module if pass_convolution is None else pass_convolution
 
     def _site(self, x: Maps) -> Site:
         """Where the next feature map is read, which some rows keep."""
@@ -434,5 +463,5 @@ class _Walk:
 
 def _timed(layers: Mapping[Any, Callable[..., Tensor]], module: Any, x: Tensor) -> Tensor:
     """[P, C] what a layer, or what passes have in its place, makes of the timesteps' [P, in]."""
-    own = layers.get(module)
-    return module(x) if own is None else own(x, [(p, p + 1) for p in range(len(x))])
+    replacement = layers.get(module)
+    return module(x) if replacement is None else replacement(x, [(p, p + 1) for p in range(len(x))])

@@ -37,8 +37,8 @@ class UnetStep:
         return self.packed.shapes, tuple(self.sample.shape), kinds
 
     def copied(self) -> UnetStep:
-        given = self.packed.copied(), self.sample.clone(), self.timesteps.clone()
-        return UnetStep(self.weights, *given, self.kinds)
+        tensors = self.packed.copied(), self.sample.clone(), self.timesteps.clone()
+        return UnetStep(self.weights, *tensors, self.kinds)
 
     def take(self, other: UnetStep, *, anew: bool) -> None:
         self.sample.copy_(other.sample)
@@ -48,5 +48,5 @@ class UnetStep:
         self.packed.turn_to(other.packed)
 
     def run(self, asking: AtOnce) -> Tensor:
-        given = self.packed, self.sample, self.timesteps, self.kinds
-        return forward(self.weights, *given, asking=asking)
+        inputs = self.packed, self.sample, self.timesteps, self.kinds
+        return forward(self.weights, *inputs, asking=asking)

@@ -55,13 +55,13 @@ class PackedLatents:
         Args:
             answers: [passes, C, h, w] of the model, of each row.
         """
-        answer = torch.stack([own[0] for own in answers])
+        answer = torch.stack([row_answers[0] for row_answers in answers])
         if self._guided:  # a row that is not is led away from its own answer, by nothing
-            away = torch.stack([own[-1] for own in answers])
+            away = torch.stack([row_answers[-1] for row_answers in answers])
             answer = away + self._guides * (answer - away)
         if any(row.foretold is not None for row in self._rows):
-            own = zip(self._rows, answer, strict=True)
-            answer = torch.stack([row.beside(given) for row, given in own])
+            row_answers = zip(self._rows, answer, strict=True)
+            answer = torch.stack([row.beside(row_answer) for row, row_answer in row_answers])
         self._state = self._moved(answer, self._at)
         for row, *moved in zip(self._rows, self._state, self._taken, answer, strict=True):
             row.advance(*moved)
@@ -84,18 +84,22 @@ class PackedLatents:
         guides = [1.0 if row.guidance is None else row.guidance.scale for row in rows]
         host = [
             torch.tensor(guides),
-            torch.stack([own.scales for own in ahead], -1),
-            torch.stack([own.pins for own in ahead], -1),
-            torch.stack([own.sources for own in ahead], -1),
+            torch.stack([step_factors.scales for step_factors in ahead], -1),
+            torch.stack([step_factors.pins for step_factors in ahead], -1),
+            torch.stack([step_factors.sources for step_factors in ahead], -1),
             torch.tensor(
                 [[joins(row.step + at, row.steps) for row in rows] for at in range(1, steps + 1)]
             ),
         ]
-        moves = [_widened(own.moves, depth) for own in ahead if own.moves is not None]
+        moves = [
+            _widened(step_factors.moves, depth)
+            for step_factors in ahead
+            if step_factors.moves is not None
+        ]
         if moves:
             host.append(torch.stack(moves, 2))
-        there = [x[..., None, None, None] for x in to_device(host, self._state.device)]
-        self._guides, self._scales, self._pins, self._sources, self._joins, *linear = there
+        device_factors = [x[..., None, None, None] for x in to_device(host, self._state.device)]
+        self._guides, self._scales, self._pins, self._sources, self._joins, *linear = device_factors
         """[R, …], [S, R, …], twice [S, 2, R, …] and [S, R, …] of numbers for [C, h, w]."""
         self._moves = linear[0] if linear else None
         """[S, K + 1, R, K, …]: what each tensor of a state, and the answer, brings to the next one.
@@ -103,17 +107,19 @@ class PackedLatents:
 
     def _given(self, state: Tensor, at: int) -> Tensor:
         """[R, C, h, w] the latents as the model takes them in a step."""
-        taken = state[:, 0] * self._scales[at]
+        model_input = state[:, 0] * self._scales[at]
         if self._pinned is not None:
-            taken = self._pinned.beside(taken, self._pins[at], self._pinned.inside)
-        return taken.to(self._dtype)
+            model_input = self._pinned.beside(model_input, self._pins[at], self._pinned.inside)
+        return model_input.to(self._dtype)
 
     def _moved(self, answer: Tensor, at: int) -> Tensor:
         """[R, K, C, h, w] the state after a step, from the model's guided answer."""
         if self._moves is None:
             steps = [begin + at for begin in self._begins]
-            own = zip(self._rows, answer, steps, self._state[:, 0], strict=True)
-            state = torch.stack([row.schedule.move(*given)[None] for row, *given in own])
+            row_moves = zip(self._rows, answer, steps, self._state[:, 0], strict=True)
+            state = torch.stack(
+                [row.schedule.move(*move_args)[None] for row, *move_args in row_moves]
+            )
         else:
             *factors, of_answer = self._moves[at]
             state = of_answer * answer[:, None]
@@ -140,10 +146,12 @@ class _Images(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Self | None]) -> Self | None:
         """Of several rows, of which some may have none; None: no row has one."""
-        some = next((row for row in rows if row is not None), None)
-        if some is None:
+        template_row = next((row for row in rows if row is not None), None)
+        if template_row is None:
             return None
-        none = cls(*map(torch.zeros_like, some))._replace(inside=torch.ones_like(some.inside))
+        none = cls(*map(torch.zeros_like, template_row))._replace(
+            inside=torch.ones_like(template_row.inside)
+        )
         return cls(*map(torch.stack, zip(*[row or none for row in rows], strict=True)))
 
     def beside(self, latents: Tensor, levels: Tensor, inside: Tensor) -> Tensor:
@@ -157,8 +165,12 @@ class _Images(NamedTuple):
 
 def _template(row: UnetRow) -> _Images | None:
     """What the inactive tokens of a row that reads entries are pinned to."""
-    own = None if row.plan is not None else row.inactive
-    return None if own is None else _Images(own.mask, own.template.clean, own.template.noise)
+    cached = None if row.plan is not None else row.inactive
+    return (
+        None
+        if cached is None
+        else _Images(cached.mask, cached.template.clean, cached.template.noise)
+    )
 
 
 def _source(row: UnetRow, *, soft: bool) -> _Images | None:
@@ -168,10 +180,10 @@ def _source(row: UnetRow, *, soft: bool) -> _Images | None:
         row: of the edit.
         soft: whether a row beside it, or itself, has a mask with grey.
     """
-    own = row.blend
-    if own is None:
+    blend = row.blend
+    if blend is None:
         return None
-    return _Images(own.mask if soft else own.mask > 0, own.clean, own.noise)
+    return _Images(blend.mask if soft else blend.mask > 0, blend.clean, blend.noise)
 
 
 def latents_ahead(row: UnetRow) -> Tensor | None:
@@ -190,7 +202,10 @@ def _deepened(state: Tensor, depth: int) -> Tensor:
 
 def _widened(moves: Tensor, depth: int) -> Tensor:
     """[S, K + 1, K] the factors of a smaller state, for each tensor that is read."""
-    steps, own, _ = moves.shape
+    steps, state_depth, _ = moves.shape
     wide = moves.new_zeros(steps, depth + 1, depth)
-    wide[:, :own, :own], wide[:, depth, :own] = moves[:, :, :own].mT, moves[:, :, own]
+    wide[:, :state_depth, :state_depth], wide[:, depth, :state_depth] = (
+        moves[:, :, :state_depth].mT,
+        moves[:, :, state_depth],
+    )
     return wide

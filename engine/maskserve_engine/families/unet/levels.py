@@ -94,10 +94,10 @@ class Level:
         """The same, with which tokens are computed in tensors of its own."""
         if self.sparse is None:
             return self
-        keys, there = self.sparse.keys, self.sparse.there
+        keys, feature_tokens = self.sparse.keys, self.sparse.there
         keys = replace(keys, core=keys.core.clone())
-        there = replace(there, core=there.core.clone())
-        return replace(self, sparse=replace(self.sparse, keys=keys, there=there))
+        feature_tokens = replace(feature_tokens, core=feature_tokens.core.clone())
+        return replace(self, sparse=replace(self.sparse, keys=keys, there=feature_tokens))
 
     def take(self, other: Level) -> None:
         """Have what is computed of other passes, as many tokens, in the tensors of these."""
@@ -129,21 +129,25 @@ def make_level(
     sparse = None
     if any(ids is not None for ids in active):
         computed = [_marked(tokens, ids) for ids in active]
-        counts = [int(own.sum()) for own in computed]
-        there_are = [tokens if ids is None else len(ids) for ids in tiles]
-        padded = list(map(bucket, counts, there_are)) if buckets else counts
-        there = _partition(computed, padded)
-        wanted: tuple[Tensor | None, ...] = (None,) * len(active)
+        counts = [int(computed_mask.sum()) for computed_mask in computed]
+        box_counts = [tokens if ids is None else len(ids) for ids in tiles]
+        padded = list(map(bucket, counts, box_counts)) if buckets else counts
+        feature_tokens = _partition(computed, padded)
+        cached_in_box: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
             inside = [_marked(tokens, ids) for ids in tiles]
-            boxed = [own[box] for own, box in zip(computed, inside, strict=True)]
-            there = _partition(boxed, padded)
-            wanted = tuple(
-                None if ids is None else torch.from_numpy(np.flatnonzero(box[~own]))
-                for ids, own, box in zip(tiles, computed, inside, strict=True)
+            boxed = [
+                computed_mask[box] for computed_mask, box in zip(computed, inside, strict=True)
+            ]
+            feature_tokens = _partition(boxed, padded)
+            cached_in_box = tuple(
+                None if ids is None else torch.from_numpy(np.flatnonzero(box[~computed_mask]))
+                for ids, computed_mask, box in zip(tiles, computed, inside, strict=True)
             )
         keys = _keys(counts, padded, tokens)
-        sparse = Sparse(keys, there, wanted, _segments(padded, whole), _segments(padded, text))
+        sparse = Sparse(
+            keys, feature_tokens, cached_in_box, _segments(padded, whole), _segments(padded, text)
+        )
     tiled = any(ids is not None for ids in tiles)
     return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
 
@@ -157,13 +161,15 @@ def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
 
 def _partition(computed: Sequence[NDArray[np.bool_]], padded: Sequence[int]) -> Partition:
     """Of tokens that are computed or not, per pass, which computes `padded`."""
-    core, others, begin = [], [], 0
-    for own, most in zip(computed, padded, strict=True):
-        core.append(begin + _padded(np.flatnonzero(own), most, int(np.argmin(own))))
-        others.append(begin + np.flatnonzero(~own))
-        begin += len(own)
-    slots = slots_of(spans([len(own) for own in others]))
-    slots = replace(slots, to=torch.from_numpy(np.concatenate(others)), apart=True)
+    core, cached_ids, begin = [], [], 0
+    for computed_mask, most in zip(computed, padded, strict=True):
+        core.append(
+            begin + _padded(np.flatnonzero(computed_mask), most, int(np.argmin(computed_mask)))
+        )
+        cached_ids.append(begin + np.flatnonzero(~computed_mask))
+        begin += len(computed_mask)
+    slots = slots_of(spans([len(computed_mask) for computed_mask in cached_ids]))
+    slots = replace(slots, to=torch.from_numpy(np.concatenate(cached_ids)), apart=True)
     return Partition(torch.from_numpy(np.concatenate(core)), slots, begin)
 
 
@@ -179,10 +185,10 @@ def _keys(counts: Sequence[int], padded: Sequence[int], tokens: int) -> Keys:
         at + _padded(np.arange(count), most, count)
         for at, count, most in zip(begins, counts, padded, strict=True)
     ]
-    others = [(at + count, at + tokens) for at, count in zip(begins, counts, strict=True)]
-    rest = slots_of(spans([tokens - count for count in counts]))
+    cached_spans = [(at + count, at + tokens) for at, count in zip(begins, counts, strict=True)]
+    cached_slots = slots_of(spans([tokens - count for count in counts]))
     total = tokens * len(counts)
-    return Keys(torch.from_numpy(np.concatenate(core)), slots_of(others), rest, total)
+    return Keys(torch.from_numpy(np.concatenate(core)), slots_of(cached_spans), cached_slots, total)
 
 
 def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:

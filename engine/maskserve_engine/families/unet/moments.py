@@ -31,12 +31,12 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Of both parts together (Chan et al.: no large sums are subtracted)."""
         count = self.count + other.count
-        share, apart = other.count / count, other.mean - self.mean
+        share, mean_change = other.count / count, other.mean - self.mean
         variance = torch.lerp(self.variance, other.variance, share)
         return Moments(
             count,
-            torch.add(self.mean, apart, alpha=share),
-            torch.addcmul(variance, apart, apart, value=share * (1 - share)),
+            torch.add(self.mean, mean_change, alpha=share),
+            torch.addcmul(variance, mean_change, mean_change, value=share * (1 - share)),
         )
 
     def __sub__(self, part: Moments) -> Moments:
@@ -44,9 +44,9 @@ class Moments:
         count = self.count - part.count
         share = part.count / self.count
         mean = torch.sub(self.mean, part.mean, alpha=share).div_(1 - share)
-        apart = part.mean - mean
+        mean_change = part.mean - mean
         variance = torch.sub(self.variance, part.variance, alpha=share)
-        variance.addcmul_(apart, apart, value=-share * (1 - share))
+        variance.addcmul_(mean_change, mean_change, value=-share * (1 - share))
         return Moments(count, mean, variance.div_(1 - share).clamp_min_(0.0))
 
     def of_passes(self, passes: slice) -> Moments:
@@ -57,10 +57,11 @@ class Moments:
 def normalise(norm: nn.GroupNorm, x: Tensor, moments: Moments) -> Tensor:
     """GroupNorm of [p, C, h, w] by the moments of its groups, given for each pass."""
     passes, channels = x.shape[:2]
-    each = channels // norm.num_groups
+    group_channels = channels // norm.num_groups
     # A batch norm of every pass's own channels: one kernel, float32 inside whatever x is.
     mean, variance = (
-        part.repeat_interleave(each, dim=1).flatten() for part in (moments.mean, moments.variance)
+        part.repeat_interleave(group_channels, dim=1).flatten()
+        for part in (moments.mean, moments.variance)
     )
     weight, bias = (part.float().repeat(passes) for part in (norm.weight, norm.bias))
     flat = x.reshape(1, passes * channels, *x.shape[2:])

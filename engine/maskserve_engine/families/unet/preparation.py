@@ -88,9 +88,9 @@ class UnetPreparation:
             work: of the model at the job's size.
             halves: of the entries (`Adapter.entry_halves`).
         """
-        own = job.prepared.inactive if isinstance(job.prepared, UnetPrepared) else None
-        if own is not None:
-            return own
+        prepared_cached = job.prepared.inactive if isinstance(job.prepared, UnetPrepared) else None
+        if prepared_cached is not None:
+            return prepared_cached
         active, (_, height, width) = self.active(job), job.moments.shape
         mask = np.zeros(height * width, np.bool_)
         mask[active.levels[0]] = True
@@ -135,7 +135,7 @@ class UnetPreparation:
             height, width = job.edit_mask.shape
             sizes = np.array([height, width, 0, 0, height, width], np.float32)
             texts += [given["pooled"], sizes]
-        return tuple([torch.from_numpy(each).to(self._dtype) for each in texts])
+        return tuple([torch.from_numpy(array).to(self._dtype) for array in texts])
 
     def _start(self, job: EditJob) -> UnetStart:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""

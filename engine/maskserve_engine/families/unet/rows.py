@@ -91,16 +91,20 @@ class CachedRest:
         assert inactive is not None
         parts, ids = entry.wait_whole(block, part)
         count = len(parts[0].data if ids is None else ids) // inactive.halves
-        own = slice(self.half * count, (self.half + 1) * count)
+        half_slice = slice(self.half * count, (self.half + 1) * count)
         if ids is not None:
-            return KvSource(parts, ids[own] if wanted is None else self._of(ids, own, wanted))
-        return KvSource(tuple([coded.map(lambda tokens: tokens[own]) for coded in parts]), wanted)
+            return KvSource(
+                parts, ids[half_slice] if wanted is None else self._of(ids, half_slice, wanted)
+            )
+        return KvSource(
+            tuple([coded.map(lambda tokens: tokens[half_slice]) for coded in parts]), wanted
+        )
 
     def _of(self, ids: Tensor, own: slice, wanted: Tensor) -> Tensor:
         """[m] `wanted` of a half's ids: the same at every step."""
-        for all_ids, known, found in self._wanted:
-            if all_ids is ids and known is wanted:
-                return found
+        for all_ids, known_ids, selected_ids in self._wanted:
+            if all_ids is ids and known_ids is wanted:
+                return selected_ids
         self._wanted.append((ids, wanted, ids[own].index_select(0, wanted)))
         return self._wanted[-1][-1]
 
@@ -200,7 +204,7 @@ class UnetRow:
         """What sees each of its passes in the next step."""
         if self.entry is not None:
             return []
-        return [each.at(self.step, self.sigma) for each in self.anchors]
+        return [step_cache.at(self.step, self.sigma) for step_cache in self.anchors]
 
     @property
     def foresees(self) -> int | None:
@@ -272,23 +276,26 @@ class UnetRow:
         residuals: Sequence[Residuals | None] = (None, None)
         if self.control is not None:
             residuals = self.control.passes
-        each_with = list(zip(prompts, residuals, strict=False))
+        prompt_residuals = list(zip(prompts, residuals, strict=False))
         inactive = self.inactive
         if inactive is None or self.active is None:
-            return [PassInput(each.text, each.added, residuals=own) for each, own in each_with]
+            return [
+                PassInput(prompt.text, prompt.added, residuals=pass_residuals)
+                for prompt, pass_residuals in prompt_residuals
+            ]
         return [
             PassInput(
-                each.text,
-                each.added,
+                prompt.text,
+                prompt.added,
                 self.active,
                 AnchoredRest(self, self.anchors[number])
                 if self.anchors
                 else CachedRest(self, min(number, inactive.halves - 1)),
                 self.surroundings,
-                own,
+                pass_residuals,
                 number,
             )
-            for number, (each, own) in enumerate(each_with)
+            for number, (prompt, pass_residuals) in enumerate(prompt_residuals)
         ]
 
     def advance(self, state: Tensor, taken: Tensor, answer: Tensor) -> None:
@@ -304,8 +311,8 @@ class UnetRow:
         if anchor == self.step:
             self.leave(anchor, answer)
         if anchor is not None:
-            for each in self.anchors:
-                each.passed(self.sigma_at(anchor))
+            for step_cache in self.anchors:
+                step_cache.passed(self.sigma_at(anchor))
         self.step += 1
 
     def leave(self, anchor: int, answer: Tensor) -> None:
@@ -326,11 +333,13 @@ class UnetRow:
         assert self._taken is not None, "no step was taken yet"
         assert self.answer is not None
         last = self._taken.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
-        levels, then = self.noise_levels, self.schedule.timesteps[step]
-        latents = levels.mixed(levels.estimate(*last), levels.noise_in(*last), then)
+        levels, target_timestep = self.noise_levels, self.schedule.timesteps[step]
+        latents = levels.mixed(levels.estimate(*last), levels.noise_in(*last), target_timestep)
         if (blend := self.blend) is not None:
             inside = blend.mask >= joins(step, self.steps) if blend.soft else blend.mask > 0
-            latents = torch.where(inside, latents, levels.mixed(blend.clean, blend.noise, then))
+            latents = torch.where(
+                inside, latents, levels.mixed(blend.clean, blend.noise, target_timestep)
+            )
         return latents.to(self._taken.dtype)
 
     def beside(self, answer: Tensor) -> Tensor:
@@ -397,15 +406,18 @@ class UnetAhead:
     def captures(self) -> list[StackCapture]:
         """What sees each of its passes."""
         sigma = self.row.sigma_at(self.anchor)
-        return [each.at(self.step, sigma, reads=True) for each in self.anchors]
+        return [step_cache.at(self.step, sigma, reads=True) for step_cache in self.anchors]
 
     def passes(self) -> list[PassInput]:
         control = self.row.control
         residuals: Sequence[Residuals | None] = (None, None)
         if control is not None:
             residuals = control.ahead.passes
-        each_with = zip(self.row.prompts, residuals, strict=False)
-        return [PassInput(each.text, each.added, residuals=own) for each, own in each_with]
+        prompt_residuals = zip(self.row.prompts, residuals, strict=False)
+        return [
+            PassInput(prompt.text, prompt.added, residuals=pass_residuals)
+            for prompt, pass_residuals in prompt_residuals
+        ]
 
     def sample(self) -> Tensor:
         """[in_channels, h, w]"""
@@ -414,9 +426,9 @@ class UnetAhead:
 
     def advance(self, answers: Tensor) -> None:
         """Leave the row what the model has answered; nothing has moved."""
-        guidance, (answer, *others) = self.row.guidance, answers
+        guidance, (answer, *negative_answers) = self.row.guidance, answers
         if guidance is not None:
-            [away] = others
+            [away] = negative_answers
             answer = away + guidance.scale * (answer.float() - away)
         self.row.leave(self.anchor, answer)
 
@@ -463,7 +475,7 @@ class UnetPrimingRow:
         return [anchor.timestep for anchor in self.anchors[self.step :]]
 
     def passes(self) -> list[PassInput]:
-        return [PassInput(each.text, each.added) for each in self.prompts]
+        return [PassInput(prompt.text, prompt.added) for prompt in self.prompts]
 
     def sample(self) -> Tensor:
         """[in_channels, h, w] the template noised to the next anchor."""

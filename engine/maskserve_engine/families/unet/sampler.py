@@ -149,14 +149,14 @@ class UnetSchedule:
     @cached_property
     def factors(self) -> StepFactors:
         scales, sources, steps = [], [], []
-        own, one = copy.deepcopy(self._own), torch.ones(1, dtype=torch.float64)
-        linear = is_linear(own)
+        sampler, unit = copy.deepcopy(self._own), torch.ones(1, dtype=torch.float64)
+        linear = is_linear(sampler)
         for step, timestep in enumerate(self._timesteps):
             at = self._timesteps[step : step + 1]
-            sources.append(torch.cat(_noised(own, at, one.dtype)))
-            scales.append(own.scale_model_input(one, timestep))
+            sources.append(torch.cat(_noised(sampler, at, unit.dtype)))
+            scales.append(sampler.scale_model_input(unit, timestep))
             if linear:
-                steps.append(probed(own, timestep))
+                steps.append(probed(sampler, timestep))
         return StepFactors(
             torch.cat(scales).float(),
             torch.tensor([self._levels.at(timestep) for timestep in self.timesteps]),
@@ -169,8 +169,8 @@ def _noised(sampler: Any, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     """[1] signal and [1] noise share of what is as noisy as latents at a timestep; a sampler that
     goes by its own count is there.
     """
-    one, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
-    return sampler.add_noise(one, zero, timestep), sampler.add_noise(zero, one, timestep)
+    unit, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    return sampler.add_noise(unit, zero, timestep), sampler.add_noise(zero, unit, timestep)
 
 
 class NoiseLevels:

@@ -110,10 +110,10 @@ def check_unet(config: Mapping[str, Any]) -> None:
     for key, usual in plain.items():
         if config.get(key, usual) != usual:
             raise ValueError(f"{key}: {config[key]!r} is not served; served: {usual!r}")
-    for key, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
+    for key, served_kinds in (("down_block_types", _DOWN), ("up_block_types", _UP)):
         for kind in config[key]:
-            if kind not in known:
-                raise ValueError(f"{key}: {kind} is not served; served: {', '.join(known)}")
+            if kind not in served_kinds:
+                raise ValueError(f"{key}: {kind} is not served; served: {', '.join(served_kinds)}")
     if config.get("addition_embed_type") not in (None, "text_time"):
         raise ValueError(f"addition_embed_type: {config['addition_embed_type']!r} is not served")
 
@@ -159,7 +159,7 @@ class _Walk:
                 config["cross_attention_dim"],
             )
         )
-        layers, depths, cross = ([int(n) for n in each] for each in per_level)
+        layers, depths, cross = ([int(n) for n in values] for values in per_level)
         embedding = int(config.get("time_embedding_dim") or channels[0] * 4)
         areas = [rows * columns for rows, columns in level_sizes(height, width, levels)]
         walk = cls(channels, layers, depths, cross, embedding, areas)
@@ -178,15 +178,15 @@ class _Walk:
         kernel = int(config.get("conv_in_kernel", 3))
         self.conv(0, int(config["in_channels"]), channels[0], kernel)
         self.keep(0, channels[0])
-        before, bottom = channels[0], len(channels) - 1
+        in_channels, bottom = channels[0], len(channels) - 1
         for level, kind in enumerate(config["down_block_types"]):
             for layer in range(self.layers[level]):
-                self.resnet(level, before if layer == 0 else channels[level], channels[level])
+                self.resnet(level, in_channels if layer == 0 else channels[level], channels[level])
                 if kind.startswith("CrossAttn"):
                     name = f"down{level}.{layer}"
                     self.stack(name, level, channels[level], self.depths[level])
                 self.keep(level, channels[level])
-            before = channels[level]
+            in_channels = channels[level]
             if level < bottom:
                 self.read(level, channels[level], strided=True)
                 self.conv(level + 1, channels[level], channels[level])
@@ -304,20 +304,20 @@ def unet_work(
     bottom = len(channels) - 1
     for step, kind in enumerate(config["up_block_types"]):
         level = bottom - step
-        own, below = channels[level], channels[min(level + 1, bottom)]
+        channel_count, below = channels[level], channels[min(level + 1, bottom)]
         for layer in range(layers[level] + 1):
             last = layer == layers[level]
-            skip = channels[max(level - 1, 0)] if last else own
-            given = below if layer == 0 else own
+            skip = channels[max(level - 1, 0)] if last else channel_count
+            in_channels = below if layer == 0 else channel_count
             walk.kept.pop()
-            walk.keep(level, 2 * given + skip)  # by itself, and beside the skip
-            walk.resnet(level, given + skip, own)
+            walk.keep(level, 2 * in_channels + skip)  # by itself, and beside the skip
+            walk.resnet(level, in_channels + skip, channel_count)
             if kind.startswith("CrossAttn"):
-                walk.stack(f"up{step}.{layer}", level, own, depths[level])
+                walk.stack(f"up{step}.{layer}", level, channel_count, depths[level])
             walk.kept.pop()
         if level > 0:
-            walk.hold(level - 1, 3 * own)  # as it was, widened, and after the convolution
-            walk.conv(level - 1, own, own)
+            walk.hold(level - 1, 3 * channel_count)  # as it was, widened, and after the convolution
+            walk.conv(level - 1, channel_count, channel_count)
     walk.read(0, channels[0])
     walk.conv(0, channels[0], int(config["out_channels"]), int(config.get("conv_out_kernel", 3)))
 
@@ -359,15 +359,18 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
     """
     bottom = len(base.tokens) - 1
     blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
-    by_module = {_module_of(each.name): own for each, own in zip(base.blocks, blocks, strict=True)}
+    by_module = {
+        _module_of(block_work.name): block_terms
+        for block_work, block_terms in zip(base.blocks, blocks, strict=True)
+    }
     rows, positions = 0, [0.0] * len(base.tokens)
     for name, numbers in layers.items():
         in_block, in_stage = _IN_BLOCK.fullmatch(name), _IN_STAGE.fullmatch(name)
         if in_block is not None:
-            own, layer = by_module[in_block[1]], in_block[2]
-            own["text" if layer in ("attn2.to_k", "attn2.to_v") else "token"] += numbers
+            block_terms, layer = by_module[in_block[1]], in_block[2]
+            block_terms["text" if layer in ("attn2.to_k", "attn2.to_v") else "token"] += numbers
             if layer in ("attn1.to_k", "attn1.to_v"):
-                own["spare"] += numbers
+                block_terms["spare"] += numbers
         elif in_stage is not None and in_stage[4] != "time_emb_proj":
             way, stage, part, _ = in_stage.groups()
             level = {"down": int(stage or 0), "up": bottom - int(stage or 0)}.get(way, bottom)
@@ -384,7 +387,7 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """Numbers per rank of a LoRA of every linear layer of the transformer blocks, as of
     `lora_work`.
     """
-    found = {}
+    layer_numbers = {}
     for block in unet_work(dict(config), 8, 8).blocks:
         h, cross = block.width, round(block.text / (4 * block.width))
         widths = dict.fromkeys(("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"), 2 * h)
@@ -392,8 +395,8 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
         widths |= dict.fromkeys(("attn2.to_k", "attn2.to_v"), cross + h)
         widths |= {"ff.net.0.proj": 9 * h, "ff.net.2": 5 * h}
         for name, numbers in widths.items():
-            found[f"{_module_of(block.name)}.{name}"] = numbers
-    return found
+            layer_numbers[f"{_module_of(block.name)}.{name}"] = numbers
+    return layer_numbers
 
 
 def control_work(
@@ -409,7 +412,7 @@ def control_work(
     walk.down(config)
     walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
     # The picture is as large as the first map; the middle speaks, too.
-    said = sum(walk.kept) + walk.channels[-1] * walk.areas[-1]
+    residual_numbers = sum(walk.kept) + walk.channels[-1] * walk.areas[-1]
     return ModelWork(
         family="unet",
         blocks=tuple(walk.blocks),
@@ -418,7 +421,7 @@ def control_work(
         before=tuple(walk.before),
         after=walk.outside(),
         restore_ends=True,
-        beside=walk.kept[0] + said,
+        beside=walk.kept[0] + residual_numbers,
         copies=2 if guidance else 1,
         peak_row=walk.peak,
         peak_text=0.0,
@@ -449,11 +452,13 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         if not (folder / part).is_dir():
             raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
     encoders = [part for part in parts if part.startswith("text_encoder")]
-    given = sum(int(read_json(folder / part / "config.json")["hidden_size"]) for part in encoders)
-    if given != unet["cross_attention_dim"]:
+    text_width = sum(
+        int(read_json(folder / part / "config.json")["hidden_size"]) for part in encoders
+    )
+    if text_width != unet["cross_attention_dim"]:
         raise ConfigError(
             f"[model] path: the UNet takes text {unet['cross_attention_dim']} wide and "
-            f"{' and '.join(encoders)} give {given}"
+            f"{' and '.join(encoders)} give {text_width}"
         )
     length = read_json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
     if not isinstance(length, int) or not 1 <= length <= 4096:

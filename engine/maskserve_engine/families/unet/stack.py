@@ -86,7 +86,7 @@ class Text:
 
     def __init__(self, states: Sequence[Tensor]) -> None:
         self.states = torch.cat(list(states))
-        self.spans = spans([len(each) for each in states])
+        self.spans = spans([len(states_of_pass) for states_of_pass in states])
         """Of each pass."""
         self._projected: dict[int, Tensor] = {}
         """By the number of the block: [T, 2, heads, head_dim]."""
@@ -102,14 +102,16 @@ class Text:
 
     def copied(self) -> Text:
         """The same, projected into tensors of its own."""
-        own = copy(self)
-        own._projected = {number: each.clone() for number, each in self._projected.items()}
-        return own
+        clone = copy(self)
+        clone._projected = {
+            number: projected.clone() for number, projected in self._projected.items()
+        }
+        return clone
 
     def take(self, other: Text) -> None:
         """Project other prompts of the same lengths into the tensors that these have."""
-        for number, both in self._projected.items():
-            both.copy_(self._project(number, other))
+        for number, keys_values in self._projected.items():
+            keys_values.copy_(self._project(number, other))
 
     def _project(self, number: int, of: Text) -> Tensor:
         attn = self._layers[number]
@@ -211,19 +213,26 @@ class Stack:
             normed: the same behind the stack's norm.
             passes: which ones.
         """
-        at = [self._spans(each, own) for each, own in zip(x, passes, strict=True)]
+        at = [
+            self._spans(feature_map, pass_slice)
+            for feature_map, pass_slice in zip(x, passes, strict=True)
+        ]
         parts = [
-            weights.proj_in(each.permute(0, 2, 3, 1).flatten(0, 2), own)
-            for each, own in zip(normed, at, strict=True)
+            weights.proj_in(feature_map.permute(0, 2, 3, 1).flatten(0, 2), pass_slice)
+            for feature_map, pass_slice in zip(normed, at, strict=True)
         ]
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         for number, block in enumerate(weights.transformer_blocks, start=first):
             tokens = self._block(block, number, tokens)
         tokens = self._end(number, tokens)
         out = []
-        for each, own, part in zip(x, at, tokens.split([len(part) for part in parts]), strict=True):
-            back = weights.proj_out(part, own).unflatten(0, (each.shape[0], *each.shape[2:]))
-            out.append(each + back.permute(0, 3, 1, 2))
+        for feature_map, pass_slice, part in zip(
+            x, at, tokens.split([len(part) for part in parts]), strict=True
+        ):
+            back = weights.proj_out(part, pass_slice).unflatten(
+                0, (feature_map.shape[0], *feature_map.shape[2:])
+            )
+            out.append(feature_map + back.permute(0, 3, 1, 2))
         return out
 
     def _spans(self, x: Tensor, passes: slice) -> tuple[Span, ...]:
@@ -253,10 +262,10 @@ class Stack:
             self.sparse = self.level.sparse
             assert self.sparse is not None
             # What was computed is nearer to the edit than an entry, and loads nothing.
-            there, all_tokens = self.sparse.there, tokens
-            tokens = all_tokens.index_select(0, there.core)
+            feature_tokens, all_tokens = self.sparse.there, tokens
+            tokens = all_tokens.index_select(0, feature_tokens.core)
             if self.kinds[number] == "project":
-                self.left = all_tokens.index_select(0, there.rest)
+                self.left = all_tokens.index_select(0, feature_tokens.rest)
         return tokens
 
     def _inactive(self, number: int, width: int, like: Tensor) -> Tensor:
@@ -271,11 +280,11 @@ class Stack:
     def _restored(self, number: int, part: str, core: Tensor) -> Tensor:
         """[n + m, width] hidden states of all tokens, of which `core` were computed."""
         assert self.sparse is not None
-        there = self.sparse.there
-        both = self.empty(core, (there.count, core.shape[1]))
-        both.index_copy_(0, there.core, core)
-        self.place(number, part, (both,))
-        return both
+        feature_tokens = self.sparse.there
+        all_hidden = self.empty(core, (feature_tokens.count, core.shape[1]))
+        all_hidden.index_copy_(0, feature_tokens.core, core)
+        self.place(number, part, (all_hidden,))
+        return all_hidden
 
     def _fill(self, number: int) -> Fill | None:
         if self.sparse is None:
@@ -283,35 +292,35 @@ class Stack:
         return partial(self._project if self.kinds[number] == "project" else self._load, number)
 
     def _load(self, number: int, block: BlockWeights, computed: Tensor) -> tuple[Tensor, Tensor]:
-        both = self._all_keys(computed)
-        keys, values = both.unbind()
+        keys_values = self._all_keys(computed)
+        keys, values = keys_values.unbind()
         self.place(number, "kv", (keys, values))
         return keys, values
 
     def _project(self, number: int, block: BlockWeights, computed: Tensor) -> tuple[Tensor, Tensor]:
         assert self.sparse is not None
-        keys, both = self.sparse.keys, self._all_keys(computed)
-        hidden = self._inactive(number, both[0, 0].numel(), computed)
+        keys, keys_values = self.sparse.keys, self._all_keys(computed)
+        hidden = self._inactive(number, keys_values[0, 0].numel(), computed)
         product = block.attn1.keys_values(block.norm1(hidden), keys.rest.spans)
-        rest = _heads(product, 2, block.attn1.head_count)
-        both.index_copy_(1, keys.slots.to, rest.transpose(0, 1))
-        return both[0], both[1]
+        cached_keys_values = _heads(product, 2, block.attn1.head_count)
+        keys_values.index_copy_(1, keys.slots.to, cached_keys_values.transpose(0, 1))
+        return keys_values[0], keys_values[1]
 
     def _all_keys(self, computed: Tensor) -> Tensor:
         """[2, keys, heads, head_dim] of all tokens; those that were computed are written."""
         assert self.sparse is not None
         keys = self.sparse.keys
-        both = self.empty(computed, (2, keys.count, *computed.shape[2:]))
-        return both.index_copy_(1, keys.core, computed.transpose(0, 1))
+        keys_values = self.empty(computed, (2, keys.count, *computed.shape[2:]))
+        return keys_values.index_copy_(1, keys.core, computed.transpose(0, 1))
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
         """Hand the recorded rows' hidden states over now, their keys and values when known."""
-        own = self._own_parts()
-        for capture, at in own:
+        captures = self._own_parts()
+        for capture, at in captures:
             capture.hidden(number, tokens[at])
 
         def see(keys: Tensor, values: Tensor) -> None:
-            for capture, at in own:
+            for capture, at in captures:
                 capture.keys_values(number, keys[at], values[at])
 
         return see

@@ -75,16 +75,16 @@ class RingRoom:
         self.moments = torch.empty(moments, device=device)
         self.around: dict[RingRead, Around] = {}
         for read, (ring, outside) in self.places.items():
-            kept, place = maps[read.number], tile[read.level]
+            feature_map, place = maps[read.number], tile[read.level]
             positions = len(place.frame(strided=read.strided).ring)
-            shape = halves, kept.width, positions
-            own = self.rings[ring : ring + math.prod(shape)].view(shape)
-            rest: Moments | None = None
+            shape = halves, feature_map.width, positions
+            ring_view = self.rings[ring : ring + math.prod(shape)].view(shape)
+            outside_moments: Moments | None = None
             if not read.strided:
-                shape = 2, halves, kept.groups
+                shape = 2, halves, feature_map.groups
                 mean, variance = self.moments[outside : outside + math.prod(shape)].view(shape)
-                rest = Moments(math.prod(place.size) - place.box.area, mean, variance)
-            self.around[read] = Around(own, rest)
+                outside_moments = Moments(math.prod(place.size) - place.box.area, mean, variance)
+            self.around[read] = Around(ring_view, outside_moments)
 
     @staticmethod
     def _laid_out(
@@ -93,12 +93,12 @@ class RingRoom:
         """Where rings and moments begin, and how many numbers there are of both."""
         places: dict[RingRead, tuple[int, int]] = {}
         rings = moments = 0
-        for number, kept in enumerate(maps):
-            if not tile[kept.level].near.whole:
-                places[RingRead(number, kept.level, kept.strided)] = rings, moments
-                ring = tile[kept.level].frame(strided=kept.strided).ring
-                rings += halves * kept.width * len(ring)
-                moments += 0 if kept.strided else 2 * halves * kept.groups
+        for number, feature_map in enumerate(maps):
+            if not tile[feature_map.level].near.whole:
+                places[RingRead(number, feature_map.level, feature_map.strided)] = rings, moments
+                ring = tile[feature_map.level].frame(strided=feature_map.strided).ring
+                rings += halves * feature_map.width * len(ring)
+                moments += 0 if feature_map.strided else 2 * halves * feature_map.groups
         return places, rings, moments
 
     @classmethod
@@ -224,14 +224,14 @@ class TemplateSurroundings(Surroundings):
             if frame.whole:  # nothing travels, and nothing of it is read
                 continue
             (coded,), ids = entry.wait_whole(self._maps[read.number], "map")
-            own = None if read.strided else frame.own
+            box_positions = None if read.strided else frame.own
             maps.append(
                 RingMap(
-                    coded, ids, frame.region.area, frame.ring, own, math.prod(place.size),
+                    coded, ids, frame.region.area, frame.ring, box_positions, math.prod(place.size),
                     read.number, to_ring, to_moments,
                 )
             )  # fmt: skip
-        formats = {each.coded.format for each in maps}
+        formats = {ring_map.coded.format for ring_map in maps}
         if not maps:
             return True
         if len(formats) > 1 or missing_kernel(device, *formats) is not None:
@@ -254,8 +254,8 @@ class TemplateSurroundings(Surroundings):
         """Whether all maps that are read have arrived."""
         return all(
             entry.ready(block, "map")
-            for block, kept in zip(self._maps, self._kept, strict=True)
-            if not self.tile[kept.level].near.whole
+            for block, feature_map in zip(self._maps, self._kept, strict=True)
+            if not self.tile[feature_map.level].near.whole
         )
 
     def _read(self, entry: Handle, read: RingRead) -> Around:
@@ -275,13 +275,13 @@ class TemplateSurroundings(Surroundings):
         if read.strided:
             return Around(ring, None)
         total = self._total(read.number, place.size)
-        own = Moments.of(region.index_select(2, frame.own)[:, :, None], total.mean.shape[1])
-        return Around(ring, total - own)
+        box_moments = Moments.of(region.index_select(2, frame.own)[:, :, None], total.mean.shape[1])
+        return Around(ring, total - box_moments)
 
     def _total(self, number: int, size: tuple[int, int]) -> Moments:
         """Of the whole map."""
-        own = self._moments.data.unflatten(0, (len(self._maps), -1))[number]
-        mean, variance = own.chunk(2, dim=1)
+        map_totals = self._moments.data.unflatten(0, (len(self._maps), -1))[number]
+        mean, variance = map_totals.chunk(2, dim=1)
         return Moments(size[0] * size[1], mean, variance)
 
 
@@ -323,5 +323,5 @@ class HeldSurroundings:
         self._of = weakref.ref(entry)
 
     def _copy(self, other: Surroundings) -> None:
-        own = self._room.around
-        copy_tensors(own, {read: other.read()[read] for read in own})
+        arounds = self._room.around
+        copy_tensors(arounds, {read: other.read()[read] for read in arounds})

@@ -92,19 +92,19 @@ class Frame:
         region = reads.inside(size)
         inside = np.zeros(reads.shape, np.bool_)
         (region - reads).cut(inside)[:] = True
-        own = np.zeros(reads.shape, np.bool_)
-        (box - reads).cut(own)[:] = True
+        in_box = np.zeros(reads.shape, np.bool_)
+        (box - reads).cut(in_box)[:] = True
         places, in_region = np.zeros(reads.shape, np.int64), np.zeros(reads.shape, np.int64)
         in_region[inside] = np.arange(region.area)
-        places[own] = 1 + np.arange(box.area)
-        places[~own] = 1 + box.area + np.arange(reads.area - box.area)
+        places[in_box] = 1 + np.arange(box.area)
+        places[~in_box] = 1 + box.area + np.arange(reads.area - box.area)
         places[~inside] = 0
         return cls(
             reads,
             region,
             torch.from_numpy(places.ravel()),
-            torch.from_numpy(in_region[~own]),
-            torch.from_numpy(in_region[own]),
+            torch.from_numpy(in_region[~in_box]),
+            torch.from_numpy(in_region[in_box]),
             whole=region.area == box.area,
         )
 
@@ -227,11 +227,11 @@ def _box(active: Ids, size: tuple[int, int], halo: int) -> TileBox:
 
 def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> list[TileBox]:
     """The same, of sides that buckets have; a coarser one holds what is upsampled to a finer."""
-    found: list[TileBox] = []
+    bucketed: list[TileBox] = []
     for box, size in zip(boxes, sizes, strict=True):
         needed = box
-        if found:
-            fine = found[-1]
+        if bucketed:
+            fine = bucketed[-1]
             needed = TileBox(
                 min(box.top, max(0, fine.top - 1) // 2),
                 min(box.left, max(0, fine.left - 1) // 2),
@@ -240,8 +240,8 @@ def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> lis
             )
         top, bottom = _side(needed.top, needed.bottom, size[0])
         left, right = _side(needed.left, needed.right, size[1])
-        found.append(TileBox(top, left, bottom, right))
-    return found
+        bucketed.append(TileBox(top, left, bottom, right))
+    return bucketed
 
 
 def _side(begin: int, end: int, most: int) -> tuple[int, int]:

@@ -60,8 +60,8 @@ class ActiveTokens:
         if not len(ids[0]):  # of a template that is only to be primed
             return cls(ids, None, None, side)
         sizes = level_sizes(height, width, levels)
-        own = tile_of(ids, sizes, halo or OWN_HALO, buckets=buckets)
-        return cls(ids, own if halo else None, own, side)
+        refresh_tile = tile_of(ids, sizes, halo or OWN_HALO, buckets=buckets)
+        return cls(ids, refresh_tile if halo else None, refresh_tile, side)
 
     def row(self, text: int, *, own: bool = False) -> RowTokens:
         """What a pass with so many text tokens is counted as.
@@ -98,7 +98,10 @@ class ActiveTokens:
                 read += [
                     both(level.of_template(strided=strided), i) for i, level in enumerate(self.tile)
                 ]
-            of_block += [depth * (2 if each.strided else 1) + each.level for each in work.maps]
+            of_block += [
+                depth * (2 if feature_map.strided else 1) + feature_map.level
+                for feature_map in work.maps
+            ]
             # And the means and variances of all maps.
             of_block.append(len(read))
             read.append(np.arange(len(work.maps) * halves))

@@ -94,8 +94,8 @@ class UnetWeights:
     @classmethod
     def of(cls, model: Any) -> UnetWeights:
         with torch.no_grad():
-            both = (model.down_blocks, getattr(model, "up_blocks", ()))
-            down, up = (tuple(map(_stage, each)) for each in both)
+            stage_lists = (model.down_blocks, getattr(model, "up_blocks", ()))
+            down, up = (tuple(map(_stage, stages)) for stages in stage_lists)
             return cls(model, down, _stage(model.mid_block), up)
 
     @property
@@ -151,10 +151,14 @@ def _projection(module: Any) -> Linear:
 
 
 def _block(block: Any) -> BlockWeights:
-    own, cross = block.attn1, block.attn2
+    self_attn, cross = block.attn1, block.attn2
     return BlockWeights(
         block.norm1,
-        SelfAttention(linear(own.to_q, own.to_k, own.to_v), linear(own.to_out[0]), own.heads),
+        SelfAttention(
+            linear(self_attn.to_q, self_attn.to_k, self_attn.to_v),
+            linear(self_attn.to_out[0]),
+            self_attn.heads,
+        ),
         block.norm2,
         CrossAttention(
             linear(cross.to_q),
@@ -200,8 +204,8 @@ def places_of(model: Any) -> dict[str, Place]:
             continue
         shape, in_stack = layer_shape(module), _OF_STACK.fullmatch(name)
         if in_stack is not None:
-            product, before = _product_of(in_stack["rest"])
-            places[name] = Place(f"{in_stack['stage']}.{product}", before * shape[0], shape)
+            product, row_offset = _product_of(in_stack["rest"])
+            places[name] = Place(f"{in_stack['stage']}.{product}", row_offset * shape[0], shape)
         elif _OF_MODEL.fullmatch(name):
             places[name] = Place(name, 0, shape, isinstance(module, nn.Conv2d))
     return places
@@ -213,5 +217,5 @@ def _product_of(name: str) -> tuple[str, int]:
     layer = ".".join(parts[3:])
     if not layer:
         return name, 0
-    product, before = _OF_BLOCK.get(layer, (layer, 0))
-    return ".".join((*parts[:3], product)), before
+    product, row_offset = _OF_BLOCK.get(layer, (layer, 0))
+    return ".".join((*parts[:3], product)), row_offset

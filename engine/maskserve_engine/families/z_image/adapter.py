@@ -90,8 +90,8 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
 
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
         weights, words = self.weights.with_adapters((adapters,)), len(embeds)
-        told = self._rotary(words_at(words + pads_of(words)))
-        text = refined(weights, embeds, PADDED_TO, told)
+        text_cis = self._rotary(words_at(words + pads_of(words)))
+        text = refined(weights, embeds, PADDED_TO, text_cis)
         return torch.cat((text, weights.image_pad.expand(self.pads(grid), -1)))
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
@@ -101,8 +101,8 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
         """A priming row's pads lie where those of the edits do that read it."""
         whole, grid = super()._own_positions(job, text), grid_of(job)
         words, pads = len(job.conditioning["prompt_embeds"]), self.pads(grid)
-        own = self._rotary(pads_at(words + pads_of(words), pads))
-        return torch.cat((whole[: text - pads], own, whole[text:]))
+        pad_cis = self._rotary(pads_at(words + pads_of(words), pads))
+        return torch.cat((whole[: text - pads], pad_cis, whole[text:]))
 
     def _rotary(self, places: Tensor) -> Tensor:
         return rotary(self.model, places, self.device)
@@ -133,7 +133,7 @@ def positions_of(height: int, width: int, text: int, pads: int) -> Tensor:
 
 def rotary(model: Any, places: Tensor, device: torch.device) -> Tensor:
     """[N, head_dim / 2] complex factors of places [N, 3]; those before 0 turn the other way."""
-    own = model.rope_embedder(places.abs().to(device))
+    factors = model.rope_embedder(places.abs().to(device))
     sizes = torch.tensor([size // 2 for size in model.axes_dims])
-    before = (places < 0).repeat_interleave(sizes, dim=1)
-    return torch.where(before.to(device), own.conj(), own).resolve_conj()
+    is_negative = (places < 0).repeat_interleave(sizes, dim=1)
+    return torch.where(is_negative.to(device), factors.conj(), factors).resolve_conj()

@@ -58,9 +58,9 @@ def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[ZImageVectors, .
     steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
     # The model is told how much is done, not how much is left.
     angles = (1000.0 - timesteps)[..., None] * torch.exp(-math.log(10000.0) * steps / half)
-    told = torch.cat((angles.cos(), angles.sin()), dim=-1).to(weights.dtype)
+    time_features = torch.cat((angles.cos(), angles.sin()), dim=-1).to(weights.dtype)
     first, second = weights.time_embedder
-    emb = second(F.silu(first(told, rows)), rows)
+    emb = second(F.silu(first(time_features, rows)), rows)
     of_blocks = []
     for block in weights.blocks:
         assert block.vectors is not None, "blocks of the picture know the time"
@@ -80,7 +80,7 @@ def _spread(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
     def spread(each: Vector) -> Tensor:
         return each.spread() if isinstance(each, PerRow) else each
 
-    return [spread(each) for each in stream.spread(vectors, parts)]
+    return [spread(vector) for vector in stream.spread(vectors, parts)]
 
 
 class ZImageStep:
@@ -117,9 +117,9 @@ class ZImageStep:
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block, stream = self.blocks[number], packing.row_stream
-        scale, *others = _spread(stream, self.vectors.blocks[number], 4)
+        scale, *later_vectors = _spread(stream, self.vectors.blocks[number], 4)
         qk, v = queries(self.weights, block, stream.wide(image), scale, cis, stream.spans)
-        return qk, v, others
+        return qk, v, later_vectors
 
     def post(
         self,
@@ -135,9 +135,9 @@ class ZImageStep:
     ) -> tuple[Tensor, Tensor, Any]:
         stream = packing.row_stream
         wide = stream.wide(image)
-        found = behind(self.weights, self.blocks[number], wide, attended, kept, stream.spans)
-        found = found.view_as(image)
-        return text, found[packing.text[0] :] if image_alone else found, None
+        hidden = behind(self.weights, self.blocks[number], wide, attended, kept, stream.spans)
+        hidden = hidden.view_as(image)
+        return text, hidden[packing.text[0] :] if image_alone else hidden, None
 
     def project(
         self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
@@ -147,7 +147,7 @@ class ZImageStep:
         normed = normed_by(block.norms[0], stream.wide(hidden), scale, weights.epsilon)
         keys_values = block.qkv.columns(width, 3 * width)(normed, stream.spans)
         k, v = (
-            each.unflatten(1, (-1, block.heads.shape[-1])) for each in keys_values.chunk(2, dim=1)
+            heads.unflatten(1, (-1, block.heads.shape[-1])) for heads in keys_values.chunk(2, dim=1)
         )
         qk_norm_rope(k[:, None], block.heads[1:], cis, epsilon=weights.head_epsilon)
         return k, v
@@ -156,8 +156,8 @@ class ZImageStep:
         """In float32, as the latents are."""
         [scale] = _spread(stream, self.vectors.last, 1)
         normed = F.layer_norm(stream.wide(image), image.shape[-1:], eps=1e-6) * scale
-        said = self.weights.proj_out(normed.flatten(0, -2), stream.spans)
-        patches = said.unflatten(1, (_PATCH, -1)).transpose(1, 2)
+        patch_values = self.weights.proj_out(normed.flatten(0, -2), stream.spans)
+        patches = patch_values.unflatten(1, (_PATCH, -1)).transpose(1, 2)
         return patches.flatten(1).float().neg_()
 
 
@@ -231,6 +231,6 @@ def refined(weights: ZImageWeights, embeds: Tensor, multiple: int, cis: Tensor) 
     for block in weights.context_blocks:
         qk, v = queries(weights, block, x, None, cis, rows)
         q, k = qk.unbind(1)
-        found = attention(q, k, v, segments([len(x)], [len(x)])).flatten(1)
-        x = behind(weights, block, x, found, None, rows)
+        attention_out = attention(q, k, v, segments([len(x)], [len(x)])).flatten(1)
+        x = behind(weights, block, x, attention_out, None, rows)
     return x

@@ -44,4 +44,4 @@ class ZImageEncoder(OneTextEncoder):
         pipeline = _pipeline_of(self.text.model, self.text.tokenizer)
         with torch.inference_mode():
             states = pipeline._encode_prompt(list(prompts), max_sequence_length=self.text.length)
-        return [{"prompt_embeds": to_numpy(each).copy()} for each in states]
+        return [{"prompt_embeds": to_numpy(prompt_states).copy()} for prompt_states in states]

@@ -135,12 +135,12 @@ def count(
         exact=exact,
     )
     h, small = base.blocks[0].width, float(_TIME)
-    alone = int(config["n_refiner_layers"])
+    image_only_count = int(config["n_refiner_layers"])
     blocks = [
         replace(
             block,
             row=8.0 * small * h,
-            text=0.0 if number < alone else block.text,
+            text=0.0 if number < image_only_count else block.text,
             launches=_LAUNCHES,
         )
         for number, block in enumerate(base.blocks)
@@ -171,15 +171,17 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
         base: of the model.
         layers: numbers in its factors, by the layer's dotted name in ZImageTransformer2DModel.
     """
-    alone = sum(not block.text for block in base.blocks)
+    image_only_count = sum(not block.text for block in base.blocks)
     named: Counter[str] = Counter()
     for name, numbers in layers.items():
-        stack, _, rest = name.partition(".")
-        block, _, layer = rest.partition(".")
+        stack, _, layer_path = name.partition(".")
+        block, _, layer = layer_path.partition(".")
         if stack in ("noise_refiner", "layers"):
-            number = int(block) + alone * (stack == "layers")
-            own = layer.replace("attention", "attn").replace("adaLN_modulation.0", "norm.linear")
-            named[f"single_transformer_blocks.{number}.{own}"] += numbers
+            number = int(block) + image_only_count * (stack == "layers")
+            flux_layer = layer.replace("attention", "attn").replace(
+                "adaLN_modulation.0", "norm.linear"
+            )
+            named[f"single_transformer_blocks.{number}.{flux_layer}"] += numbers
         else:
             named[_FLUX_NAMES.get(stack, stack)] += numbers
     return flux.lora_work(base, named)
@@ -194,4 +196,6 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     block = {f"attention.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}
     block |= {f"feed_forward.w{number}": h + inner for number in (1, 2, 3)}
     stacks = {"noise_refiner": "n_refiner_layers", "layers": "n_layers"}
-    return mmdit.by_block({name: (int(config[own]), block) for name, own in stacks.items()})
+    return mmdit.by_block(
+        {name: (int(config[count_key]), block) for name, count_key in stacks.items()}
+    )

@@ -77,7 +77,7 @@ class ZImageWeights(RowWeights):
         last, words, time = model.all_final_layer[_SORT], model.cap_embedder, model.t_embedder.mlp
         stacks = (model.context_refiner, model.noise_refiner, model.layers)
         with torch.no_grad():
-            context, image, joint = (tuple(_layer(block) for block in own) for own in stacks)
+            context, image, joint = (tuple(_layer(block) for block in stack) for stack in stacks)
             return cls(
                 linear(model.all_x_embedder[_SORT]),
                 TwoLayers(linear(time[0]), linear(time[2])),
@@ -156,7 +156,7 @@ def places_of(model: Any) -> dict[str, Place]:
     Args:
         model: ZImageTransformer2DModel.
     """
-    stacks = {name: (own, _OF_BLOCK) for name, own in _STACKS.items()}
+    stacks = {name: (stack_name, _OF_BLOCK) for name, stack_name in _STACKS.items()}
     places = places_in(model, model.dim, stacks, _OUTSIDE)
     # Their outputs are no multiple of the model's width.
     first = {name: place for name, place in places.items() if name.endswith("feed_forward.w1")}

@@ -52,7 +52,7 @@ class Batching:
                 if run.at in gains and self._has_room(run.run, ticket) and run.takes(work, latest):
                     latest.remove(_latest(work))
                     break
-        return replace(plan, runs=tuple([each.run for each in joined]))
+        return replace(plan, runs=tuple([joined_run.run for joined_run in joined]))
 
     def _has_room(self, run: Run, ticket: Ticket) -> bool:
         return len(run.rows) < self.max_rows and all(
@@ -67,8 +67,8 @@ def _gains(seconds: tuple[float, ...], shared: float, least: float) -> frozenset
     """
     return frozenset(
         at
-        for at, own in enumerate(seconds)
-        if shared >= least * own and (not at or own < seconds[at - 1])
+        for at, step_s in enumerate(seconds)
+        if shared >= least * step_s and (not at or step_s < seconds[at - 1])
     )
 
 
@@ -89,9 +89,12 @@ class _Joined:
         """Of its degree in `Ticket.seconds`."""
         self._own = sum([ticket.seconds[self.at] - ticket.shared for ticket in run.rows])
         self._shared = max([ticket.shared for ticket in run.rows])
-        self._in_time = [(work.remaining, due) for work in works
-                         if (due := work.ticket.due) is not None
-                         and now + work.remaining * (self._own + self._shared) <= due]  # fmt: skip
+        self._in_time = [
+            (work.remaining, due_at)
+            for work in works
+            if (due_at := work.ticket.due) is not None
+            and now + work.remaining * (self._own + self._shared) <= due_at
+        ]
         """Steps left and due times of those that are in time as it is."""
 
     def takes(self, work: Work, latest: Sequence[float]) -> bool:
@@ -101,25 +104,25 @@ class _Joined:
             work: that waits.
             latest: when those must begin that wait, `work` among them; in order.
         """
-        ticket, run, now = work.ticket, self.run, self._now
-        own, shared = self._own + ticket.seconds[self.at] - ticket.shared, self._shared
-        before, after = self._own + shared, own + max(shared, ticket.shared)
-        behind, then = now + run.steps * before, now + run.steps * after
-        if run.steps > 1 and (work.remaining < run.steps or then > self._again):
+        ticket, run, now_s = work.ticket, self.run, self._now
+        row_seconds, shared = self._own + ticket.seconds[self.at] - ticket.shared, self._shared
+        current_s, joined_s = self._own + shared, row_seconds + max(shared, ticket.shared)
+        current_end, joined_end = now_s + run.steps * current_s, now_s + run.steps * joined_s
+        if run.steps > 1 and (work.remaining < run.steps or joined_end > self._again):
             return False
-        if any(now + steps * after > due for steps, due in self._in_time):
+        if any(now_s + steps * joined_s > due_at for steps, due_at in self._in_time):
             return False
-        lost = bisect_left(latest, then) - bisect_left(latest, behind)
-        if lost - (behind <= _latest(work) < then):
+        lost = bisect_left(latest, joined_end) - bisect_left(latest, current_end)
+        if lost - (current_end <= _latest(work) < joined_end):
             return False
         self.run = replace(run, rows=(*run.rows, ticket))
-        self._own, self._shared = own, max(shared, ticket.shared)
-        if ticket.due is not None and now + work.remaining * after <= ticket.due:
+        self._own, self._shared = row_seconds, max(shared, ticket.shared)
+        if ticket.due is not None and now_s + work.remaining * joined_s <= ticket.due:
             self._in_time.append((work.remaining, ticket.due))
         return True
 
 
 def _latest(work: Work) -> float:
     """When it must begin to be in time, on all devices from then on."""
-    due = work.ticket.due
-    return -math.inf if due is None else due - work.remaining * min(work.ticket.seconds)
+    due_at = work.ticket.due
+    return -math.inf if due_at is None else due_at - work.remaining * min(work.ticket.seconds)

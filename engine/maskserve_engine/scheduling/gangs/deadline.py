@@ -71,8 +71,8 @@ class Deadline:
             self._aged.begun(now, first, begun.gang.bit_count())
             works = [begun if work is first else work for work in works]
         if len(works) <= _FEW:
-            wanted, waits = self._listed(books, works)
-            for work, degree in wanted:
+            choices, waits = self._listed(books, works)
+            for work, degree in choices:
                 books.place(work, degree, books.busy)
             if waits:
                 books.claimed = -1  # the list says when each device is needed
@@ -82,10 +82,12 @@ class Deadline:
         return GangPlan(tuple(books.runs))
 
     def _place_by_demand(self, books: _Books, works: Sequence[Work]) -> None:
-        kept, rest = self._kept(books, works)
-        hopeful = {work.ticket.request_id for work, _ in kept}
-        others = [(work, self._short(books, work)) for work in sorted(rest, key=_cheapest)]
-        for work, degree in self._scale_up(books, kept + others):
+        on_time, remaining = self._kept(books, works)
+        hopeful = {work.ticket.request_id for work, _ in on_time}
+        best_effort = [
+            (work, self._short(books, work)) for work in sorted(remaining, key=_cheapest)
+        ]
+        for work, degree in self._scale_up(books, on_time + best_effort):
             # Only for an edit that can be in time are devices kept from others.
             if work.ticket.request_id in hopeful:
                 books.place(work, degree)
@@ -98,18 +100,20 @@ class Deadline:
         """
         few = FewEdits(books.now, works, self.devices, books.most)
         first = few.begin()
-        rest = [w for w in works if w.until is None and w not in [j.work for j, _ in few.chosen]]
-        others = self._behind(books, few, first, rest)
-        self._widen(few, first, others)
+        unlisted = [
+            w for w in works if w.until is None and w not in [j.work for j, _ in few.chosen]
+        ]
+        best_effort = self._behind(books, few, first, unlisted)
+        self._widen(few, first, best_effort)
         begun = [(few.chosen[number][0].work, degree) for number, degree in first.items()]
         waits = any(job.steps > (n in first) for n, (job, _) in enumerate(few.chosen))
-        return begun + others, waits
+        return begun + best_effort, waits
 
     def _behind(
         self, books: _Books, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
     ) -> list[tuple[Work, int]]:
         """Edits that are not in the list, on devices that delay none of it."""
-        others: list[tuple[Work, int]] = []
+        placed: list[tuple[Work, int]] = []
         idle, planned = few.idle - sum(first.values()), few.starts(first) or few.starts({})
         for work in sorted(rest, key=_cheapest):
             degree = self._short(books, work)
@@ -117,11 +121,11 @@ class Deadline:
                 degree //= 2
             if not degree:
                 break
-            begun = few.starts(first, [*others, (work, degree)])
+            begun = few.starts(first, [*placed, (work, degree)])
             if _none_later(begun, planned, first):
-                others.append((work, degree))
+                placed.append((work, degree))
                 idle -= degree
-        return others
+        return placed
 
     def _widen(
         self, few: FewEdits, first: dict[int, int], others: Sequence[tuple[Work, int]]
@@ -152,13 +156,13 @@ class Deadline:
         first; and the others.
         """
         heap: list[tuple[float, int]] = []
-        rest: list[Work] = []
+        remaining: list[Work] = []
         demand = 0.0
         chosen: dict[int, tuple[Work, int, float]] = {}
         ordered = sorted(
             (work for work in works if work.ticket.due is not None), key=lambda w: w.ticket.due or 0
         )
-        rest += [work for work in works if work.ticket.due is None]
+        remaining += [work for work in works if work.ticket.due is None]
         for number, work in enumerate(ordered):
             seconds, steps = books.seconds(work), work.remaining
             start = books.now
@@ -169,38 +173,38 @@ class Deadline:
                 continue
             shares = allocate(seconds, steps, slack)
             if not shares:
-                rest.append(work)
+                remaining.append(work)
                 continue
             needs = device_seconds(seconds, shares)
             demand += needs
             heapq.heappush(heap, (-needs, number))
             chosen[number] = (work, shares[0].degree, slack - steps * min(seconds))
             while demand > books.living * ((work.ticket.due or 0.0) - books.now):
-                most, gone = heapq.heappop(heap)
+                most, dropped = heapq.heappop(heap)
                 demand += most
-                rest.append(chosen.pop(gone)[0])
-        kept = sorted(chosen.values(), key=lambda each: each[2])
-        return [(work, degree) for work, degree, _ in kept], rest
+                remaining.append(chosen.pop(dropped)[0])
+        on_time = sorted(chosen.values(), key=lambda each: each[2])
+        return [(work, degree) for work, degree, _ in on_time], remaining
 
     def _scale_up(self, books: _Books, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
         """Devices that are left, to the edits that save most time by twice theirs."""
-        left = books.living
+        free_devices = books.living
         degrees = []
         for _, degree in wanted:
-            degrees.append(degree if degree <= left else 0)
-            left -= degrees[-1]
-        while left:
+            degrees.append(degree if degree <= free_devices else 0)
+            free_devices -= degrees[-1]
+        while free_devices:
             best, best_gain = -1, 0.0
             for index, (work, _) in enumerate(wanted):
                 degree = degrees[index]
-                if 0 < degree <= left and 2 * degree <= books.most:
+                if 0 < degree <= free_devices and 2 * degree <= books.most:
                     seconds, at = work.ticket.seconds, degree.bit_length() - 1
                     gain = work.remaining * (seconds[at] - seconds[at + 1])
                     if gain > best_gain:
                         best, best_gain = index, gain
             if best < 0:
                 break
-            left -= degrees[best]
+            free_devices -= degrees[best]
             degrees[best] *= 2
         return [(work, degree) for (work, _), degree in zip(wanted, degrees, strict=True) if degree]
 
@@ -244,8 +248,8 @@ class _Books:
             degree: how many; if there is no such gang, the next that is worth having.
             taken: devices that it may not wait for.
         """
-        own = work.gang if work.until is not None else 0
-        taken, busy, block = self.claimed | taken, self.busy & ~own, 0
+        current_gang = work.gang if work.until is not None else 0
+        taken, busy, block = self.claimed | taken, self.busy & ~current_gang, 0
         for fewer, _ in self._degrees(work, degree):
             block = block or choose_block(fewer, self.devices, taken, work.gang, busy)
         self.claimed |= block
@@ -266,10 +270,10 @@ class _Books:
             if work.until is not None or work.ticket.request_id in begun:
                 continue
             for degree, seconds in self._degrees(work, self.most):
-                taken = self.busy
+                occupied = self.busy
                 if self.now + seconds > self._soonest:
-                    taken |= self.claimed
-                block = choose_block(degree, self.devices, taken, work.gang)
+                    occupied |= self.claimed
+                block = choose_block(degree, self.devices, occupied, work.gang)
                 if block:
                     self._begin(work, block)
                     break
@@ -284,9 +288,9 @@ class _Books:
     def begun(self, work: Work) -> Work:
         """An edit whose step has just begun, as it will be seen from now on."""
         (devices,) = [run.devices for run in self.runs if run.rows == (work.ticket,)]
-        until = self.now + work.ticket.seconds[len(devices).bit_length() - 1]
+        ends_at = self.now + work.ticket.seconds[len(devices).bit_length() - 1]
         gang = sum(1 << device for device in devices)
-        return replace(work, gang=gang, until=until, under_way=1)
+        return replace(work, gang=gang, until=ends_at, under_way=1)
 
     def _begin(self, work: Work, block: int) -> None:
         self.runs.append(Run((work.ticket,), devices_of(block)))
@@ -302,8 +306,10 @@ def _none_later(
     """Whether all that wait for devices still get them when they were to, and none is late."""
     if begun is None or planned is None:
         return False
-    both = enumerate(zip(begun, planned, strict=True))
-    return all(now <= then for number, (now, then) in both if number not in first)
+    pairs = enumerate(zip(begun, planned, strict=True))
+    return all(
+        start <= planned_start for number, (start, planned_start) in pairs if number not in first
+    )
 
 
 def _cheapest(work: Work) -> tuple[float, float]:

@@ -70,10 +70,10 @@ class FewEdits:
         """Edits of the list that begin now, by number, and their degrees."""
         planned = self.starts({})
         assert planned is not None
-        both = enumerate(zip(self.chosen, planned, strict=True))
+        pairs = enumerate(zip(self.chosen, planned, strict=True))
         return {
             number: degree
-            for number, ((job, degree), begun) in both
+            for number, ((job, degree), begun) in pairs
             if job.work.until is None and begun <= self.now
         }
 
@@ -114,8 +114,8 @@ def _job(now: float, work: Work, most: int) -> Job:
     for at, seconds in enumerate(work.ticket.seconds):
         if 1 << at <= most and (not degrees or seconds < degrees[-1][1]):
             degrees.append((1 << at, seconds))
-    due = math.inf if work.ticket.due is None else work.ticket.due + 1e-9
-    return Job(work, ready, steps, due, tuple(degrees))
+    due_at = math.inf if work.ticket.due is None else work.ticket.due + 1e-9
+    return Job(work, ready, steps, due_at, tuple(degrees))
 
 
 def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
@@ -132,13 +132,13 @@ def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
             return
         nodes -= 1
         for number, job in enumerate(left):
-            rest = left[:number] + left[number + 1 :]
+            later_jobs = left[:number] + left[number + 1 :]
             for degree, seconds in job.degrees:
                 took = job.steps * seconds
                 end = max(free[degree - 1], job.ready) + took
                 if end <= job.due:
-                    after = _taken(free, degree, end)
-                    go(rest, after, (*chosen, (job, degree)), demand + degree * took)
+                    next_free = _taken(free, degree, end)
+                    go(later_jobs, next_free, (*chosen, (job, degree)), demand + degree * took)
 
     go(tuple(jobs), free, (), 0.0)
     return best

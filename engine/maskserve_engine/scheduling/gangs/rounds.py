@@ -45,12 +45,17 @@ def knapsack(groups: Sequence[Sequence[Option]], devices: int) -> list[int]:
     for options in groups:
         following = [least] * (devices + 1)
         picks = [WAIT] * (devices + 1)
-        for taken in range(devices + 1):
+        for used_devices in range(devices + 1):
             for index, option in enumerate(options):
-                before = best[taken - option.degree] if option.degree <= taken else least
-                if before > least and before + option.survives > following[taken]:
-                    following[taken] = before + option.survives
-                    picks[taken] = index
+                previous_best = (
+                    best[used_devices - option.degree] if option.degree <= used_devices else least
+                )
+                if (
+                    previous_best > least
+                    and previous_best + option.survives > following[used_devices]
+                ):
+                    following[used_devices] = previous_best + option.survives
+                    picks[used_devices] = index
         best = following
         chosen.append(picks)
     at = max(range(devices + 1), key=lambda c: (best[c], -c))
@@ -144,10 +149,10 @@ class _Round:
         ordered = sorted(works, key=lambda w: (_due(w), w.ticket.arrival, w.ticket.request_id))
         groups = [self._options(work) for work in ordered]
         picked = knapsack(groups, self.living)
-        wanted = [options[pick].degree for options, pick in zip(groups, picked, strict=True)]
-        self._fill(ordered, groups, wanted)
-        self._scale_up(ordered, wanted)
-        return self._place(ordered, wanted)
+        degrees = [options[pick].degree for options, pick in zip(groups, picked, strict=True)]
+        self._fill(ordered, groups, degrees)
+        self._scale_up(ordered, degrees)
+        return self._place(ordered, degrees)
 
     def _seconds(self, work: Work) -> tuple[float, ...]:
         """Of a step by the degrees that there are."""
@@ -163,17 +168,17 @@ class _Round:
         )
         # Nothing meets its due time any more: it may have what it is fastest with, and no vote.
         shares = shares or (Share(frontier(seconds)[-1][0], work.remaining),)
-        after, fastest = slack - self.lasts, min(seconds)
-        options = [Option(0, 0, work.remaining * fastest <= after)]
+        slack_after, fastest = slack - self.lasts, min(seconds)
+        options = [Option(0, 0, work.remaining * fastest <= slack_after)]
         for share in shares:
             steps = min(share.steps, self._steps(work, share.degree))
             if steps > 0:
                 options.append(
-                    Option(share.degree, steps, (work.remaining - steps) * fastest <= after)
+                    Option(share.degree, steps, (work.remaining - steps) * fastest <= slack_after)
                 )
         if len(options) == 1:  # no step fits into a round: the next one starts when it has ended
             degree = frontier(seconds)[-1][0]
-            options.append(Option(degree, 1, (work.remaining - 1) * fastest <= after))
+            options.append(Option(degree, 1, (work.remaining - 1) * fastest <= slack_after))
         if work is self.first:
             least = min(options[1:], key=lambda option: option.degree)
             return [replace(least, degree=min(least.degree, self.most))]
@@ -184,52 +189,52 @@ class _Round:
 
     def _fill(self, works: Sequence[Work], groups: list[list[Option]], wanted: list[int]) -> None:
         """Those that need not run now, where devices are left."""
-        left = self.living - sum(wanted)
+        free_devices = self.living - sum(wanted)
         for index, options in enumerate(groups):
             if not wanted[index]:
-                fitting = [o.degree for o in options[1:] if o.degree <= left]
+                fitting = [o.degree for o in options[1:] if o.degree <= free_devices]
                 if fitting:
                     wanted[index] = fitting[0]
-                elif left and len(options) > 1:
-                    wanted[index] = min(self.most, 1 << left.bit_length() - 1)
+                elif free_devices and len(options) > 1:
+                    wanted[index] = min(self.most, 1 << free_devices.bit_length() - 1)
                     if not self._steps(works[index], wanted[index]):
                         wanted[index] = 0  # it would outlast the round
-                left -= wanted[index]
+                free_devices -= wanted[index]
 
     def _scale_up(self, works: Sequence[Work], wanted: list[int]) -> None:
         """Twice the devices to the edit that saves most time, while there are some."""
-        left = self.living - sum(wanted)
-        while left:
+        free_devices = self.living - sum(wanted)
+        while free_devices:
             gains = []
             for index, (work, degree) in enumerate(zip(works, wanted, strict=True)):
-                if 0 < degree <= left and 2 * degree <= self.most:
+                if 0 < degree <= free_devices and 2 * degree <= self.most:
                     seconds = work.ticket.seconds
-                    now, more = (
+                    current_s, more = (
                         seconds[degree.bit_length() - 1],
                         seconds[degree.bit_length()],
                     )
-                    if more < now:
-                        gains.append((work.remaining * (now - more), -index))
+                    if more < current_s:
+                        gains.append((work.remaining * (current_s - more), -index))
             if not gains:
                 return
             index = -max(gains)[1]
-            left -= wanted[index]
+            free_devices -= wanted[index]
             wanted[index] *= 2
 
     def _place(self, works: Sequence[Work], wanted: list[int]) -> list[Run]:
         """The largest gangs first, so that aligned blocks fit; where lost devices leave none of a
         size, the edit has half as many.
         """
-        taken, runs = self.lost, []
+        occupied, runs = self.lost, []
         for index in sorted(range(len(works)), key=lambda i: (-wanted[i], i)):
             # What a smaller gang has left over goes to those that were to wait.
             work, degree = works[index], wanted[index] or int(bool(self.lost))
             block = 0
             while degree and not block:
-                block = choose_block(degree, self.devices, taken, work.gang)
+                block = choose_block(degree, self.devices, occupied, work.gang)
                 degree //= 2
             if block:
-                taken |= block
+                occupied |= block
                 steps = min(work.remaining, self._steps(work, block.bit_count()))
                 runs.append(Run((work.ticket,), devices_of(block), max(1, steps)))
         return runs

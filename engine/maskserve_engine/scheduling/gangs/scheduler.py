@@ -106,7 +106,9 @@ class GangScheduler:
         admitted = self._waiting.admit(self._max_works - len(self._works))
         for ticket in admitted:
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
-        runs = [self._begin(each, now) for each in going_on if self._held(each.run)]
+        runs = [
+            self._begin(active_run, now) for active_run in going_on if self._held(active_run.run)
+        ]
         self._give_turns()
         works = [*self._works.values(), *self._taken(now, devices)]
         plan = self.policy.decide(now, works)
@@ -121,10 +123,10 @@ class GangScheduler:
         idle: dict[str, list[Work]] = {}
         for work in self._works.values():
             work.first = False
-            own = idle.setdefault(scope_of(work.ticket.request_id), [])
+            idle_works = idle.setdefault(scope_of(work.ticket.request_id), [])
             if work.until is None:
-                own.append(work)
-        waiting = [key for key, own in idle.items() if own]
+                idle_works.append(work)
+        waiting = [key for key, idle_works in idle.items() if idle_works]
         if len(idle) < 2 or not waiting:
             return
         behind = self._had.behind(waiting)
@@ -134,20 +136,22 @@ class GangScheduler:
     def check_integrity(self) -> None:
         if not self._waiting.check_integrity():
             raise RuntimeError("places and tickets that wait do not match")
-        taken = 0
-        for each in self._under_way:
-            gang = _mask(each.run.devices)
-            if gang & taken or gang >> self._devices:
-                raise RuntimeError(f"devices {each.run.devices} were given twice or are not there")
-            taken |= gang
+        occupied = 0
+        for active_run in self._under_way:
+            gang = _mask(active_run.run.devices)
+            if gang & occupied or gang >> self._devices:
+                raise RuntimeError(
+                    f"devices {active_run.run.devices} were given twice or are not there"
+                )
+            occupied |= gang
         for work in self._works.values():
             if work.remaining < 1:
                 raise RuntimeError(f"{work.ticket.request_id} has no steps left and was not ended")
 
     def _of_all_degrees(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """An edit is no faster on more devices than it may have."""
-        known = seconds or (_UNKNOWN_S,)
-        return known + known[-1:] * (self._devices.bit_length() - len(known))
+        step_times = seconds or (_UNKNOWN_S,)
+        return step_times + step_times[-1:] * (self._devices.bit_length() - len(step_times))
 
     def _held(self, run: Run) -> bool:
         return any(self._is_held(ticket) for ticket in run.rows)
@@ -159,20 +163,20 @@ class GangScheduler:
     def _book(self, now: float, devices: Devices) -> list[_UnderWay]:
         """Steps that have ended; those runs that have more of them to take."""
         ended = [e for e in self._under_way if devices.busy.isdisjoint(e.run.devices)]
-        again = []
-        for each in ended:
-            lost = not devices.lost.isdisjoint(each.run.devices)
-            each.left = 0 if lost else each.left
-            for ticket in filter(self._is_held, each.run.rows):
+        continuing = []
+        for active_run in ended:
+            lost = not devices.lost.isdisjoint(active_run.run.devices)
+            active_run.left = 0 if lost else active_run.left
+            for ticket in filter(self._is_held, active_run.run.rows):
                 work = self._works[ticket.request_id]
                 work.until, work.under_way, work.idle_since = None, 0, now
                 if not lost:  # what has none left was finished by now
                     work.remaining = max(1, work.remaining - 1)
-            if each.left and self._held(each.run):
-                again.append(each)
+            if active_run.left and self._held(active_run.run):
+                continuing.append(active_run)
             else:
-                self._under_way.remove(each)
-        return again
+                self._under_way.remove(active_run)
+        return continuing
 
     def _begin(self, each: _UnderWay, now: float) -> Run:
         """The next step of a run."""
@@ -189,11 +193,11 @@ class GangScheduler:
 
     def _taken(self, now: float, devices: Devices) -> list[Work]:
         """Stands for what is on devices that no edit of ours has; a lost one is not waited for."""
-        ours = {
+        our_devices = {
             device
-            for each in self._under_way
-            if self._held(each.run)
-            for device in each.run.devices
+            for active_run in self._under_way
+            if self._held(active_run.run)
+            for device in active_run.run.devices
         }
         return [
             Work(
@@ -204,7 +208,7 @@ class GangScheduler:
                 until=math.inf if device in devices.lost else now + _SOON_S,
                 under_way=1,
             )
-            for device in sorted((devices.busy | devices.lost) - ours)
+            for device in sorted((devices.busy | devices.lost) - our_devices)
         ]
 
 

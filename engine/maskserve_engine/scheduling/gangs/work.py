@@ -96,8 +96,8 @@ class Aged:
             self._next = now + took / (_HELP_SHARE * self._devices)
 
     def _is_old(self, ticket: Ticket, now: float) -> bool:
-        alone = ticket.steps * ticket.seconds[0]
-        return now - ticket.arrival > self._patience + STRETCH * alone
+        solo_s = ticket.steps * ticket.seconds[0]
+        return now - ticket.arrival > self._patience + STRETCH * solo_s
 
 
 def age_order(ticket: Ticket) -> float:
@@ -188,8 +188,8 @@ def device_seconds(seconds: tuple[float, ...], shares: Sequence[Share]) -> float
 def seconds_together(tickets: Sequence[Ticket], degree: int) -> float:
     """Of a step of several rows on so many devices."""
     index = degree.bit_length() - 1
-    own = sum(ticket.seconds[index] - ticket.shared for ticket in tickets)
-    return own + max(ticket.shared for ticket in tickets)
+    row_seconds = sum(ticket.seconds[index] - ticket.shared for ticket in tickets)
+    return row_seconds + max(ticket.shared for ticket in tickets)
 
 
 @lru_cache(maxsize=256)

@@ -31,37 +31,37 @@ SAME_EVERY_TIME = settings(derandomize=True, deadline=None)
 
 
 def prepare(inputs: dict[str, bytes]) -> PreparedEdit:
-    asked = parse_settings(inputs["SETTINGS"])
-    accepted = accept_edit(asked, inputs["PROMPT"], FILL_FACTS, CONFIG)
+    settings = parse_settings(inputs["SETTINGS"])
+    accepted = accept_edit(settings, inputs["PROMPT"], FILL_FACTS, CONFIG)
     return prepare_edit(inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_case_gets_its_documented_answer(case: Case) -> None:
     inputs = case.inputs
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         try:
-            done: PreparedEdit | MaskserveError = prepare(inputs)
+            result: PreparedEdit | MaskserveError = prepare(inputs)
         except MaskserveError as error:
-            done = error
-    assert seen == []
+            result = error
+    assert caught_warnings == []
     match case.expected:
         case Refused() as refused:
-            assert isinstance(done, MaskserveError)
-            assert str(done).startswith(refused.start), str(done)[:200]
-            check_message(str(done))
+            assert isinstance(result, MaskserveError)
+            assert str(result).startswith(refused.start), str(result)[:200]
+            check_message(str(result))
         case Works(source, kept):
-            assert isinstance(done, PreparedEdit), done
-            pasted_over, weights, *_ = source_and_weights(done.context, done.request)
+            assert isinstance(result, PreparedEdit), result
+            pasted_over, weights, *_ = source_and_weights(result.context, result.request)
             np.testing.assert_array_equal(pasted_over.convert("RGB"), source)
             if kept.any():
                 np.testing.assert_array_equal(np.asarray(weights) == 0, kept)
-        case Damaged() as damaged if isinstance(done, MaskserveError):
-            assert str(done).startswith(damaged.refused.start), str(done)[:200]
-            check_message(str(done))
+        case Damaged() as damaged if isinstance(result, MaskserveError):
+            assert str(result).startswith(damaged.refused.start), str(result)[:200]
+            check_message(str(result))
         case Damaged():
-            pasted_over, *_ = source_and_weights(done.context, done.request)
+            pasted_over, *_ = source_and_weights(result.context, result.request)
             np.testing.assert_array_equal(
                 pasted_over.convert("RGB"), as_pillow_reads(inputs["IMAGE"])
             )

@@ -37,9 +37,9 @@ def test_a_final_event_takes_the_times_of_the_models_after_the_denoiser(
     engine: dict[str, Any] = {"kinds": {"dense": 6}, "timings_ms": {"denoise": 1.5}, "steps": 4}
     meta = final_meta(request(name), worker, worker, engine, {"encode": 50.0, "prepare": 2.5})
     expected = json.loads(meta)
-    for stage, taken in zip(("decode", "postprocess"), times, strict=True):
-        meta = with_timing(meta, stage, taken)
-        expected["timings_ms"][stage] = round(taken, 3)
+    for stage, elapsed_ms in zip(("decode", "postprocess"), times, strict=True):
+        meta = with_timing(meta, stage, elapsed_ms)
+        expected["timings_ms"][stage] = round(elapsed_ms, 3)
     assert json.loads(meta) == expected
     assert set(expected["timings_ms"]) == set(TIMINGS)
     assert (expected["timings_ms"]["encode"], expected["timings_ms"]["prepare"]) == (50.0, 2.5)

@@ -21,7 +21,7 @@ def test_every_part_comes_back(request: bytes, source: bytes, paste: bytes, deco
 
 def test_pictures_are_not_copied_again() -> None:
     packed = PostprocessContext(b"{}", b"source", b"paste", True).pack().copy()
-    found = PostprocessContext.unpack(packed)
+    context = PostprocessContext.unpack(packed)
     packed[:] = ord("x")
-    assert (bytes(found.source), bytes(found.paste)) == (b"xxxxxx", b"xxxxx")
-    assert found.request == b"{}"
+    assert (bytes(context.source), bytes(context.paste)) == (b"xxxxxx", b"xxxxx")
+    assert context.request == b"{}"

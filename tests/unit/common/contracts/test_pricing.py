@@ -73,13 +73,13 @@ def test_text_that_steps_leave_out_is_what_is_counted(pricing: Pricing, active: 
     row = WORK.row_at(active, TEXT)
     between = replace(row, text=0.0, text_read=TEXT)
     with_text, without = (
-        WORK.step_flops([each], "kv") * COSTS.compute.per_unit for each in (row, between)
+        WORK.step_flops([work_row], "kv") * COSTS.compute.per_unit for work_row in (row, between)
     )
-    found, _ = left_out.row(active * total, total, cached=True)
-    assert found == pytest.approx(0.25 * with_text + 0.75 * without)
+    row_cost, _ = left_out.row(active * total, total, cached=True)
+    assert row_cost == pytest.approx(0.25 * with_text + 0.75 * without)
     dense = WORK.step_flops([WORK.row_at(1.0, TEXT)], "dense") * COSTS.compute.per_unit
-    own = left_out.own_row(active * total, total, 0.1, 0.05)
-    assert own == pytest.approx(0.1 * dense + 0.95 * without)
+    refresh_cost = left_out.own_row(active * total, total, 0.1, 0.05)
+    assert refresh_cost == pytest.approx(0.1 * dense + 0.95 * without)
     computed, _ = pricing.row(active * total, total, cached=True)
     assert pricing.own_row(active * total, total, 0.1, 0.05) == pytest.approx(
         0.1 * dense + 0.95 * computed
@@ -94,5 +94,5 @@ def test_a_row_with_a_tile_costs_about_what_is_counted(config: dict[str, Any]) -
     priced = pricing_of(work, COSTS, FORMATS["int4"], text=77, anchors=4)
     for ratio in (0.05, 0.1, 0.2, 0.35, 0.5):
         counted = work.step_flops([work.row_at(ratio, 77)], "kv") * COSTS.compute.per_unit
-        found, _ = priced.row(ratio * work.tokens[0], work.tokens[0], cached=True)
-        assert found == pytest.approx(counted, rel=0.07)
+        row_cost, _ = priced.row(ratio * work.tokens[0], work.tokens[0], cached=True)
+        assert row_cost == pytest.approx(counted, rel=0.07)

@@ -20,10 +20,12 @@ from tests.fakes.facts import FILL_FACTS
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
 
 
-@pytest.mark.parametrize(("semantics", "way"), [each for each in LEVELS if each[1] != "own"])
+@pytest.mark.parametrize(
+    ("semantics", "way"), [level_key for level_key in LEVELS if level_key[1] != "own"]
+)
 def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
     table = json.loads((TABLES / f"quality-frontier-{semantics}.json").read_text(encoding="utf-8"))
-    systems, before = table["systems"], (100.0, 1.0)
+    systems, previous = table["systems"], (100.0, 1.0)
     cached = way == "cached"
     whole = systems[table["default"]]["flux_flop_speedup"] if cached else 1.0
     for level in LEVELS[semantics, way]:
@@ -34,26 +36,26 @@ def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
             level.first_block_threshold
         )
         assert level.ring is None or f"-ring{level.ring}-" in level.name
-        assert level.psnr < before[0]  # each saves more, and costs more
-        assert level.work < before[1]
-        before = level.psnr, level.work
+        assert level.psnr < previous[0]  # each saves more, and costs more
+        assert level.work < previous[1]
+        previous = level.psnr, level.work
 
 
 @pytest.mark.parametrize("semantics", [FILL, INPAINT])
 def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> None:
     table = json.loads((TABLES / f"quality-own-{semantics}.json").read_text(encoding="utf-8"))
-    choices = {each["choice"]: each for each in table["choices"]}
-    own, before = own_count(table["steps"], OWN_STRIDES[semantics]), (100.0, 1.0)
-    [as_served] = [each for each in table["choices"] if each["dense_steps"] == own]
+    choices = {choice["choice"]: choice for choice in table["choices"]}
+    refresh_steps, previous = own_count(table["steps"], OWN_STRIDES[semantics]), (100.0, 1.0)
+    [as_served] = [choice for choice in table["choices"] if choice["dense_steps"] == refresh_steps]
     for level in LEVELS[semantics, "own"]:
         measured = choices[level.name]
         assert level.anchors == measured["dense_steps"] < as_served["dense_steps"]
         assert level.psnr == round(measured["psnr_in_mask"], 2)
         saved = as_served["flux_flop_speedup"] / measured["flux_flop_speedup"]
         assert level.work == pytest.approx(saved, abs=2e-3)
-        assert level.psnr < before[0]
-        assert level.work < before[1]
-        before = level.psnr, level.work
+        assert level.psnr < previous[0]
+        assert level.work < previous[1]
+        previous = level.psnr, level.work
 
 
 def test_an_edit_may_have_fewer_anchors_of_its_own_than_it_has() -> None:
@@ -78,14 +80,14 @@ def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
     whole = systems[table["default"]]["flux_flop_speedup"]
     entries = table["default"].rpartition("-")[0]
     points = [(level.psnr, level.work) for level in levels]
-    others = {
+    other_systems = {
         name: (figures["psnr_in_mask"], whole / figures["flux_flop_speedup"])
         for name, figures in systems.items()
         if name.startswith(f"{entries}-") and name not in {level.name for level in levels}
     }
-    assert len([name for name in others if "skip" in name]) >= 10
-    assert any("thin4-skip" in name for name in others)
-    for name, (psnr, work) in others.items():
+    assert len([name for name in other_systems if "skip" in name]) >= 10
+    assert any("thin4-skip" in name for name in other_systems)
+    for name, (psnr, work) in other_systems.items():
         if levels[-1].psnr <= psnr <= levels[0].psnr:
             assert under(points, psnr, work), name
     without = [point for point, level in zip(points, levels, strict=True) if level.ring is None]
@@ -100,18 +102,18 @@ def names(
     semantics: Semantics = FILL, *, way: Way = "cached", own_steps: int = 0, **asked: Any
 ) -> list[str]:
     settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
-    made = msgspec.convert(settings, EditSettings)
+    edit_settings = msgspec.convert(settings, EditSettings)
     skipping = facts(semantics).skipping
-    return [level.name for level in levels_of(made, skipping, way, own_steps)]
+    return [level.name for level in levels_of(edit_settings, skipping, way, own_steps)]
 
 
 def test_an_edit_may_take_what_holds_its_floor() -> None:
-    every = [level.name for level in LEVELS[FILL, "cached"]]
-    assert names() == every
-    assert names(reuse_floor=38.0) == every[:3]
+    all_names = [level.name for level in LEVELS[FILL, "cached"]]
+    assert names() == all_names
+    assert names(reuse_floor=38.0) == all_names[:3]
     assert names(reuse_floor=45.0) == []
     assert names(reuse="exact", reuse_floor=None) == []
-    assert names(first_block_threshold=0.1) == every[4:]
+    assert names(first_block_threshold=0.1) == all_names[4:]
     assert names(way="dense") != names() != names(INPAINT)
     settings = EditSettings(reuse="elastic", reuse_floor=0.0)
     none = replace(facts(FILL), skips_steps=False)

@@ -131,14 +131,14 @@ def test_what_is_no_record_is_a_value_error(raw: bytes):
 def test_a_written_record_is_read_and_numbered_and_stamped(tmp_path: Path):
     writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
     assert reader.read() is None
-    before = time.monotonic_ns()
+    before_ns = time.monotonic_ns()
     for i in range(1, 6):
         written = write(writer, replace(STATUS, counters={"i": float(i)}))
         read = reader.read()
         assert read == written
         assert read is not None
         assert (read.sequence, read.counters["i"]) == (i, i)
-    assert before <= read.monotonic_ns <= time.monotonic_ns()
+    assert before_ns <= read.monotonic_ns <= time.monotonic_ns()
     assert 0.0 <= read.age_s() < 60.0
     assert read.age_s(read.monotonic_ns + 1_500_000_000) == 1.5
     assert abs(read.wall_ns - time.time_ns()) < 60e9
@@ -161,11 +161,14 @@ def test_what_changes_from_step_to_step_is_read_as_written(tmp_path: Path):
     writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
     waiting = (replace(ROW, request_id='%s "{0}" é', kind="prime"),)
     status = replace(STATUS, running=(replace(ROW), replace(ROW, kind="dense")), waiting=waiting)
-    for left in (17, 16, 2, 1, 0):
-        status.running[1].steps_left = left
-        status.counters = {"steps_total": 17 - left, 'odd %d "name".device': 1e-7 * left}
-        status.tier_bytes = {"host": 2**40 + left}
-        if left == 1:
+    for steps_left in (17, 16, 2, 1, 0):
+        status.running[1].steps_left = steps_left
+        status.counters = {
+            "steps_total": 17 - steps_left,
+            'odd %d "name".device': 1e-7 * steps_left,
+        }
+        status.tier_bytes = {"host": 2**40 + steps_left}
+        if steps_left == 1:
             status.state, status.waiting = "draining", (*waiting, ROW)
         written = write(writer, status)
         assert reader.read() == written
@@ -282,16 +285,16 @@ def test_readers_of_a_busy_writer_that_is_killed_and_restarted_see_whole_records
     ]
     for reader in readers:
         reader.start()
-    here = StatusReader(path)
+    status_reader = StatusReader(path)
     for _ in range(3):
-        before = os.stat(path).st_ino
+        inode_before = os.stat(path).st_ino
         writer = context.Process(target=_write_until_killed, args=(path,))
         writer.start()
         # A new file, and enough records in it for readers to meet many writes.
         while True:
-            status = here.read()
+            status = status_reader.read()
             assert status is not None
-            if os.stat(path).st_ino != before and status.sequence > 1000:
+            if os.stat(path).st_ino != inode_before and status.sequence > 1000:
                 break
             time.sleep(0.01)
         assert writer.pid is not None
@@ -305,6 +308,6 @@ def test_readers_of_a_busy_writer_that_is_killed_and_restarted_see_whole_records
         assert slowest < 0.1  # CPU time of one read: no spinning on a writer
     for reader in readers:
         reader.join()
-    last = here.read()
+    last = status_reader.read()
     assert last is not None
     assert is_whole(last)

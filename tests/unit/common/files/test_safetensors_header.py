@@ -66,16 +66,16 @@ def test_the_library_reads_what_is_written_behind_our_header(align: int) -> None
     raw = head + b"".join(array.tobytes() for array in ARRAYS.values())
     assert len(head) % align == 0
     assert read(raw).begin == len(head)
-    found = safetensors.numpy.load(raw)
-    assert found.keys() == ARRAYS.keys()
+    arrays = safetensors.numpy.load(raw)
+    assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(arrays[name], array)
 
 
 def test_what_the_library_refuses_is_refused() -> None:
     """One to three bytes of a header are others: nothing is read that the library would not."""
     raw, rng = bytes(safetensors.numpy.save(ARRAYS)), fresh_rng()
-    head, both = 8 + int.from_bytes(raw[:8], "little"), 0
+    head, accepted_count = 8 + int.from_bytes(raw[:8], "little"), 0
     for _ in range(3000):
         changed = bytearray(raw)
         for place in rng.integers(head, size=int(rng.integers(1, 4))):
@@ -84,12 +84,12 @@ def test_what_the_library_refuses_is_refused() -> None:
             header = read(bytes(changed))
         except BadHeader:
             continue
-        found = safetensors.numpy.load(bytes(changed))
+        arrays = safetensors.numpy.load(bytes(changed))
         assert {n: t.shape for n, t in header.tensors.items()} == {
-            n: a.shape for n, a in found.items()
+            n: a.shape for n, a in arrays.items()
         }
-        both += 1
-    assert both
+        accepted_count += 1
+    assert accepted_count
 
 
 HOSTILE = {

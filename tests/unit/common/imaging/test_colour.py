@@ -51,15 +51,17 @@ def prepared(image: bytes, **settings: Any) -> PreparedEdit:
 
 def answer(image: bytes, **settings: Any) -> Image.Image:
     """The answer of a model that gives back what it sees."""
-    done = prepared(image, **settings)
-    return Image.open(io.BytesIO(finish_edit(done.pixels, done.context)))
+    prepared_edit = prepared(image, **settings)
+    return Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context)))
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> np.ndarray:
-    own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-    made = ImageCms.profileToProfile(image, own, ImageCms.createProfile("sRGB"), outputMode="RGB")
-    assert made is not None
-    return np.asarray(made).astype(int)
+    source_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    srgb_image = ImageCms.profileToProfile(
+        image, source_profile, ImageCms.createProfile("sRGB"), outputMode="RGB"
+    )
+    assert srgb_image is not None
+    return np.asarray(srgb_image).astype(int)
 
 
 def seen(image: Image.Image) -> np.ndarray:
@@ -81,34 +83,36 @@ def seen(image: Image.Image) -> np.ndarray:
 def test_a_wide_picture_looks_as_it_did(save: Callable[..., bytes], output_format: str) -> None:
     file = save(SCENE, icc_profile=WIDE)
     stored = Image.open(io.BytesIO(file)).convert("RGB")
-    before = to_srgb(stored, WIDE)
-    made = answer(file, output_format=output_format)
-    assert made.info["icc_profile"] == WIDE
+    source_pixels = to_srgb(stored, WIDE)
+    edited_image = answer(file, output_format=output_format)
+    assert edited_image.info["icc_profile"] == WIDE
     if output_format != "jpeg":
-        np.testing.assert_array_equal(np.asarray(made)[OUTSIDE], np.asarray(stored)[OUTSIDE])
-        np.testing.assert_array_equal(seen(made)[OUTSIDE], before[OUTSIDE])
-    assert np.abs(seen(made) - before).mean() < 8  # noise is hard on JPEG
-    naive = np.abs(np.asarray(stored).astype(int) - before)
+        np.testing.assert_array_equal(
+            np.asarray(edited_image)[OUTSIDE], np.asarray(stored)[OUTSIDE]
+        )
+        np.testing.assert_array_equal(seen(edited_image)[OUTSIDE], source_pixels[OUTSIDE])
+    assert np.abs(seen(edited_image) - source_pixels).mean() < 8  # noise is hard on JPEG
+    naive = np.abs(np.asarray(stored).astype(int) - source_pixels)
     assert naive.mean() > 9, "the profile changes nothing, and this test says nothing"
 
 
 def test_models_are_given_srgb_and_what_they_paint_is_brought_back() -> None:
     file = encode(SCENE, icc_profile=WIDE)
-    done = prepared(file)
-    np.testing.assert_array_equal(done.pixels, to_srgb(Image.fromarray(SCENE), WIDE))
-    painted = np.full_like(done.pixels, (230, 60, 40))
-    made = Image.open(io.BytesIO(finish_edit(painted, done.context)))
-    assert np.abs(seen(made)[~OUTSIDE] - (230, 60, 40)).max() <= 2
-    np.testing.assert_array_equal(np.asarray(made)[OUTSIDE], SCENE[OUTSIDE])
+    prepared_edit = prepared(file)
+    np.testing.assert_array_equal(prepared_edit.pixels, to_srgb(Image.fromarray(SCENE), WIDE))
+    painted = np.full_like(prepared_edit.pixels, (230, 60, 40))
+    edited_image = Image.open(io.BytesIO(finish_edit(painted, prepared_edit.context)))
+    assert np.abs(seen(edited_image)[~OUTSIDE] - (230, 60, 40)).max() <= 2
+    np.testing.assert_array_equal(np.asarray(edited_image)[OUTSIDE], SCENE[OUTSIDE])
 
 
 def test_a_profile_of_srgb_costs_no_number() -> None:
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    done = prepared(encode(SCENE, icc_profile=srgb))
-    np.testing.assert_array_equal(done.pixels, SCENE)
-    made = Image.open(io.BytesIO(finish_edit(done.pixels, done.context)))
-    np.testing.assert_array_equal(np.asarray(made), SCENE)
-    assert made.info["icc_profile"] == srgb
+    prepared_edit = prepared(encode(SCENE, icc_profile=srgb))
+    np.testing.assert_array_equal(prepared_edit.pixels, SCENE)
+    edited_image = Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context)))
+    np.testing.assert_array_equal(np.asarray(edited_image), SCENE)
+    assert edited_image.info["icc_profile"] == srgb
 
 
 CHUNKS = {
@@ -126,12 +130,14 @@ CHUNKS = {
 def test_a_png_keeps_the_chunks_that_say_what_its_numbers_mean(
     chunks: tuple[tuple[bytes, bytes], ...],
 ) -> None:
-    done = prepared(with_chunks(*chunks))
-    made = finish_edit(done.pixels, done.context)
-    beside = (b"IHDR", b"iTXt", b"IDAT", b"IEND")  # iTXt says that a model painted in it
-    found = [each for each in chunks_of(made) if each[0] not in beside]
-    assert sorted(found) == sorted(chunks)
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(made)))[OUTSIDE], SCENE[OUTSIDE])
+    prepared_edit = prepared(with_chunks(*chunks))
+    edited_file = finish_edit(prepared_edit.pixels, prepared_edit.context)
+    ignored_kinds = (b"IHDR", b"iTXt", b"IDAT", b"IEND")  # iTXt says that a model painted in it
+    colour_chunks = [chunk for chunk in chunks_of(edited_file) if chunk[0] not in ignored_kinds]
+    assert sorted(colour_chunks) == sorted(chunks)
+    np.testing.assert_array_equal(
+        np.asarray(Image.open(io.BytesIO(edited_file)))[OUTSIDE], SCENE[OUTSIDE]
+    )
 
 
 D65_P3_SRGB = rgb_profile(P3, None)
@@ -152,13 +158,13 @@ D65_P3_SRGB = rgb_profile(P3, None)
 def test_other_formats_say_it_by_a_profile(
     chunks: tuple[tuple[bytes, bytes], ...], profile: bytes, output_format: str
 ) -> None:
-    made = answer(with_chunks(*chunks), output_format=output_format)
-    numbers = np.asarray(made)
+    edited_image = answer(with_chunks(*chunks), output_format=output_format)
+    numbers = np.asarray(edited_image)
     if output_format == "webp":
         np.testing.assert_array_equal(numbers[OUTSIDE], SCENE[OUTSIDE])
-    wanted = to_srgb(Image.fromarray(numbers), profile)
-    assert np.abs(seen(made) - wanted).max() <= 2
-    assert np.abs(numbers - wanted).mean() > 4
+    expected_pixels = to_srgb(Image.fromarray(numbers), profile)
+    assert np.abs(seen(edited_image) - expected_pixels).max() <= 2
+    assert np.abs(numbers - expected_pixels).mean() > 4
 
 
 @pytest.mark.parametrize("curve", [16, 18])
@@ -169,8 +175,8 @@ def test_hdr_stays_png(curve: int) -> None:
         with pytest.raises(InvalidRequest, match=r"SETTINGS.output_format: .*HDR.*accepted: png"):
             prepared(file, output_format=output_format)
     # A profile beside it is what files of other kinds can say.
-    both = with_chunks(cicp(9, curve), (b"iCCP", b"x\0\0" + zlib.compress(WIDE)))
-    assert answer(both, output_format="webp").info["icc_profile"] == WIDE
+    hdr_png = with_chunks(cicp(9, curve), (b"iCCP", b"x\0\0" + zlib.compress(WIDE)))
+    assert answer(hdr_png, output_format="webp").info["icc_profile"] == WIDE
 
 
 def test_pictures_of_other_colours_are_other_templates() -> None:
@@ -195,21 +201,21 @@ def test_grey_and_cmyk_are_converted_by_their_own_profile() -> None:
     grey = np.asarray(Image.fromarray(SCENE).convert("L"))
     dark = grey_profile(1.0)
     file = encode(Image.fromarray(grey), icc_profile=dark)
-    made = answer(file)
-    assert "icc_profile" not in made.info
-    wanted = to_srgb(Image.fromarray(grey), dark)
-    assert np.abs(np.asarray(made).astype(int) - wanted)[OUTSIDE].max() <= 1
-    assert np.abs(wanted[..., 0] - grey).mean() > 20
+    edited_image = answer(file)
+    assert "icc_profile" not in edited_image.info
+    expected_pixels = to_srgb(Image.fromarray(grey), dark)
+    assert np.abs(np.asarray(edited_image).astype(int) - expected_pixels)[OUTSIDE].max() <= 1
+    assert np.abs(expected_pixels[..., 0] - grey).mean() > 20
 
     inks = cmyk_profile()
     cmyk = Image.fromarray(SCENE).convert("CMYK")
     file = encode(cmyk, "JPEG", quality=95, icc_profile=inks)
     stored = Image.open(io.BytesIO(file))
-    wanted = to_srgb(stored, inks)
-    made = answer(file)
-    assert "icc_profile" not in made.info
-    assert np.abs(np.asarray(made).astype(int) - wanted)[OUTSIDE].max() <= 1
-    assert np.abs(np.asarray(stored.convert("RGB")).astype(int) - wanted).mean() > 4
+    expected_pixels = to_srgb(stored, inks)
+    edited_image = answer(file)
+    assert "icc_profile" not in edited_image.info
+    assert np.abs(np.asarray(edited_image).astype(int) - expected_pixels)[OUTSIDE].max() <= 1
+    assert np.abs(np.asarray(stored.convert("RGB")).astype(int) - expected_pixels).mean() > 4
 
 
 def test_alpha_stays_beside_grey_that_is_converted() -> None:
@@ -229,11 +235,11 @@ def test_alpha_stays_beside_grey_that_is_converted() -> None:
 
 def test_a_profile_that_leads_one_way_is_converted_by() -> None:
     profile = one_way_profile()
-    made = answer(encode(SCENE, icc_profile=profile))
-    assert "icc_profile" not in made.info
-    wanted = to_srgb(Image.fromarray(SCENE), profile)
-    assert np.abs(np.asarray(made).astype(int) - wanted)[OUTSIDE].max() <= 1
-    assert np.abs(wanted - SCENE).mean() > 4
+    edited_image = answer(encode(SCENE, icc_profile=profile))
+    assert "icc_profile" not in edited_image.info
+    expected_pixels = to_srgb(Image.fromarray(SCENE), profile)
+    assert np.abs(np.asarray(edited_image).astype(int) - expected_pixels)[OUTSIDE].max() <= 1
+    assert np.abs(expected_pixels - SCENE).mean() > 4
 
 
 @pytest.mark.parametrize(
@@ -253,9 +259,9 @@ def test_a_profile_that_cannot_be_used_is_left_out_and_told(profile: bytes) -> N
         decoded = decode_image(encode(SCENE, kind, icc_profile=profile), "IMAGE", LIMITS)
         assert decoded.colour.profile == b""
         assert decoded.warnings == ("IMAGE: its colour profile cannot be used, and is left out",)
-    done = prepared(encode(SCENE, icc_profile=profile))
-    np.testing.assert_array_equal(done.pixels, SCENE)
-    assert done.request.warnings == decoded.warnings
+    prepared_edit = prepared(encode(SCENE, icc_profile=profile))
+    np.testing.assert_array_equal(prepared_edit.pixels, SCENE)
+    assert prepared_edit.request.warnings == decoded.warnings
 
 
 @pytest.mark.parametrize(
@@ -279,10 +285,10 @@ def test_a_profile_that_cannot_be_used_is_left_out_and_told(profile: bytes) -> N
     ],
 )
 def test_nonsense_about_colours_harms_nothing(chunk: tuple[bytes, bytes]) -> None:
-    done = prepared(with_chunks(chunk))
-    np.testing.assert_array_equal(done.pixels, SCENE)
-    made = finish_edit(done.pixels, done.context)
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(made))), SCENE)
+    prepared_edit = prepared(with_chunks(chunk))
+    np.testing.assert_array_equal(prepared_edit.pixels, SCENE)
+    edited_file = finish_edit(prepared_edit.pixels, prepared_edit.context)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(edited_file))), SCENE)
 
 
 def test_a_mask_has_no_colours() -> None:
@@ -296,8 +302,8 @@ def test_a_mask_has_no_colours() -> None:
 
 def test_control_pictures_are_seen_in_srgb_too() -> None:
     decoded: Decoded = decode_image(encode(SCENE, icc_profile=WIDE), "CONTROL[0]", LIMITS)
-    shown = np.asarray(decoded.colour.shown(Image.fromarray(decoded.pixels)))
-    np.testing.assert_array_equal(shown, to_srgb(Image.fromarray(SCENE), WIDE))
+    srgb_pixels = np.asarray(decoded.colour.shown(Image.fromarray(decoded.pixels)))
+    np.testing.assert_array_equal(srgb_pixels, to_srgb(Image.fromarray(SCENE), WIDE))
 
 
 def test_random_profiles_end_as_they_began() -> None:
@@ -306,6 +312,6 @@ def test_random_profiles_end_as_they_began() -> None:
         rgb = [tuple(rng.uniform(-0.03, 0.03, 2) + base) for base in P3]
         profile = rgb_profile(rgb, gamma)
         picture = rng.integers(0, 256, (*SIZE, 3), np.uint8)
-        made = answer(encode(picture, kind, lossless=True, icc_profile=profile))
-        np.testing.assert_array_equal(np.asarray(made)[OUTSIDE], picture[OUTSIDE])
-        assert made.info["icc_profile"] == profile
+        edited_image = answer(encode(picture, kind, lossless=True, icc_profile=profile))
+        np.testing.assert_array_equal(np.asarray(edited_image)[OUTSIDE], picture[OUTSIDE])
+        assert edited_image.info["icc_profile"] == profile

@@ -43,9 +43,9 @@ def test_what_stands_behind_a_picture_is_not_its_own(file: bytes) -> None:
     plain = decode_image(file, "IMAGE", NO_LIMITS)
     limits = LimitsConfig(max_image_bytes=max(1024, len(file)))
     with patch.object(containers, "_MAX_JPEG_SCANS", 12):  # as many as libjpeg's progression has
-        found = decode_image(file + VIDEO, "IMAGE", NO_LIMITS)
-    np.testing.assert_array_equal(found.pixels, plain.pixels)
-    assert found.encoded == file, "a template is kept without what stands behind it"
+        decoded_image = decode_image(file + VIDEO, "IMAGE", NO_LIMITS)
+    np.testing.assert_array_equal(decoded_image.pixels, plain.pixels)
+    assert decoded_image.encoded == file, "a template is kept without what stands behind it"
     behind = file + VIDEO[: 2 * len(file)]
     for raw in (behind, base64.b64encode(behind)):
         assert decode_image(raw, "IMAGE", limits).encoded == file
@@ -69,13 +69,15 @@ def test_an_animation_is_not_counted_as_its_first_frame() -> None:
     ihdr, *pixels, iend = chunks_of(png(SCENE, RGB, pieces=7))
     frames = [(b"fdAT", b"\0\0\0\1")] * 70_000
     file = png_of(ihdr, *pixels, *frames, iend)
-    found = decode_image(file, "IMAGE", NO_LIMITS)
-    np.testing.assert_array_equal(found.pixels, SCENE)
-    np.testing.assert_array_equal(decode_image(found.encoded, "IMAGE", NO_LIMITS).pixels, SCENE)
+    decoded_image = decode_image(file, "IMAGE", NO_LIMITS)
+    np.testing.assert_array_equal(decoded_image.pixels, SCENE)
+    np.testing.assert_array_equal(
+        decode_image(decoded_image.encoded, "IMAGE", NO_LIMITS).pixels, SCENE
+    )
     many = [(b"IDAT", b"")] * 70_000
-    for before, behind in ((frames, []), ([], many)):
+    for leading_chunks, behind in ((frames, []), ([], many)):
         with pytest.raises(InvalidRequest, match="more than 65536 chunks"):
-            decode_image(png_of(ihdr, *before, *pixels, *behind, iend), "IMAGE", NO_LIMITS)
+            decode_image(png_of(ihdr, *leading_chunks, *pixels, *behind, iend), "IMAGE", NO_LIMITS)
 
 
 def test_chunks_behind_a_webp_are_none_of_it() -> None:
@@ -109,8 +111,10 @@ def test_an_orientation_of_any_type_turns_as_pillow_turns_it(kind: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             opened = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
-        found = decode_image(file, "IMAGE", NO_LIMITS)
-        np.testing.assert_array_equal(found.pixels, np.asarray(opened), err_msg=str((order, value)))
+        decoded_image = decode_image(file, "IMAGE", NO_LIMITS)
+        np.testing.assert_array_equal(
+            decoded_image.pixels, np.asarray(opened), err_msg=str((order, value))
+        )
 
 
 _XMP = (
@@ -134,28 +138,30 @@ def _with_orientation(form: str, exif: bytes, xmp: bytes) -> bytes:
 
 @pytest.mark.parametrize("form", ["JPEG", "WEBP", "PNG", "old PNG"])
 def test_xmp_turns_where_exif_does_not_say_as_pillow_has_it(form: str) -> None:
-    for said, text, number in product((None, 0, 1, 6), _XMP, (0, 1, 3, 8, 9)):
+    for exif_orientation, text, number in product((None, 0, 1, 6), _XMP, (0, 1, 3, 8, 9)):
         exif = Image.Exif()
-        if said is not None:
-            exif[0x0112] = said
+        if exif_orientation is not None:
+            exif[0x0112] = exif_orientation
         file = _with_orientation(form, exif.tobytes(), text.format(number).encode())
         opened = Image.open(io.BytesIO(file))
         turned = ImageOps.exif_transpose(opened)
-        found = decode_image(file, "IMAGE", NO_LIMITS)
-        np.testing.assert_array_equal(found.pixels, np.asarray(turned), str((said, text, number)))
+        decoded_image = decode_image(file, "IMAGE", NO_LIMITS)
+        np.testing.assert_array_equal(
+            decoded_image.pixels, np.asarray(turned), str((exif_orientation, text, number))
+        )
 
 
 def test_a_text_of_a_png_is_inflated_to_a_bound() -> None:
     ihdr, *pixels, iend = chunks_of(png(SCENE, RGB))
-    said = b'tiff:Orientation="6"'
+    orientation_text = b'tiff:Orientation="6"'
     for packed, turned in (
-        (zlib.compress(said), True),
-        (zlib.compress(said + bytes(2**21)), False),
-        (said, False),
+        (zlib.compress(orientation_text), True),
+        (zlib.compress(orientation_text + bytes(2**21)), False),
+        (orientation_text, False),
     ):
         text = (b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + packed)
-        found = decode_image(png_of(ihdr, text, *pixels, iend), "IMAGE", NO_LIMITS)
-        assert (found.pixels.shape == SCENE.shape) is not turned
+        decoded_image = decode_image(png_of(ihdr, text, *pixels, iend), "IMAGE", NO_LIMITS)
+        assert (decoded_image.pixels.shape == SCENE.shape) is not turned
 
 
 @pytest.mark.parametrize("keyword", ["XML:com.adobe.xmp", "Raw profile type exif", "iCCP"])
@@ -164,8 +170,8 @@ def test_of_many_chunks_that_are_deflated_one_is_inflated(keyword: str) -> None:
     ihdr, *pixels, iend = chunks_of(png(SCENE, RGB))
     bomb = zlib.compress(bytes(5 * 2**20), 9)
     name = b"iCCP" if keyword == "iCCP" else b"zTXt"
-    each = (name, keyword.encode() + b"\0\0" + bomb)
+    chunk = (name, keyword.encode() + b"\0\0" + bomb)
     with patch.object(containers, "_inflated", wraps=containers._inflated) as inflated:
-        found = containers.read_container(png_of(ihdr, *[each] * 500, *pixels, iend))
-    assert (found.orientation, found.words) == (1, {})
+        container = containers.read_container(png_of(ihdr, *[chunk] * 500, *pixels, iend))
+    assert (container.orientation, container.words) == (1, {})
     assert inflated.call_count == 1

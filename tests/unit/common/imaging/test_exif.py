@@ -49,8 +49,8 @@ def camera(orientation: int = 6, make: str = "A camera's") -> bytes:
 def answer(image: bytes, mask: bytes = UPRIGHT_MASK, **settings: Any) -> bytes:
     """Of a model that gives back what it sees."""
     accepted = accept_edit(EditSettings(**settings), b"x", FILL_FACTS, Config())
-    done = prepare_edit(image, mask, accepted, FILL_FACTS, Config())
-    return finish_edit(done.pixels, done.context)
+    prepared_edit = prepare_edit(image, mask, accepted, FILL_FACTS, Config())
+    return finish_edit(prepared_edit.pixels, prepared_edit.context)
 
 
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
@@ -58,16 +58,16 @@ def answer(image: bytes, mask: bytes = UPRIGHT_MASK, **settings: Any) -> bytes:
 def test_an_answer_has_the_sources_exif_turned_once(kind: str, output_format: str) -> None:
     source = encode(SCENE, kind, exif=b"Exif\0\0" + camera())
     assert THUMBNAIL in source
-    made = answer(source, output_format=output_format)
-    with Image.open(io.BytesIO(made)) as opened:
+    edited_file = answer(source, output_format=output_format)
+    with Image.open(io.BytesIO(edited_file)) as opened:
         assert opened.size == SIZE  # width and height of what stands upright
-        said = opened.getexif()
-        assert (said[ORIENTATION], said[MAKE]) == (1, "A camera's")
-        assert said.get_ifd(CAMERA)[NOTE] == b"note" * 40
-        assert said.get_ifd(PLACE)[1] == "N"
-    assert THUMBNAIL not in made
-    again = decode_image(made, "IMAGE", NO_LIMITS)
-    assert again.metadata.exif == upright(camera())
+        exif = opened.getexif()
+        assert (exif[ORIENTATION], exif[MAKE]) == (1, "A camera's")
+        assert exif.get_ifd(CAMERA)[NOTE] == b"note" * 40
+        assert exif.get_ifd(PLACE)[1] == "N"
+    assert THUMBNAIL not in edited_file
+    decoded_image = decode_image(edited_file, "IMAGE", NO_LIMITS)
+    assert decoded_image.metadata.exif == upright(camera())
 
 
 def test_without_exif_there_is_none() -> None:
@@ -88,8 +88,8 @@ def test_pictures_that_differ_in_it_alone_are_templates_of_their_own() -> None:
 
 def test_a_block_too_long_for_a_jpeg_is_left_out() -> None:
     long = camera(1) + bytes(MOST_BYTES)
-    made = answer(encode(SCENE, "PNG", exif=long), MASK, output_format="jpeg")
-    with Image.open(io.BytesIO(made)) as opened:
+    edited_file = answer(encode(SCENE, "PNG", exif=long), MASK, output_format="jpeg")
+    with Image.open(io.BytesIO(edited_file)) as opened:
         assert not opened.getexif()
 
 
@@ -100,8 +100,8 @@ def test_nonsense_is_left_out_or_stays_as_it_is() -> None:
         for _ in range(int(rng.integers(1, 9))):
             if broken:
                 broken[int(rng.integers(min(len(broken), 200)))] = int(rng.integers(256))
-        made = upright(bytes(broken))
-        assert len(made) in (0, len(broken))
+        upright_block = upright(bytes(broken))
+        assert len(upright_block) in (0, len(broken))
     for block in (b"", b"II", b"II*\0", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff"):
         assert len(upright(block)) in (0, len(block))
         assert answer(encode(SCENE, "PNG", exif=block), MASK)

@@ -59,13 +59,13 @@ def test_every_kind_of_source_decodes_to_its_8_bit_upright_pixels(odd: OddImage)
 
 @pytest.mark.parametrize("name", bad_images())
 def test_bad_images_are_refused_by_field_name_without_warnings(name: str) -> None:
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         with pytest.raises(InvalidRequest) as caught:
             decode_image(bad_images()[name], "MASK", LIMITS)
     assert caught.value.field == "MASK"
     assert str(caught.value).startswith("[INVALID_REQUEST] MASK: ")
-    assert seen == []
+    assert caught_warnings == []
 
 
 def test_base64_text_and_data_uris_are_undone() -> None:
@@ -193,13 +193,13 @@ def test_alpha_is_kept_beside_unchanged_colours() -> None:
 
 def test_pictures_that_differ_beside_their_pixels_have_names_and_share_entries() -> None:
     rgb, clear = scene(8, 9), np.arange(72, dtype=np.uint8).reshape(8, 9)
-    other = clear.copy()
-    other[0, 0] = 9
-    opaque, *others = (
-        decode_image(each, "IMAGE", LIMITS).template_id
-        for each in (
+    other_alpha = clear.copy()
+    other_alpha[0, 0] = 9
+    opaque, *other_ids = (
+        decode_image(item, "IMAGE", LIMITS).template_id
+        for item in (
             encode(rgb),
-            *(encode(np.dstack([rgb, alpha])) for alpha in (clear, other)),
+            *(encode(np.dstack([rgb, alpha])) for alpha in (clear, other_alpha)),
             encode_png(rgb.astype(np.uint16) << 8),
             encode_png((rgb.astype(np.uint16) << 8) + 1),
         )
@@ -207,9 +207,9 @@ def test_pictures_that_differ_beside_their_pixels_have_names_and_share_entries()
     assert opaque == template_id(rgb)
     whole = np.dstack([rgb, np.full_like(clear, 255)])
     assert decode_image(encode(whole), "IMAGE", LIMITS).template_id == opaque
-    assert len({opaque, *others}) == 5
-    assert {entries_id(each) for each in others} == {opaque}
-    assert all(TEMPLATE_ID.fullmatch(each) for each in others)
+    assert len({opaque, *other_ids}) == 5
+    assert {entries_id(item) for item in other_ids} == {opaque}
+    assert all(TEMPLATE_ID.fullmatch(item) for item in other_ids)
 
 
 def test_alpha_is_turned_with_its_image() -> None:
@@ -304,7 +304,7 @@ def test_base64_text_has_no_line_breaks() -> None:
 
 
 def test_threads_share_the_codec_and_pillow_keeps_its_settings() -> None:
-    before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
+    settings_before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
     jobs = ODD * 3
 
     def decode(odd: OddImage) -> bool:
@@ -312,7 +312,7 @@ def test_threads_share_the_codec_and_pillow_keeps_its_settings() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(decode, jobs))
-    assert before == (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
+    assert settings_before == (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
 
 
 @given(st.integers(0, len(ODD) - 1), st.data())
@@ -323,11 +323,11 @@ def test_damaged_files_are_refused_or_decoded_and_nothing_else(
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, min(len(damaged), 300) - 1))
         damaged[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
-    with warnings.catch_warnings(record=True) as seen, suppress(InvalidRequest):
+    with warnings.catch_warnings(record=True) as caught_warnings, suppress(InvalidRequest):
         warnings.simplefilter("always")
         # Any other exception fails the test.
         assert decode_image(bytes(damaged), "IMAGE", LIMITS).pixels.shape[2] == 3
-    assert seen == []
+    assert caught_warnings == []
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ def _masks(
 ) -> Masks:
     layers = [mask.luminance] if mask.alpha is None else [mask.luminance, mask.alpha]
     encoded = encode(np.dstack(layers) if len(layers) > 1 else layers[0])
-    found = select(encoded, EditSettings(mask_mode=mode), LimitsConfig(), source_size)
-    paste = paste_weights(found.pixels, dilate, feather)
+    selection = select(encoded, EditSettings(mask_mode=mode), LimitsConfig(), source_size)
+    paste = paste_weights(selection.pixels, dilate, feather)
     assert paste is not None
-    return Masks(paste, edit_mask(paste, size), found.warnings)
+    return Masks(paste, edit_mask(paste, size), selection.warnings)
 
 
 # The rule: which pixels are meant
@@ -313,13 +313,13 @@ def test_token_sizes_that_do_not_fit_are_a_bug() -> None:
     )
 )
 def test_levels_halve_the_grid_and_round_up(edit: np.ndarray) -> None:
-    found = active_tokens_per_level(edit, 8, (0, 1, 2))
-    np.testing.assert_array_equal(found[0], active_tokens(edit, 8))
+    tokens_per_level = active_tokens_per_level(edit, 8, (0, 1, 2))
+    np.testing.assert_array_equal(tokens_per_level[0], active_tokens(edit, 8))
     width = edit.shape[1] // 8
     for level in (1, 2):
         coarse = -(-width // 2**level)
         expected = {(y // 8 >> level) * coarse + (x // 8 >> level) for y, x in np.argwhere(edit)}
-        assert found[level].tolist() == sorted(expected)
+        assert tokens_per_level[level].tolist() == sorted(expected)
 
 
 def test_only_the_levels_asked_for_are_returned() -> None:
@@ -360,12 +360,12 @@ def test_component_boxes_are_scipys(side: int) -> None:
         for y, x in np.argwhere(mask):
             cells[y // side, x // side] = True
         parts, count = ndimage.label(cells, np.ones((3, 3)))
-        found = []
+        boxes = []
         for rows, columns in ndimage.find_objects(parts, count):
             top, left = rows.start * side, columns.start * side
             ys, xs = np.nonzero(mask[top : rows.stop * side, left : columns.stop * side])
-            found.append((top + ys.min(), left + xs.min(), top + ys.max() + 1, left + xs.max() + 1))
-        assert component_boxes(mask, side) == tuple(sorted(found))
+            boxes.append((top + ys.min(), left + xs.min(), top + ys.max() + 1, left + xs.max() + 1))
+        assert component_boxes(mask, side) == tuple(sorted(boxes))
 
 
 def test_many_components_have_one_box() -> None:

@@ -62,15 +62,15 @@ def answer(image: bytes, output_format: str) -> Image.Image:
     """Of a model that gives back what it sees."""
     settings = EditSettings(output_format=output_format)  # type: ignore[arg-type]
     accepted = accept_edit(settings, b"x", FILL_FACTS, Config())
-    done = prepare_edit(image, MASK, accepted, FILL_FACTS, Config())
-    opened = Image.open(io.BytesIO(finish_edit(done.pixels, done.context)))
+    prepared_edit = prepare_edit(image, MASK, accepted, FILL_FACTS, Config())
+    opened = Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context)))
     opened.load()
     return opened
 
 
 def packet_of(opened: Image.Image) -> str:
-    found = opened.info.get("xmp") or opened.info.get("XML:com.adobe.xmp")
-    return found if isinstance(found, str) else found.decode()
+    packet = opened.info.get("xmp") or opened.info.get("XML:com.adobe.xmp")
+    return packet if isinstance(packet, str) else packet.decode()
 
 
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
@@ -78,7 +78,7 @@ def packet_of(opened: Image.Image) -> str:
 def test_an_answer_says_what_its_source_says(form: str, output_format: str) -> None:
     opened = answer(source(form), output_format)
     tree = ElementTree.fromstring(packet_of(opened))
-    assert [each.text for each in tree.iter(f"{RDF}li")] == ["(c) Jane"]
+    assert [element.text for element in tree.iter(f"{RDF}li")] == ["(c) Jane"]
     assert packet_of(opened).count("DigitalSourceType=") == 1
     assert SOURCE_TYPE in packet_of(opened)
     if form != "WEBP" and output_format != "webp":
@@ -98,8 +98,8 @@ def test_an_answer_s_answer_says_it_once() -> None:
     first = answer(source("PNG"), "png")
     texts = PngInfo()
     texts.add_itxt("XML:com.adobe.xmp", packet_of(first))
-    again = answer(encode(SCENE, "PNG", pnginfo=texts), "png")
-    assert packet_of(again) == packet_of(first)
+    second = answer(encode(SCENE, "PNG", pnginfo=texts), "png")
+    assert packet_of(second) == packet_of(first)
     plain = answer(encode(SCENE, "PNG"), "png")
     assert not xmp_of(packet_of(plain).encode()), "the mark alone is nothing of a source's"
 
@@ -111,8 +111,8 @@ def test_a_picture_that_xmp_turned_is_not_turned_again() -> None:
 
 
 def test_pictures_that_say_something_else_are_templates_of_their_own() -> None:
-    plain, said = encode(SCENE, "PNG"), source("PNG")
-    ids = {decode_image(each, "IMAGE", NO_LIMITS).template_id for each in (plain, said)}
+    plain, captioned_file = encode(SCENE, "PNG"), source("PNG")
+    ids = {decode_image(file, "IMAGE", NO_LIMITS).template_id for file in (plain, captioned_file)}
     assert len(ids) == 2
 
 
@@ -136,12 +136,12 @@ def test_a_packet_that_cannot_be_read_is_left_out(packet: bytes) -> None:
 
 def test_texts_beyond_their_bounds_are_left_out() -> None:
     def file(*texts: bytes) -> bytes:
-        plain, made = encode(SCENE, "PNG"), []
+        plain, chunks = encode(SCENE, "PNG"), []
         for text in texts:
             body = b"zTXtComment\0\0" + zlib.compress(text)
-            made.append(struct.pack(">I", len(body) - 4) + body)
-            made.append(struct.pack(">I", zlib.crc32(body)))
-        return plain[:33] + b"".join(made) + plain[33:]
+            chunks.append(struct.pack(">I", len(body) - 4) + body)
+            chunks.append(struct.pack(">I", zlib.crc32(body)))
+        return plain[:33] + b"".join(chunks) + plain[33:]
 
     def texts(image: bytes) -> int:
         return len(decode_image(image, "IMAGE", NO_LIMITS).metadata.texts)

@@ -55,9 +55,9 @@ def finish(done: PreparedEdit, colour: tuple[int, int, int]) -> np.ndarray:
 
 
 def check_outside(answer: np.ndarray, source: np.ndarray, mask: np.ndarray) -> None:
-    kept = mask < 128
-    np.testing.assert_array_equal(answer[kept], source[kept])
-    assert (answer[~kept] == (250, 3, 120)).all()
+    outside = mask < 128
+    np.testing.assert_array_equal(answer[outside], source[outside])
+    assert (answer[~outside] == (250, 3, 120)).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -66,8 +66,8 @@ def test_outside_is_bit_exact_at_any_size(
     prepare: Prepare, size: tuple[int, int], output_format: str
 ) -> None:
     source, mask = scene(*size), blob_mask(*size)
-    done = prepare(encode(source), mask, output_format=output_format)
-    check_outside(finish(done, (250, 3, 120)), source, mask)
+    prepared_edit = prepare(encode(source), mask, output_format=output_format)
+    check_outside(finish(prepared_edit, (250, 3, 120)), source, mask)
 
 
 @pytest.mark.parametrize("odd", odd_images(), ids=lambda odd: odd.name)
@@ -76,8 +76,8 @@ def test_outside_is_the_decoded_upright_source(
     prepare: Prepare, odd: OddImage, output_format: str
 ) -> None:
     mask = blob_mask(*odd.pixels.shape[:2])
-    done = prepare(odd.encoded, mask, output_format=output_format)
-    check_outside(finish(done, (250, 3, 120)), odd.pixels, mask)
+    prepared_edit = prepare(odd.encoded, mask, output_format=output_format)
+    check_outside(finish(prepared_edit, (250, 3, 120)), odd.pixels, mask)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (44, 60), (0, 60), (20, 31)])
@@ -104,20 +104,24 @@ def test_an_all_white_mask_keeps_nothing(prepare: Prepare) -> None:
 
 def test_what_a_model_left_transparent_shows_the_source(prepare: Prepare) -> None:
     source = np.full((64, 64, 3), 200, np.uint8)
-    done = prepare(encode(source), np.full((64, 64), 255, np.uint8))
-    painted = np.zeros((*done.pixels.shape[:2], 4), np.uint8)
+    prepared_edit = prepare(encode(source), np.full((64, 64), 255, np.uint8))
+    painted = np.zeros((*prepared_edit.pixels.shape[:2], 4), np.uint8)
     painted[:32, :, 3], painted[32:48, :, 3] = 255, 51
-    answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, done.context))))[..., :3]
+    answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, prepared_edit.context))))[
+        ..., :3
+    ]
     for rows, expected in ((slice(0, 32), 0), (slice(32, 48), 160), (slice(48, 64), 200)):
         assert (answer[rows] == expected).all()
 
 
 def test_the_feather_mixes_by_its_weights(prepare: Prepare) -> None:
     source = np.full((40, 60, 3), 200, np.uint8)
-    done = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)
-    weights = np.asarray(source_and_weights(done.context, done.request)[1]).astype(float)
+    prepared_edit = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)
+    weights = np.asarray(
+        source_and_weights(prepared_edit.context, prepared_edit.request)[1]
+    ).astype(float)
     assert len(np.unique(weights)) > 5
-    answer = finish(done, (100, 0, 255))
+    answer = finish(prepared_edit, (100, 0, 255))
     expected = 200 + (np.array([100, 0, 255]) - 200) * weights[..., None] / 255
     np.testing.assert_allclose(answer, expected, atol=1)
     np.testing.assert_array_equal(answer[weights == 0], 200)
@@ -126,10 +130,12 @@ def test_the_feather_mixes_by_its_weights(prepare: Prepare) -> None:
 
 def test_inside_is_the_models_picture_brought_to_size(prepare: Prepare) -> None:
     source = scene(150, 90)
-    done = prepare(encode(source), np.full((150, 90), 255, np.uint8))
-    assert done.pixels.shape[:2] != (150, 90)
-    small = Image.fromarray(scene(6, 5)).resize(done.pixels.shape[1::-1], Image.Resampling.BICUBIC)
-    answer = finish_edit(np.asarray(small), done.context)
+    prepared_edit = prepare(encode(source), np.full((150, 90), 255, np.uint8))
+    assert prepared_edit.pixels.shape[:2] != (150, 90)
+    small = Image.fromarray(scene(6, 5)).resize(
+        prepared_edit.pixels.shape[1::-1], Image.Resampling.BICUBIC
+    )
+    answer = finish_edit(np.asarray(small), prepared_edit.context)
     expected = np.asarray(small.resize((90, 150), Image.Resampling.LANCZOS)).astype(int)
     assert np.abs(np.asarray(Image.open(io.BytesIO(answer))) - expected).max() <= 2
 
@@ -145,8 +151,8 @@ def test_base64_answers_hold_the_same_file(prepare: Prepare) -> None:
 
 def test_jpeg_answers_are_near(prepare: Prepare) -> None:
     smooth = np.asarray(Image.fromarray(scene(4, 4)).resize((60, 40), Image.Resampling.BICUBIC))
-    done = prepare(encode(smooth), blob_mask(40, 60), output_format="jpeg")
-    answer = finish_edit(done.pixels, done.context)
+    prepared_edit = prepare(encode(smooth), blob_mask(40, 60), output_format="jpeg")
+    answer = finish_edit(prepared_edit.pixels, prepared_edit.context)
     opened = Image.open(io.BytesIO(answer))
     assert opened.format == "JPEG"
     assert np.abs(np.asarray(opened).astype(int) - smooth).mean() < 3
@@ -167,26 +173,35 @@ def test_what_is_transparent_stays_so_outside_and_is_opaque_inside(
     prepare: Prepare, odd: OddImage, output_format: str
 ) -> None:
     mask = blob_mask(*odd.pixels.shape[:2])
-    done = prepare(odd.encoded, mask, output_format=output_format)
-    answer = np.asarray(Image.open(io.BytesIO(finish_edit(done.pixels, done.context))))
+    prepared_edit = prepare(odd.encoded, mask, output_format=output_format)
+    answer = np.asarray(
+        Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context)))
+    )
     np.testing.assert_array_equal(answer[mask == 0][:, 3], _alpha(odd)[mask == 0])
     assert (answer[mask == 255][:, 3] == 255).all()
 
 
 def test_an_opaque_answer_can_be_asked_for_and_jpeg_has_no_other(prepare: Prepare) -> None:
     picture = np.dstack((scene(40, 60), blob_mask(40, 60)))
-    for asked in ({"background": "opaque"}, {"output_format": "jpeg"}):
-        done = prepare(encode(picture), blob_mask(40, 60), **asked)
-        assert Image.open(io.BytesIO(finish_edit(done.pixels, done.context))).mode == "RGB"
+    for settings in ({"background": "opaque"}, {"output_format": "jpeg"}):
+        prepared_edit = prepare(encode(picture), blob_mask(40, 60), **settings)
+        assert (
+            Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context))).mode
+            == "RGB"
+        )
     with pytest.raises(InvalidRequest, match=r"SETTINGS.background: is transparent, but JPEG"):
         prepare(encode(picture), blob_mask(40, 60), background="transparent", output_format="jpeg")
 
 
 def test_the_feather_fades_transparency_too(prepare: Prepare) -> None:
     picture = np.dstack((np.full((40, 60, 3), 200, np.uint8), np.full((40, 60), 40, np.uint8)))
-    done = prepare(encode(picture), blob_mask(40, 60), mask_feather=6)
-    weights = np.asarray(source_and_weights(done.context, done.request)[1]).astype(float)
-    answer = np.asarray(Image.open(io.BytesIO(finish_edit(done.pixels, done.context))))
+    prepared_edit = prepare(encode(picture), blob_mask(40, 60), mask_feather=6)
+    weights = np.asarray(
+        source_and_weights(prepared_edit.context, prepared_edit.request)[1]
+    ).astype(float)
+    answer = np.asarray(
+        Image.open(io.BytesIO(finish_edit(prepared_edit.pixels, prepared_edit.context)))
+    )
     np.testing.assert_allclose(answer[..., 3], 40 + 215 * weights / 255, atol=1)
 
 
@@ -198,10 +213,10 @@ def test_a_grown_canvas_keeps_the_old_pixels_and_paints_the_new(
     left, top, right, bottom = margins
     source = scene(40, 60)
     picture = np.dstack((source, blob_mask(40, 60))) if alpha else source
-    done = prepare(encode(picture), None, expand=margins)
-    assert done.request.source_size == (40 + top + bottom, 60 + left + right)
+    prepared_edit = prepare(encode(picture), None, expand=margins)
+    assert prepared_edit.request.source_size == (40 + top + bottom, 60 + left + right)
     new = np.pad(np.zeros((40, 60), bool), ((top, bottom), (left, right)), constant_values=True)
-    answer = finish(done, (250, 3, 120))
+    answer = finish(prepared_edit, (250, 3, 120))
     np.testing.assert_array_equal(answer[~new].reshape(40, 60, 3), source)
     assert (answer[new] == (250, 3, 120)).all()
 
@@ -222,16 +237,16 @@ def test_a_window_is_pasted_where_it_was_cut_out(
     """
     source, mask = scene(500, 700), np.zeros((500, 700), np.uint8)
     mask[180:215, 333:371] = 255
-    done = prepare(encode(source), mask, crop_to_mask="on", expand=expand)
-    check_outside(finish(done, (250, 3, 120))[expand[1] :, :700], source, mask)
+    prepared_edit = prepare(encode(source), mask, crop_to_mask="on", expand=expand)
+    check_outside(finish(prepared_edit, (250, 3, 120))[expand[1] :, :700], source, mask)
     if any(expand):
         return
-    assert done.request.window is not None
-    top, left, height, width = done.request.window
-    assert done.request.model_size == (height, width) == (64, 64)
-    np.testing.assert_array_equal(done.pixels, source[top : top + 64, left : left + 64])
-    painted = 255 - done.pixels
-    answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, done.context))))
+    assert prepared_edit.request.window is not None
+    top, left, height, width = prepared_edit.request.window
+    assert prepared_edit.request.model_size == (height, width) == (64, 64)
+    np.testing.assert_array_equal(prepared_edit.pixels, source[top : top + 64, left : left + 64])
+    painted = 255 - prepared_edit.pixels
+    answer = np.asarray(Image.open(io.BytesIO(finish_edit(painted, prepared_edit.context))))
     np.testing.assert_array_equal(answer[mask > 0], (255 - source)[mask > 0])
 
 
@@ -248,13 +263,15 @@ def test_a_source_of_16_bits_keeps_them_outside_the_mask(
     samples = fresh_rng().integers(0, 2**16, (40, 61, channels), np.uint16)
     exif = Image.Exif()
     exif[0x0112] = orientation
-    said = ((b"eXIf", exif.tobytes()[6:]),)
-    file = png(samples, colour, 16, interlaced=interlaced, before=said)
+    exif_chunks = ((b"eXIf", exif.tobytes()[6:]),)
+    file = png(samples, colour, 16, interlaced=interlaced, before=exif_chunks)
     upright = samples if orientation == 1 else np.rot90(samples, -1)
     expected = upright if channels > 2 else upright[..., [0, 0, 0, 1][: channels + 2]]
     mask = blob_mask(*upright.shape[:2])
-    done = prepare(file, mask)
-    answer = fine_samples(finish_edit(np.full_like(done.pixels, 77), done.context))
+    prepared_edit = prepare(file, mask)
+    answer = fine_samples(
+        finish_edit(np.full_like(prepared_edit.pixels, 77), prepared_edit.context)
+    )
     np.testing.assert_array_equal(answer[mask == 0], expected[mask == 0])
     assert (answer[mask == 255][:, :3] == 77 * 257).all()
     assert (answer[mask == 255][:, 3:] == 65535).all()
@@ -265,28 +282,33 @@ def test_16_bits_are_mixed_grow_and_are_left_out_where_nothing_holds_them(
 ) -> None:
     samples = fresh_rng().integers(0, 2**16, (40, 60, 3), np.uint16)
     file, mask = png(samples, RGB, 16), blob_mask(40, 60)
-    done = prepare(file, mask, mask_feather=6)
-    weights = np.asarray(source_and_weights(done.context, done.request)[1])[..., None] / 255
-    answer = fine_samples(finish_edit(np.full_like(done.pixels, 100), done.context))
+    prepared_edit = prepare(file, mask, mask_feather=6)
+    weights = (
+        np.asarray(source_and_weights(prepared_edit.context, prepared_edit.request)[1])[..., None]
+        / 255
+    )
+    answer = fine_samples(
+        finish_edit(np.full_like(prepared_edit.pixels, 100), prepared_edit.context)
+    )
     np.testing.assert_allclose(answer, samples + (25700.0 - samples) * weights, atol=1)
-    done = prepare(file, None, expand=(3, 0, 0, 5))
-    grown = fine_samples(finish_edit(done.pixels, done.context))
+    prepared_edit = prepare(file, None, expand=(3, 0, 0, 5))
+    grown = fine_samples(finish_edit(prepared_edit.pixels, prepared_edit.context))
     np.testing.assert_array_equal(grown[:40, 3:], samples)
-    done = prepare(file, mask, output_format="webp")
-    check_outside(finish(done, (250, 3, 120)), (samples >> 8).astype(np.uint8), mask)
+    prepared_edit = prepare(file, mask, output_format="webp")
+    check_outside(finish(prepared_edit, (250, 3, 120)), (samples >> 8).astype(np.uint8), mask)
 
 
 def test_16_bit_sources_of_equal_high_bytes_are_two_templates(prepare: Prepare) -> None:
     samples = fresh_rng().integers(0, 2**16, (64, 64, 3), np.uint16)
     high = (samples >> 8).astype(np.uint8)
     files = [png(samples, RGB, 16), png(samples ^ 1, RGB, 16), encode(high)]
-    done = [prepare(file, blob_mask(64, 64)).request for file in files]
-    assert len({request.template_id for request in done}) == 3
-    assert len({request.pixels_id for request in done}) == 1, "the model sees the same"
+    requests = [prepare(file, blob_mask(64, 64)).request for file in files]
+    assert len({request.template_id for request in requests}) == 3
+    assert len({request.pixels_id for request in requests}) == 1, "the model sees the same"
 
 
 def fine_samples(file: bytes) -> np.ndarray:
     """uint16 [H, W, channels] of a 16-bit PNG, as another reader has them."""
-    width, height, rows, told = pypng.Reader(bytes=file).read()
-    assert told["bitdepth"] == 16
+    width, height, rows, png_info = pypng.Reader(bytes=file).read()
+    assert png_info["bitdepth"] == 16
     return np.vstack([np.asarray(row, np.uint16) for row in rows]).reshape(height, width, -1)

@@ -45,11 +45,19 @@ def prepare(
     decoded_pixels: int = preprocess.DECODED_PIXELS,
     **inputs: bytes,
 ) -> PreparedEdit:
-    given = {**good_inputs(), **inputs}
-    accepted = accept_edit(parse_settings(given["SETTINGS"]), given["PROMPT"], facts, config)
+    all_inputs = {**good_inputs(), **inputs}
+    accepted = accept_edit(
+        parse_settings(all_inputs["SETTINGS"]), all_inputs["PROMPT"], facts, config
+    )
     find = None if templates is None else templates.get
     return prepare_edit(
-        given["IMAGE"], given["MASK"], accepted, facts, config, find, decoded_pixels=decoded_pixels
+        all_inputs["IMAGE"],
+        all_inputs["MASK"],
+        accepted,
+        facts,
+        config,
+        find,
+        decoded_pixels=decoded_pixels,
     )
 
 
@@ -66,19 +74,19 @@ def test_a_picture_too_long_to_be_shown_is_refused() -> None:
 
 
 def test_an_ordinary_edit() -> None:
-    before = time.time_ns()
-    done = prepare(SETTINGS=settings(seed=7, strength=0.5))
-    assert done.pixels.shape == (40, 56, 3)
-    np.testing.assert_array_equal(done.pixels, scene(*SIZE))
-    np.testing.assert_array_equal(done.edit_mask, blob_mask(*SIZE))
-    source, weights, *_ = source_and_weights(done.context, done.request)
+    before_ns = time.time_ns()
+    prepared_edit = prepare(SETTINGS=settings(seed=7, strength=0.5))
+    assert prepared_edit.pixels.shape == (40, 56, 3)
+    np.testing.assert_array_equal(prepared_edit.pixels, scene(*SIZE))
+    np.testing.assert_array_equal(prepared_edit.edit_mask, blob_mask(*SIZE))
+    source, weights, *_ = source_and_weights(prepared_edit.context, prepared_edit.request)
     np.testing.assert_array_equal(source, scene(*SIZE))
     np.testing.assert_array_equal(weights, blob_mask(*SIZE))
-    request = done.request
+    request = prepared_edit.request
     assert (request.seed, request.prompt) == (7, "a red star")
     assert (request.source_size, request.model_size) == (SIZE, (40, 56))
     assert request.template_id == template_id(scene(*SIZE))
-    assert before <= request.accepted_ns <= time.time_ns()
+    assert before_ns <= request.accepted_ns <= time.time_ns()
     assert request.timings_ms["preprocess"] > 0
     assert EditRequest.from_json(request.to_json()) == request
 
@@ -105,8 +113,8 @@ def test_guidance_that_nobody_names_is_what_the_models_kind_of_it_needs(
 ) -> None:
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, guidance_scale=configured))
     for guidance, scale in (("embedded", embedded), ("cfg", classifier_free)):
-        own = FILL_FACTS.defaults if guidance == "embedded" else unet.DEFAULTS
-        facts = replace(FILL_FACTS, guidance=guidance, defaults=own)
+        defaults = FILL_FACTS.defaults if guidance == "embedded" else unet.DEFAULTS
+        facts = replace(FILL_FACTS, guidance=guidance, defaults=defaults)
         assert prepare(facts, config, SETTINGS=b"").request.settings.guidance_scale == scale
 
 
@@ -126,13 +134,13 @@ def test_seeds_and_ids_are_drawn_when_not_given() -> None:
 def test_large_images_are_brought_to_the_models_area() -> None:
     whole = settings(crop_to_mask="off")
     large = encode(scene(300, 200)), encode(blob_mask(300, 200))
-    done = prepare(IMAGE=large[0], MASK=large[1], SETTINGS=whole)
-    assert done.request.source_size == (300, 200)
-    assert done.request.model_size == (152, 104)
-    assert done.pixels.shape == (152, 104, 3)
-    assert done.edit_mask.shape == (152, 104)
-    assert set(np.unique(done.edit_mask)) == {0, 255}
-    _, weights, *_ = source_and_weights(done.context, done.request)
+    prepared_edit = prepare(IMAGE=large[0], MASK=large[1], SETTINGS=whole)
+    assert prepared_edit.request.source_size == (300, 200)
+    assert prepared_edit.request.model_size == (152, 104)
+    assert prepared_edit.pixels.shape == (152, 104, 3)
+    assert prepared_edit.edit_mask.shape == (152, 104)
+    assert set(np.unique(prepared_edit.edit_mask)) == {0, 255}
+    _, weights, *_ = source_and_weights(prepared_edit.context, prepared_edit.request)
     np.testing.assert_array_equal(weights, blob_mask(300, 200))
 
 
@@ -147,16 +155,16 @@ def test_sources_travel_decoded_up_to_a_size() -> None:
 
 def test_all_text_encodings_give_the_same_edit() -> None:
     plain = prepare(SETTINGS=settings(seed=1))
-    given = good_inputs()
-    text = {key: base64.b64encode(given[key]) for key in ("IMAGE", "MASK")}
+    raw_inputs = good_inputs()
+    text = {key: base64.b64encode(raw_inputs[key]) for key in ("IMAGE", "MASK")}
     for inputs in (
         text,
         {key: b"data:image/png;base64," + value for key, value in text.items()},
     ):
-        same = prepare(SETTINGS=settings(seed=1), **inputs)
-        assert same.context.source == plain.context.source
-        assert same.context.paste == plain.context.paste
-        np.testing.assert_array_equal(same.pixels, plain.pixels)
+        prepared_edit = prepare(SETTINGS=settings(seed=1), **inputs)
+        assert prepared_edit.context.source == plain.context.source
+        assert prepared_edit.context.paste == plain.context.paste
+        np.testing.assert_array_equal(prepared_edit.pixels, plain.pixels)
 
 
 @pytest.mark.parametrize("side", [45, 128])  # 128: the model's own size
@@ -166,18 +174,23 @@ def test_sources_that_differ_in_transparency_alone_share_entries(side: int) -> N
     sources = [encode(np.concatenate([rgb, alpha], axis=2)) for alpha in alphas]
     mask = encode(blob_mask(side, side))
     edits = [prepare(IMAGE=source, MASK=mask).request for source in sources]
-    assert len({each.template_id for each in edits}) == 3
-    assert len({each.pixels_id for each in edits}) == 1
-    assert len({each.template_noise_seed for each in edits}) == 1
+    assert len({edit.template_id for edit in edits}) == 3
+    assert len({edit.pixels_id for edit in edits}) == 1
+    assert len({edit.template_noise_seed for edit in edits}) == 1
 
 
 @pytest.mark.parametrize("odd", odd_images(), ids=lambda odd: odd.name)
 def test_odd_sources_are_edited_like_others(odd: Any) -> None:
-    done = prepare(IMAGE=odd.encoded, MASK=encode(np.full(odd.pixels.shape[:2], 255, np.uint8)))
-    assert done.request.source_size == odd.pixels.shape[:2]
-    assert done.request.template_id == decode_image(odd.encoded, "IMAGE", NO_LIMITS).template_id
-    assert entries_id(done.request.template_id) == template_id(odd.pixels)
-    assert (done.edit_mask == 255).all()
+    prepared_edit = prepare(
+        IMAGE=odd.encoded, MASK=encode(np.full(odd.pixels.shape[:2], 255, np.uint8))
+    )
+    assert prepared_edit.request.source_size == odd.pixels.shape[:2]
+    assert (
+        prepared_edit.request.template_id
+        == decode_image(odd.encoded, "IMAGE", NO_LIMITS).template_id
+    )
+    assert entries_id(prepared_edit.request.template_id) == template_id(odd.pixels)
+    assert (prepared_edit.edit_mask == 255).all()
 
 
 def test_odd_masks_select_what_they_show() -> None:
@@ -185,8 +198,8 @@ def test_odd_masks_select_what_they_show() -> None:
     image = encode(scene(height, width))
     for odd in odd_images(height, width):
         mode = settings(mask_mode="white")
-        done = prepare(IMAGE=image, MASK=odd.encoded, SETTINGS=mode)
-        assert done.edit_mask.any(), odd.name
+        prepared_edit = prepare(IMAGE=image, MASK=odd.encoded, SETTINGS=mode)
+        assert prepared_edit.edit_mask.any(), odd.name
 
 
 @pytest.mark.parametrize("prompt", ["", "ein grüner Stern ★ 星", "a\nb\tc", "a" * 32_000])
@@ -238,28 +251,39 @@ def test_what_the_model_or_worker_cannot_do_is_refused(
 
 def test_what_the_model_can_do_passes() -> None:
     able = replace(FILL_FACTS, true_cfg=True)
-    asked = settings(negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo")
-    assert prepare(able, SETTINGS=asked).request.settings.negative_prompt == "blur"
+    edit_settings = settings(
+        negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo"
+    )
+    assert prepare(able, SETTINGS=edit_settings).request.settings.negative_prompt == "blur"
     assert prepare(SETTINGS=settings(true_cfg_scale=1.0)).request.settings.true_cfg_scale == 1
 
 
 @pytest.mark.parametrize("name", bad_images())
 def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
-    given = good_inputs()
+    raw_inputs = good_inputs()
     controls = (ResolvedControl(name="outline", image=0),)
     accepted = replace(
-        accept_edit(parse_settings(given["SETTINGS"]), given["PROMPT"], FILL_FACTS, CONFIG),
+        accept_edit(
+            parse_settings(raw_inputs["SETTINGS"]), raw_inputs["PROMPT"], FILL_FACTS, CONFIG
+        ),
         controls=controls,
     )
     picture = bad_images()[name]
     with pytest.raises(InvalidRequest) as caught:
-        prepare_edit(given["IMAGE"], given["MASK"], accepted, FILL_FACTS, CONFIG, control=[picture])
+        prepare_edit(
+            raw_inputs["IMAGE"], raw_inputs["MASK"], accepted, FILL_FACTS, CONFIG, control=[picture]
+        )
     assert caught.value.field == "CONTROL[0]"
     assert len(str(caught.value)) < 500
-    done = prepare_edit(
-        given["IMAGE"], given["MASK"], accepted, FILL_FACTS, CONFIG, control=[given["IMAGE"]]
+    prepared_edit = prepare_edit(
+        raw_inputs["IMAGE"],
+        raw_inputs["MASK"],
+        accepted,
+        FILL_FACTS,
+        CONFIG,
+        control=[raw_inputs["IMAGE"]],
     )
-    np.testing.assert_array_equal(done.controls[0], done.pixels)
+    np.testing.assert_array_equal(prepared_edit.controls[0], prepared_edit.pixels)
 
 
 def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
@@ -270,23 +294,23 @@ def test_control_pictures_are_seen_through_the_edit_s_window() -> None:
         accept_edit(EditSettings(crop_to_mask="on"), b"x", facts, CONFIG),
         controls=(ResolvedControl(name="outline", image=0),),
     )
-    done = prepare_edit(
+    prepared_edit = prepare_edit(
         encode(source), encode(mask), accepted, facts, CONFIG, control=[encode(outlines)]
     )
-    assert done.request.window is not None
-    top, left, height, width = done.request.window
-    assert done.request.model_size == (height, width)
-    seen = slice(top, top + height), slice(left, left + width)
-    np.testing.assert_array_equal(done.pixels, source[seen])
-    np.testing.assert_array_equal(done.controls[0], outlines[seen])
+    assert prepared_edit.request.window is not None
+    top, left, height, width = prepared_edit.request.window
+    assert prepared_edit.request.model_size == (height, width)
+    window = slice(top, top + height), slice(left, left + width)
+    np.testing.assert_array_equal(prepared_edit.pixels, source[window])
+    np.testing.assert_array_equal(prepared_edit.controls[0], outlines[window])
 
 
 def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
     config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, first_block_threshold=0.2))
 
     def threshold(**asked: Any) -> float | None:
-        done = prepare(config=config, SETTINGS=settings(**asked))
-        return done.request.settings.first_block_threshold
+        prepared_edit = prepare(config=config, SETTINGS=settings(**asked))
+        return prepared_edit.request.settings.first_block_threshold
 
     assert threshold() == 0.2
     assert threshold(first_block_threshold=0.0) == threshold(reproducible=True) == 0.0
@@ -317,15 +341,17 @@ def test_the_number_of_steps_is_that_of_diffusers() -> None:
 
 
 def test_a_registered_template_stands_in_for_the_image(tmp_path: Path) -> None:
-    given = good_inputs()
+    raw_inputs = good_inputs()
     folder = KeptTemplates(tmp_path)
     name = template_id(scene(*SIZE))
-    folder.put(name, given["IMAGE"])
-    done = prepare(templates=folder, IMAGE=b"", SETTINGS=settings(template_id=name, seed=1))
-    sent = prepare(SETTINGS=settings(seed=1))
-    np.testing.assert_array_equal(done.pixels, sent.pixels)
-    assert done.context.source == sent.context.source
-    assert done.request.template_id == sent.request.template_id == name
+    folder.put(name, raw_inputs["IMAGE"])
+    prepared_edit = prepare(
+        templates=folder, IMAGE=b"", SETTINGS=settings(template_id=name, seed=1)
+    )
+    direct_edit = prepare(SETTINGS=settings(seed=1))
+    np.testing.assert_array_equal(prepared_edit.pixels, direct_edit.pixels)
+    assert prepared_edit.context.source == direct_edit.context.source
+    assert prepared_edit.request.template_id == direct_edit.request.template_id == name
 
 
 def test_image_and_template_id_must_agree(tmp_path: Path) -> None:
@@ -359,15 +385,15 @@ def test_grey_says_how_much_may_change(semantics: Any) -> None:
     grey[8:24, 8:24], grey[13, 21], grey[40, 40] = 60, 200, 1
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
     facts = replace(FILL_FACTS, semantics=semantics, native_resolution=64)
-    asked = {"MASK": encode(grey), "SETTINGS": settings(mask_mode="strength")}
-    ready = prepare(facts, IMAGE=source, **asked)
+    edit_inputs = {"MASK": encode(grey), "SETTINGS": settings(mask_mode="strength")}
+    ready = prepare(facts, IMAGE=source, **edit_inputs)
     side = facts.vae_scale_factor if semantics.blends else 1
     cells = grey.reshape(64 // side, side, 64 // side, side).max(axis=(1, 3))
     expected = np.repeat(np.repeat(cells, side, 0), side, 1)
     assert np.array_equal(ready.edit_mask, expected)
     _, weights, *_ = source_and_weights(ready.context, ready.request)
     assert np.array_equal(weights, np.where(grey > 0, 255, 0))  # what may change is pasted whole
-    grown = {**asked, "SETTINGS": settings(mask_mode="strength", expand=[64, 0, 0, 0])}
+    grown = {**edit_inputs, "SETTINGS": settings(mask_mode="strength", expand=[64, 0, 0, 0])}
     wide = prepare(replace(facts, native_resolution=128), IMAGE=source, **grown).edit_mask
     assert (wide[:, : wide.shape[1] // 2] == 255).all()
     assert set(np.unique(wide)) == {0, 1, 60, 200, 255}
@@ -375,9 +401,9 @@ def test_grey_says_how_much_may_change(semantics: Any) -> None:
 
 @pytest.mark.parametrize("name", ["mask_dilate", "mask_feather"])
 def test_grey_is_not_grown(name: str) -> None:
-    asked = settings(mask_mode="strength", **{name: 3})
+    edit_settings = settings(mask_mode="strength", **{name: 3})
     with pytest.raises(InvalidRequest, match=f"SETTINGS.{name}: is given with mask_mode strength"):
-        prepare(SETTINGS=asked)
+        prepare(SETTINGS=edit_settings)
 
 
 def test_black_may_not_change_at_all() -> None:
@@ -401,5 +427,5 @@ def test_an_answer_is_encoded_as_the_mask_came(
     mask = good_inputs()["MASK"]
     if as_text:
         mask = b"data:image/png;base64," + base64.b64encode(mask)
-    made = prepare(MASK=mask, SETTINGS=settings(**asked))
-    assert made.request.settings.output_encoding == answered
+    prepared_edit = prepare(MASK=mask, SETTINGS=settings(**asked))
+    assert prepared_edit.request.settings.output_encoding == answered

@@ -47,16 +47,18 @@ def answer(
 ) -> bytes:
     config = config or config_of()
     accepted = accept_edit(EditSettings(output_format=output_format), b"x", FILL_FACTS, config)
-    done = prepare_edit(source or encode(scene(40, 56)), encode(MASK), accepted, FILL_FACTS, config)
-    return finish_edit(255 - done.pixels, done.context, mark)
+    prepared_edit = prepare_edit(
+        source or encode(scene(40, 56)), encode(MASK), accepted, FILL_FACTS, config
+    )
+    return finish_edit(255 - prepared_edit.pixels, prepared_edit.context, mark)
 
 
 @pytest.mark.parametrize("output_format", FORMATS)
 def test_every_answer_says_by_xmp_that_a_model_painted_in_it(output_format: OutputFormat) -> None:
     marked = answer(make_mark(config_of()), output_format)
     with Image.open(io.BytesIO(marked)) as opened:
-        said = opened.info["xmp"]
-    assert SOURCE_TYPE.encode() in said
+        xmp = opened.info["xmp"]
+    assert SOURCE_TYPE.encode() in xmp
     plain = answer(make_mark(config_of(mark=False)), output_format)
     assert SOURCE_TYPE.encode() not in plain
     for picture in (marked, plain):
@@ -75,11 +77,13 @@ def test_a_signed_answer_is_valid_until_someone_changes_it(
     signed = answer(mark, output_format, encode(scene(40, 56), exif=exif))
     with Image.open(io.BytesIO(signed)) as opened:
         assert opened.getexif()[0x010F] == "a camera"
-    told = _read(signed, output_format)
+    manifest_store = _read(signed, output_format)
     # The authority is one that nobody trusts; all else holds.
-    assert told["validation_state"] == "Valid"
-    assert [each["code"] for each in told["validation_status"]] == ["signingCredential.untrusted"]
-    (manifest,) = told["manifests"].values()
+    assert manifest_store["validation_state"] == "Valid"
+    assert [status["code"] for status in manifest_store["validation_status"]] == [
+        "signingCredential.untrusted"
+    ]
+    (manifest,) = manifest_store["manifests"].values()
     actions = manifest["assertions"][0]["data"]["actions"]
     assert {action["digitalSourceType"] for action in actions} == {SOURCE_TYPE}
     edited = actions[1]
@@ -94,10 +98,10 @@ def test_a_signed_answer_is_valid_until_someone_changes_it(
 
 def test_a_picture_that_came_signed_is_signed_anew(signer: tuple[Path, Path]) -> None:
     mark = make_mark(config_of(certificate=str(signer[0]), private_key=str(signer[1])))
-    again = answer(mark, "png", source=answer(mark, "png"))
-    told = _read(again, "png")
-    assert told["validation_state"] == "Valid"
-    assert len(told["manifests"]) == 1
+    second_answer = answer(mark, "png", source=answer(mark, "png"))
+    manifest_store = _read(second_answer, "png")
+    assert manifest_store["validation_state"] == "Valid"
+    assert len(manifest_store["manifests"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,28 +120,28 @@ def test_what_cannot_sign_is_told_at_start(given: dict[str, str], told: str) -> 
 def test_another_key_than_the_certificates_is_told_at_start(
     signer: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    _, other = write_signer(tmp_path)
+    _, other_key = write_signer(tmp_path)
     with pytest.raises(ConfigError, match=r"provenance\.certificate cannot sign"):
-        make_mark(config_of(certificate=str(signer[0]), private_key=str(other)))
+        make_mark(config_of(certificate=str(signer[0]), private_key=str(other_key)))
 
 
 def test_a_time_stamp_that_does_not_come_is_waited_for_so_long(signer: tuple[Path, Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and no more
-        given = {
+        provenance_settings = {
             "certificate": str(signer[0]),
             "private_key": str(signer[1]),
             "timestamp_url": f"http://127.0.0.1:{silent.getsockname()[1]}/",
             "timestamp_s": 0.2,
         }
         with pytest.raises(ConfigError, match=r"cannot sign: .*no time stamp came within 0\.2 s"):
-            make_mark(config_of(**given))
+            make_mark(config_of(**provenance_settings))
 
 
 def _read(picture: bytes, output_format: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(
+    manifest_store: dict[str, Any] = json.loads(
         c2pa.Reader(f"image/{output_format}", io.BytesIO(picture)).json()
     )
-    return told
+    return manifest_store
 
 
 @pytest.mark.parametrize("output_format", FORMATS)
@@ -148,14 +152,17 @@ def test_a_sources_own_manifest_goes_on_as_its_ingredients(
     mark = make_mark(config)
     first = answer(mark, output_format, config=config)
     second = answer(mark, "png", first, config)
-    told, before = _read(second, "png"), _read(first, output_format)
-    assert told["validation_state"] == "Valid"
-    assert told["manifests"].keys() == {told["active_manifest"], before["active_manifest"]}
-    own = told["manifests"][told["active_manifest"]]
-    [ingredient] = own["ingredients"]
-    assert ingredient["active_manifest"] == before["active_manifest"]
+    manifest_store, first_store = _read(second, "png"), _read(first, output_format)
+    assert manifest_store["validation_state"] == "Valid"
+    assert manifest_store["manifests"].keys() == {
+        manifest_store["active_manifest"],
+        first_store["active_manifest"],
+    }
+    active_manifest = manifest_store["manifests"][manifest_store["active_manifest"]]
+    [ingredient] = active_manifest["ingredients"]
+    assert ingredient["active_manifest"] == first_store["active_manifest"]
     assert ingredient["relationship"] == "parentOf"
-    actions = [each["action"] for each in own["assertions"][0]["data"]["actions"]]
+    actions = [action["action"] for action in active_manifest["assertions"][0]["data"]["actions"]]
     assert actions == ["c2pa.opened", "c2pa.edited"]
 
 
@@ -169,56 +176,58 @@ def test_a_source_whose_manifest_is_broken_is_edited_and_told_so(
     for cut in (slice(at + 300, at + 340), slice(at - 8, at - 4)):
         broken = bytearray(first)
         broken[cut] = bytes(cut.stop - cut.start)
-        told = _read(answer(mark, "png", bytes(broken), config), "png")
-        assert told["validation_state"] == "Valid"
-        left_out = len(told["manifests"]) == 1
-        failed = json.dumps(told["manifests"][told["active_manifest"]].get("ingredients", []))
+        manifest_store = _read(answer(mark, "png", bytes(broken), config), "png")
+        assert manifest_store["validation_state"] == "Valid"
+        left_out = len(manifest_store["manifests"]) == 1
+        failed = json.dumps(
+            manifest_store["manifests"][manifest_store["active_manifest"]].get("ingredients", [])
+        )
         assert left_out or '"failure"' in failed
 
 
 def _png_chunks(picture: bytes) -> list[tuple[bytes, bytes]]:
-    found, at = [], 8
+    chunks, at = [], 8
     while at < len(picture):
         size = int.from_bytes(picture[at : at + 4], "big")
-        found.append((picture[at + 4 : at + 8], picture[at + 8 : at + 8 + size]))
+        chunks.append((picture[at + 4 : at + 8], picture[at + 8 : at + 8 + size]))
         at += 12 + size
-    return found
+    return chunks
 
 
 def _with_manifest(picture: bytes, manifest: bytes) -> bytes:
     """A PNG with another manifest in place of its own."""
-    made = picture[:8]
+    png_bytes = picture[:8]
     for kind, content in _png_chunks(picture):
         content = manifest if kind == b"caBX" else content
-        made += len(content).to_bytes(4, "big") + kind + content
-        made += zlib.crc32(kind + content).to_bytes(4, "big")
-    return made
+        png_bytes += len(content).to_bytes(4, "big") + kind + content
+        png_bytes += zlib.crc32(kind + content).to_bytes(4, "big")
+    return png_bytes
 
 
 Boxes = list[tuple[bytes, Any]]
 
 
 def _boxes(raw: bytes) -> Boxes:
-    found: Boxes = []
+    boxes: Boxes = []
     at = 0
     while at < len(raw):
         size, kind = int.from_bytes(raw[at : at + 4], "big"), raw[at + 4 : at + 8]
         body = raw[at + 8 : at + size]
-        found.append((kind, _boxes(body) if kind == b"jumb" else body))
+        boxes.append((kind, _boxes(body) if kind == b"jumb" else body))
         at += size
-    return found
+    return boxes
 
 
 def _raw(boxes: Boxes, bomb: bytes, which: list[int]) -> bytes:
     """The boxes as bytes; the CBOR box that the counter `which` comes to is another."""
-    made = b""
+    raw_boxes = b""
     for kind, body in boxes:
         raw = _raw(body, bomb, which) if isinstance(body, list) else body
         if kind == b"cbor":
             which[0] -= 1
             raw = bomb if which[0] == -1 else raw
-        made += (8 + len(raw)).to_bytes(4, "big") + kind + raw
-    return made
+        raw_boxes += (8 + len(raw)).to_bytes(4, "big") + kind + raw
+    return raw_boxes
 
 
 BOMBS = {
@@ -242,10 +251,10 @@ def test_a_hostile_manifest_costs_itself_alone(signer: tuple[Path, Path], bomb: 
     mark = make_mark(config)
     source = answer(mark, "png", answer(mark, "png", config=config), config)
     boxes = _boxes(dict(_png_chunks(source))[b"caBX"])
-    for which in range(_raw(boxes, b"", [10**6]).count(b"cbor")):
-        hostile = _with_manifest(source, _raw(boxes, BOMBS[bomb], [which]))
-        told = _read(answer(mark, "png", hostile, config), "png")
-        assert told["validation_state"] == "Valid", which
+    for box_index in range(_raw(boxes, b"", [10**6]).count(b"cbor")):
+        hostile = _with_manifest(source, _raw(boxes, BOMBS[bomb], [box_index]))
+        manifest_store = _read(answer(mark, "png", hostile, config), "png")
+        assert manifest_store["validation_state"] == "Valid", box_index
 
 
 @pytest.mark.parametrize(
@@ -260,7 +269,7 @@ def test_a_history_that_is_too_long_begins_anew(
     mark, picture, lengths = make_mark(config), b"", []
     for _ in range(5):
         picture = answer(mark, "png", picture or None, config)
-        told = _read(picture, "png")
-        assert told["validation_state"] == "Valid"
-        lengths.append(len(told["manifests"]))
+        manifest_store = _read(picture, "png")
+        assert manifest_store["validation_state"] == "Valid"
+        lengths.append(len(manifest_store["manifests"]))
     assert lengths == [1, 2, 3, 1, 2]

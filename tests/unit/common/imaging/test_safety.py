@@ -23,21 +23,21 @@ SOURCE, MASK = scene(40, 56), blob_mask(40, 56)
 
 def answer(check: Check) -> bytes:
     accepted = accept_edit(EditSettings(), b"a red star", FILL_FACTS, Config())
-    done = prepare_edit(encode(SOURCE), encode(MASK), accepted, FILL_FACTS, Config())
-    return finish_edit(255 - done.pixels, done.context, check=check)
+    prepared_edit = prepare_edit(encode(SOURCE), encode(MASK), accepted, FILL_FACTS, Config())
+    return finish_edit(255 - prepared_edit.pixels, prepared_edit.context, check=check)
 
 
 def test_it_sees_source_prompt_and_picture() -> None:
-    seen = []
+    calls = []
 
     def check(source: Image.Image, prompt: str, made: Image.Image) -> None:
-        seen.append((np.asarray(source), prompt, np.asarray(made)))
+        calls.append((np.asarray(source), prompt, np.asarray(made)))
 
     assert answer(check)
-    ((source, prompt, made),) = seen
+    ((source, prompt, picture),) = calls
     np.testing.assert_array_equal(source, SOURCE)
     assert prompt == "a red star"
-    np.testing.assert_array_equal(made, np.where(MASK[..., None] > 0, 255 - SOURCE, SOURCE))
+    np.testing.assert_array_equal(picture, np.where(MASK[..., None] > 0, 255 - SOURCE, SOURCE))
 
 
 def test_what_it_refuses_is_told_in_its_words() -> None:
@@ -65,10 +65,10 @@ def test_a_check_that_is_not_there_is_told_at_start(named: str) -> None:
 
 def test_a_check_may_lie_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def check(source, prompt, made):\n    return 'no'\n")
-    found = load_check(Config(safety=SafetyConfig(check=f"{tmp_path}/own.py:check")))
-    assert found is not None
+    loaded_check = load_check(Config(safety=SafetyConfig(check=f"{tmp_path}/own.py:check")))
+    assert loaded_check is not None
     with pytest.raises(Refused, match="no"):
-        answer(found)
+        answer(loaded_check)
 
 
 def test_a_function_and_a_model_are_not_both_asked() -> None:

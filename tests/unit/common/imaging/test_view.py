@@ -92,17 +92,19 @@ def test_a_windows_pixels_are_those_of_diffusers(side: int) -> None:
     source, mask = scene(700, 900), np.zeros((700, 900), np.uint8)
     length = side // cell * cell
     mask[5 * cell : 5 * cell + length, 4 * cell : 4 * cell + length] = 255
-    asked = EditSettings(crop_padding=float(cell), crop_to_mask="on")
-    done = prepare_edit(
-        encode(source), encode(mask), accept_edit(asked, b"x", facts, Config()), facts, Config()
+    settings = EditSettings(crop_padding=float(cell), crop_to_mask="on")
+    prepared_edit = prepare_edit(
+        encode(source), encode(mask), accept_edit(settings, b"x", facts, Config()), facts, Config()
     )
-    assert done.request.window is not None
-    top, left, height, width = done.request.window
-    to = done.request.model_size
-    theirs = VaeImageProcessor(vae_scale_factor=8, do_normalize=False)
-    box = theirs.get_crop_region(Image.fromarray(mask), to[1], to[0], pad=cell)
+    assert prepared_edit.request.window is not None
+    top, left, height, width = prepared_edit.request.window
+    to = prepared_edit.request.model_size
+    processor = VaeImageProcessor(vae_scale_factor=8, do_normalize=False)
+    box = processor.get_crop_region(Image.fromarray(mask), to[1], to[0], pad=cell)
     assert box == (left, top, left + width, top + height)
-    pixels = theirs.preprocess(Image.fromarray(source), *to, crops_coords=box, resize_mode="fill")
+    pixels = processor.preprocess(
+        Image.fromarray(source), *to, crops_coords=box, resize_mode="fill"
+    )
     np.testing.assert_array_equal(
-        done.pixels, np.round(pixels[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8)
+        prepared_edit.pixels, np.round(pixels[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8)
     )

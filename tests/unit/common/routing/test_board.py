@@ -62,16 +62,16 @@ def priced(rng: random.Random) -> Pricing:
 
 
 def load(rng: random.Random, now: float) -> RowLoad:
-    due = rng.choice((math.inf, math.inf, now + 20 * rng.random()))
+    due_s = rng.choice((math.inf, math.inf, now + 20 * rng.random()))
     steps, priority = rng.randrange(1, 30), rng.choice((0, 0, 0, 1, 3))
-    return RowLoad(steps, rng.random() / 10, rng.random() / 50, 100, priority, due)
+    return RowLoad(steps, rng.random() / 10, rng.random() / 50, 100, priority, due_s)
 
 
 def adapters(rng: random.Random) -> AdapterView | None:
-    held = [AdapterStatus("a", "device", 10**6), AdapterStatus("b", "coming", 10**7)]
+    adapter_statuses = [AdapterStatus("a", "device", 10**6), AdapterStatus("b", "coming", 10**7)]
     costs = {"host": LoadCost(0.1, 1e-9), "storage": LoadCost(1.0, 1e-8)}
-    some = {each.name: each for each in held if rng.random() < 0.7}
-    return rng.choice((None, AdapterView(some, costs, 1e6)))
+    adapters_by_name = {adapter.name: adapter for adapter in adapter_statuses if rng.random() < 0.7}
+    return rng.choice((None, AdapterView(adapters_by_name, costs, 1e6)))
 
 
 def view(rng: random.Random, name: str, now: float, pricing: Pricing, busy: float) -> WorkerView:
@@ -120,14 +120,16 @@ def edit(rng: random.Random, now: float) -> Edit:
 
 
 def board_of(views: list[WorkerView]) -> Board:
-    held: list[Mapping[str, frozenset[str]]] = [dict(v.templates or {}) for v in views]  # type: ignore[arg-type]
+    tiers_by_worker: list[Mapping[str, frozenset[str]]] = [dict(v.templates or {}) for v in views]  # type: ignore[arg-type]
 
     def holders(tier: str, template: str, count: int) -> np.ndarray:
-        return np.array([template in each.get(tier, ()) for each in held[:count]], np.bool_)
+        return np.array(
+            [template in tiers.get(tier, ()) for tiers in tiers_by_worker[:count]], np.bool_
+        )
 
     board = Board(holders)
-    for number, each in enumerate(views):
-        board.put(number, each)
+    for number, worker_view in enumerate(views):
+        board.put(number, worker_view)
     return board
 
 
@@ -135,29 +137,29 @@ def board_of(views: list[WorkerView]) -> Board:
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 90), alike=st.booleans())
 def test_a_board_chooses_as_the_rule_does(seed: int, count: int, alike: bool) -> None:
     rng = random.Random(seed)
-    now, pricing = 100.0, priced(rng)
+    now_s, pricing = 100.0, priced(rng)
     busy = rng.choice((0.0, 0.5, 1.0))
     views = [
-        view(rng, f"w{rng.randrange(1000)}-{n}", now, pricing if alike else priced(rng), busy)
+        view(rng, f"w{rng.randrange(1000)}-{n}", now_s, pricing if alike else priced(rng), busy)
         for n in range(count)
     ]
     board = board_of(views)
     for number in rng.sample(range(count), count // 3):  # rows are written over
-        changed = view(rng, views[number].worker, now, priced(rng), busy)
+        changed = view(rng, views[number].worker, now_s, priced(rng), busy)
         views[number] = replace(changed, templates=views[number].templates)
         board.put(number, views[number])
     for number in rng.sample(range(count), count // 10):
         board.drop(number)
         views[number] = replace(views[number], ready=False)
     for _ in range(8):
-        wanted = edit(rng, now)
+        wanted = edit(rng, now_s)
         without = set(rng.sample(range(count), rng.choice((0, 0, count // 4))))
-        left = [each for number, each in enumerate(views) if number not in without]
+        candidates = [candidate for number, candidate in enumerate(views) if number not in without]
         try:
-            expected = MaskAware().choose(wanted, left, now)
+            expected = MaskAware().choose(wanted, candidates, now_s)
         except NoWorkerAvailable:
             expected = None
-        chosen = board.choose(wanted, now, without)
+        chosen = board.choose(wanted, now_s, without)
         assert (None if chosen is None else views[chosen].worker) == expected
 
 
@@ -167,26 +169,26 @@ def test_the_least_time_of_a_board_is_that_of_its_workers(
     seed: int, count: int, alone: bool
 ) -> None:
     rng = random.Random(seed)
-    now = 100.0
-    views = [view(rng, f"w{n}", now, priced(rng), 0.7) for n in range(count)]
+    now_s = 100.0
+    views = [view(rng, f"w{n}", now_s, priced(rng), 0.7) for n in range(count)]
     board = board_of(views)
     learned = [(1.0 + rng.random(), rng.random() / 1000) for _ in views]
-    for number, (slowdown, rest) in enumerate(learned):
-        board.put(number, views[number], slowdown, rest)
+    for number, (slowdown, token_s) in enumerate(learned):
+        board.put(number, views[number], slowdown, token_s)
     for primed in (False, True):
-        wanted = edit(rng, now)
+        wanted = edit(rng, now_s)
 
         def ask(number: int, wanted: Edit = wanted, primed: bool = primed) -> float:
-            one, (slowdown, rest) = views[number], learned[number]
+            worker_view, (slowdown, token_s) = views[number], learned[number]
             if alone:
-                one = replace(one, running=(), waiting=())
+                worker_view = replace(worker_view, running=(), waiting=())
             if primed:
-                one = replace(one, templates=None)
-            seconds = predicted_seconds(wanted, one, one.as_of if alone else now)
-            return slowdown * seconds + rest * wanted.total_tokens
+                worker_view = replace(worker_view, templates=None)
+            seconds = predicted_seconds(wanted, worker_view, worker_view.as_of if alone else now_s)
+            return slowdown * seconds + token_s * wanted.total_tokens
 
         rows = board.serving(wanted)
-        least = board.least_s(wanted, now, rows, ask, alone=alone, primed=primed)
+        least = board.least_s(wanted, now_s, rows, ask, alone=alone, primed=primed)
         expected = min(map(ask, rows.tolist()), default=None)
         assert least == (None if expected is None else pytest.approx(expected, rel=1e-9))
 
@@ -205,16 +207,16 @@ def test_of_a_thousand_workers_that_are_alike_the_lowest_id_is_chosen() -> None:
 @given(seed=st.integers(0, 2**32))
 def test_each_score_is_the_prediction_or_a_bound_below_it(seed: int) -> None:
     rng = random.Random(seed)
-    now = 100.0
-    views = [view(rng, f"w{n}", now, priced(rng), 0.8) for n in range(40)]
+    now_s = 100.0
+    views = [view(rng, f"w{n}", now_s, priced(rng), 0.8) for n in range(40)]
     board = board_of(views)
     for _ in range(4):
-        wanted = edit(rng, now)
+        wanted = edit(rng, now_s)
         rows = board.taking(wanted)
-        scores, exact = board._scores(wanted, now, rows)
-        for number, score, same in zip(rows.tolist(), scores, exact, strict=True):
-            predicted = predicted_seconds(wanted, views[number], now)
-            if same:
+        scores, exact = board._scores(wanted, now_s, rows)
+        for number, score, is_exact in zip(rows.tolist(), scores, exact, strict=True):
+            predicted = predicted_seconds(wanted, views[number], now_s)
+            if is_exact:
                 assert score == predicted
             else:
                 assert score <= predicted * (1 + 1e-9)

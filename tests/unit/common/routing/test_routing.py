@@ -66,16 +66,16 @@ def replayed(edit: Edit, view: WorkerView) -> float:
     for name, r in waiting.items():
         scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 1.0, r.priority, due=r.due))
     rows |= waiting | {"edit": view.row(edit)}
-    own = edit.steps, FULL, edit.active_tokens
-    scheduler.submit(Ticket("edit", *own, 2.0, edit.priority, due=edit.due))
-    left = {name: r.steps for name, r in rows.items()}
+    ticket_work = edit.steps, FULL, edit.active_tokens
+    scheduler.submit(Ticket("edit", *ticket_work, 2.0, edit.priority, due=edit.due))
+    steps_left = {name: r.steps for name, r in rows.items()}
     seconds = 0.0
-    while left["edit"]:
+    while steps_left["edit"]:
         running = [t.request_id for t in scheduler.schedule(3.0).running]
         seconds += view.pricing.step + sum(rows[name].compute for name in running)
         for name in running:
-            left[name] -= 1
-            if not left[name]:
+            steps_left[name] -= 1
+            if not steps_left[name]:
                 scheduler.finish(name)
     return seconds
 
@@ -85,10 +85,12 @@ def test_rows_are_spread_over_a_workers_devices() -> None:
     rows = tuple(row(5 + n, 50 * n + 1) for n in range(7))
     for devices in (2, 4):
         several = worker("w", running=rows[:4], waiting=rows[4:], devices=devices)
-        one = worker("w", running=rows[:4:devices], waiting=rows[4::devices])
-        assert predicted_seconds(EDIT, several, 0.0) == predicted_seconds(EDIT, one, 0.0)
+        single_view = worker("w", running=rows[:4:devices], waiting=rows[4::devices])
+        assert predicted_seconds(EDIT, several, 0.0) == predicted_seconds(EDIT, single_view, 0.0)
         urgent = replace(EDIT, priority=1)
-        assert predicted_seconds(urgent, several, 0.0) == predicted_seconds(urgent, one, 0.0)
+        assert predicted_seconds(urgent, several, 0.0) == predicted_seconds(
+            urgent, single_view, 0.0
+        )
 
 
 @pytest.mark.parametrize(("others", "degree"), [(0, 4), (1, 2), (2, 1), (3, 1), (7, 1)])
@@ -98,8 +100,8 @@ def test_an_edit_is_priced_by_the_devices_that_it_could_have(others: int, degree
         "w", pricing=replace(PRICING, degrees=degrees), running=(row(5),) * others, devices=4
     )
     plain = worker("w", running=(row(5),) * others, devices=4)
-    for edit, which in ((EDIT, "cached"), (replace(EDIT, cache=False), "dense")):
-        share = 1.0 if degree == 1 else getattr(degrees[degree.bit_length() - 2], which)
+    for edit, kind in ((EDIT, "cached"), (replace(EDIT, cache=False), "dense")):
+        share = 1.0 if degree == 1 else getattr(degrees[degree.bit_length() - 2], kind)
         assert view.price(edit)[0] == pytest.approx(share * plain.price(edit)[0])
 
 
@@ -145,9 +147,9 @@ def test_an_edit_overtakes_what_is_less_urgent(
     view = worker("w", running=tuple(running), waiting=tuple(waiting))
     edit = replace(EDIT, priority=priority)
     ahead = tuple(r for r in waiting if r.priority >= priority)
-    alone = replayed(edit, replace(view, waiting=ahead))
+    replayed_s = replayed(edit, replace(view, waiting=ahead))
     predicted = predicted_seconds(edit, view, 0.0)
-    assert predicted == pytest.approx(alone)
+    assert predicted == pytest.approx(replayed_s)
     assert predicted <= replayed(edit, view) + 1e-9
 
 
@@ -167,8 +169,8 @@ def test_an_edit_overtakes_what_is_due_later_and_has_no_free_row(
     free = 4 - len(running)
     ahead = (*waiting[:free], *(r for r in waiting[free:] if r.due <= due))
     edit = replace(EDIT, due=due)
-    alone = replace(view, running=(*running, *waiting[:free]), waiting=ahead[free:])
-    assert predicted_seconds(edit, view, 0.0) == pytest.approx(replayed(edit, alone))
+    reduced_view = replace(view, running=(*running, *waiting[:free]), waiting=ahead[free:])
+    assert predicted_seconds(edit, view, 0.0) == pytest.approx(replayed(edit, reduced_view))
 
 
 def test_a_worker_that_may_have_none_waiting_takes_edits_while_it_has_free_rows() -> None:
@@ -201,11 +203,11 @@ def test_a_template_costs_its_fetch_or_a_dense_run_whichever_is_less():
     few_steps = replace(EDIT, steps=8)  # a fetch of 2 s does not pay: dense at once
     assert predicted_seconds(few_steps, disk, 0.0) == pytest.approx(8 * (0.01 + 0.2))
     assert predicted_seconds(replace(EDIT, cache=False), host, 0.0) == pytest.approx(dense)
-    own = replace(EDIT, own_steps=4)
+    refresh_edit = replace(EDIT, own_steps=4)
     anchored = (4 * 0.2 + 19 * (0.005 + 0.03)) + 20 * 0.01  # three of the four beside others
-    assert predicted_seconds(own, none, 0.0) == pytest.approx(anchored)
-    assert predicted_seconds(own, host, 0.0) == pytest.approx(cached)
-    assert predicted_seconds(replace(own, own=True), host, 0.0) == pytest.approx(anchored)
+    assert predicted_seconds(refresh_edit, none, 0.0) == pytest.approx(anchored)
+    assert predicted_seconds(refresh_edit, host, 0.0) == pytest.approx(cached)
+    assert predicted_seconds(replace(refresh_edit, own=True), host, 0.0) == pytest.approx(anchored)
     unreachable = replace(disk, pricing=replace(PRICING, fetch={}))
     assert predicted_seconds(EDIT, unreachable, 0.0) == pytest.approx(dense)
 
@@ -223,8 +225,8 @@ def test_a_view_that_is_old_has_worked_on_since():
     view = worker("w", running=(row(30),) * 4, as_of=10.0)
     fresh = predicted_seconds(EDIT, view, 10.0)
     assert predicted_seconds(EDIT, view, 11.5) == pytest.approx(fresh - 1.5)
-    alone = 20 * (0.01 + 0.005 + 0.03)
-    assert predicted_seconds(EDIT, view, 10.0 + 3600.0) == pytest.approx(alone)
+    full_s = 20 * (0.01 + 0.005 + 0.03)
+    assert predicted_seconds(EDIT, view, 10.0 + 3600.0) == pytest.approx(full_s)
 
 
 def test_mask_aware_looks_at_masks_steps_and_templates():
@@ -236,10 +238,10 @@ def test_mask_aware_looks_at_masks_steps_and_templates():
     assert LeastRequests().choose(EDIT, [large, small], 0.0) == "large"
     assert policy.choose(EDIT, [large, ending], 0.0) == "ending"
     assert LeastTokens().choose(EDIT, [large, ending], 0.0) == "large"
-    has = worker("has", running=(row(20),) * 2, templates={"host": {"t"}})
+    holder = worker("has", running=(row(20),) * 2, templates={"host": {"t"}})
     lacks = worker("lacks", templates={"host": {"other"}})
-    assert policy.choose(EDIT, [has, lacks], 0.0) == "has"
-    assert LeastRequests().choose(EDIT, [has, lacks], 0.0) == "lacks"
+    assert policy.choose(EDIT, [holder, lacks], 0.0) == "has"
+    assert LeastRequests().choose(EDIT, [holder, lacks], 0.0) == "lacks"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -253,10 +255,10 @@ def test_ties_go_to_the_lowest_id_whatever_the_order(name: str):
 def test_workers_that_take_nothing_are_passed_over(name: str):
     idle = worker("a", ready=False)
     full = worker("b", waiting=(row(5),) * 16, running=(row(5),) * 4)
-    other = worker("c", model="flux")
+    flux_worker = worker("c", model="flux")
     busy = worker("d", running=(row(50, active=FULL),) * 4, waiting=(row(50),) * 8, model="sdxl")
     edit = replace(EDIT, model="sdxl")
-    assert make_policy(name).choose(edit, [idle, full, other, busy], 0.0) == "d"
+    assert make_policy(name).choose(edit, [idle, full, flux_worker, busy], 0.0) == "d"
 
 
 @pytest.mark.parametrize(
@@ -291,10 +293,10 @@ def test_an_unknown_policy_is_refused():
 
 def test_sent_edits_count_until_the_status_shows_them():
     view = worker("w", templates={"host": {"t"}})
-    sent = view.sent([EDIT, replace(EDIT, template_id="elsewhere")])
-    assert sent.waiting == (row(20), RowLoad(20, 0.2, 0.0, FULL, 0))
+    loaded_view = view.sent([EDIT, replace(EDIT, template_id="elsewhere")])
+    assert loaded_view.waiting == (row(20), RowLoad(20, 0.2, 0.0, FULL, 0))
     assert view.waiting == ()
-    assert LeastTokens().choose(EDIT, [sent, worker("x", running=(row(9),))], 0.0) == "x"
+    assert LeastTokens().choose(EDIT, [loaded_view, worker("x", running=(row(9),))], 0.0) == "x"
 
 
 def test_a_view_of_a_status_record():
@@ -325,8 +327,11 @@ def test_a_view_of_a_status_record():
     assert [view.tier_of(t) for t in ("host-one", "device-one", "c")] == ["host", "device", None]
     assert view.ready
     assert not WorkerView.from_status(changed(status, state="draining"), pricing, 3.0).ready
-    coming = (NodeStatus("denoiser", "demo", "ready"), NodeStatus("upscaler", "big", "loading"))
-    assert not WorkerView.from_status(changed(status, nodes=coming), pricing, 3.0).ready
+    loading_nodes = (
+        NodeStatus("denoiser", "demo", "ready"),
+        NodeStatus("upscaler", "big", "loading"),
+    )
+    assert not WorkerView.from_status(changed(status, nodes=loading_nodes), pricing, 3.0).ready
 
 
 def test_pricing_and_its_limits():
@@ -351,8 +356,8 @@ LOADS = {"host": LoadCost(0.1, 1e-9), "storage": LoadCost(1.0, 1e-8)}
 
 
 def having(**tiers: str) -> AdapterView:
-    held = {name: AdapterStatus(name, tier, 10**8) for name, tier in tiers.items()}  # type: ignore[arg-type]
-    return AdapterView(held, LOADS, 1e8)
+    statuses = {name: AdapterStatus(name, tier, 10**8) for name, tier in tiers.items()}  # type: ignore[arg-type]
+    return AdapterView(statuses, LOADS, 1e8)
 
 
 def test_a_lora_is_priced_by_where_it_is() -> None:
@@ -391,9 +396,9 @@ def test_a_load_goes_on_while_the_edit_waits_for_its_place() -> None:
 def test_a_record_says_where_loras_are() -> None:
     status = WorkerStatus("w", "m", "ready", 4, 16)
     assert WorkerView.from_status(status, PRICING, 0.0).adapters is None
-    held = AdapterStatus("x", "device", 5, "sha")
-    told = changed(status, adapter_loads=LOADS, adapters=(held,), typical_adapter_bytes=2e8)
-    view = WorkerView.from_status(WorkerStatus.from_json(told.to_json()), PRICING, 0.0)
+    adapter = AdapterStatus("x", "device", 5, "sha")
+    record = changed(status, adapter_loads=LOADS, adapters=(adapter,), typical_adapter_bytes=2e8)
+    view = WorkerView.from_status(WorkerStatus.from_json(record.to_json()), PRICING, 0.0)
     assert view.adapter_seconds(replace(EDIT, adapters=("x",))) == 0.0
     far = replace(EDIT, adapters=("far",))
     assert view.adapter_seconds(far) == pytest.approx(3.0)  # 1 s and 10 ns per byte
@@ -402,7 +407,7 @@ def test_a_record_says_where_loras_are() -> None:
 
 def test_an_edit_goes_where_its_controlnets_are_as_records_say() -> None:
     nets = (AdapterStatus("outline", "device", 3), AdapterStatus("depth", "coming", 10**8))
-    told = WorkerStatus(
+    record = WorkerStatus(
         "b",
         "m",
         "ready",
@@ -412,7 +417,7 @@ def test_an_edit_goes_where_its_controlnets_are_as_records_say() -> None:
         controlnet_loads={"storage": LOADS["storage"]},
         typical_controlnet_bytes=2e8,
     )
-    read = WorkerStatus.from_json(told.to_json())
+    read = WorkerStatus.from_json(record.to_json())
     with_it = WorkerView.from_status(read, PRICING, 0.0)
     read.controlnets = ()
     without = WorkerView.from_status(read, PRICING, 0.0)
@@ -424,9 +429,9 @@ def test_an_edit_goes_where_its_controlnets_are_as_records_say() -> None:
     assert with_it.adapter_seconds(edit("depth")) == pytest.approx(1.0)  # half of 2 s
     assert with_it.adapter_seconds(edit("pose")) == pytest.approx(3.0)
     assert with_it.sent([edit("pose")]).adapter_seconds(edit("pose")) == pytest.approx(1.5)
-    both = [replace(without, worker="a"), with_it]
-    assert MaskAware().choose(EDIT, both, 0.0) == "a"
-    assert MaskAware().choose(edit("outline"), both, 0.0) == "b"
+    views = [replace(without, worker="a"), with_it]
+    assert MaskAware().choose(EDIT, views, 0.0) == "a"
+    assert MaskAware().choose(edit("outline"), views, 0.0) == "b"
     gap = predicted_seconds(edit("outline"), without, 0.0)
     assert gap - predicted_seconds(edit("outline"), with_it, 0.0) == pytest.approx(3.0)
     silent = worker("a")  # says nothing of ControlNets
@@ -442,11 +447,11 @@ def test_what_a_worker_knows_of_its_storage_prices_the_first_lora() -> None:
 
 def test_rows_are_priced_by_their_steps_that_compute_all_tokens() -> None:
     """A row with anchors of its own loads nothing, and leaves its text out between them."""
-    each = RowPrice(0.0, 0.004, PRICING.active_token)
-    pricing = replace(PRICING, between=each, spare_token=1e-5)
+    price = RowPrice(0.0, 0.004, PRICING.active_token)
+    pricing = replace(PRICING, between=price, spare_token=1e-5)
     row = RowStatus("r", "cached", 100, FULL, 10)
     first = changed(row, dense_share=0.25)
-    own = changed(first, own=True)
+    refresh_row = changed(first, own=True)
 
     def loads(of: RowStatus, *, begun: bool = True) -> RowLoad:
         running, waiting = ((of,), ()) if begun else ((), (of,))
@@ -460,9 +465,9 @@ def test_rows_are_priced_by_their_steps_that_compute_all_tokens() -> None:
     assert loads(first).load == pytest.approx(0.75 * plain.load)
     between = 0.004 + 100 * pricing.active_token
     # All anchors but the first step lie beside a step that reads.
-    assert loads(own).compute == pytest.approx(0.25 * dense + between)
-    assert loads(own, begun=False).compute == pytest.approx(0.25 * dense + 0.9 * between)
-    assert loads(own).load == 0
+    assert loads(refresh_row).compute == pytest.approx(0.25 * dense + between)
+    assert loads(refresh_row, begun=False).compute == pytest.approx(0.25 * dense + 0.9 * between)
+    assert loads(refresh_row).load == 0
     view = replace(worker("a"), pricing=pricing)
     edit = replace(EDIT, active_tokens=100, own=True, own_steps=EDIT.steps // 4)
     assert view.row(edit).compute == pytest.approx(
@@ -485,12 +490,12 @@ def test_the_steps_of_rows_with_loras_are_priced_by_bytes() -> None:
     assert compute(dense) - compute(changed(dense, adapter_bytes=0)) == pytest.approx(1.2e-3)
 
     view = replace(worker("a"), pricing=pricing, adapters=having(x="host"))
-    one, two = (replace(EDIT, adapters=names) for names in (("x",), ("x", "far")))
-    base, dear, dearer = (view.price(each)[0] for each in (EDIT, one, two))
+    one_lora, two_loras = (replace(EDIT, adapters=names) for names in (("x",), ("x", "far")))
+    base, dear, dearer = (view.price(priced_edit)[0] for priced_edit in (EDIT, one_lora, two_loras))
     # Of those that it does not have it knows the usual size.
     assert dearer - base == pytest.approx(2 * (dear - base))
     assert dear > base
-    assert view.row(one).compute == dear
+    assert view.row(one_lora).compute == dear
 
 
 def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_first() -> None:
@@ -500,14 +505,20 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
         worker("idle", running=(row(8),) * 4, max_rows=4),
     )
     waiting = [replace(EDIT, active_tokens=10 * n) for n in range(1, 13)]
-    got = dealt(waiting, [busy, idle]).edits
-    assert sorted([*got["busy"], *got["idle"]], key=lambda e: e.active_tokens) == waiting
-    assert len(got["idle"]) > len(got["busy"]) > 0
-    sent = {"busy": busy, "idle": idle}
-    for each in waiting:
-        chosen = MaskAware().choose(each, list(sent.values()), 0.0)
-        sent[chosen] = sent[chosen].sent([each])
-    exact = min(predicted_seconds(EDIT, view, 0.0) for view in sent.values())
-    found = min(predicted_seconds(EDIT, view.sent(got[view.worker]), 0.0) for view in (busy, idle))
-    assert found == pytest.approx(exact, rel=0.15)
+    edits_by_worker = dealt(waiting, [busy, idle]).edits
+    assert (
+        sorted([*edits_by_worker["busy"], *edits_by_worker["idle"]], key=lambda e: e.active_tokens)
+        == waiting
+    )
+    assert len(edits_by_worker["idle"]) > len(edits_by_worker["busy"]) > 0
+    views = {"busy": busy, "idle": idle}
+    for edit in waiting:
+        chosen = MaskAware().choose(edit, list(views.values()), 0.0)
+        views[chosen] = views[chosen].sent([edit])
+    exact = min(predicted_seconds(EDIT, view, 0.0) for view in views.values())
+    dealt_s = min(
+        predicted_seconds(EDIT, view.sent(edits_by_worker[view.worker]), 0.0)
+        for view in (busy, idle)
+    )
+    assert dealt_s == pytest.approx(exact, rel=0.15)
     assert dealt([], [busy]).edits == {"busy": []}

@@ -132,9 +132,9 @@ def test_each_layer_of_the_denoiser_is_the_pipeline_s(folder: Path, tmp_path: Pa
         adapter.attach(row, job, ((adapter.low_rank(factors), scale),))
         while row.step < row.steps:
             adapter.step([row], None)
-        found = row.result().array()
-        assert np.abs(found - expected).max() <= tolerance(expected), name
-        assert np.abs(found - plain).max() > 2 * tolerance(expected), name
+        pixels = row.result().array()
+        assert np.abs(pixels - expected).max() <= tolerance(expected), name
+        assert np.abs(pixels - plain).max() > 2 * tolerance(expected), name
 
 
 def theirs(pipe: Any, case: Case, *, flux: bool) -> NDArray[np.float32]:

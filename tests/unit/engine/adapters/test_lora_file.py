@@ -226,7 +226,7 @@ def test_the_demo_model_s_adapters_are_read(tmp_path: Path) -> None:
     path = demo.parents[1] / "adapters" / "hollow.safetensors"
     parts = read(path, demo, torch.bfloat16)
     assert {*parts} == {"denoiser"}
-    assert all(x.dtype == torch.bfloat16 for each in parts["denoiser"].values() for x in each)
+    assert all(x.dtype == torch.bfloat16 for part in parts["denoiser"].values() for x in part)
 
 
 BAD: dict[str, tuple[Arrays, str]] = {

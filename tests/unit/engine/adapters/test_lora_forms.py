@@ -239,10 +239,10 @@ def test_what_diffusers_cannot_read_is_served_where_its_meaning_is_plain(
     }
     assert_same(found, expected)
     try:
-        theirs = by_diffusers(path, models[model])
+        diffusers = by_diffusers(path, models[model])
     except (ValueError, RuntimeError):
-        theirs = {}
-    assert len(theirs) < len(expected), "diffusers reads it by now: let that be the oracle"
+        diffusers = {}
+    assert len(diffusers) < len(expected), "diffusers reads it by now: let that be the oracle"
 
 
 def defined(tensors: Arrays, module: str) -> Tensor:
@@ -379,8 +379,8 @@ def test_alphas_in_the_header_s_metadata_are_diffusers_alone(
     if name != "diffusers'":  # which wants all of PEFT's configuration there
         assert_same(found, by_diffusers(path, models["flux"]))
     notes = file_facts(path, models["flux"])["notes"]
-    told = name in ("a trainer's", "kohya's", "kohya's, no number")
-    assert [key for note in notes for key in said if key in note] == list(said)[:1] * told
+    is_match = name in ("a trainer's", "kohya's", "kohya's, no number")
+    assert [key for note in notes for key in said if key in note] == list(said)[:1] * is_match
 
 
 def test_a_tensor_s_alpha_is_before_the_trainer_s_metadata(
@@ -433,11 +433,11 @@ def test_peft_s_folder_is_served_as_peft_has_it(
     brought = store.fetch("mine", known.version)
     assert (known.rank, known.notes, brought.digest) == (4, (), facts["digest"])
     assert_same(deltas(read(brought.path, models["flux"])), expected)
-    before = known.version
-    said = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**said, "lora_alpha": 8.0}))
+    version = known.version
+    document = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**document, "lora_alpha": 8.0}))
     store.catalogue.scan(at_once=True)
-    assert store.catalogue.find("mine").version != before
+    assert store.catalogue.find("mine").version != version
     store.close()
 
 

@@ -52,7 +52,9 @@ class Taken:
     def __call__(self, version: str, factors: Mapping[str, Factors]) -> int:
         if self.fails is not None:
             raise self.fails
-        self.numbers = {name: each.down.numel() + each.up.numel() for name, each in factors.items()}
+        self.numbers = {
+            name: factor.down.numel() + factor.up.numel() for name, factor in factors.items()
+        }
         return 7
 
 
@@ -101,9 +103,9 @@ def test_each_failure_is_told_in_one_sentence_and_the_next_load_works(
     assert sentence in str(answer)
     assert "secret" not in str(answer)
     taken.fails = None
-    again = load(asked)
-    assert isinstance(again, Loaded)
-    assert (again.nbytes, again.source) == (7, "host")
+    loaded = load(asked)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.nbytes, loaded.source) == (7, "host")
     caplog.clear()  # what operators read
 
 
@@ -135,7 +137,7 @@ def test_a_file_that_is_gone_or_bad_ends_its_own_load_alone(
     tensors = lora()
     write(
         store / "nan.safetensors",
-        {name: each * np.float32("nan") for name, each in tensors.items()},
+        {name: tensor * np.float32("nan") for name, tensor in tensors.items()},
     )
     gone, nan, good = (known(config, name) for name in ("gone", "nan", "good"))
     (store / "gone.safetensors").unlink()

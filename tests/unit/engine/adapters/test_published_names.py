@@ -65,13 +65,13 @@ class Published(NamedTuple):
 
     def layers(self) -> dict[str, int]:
         """Each layer's outputs."""
-        found = dict(self.outside)
+        outside = dict(self.outside)
         for block, layers in self.blocks.items():
             for number in (0, 1):
                 own = {**layers, **(self.last if number else {})}
                 named = {f"{block.format(number)}.{name}": n for name, n in own.items() if n}
-                found |= named
-        return {name: n * self.width for name, n in found.items()}
+                outside |= named
+        return {name: n * self.width for name, n in outside.items()}
 
     def checkpoint(self) -> dict[str, Tensor]:
         """All zero."""

@@ -135,7 +135,9 @@ def test_an_edit_that_fails_leaves_no_trace(
     adapters = TextAdapters(config, made.text_models)
 
     def hooks() -> int:  # transformers has some of its own
-        modules = (module for each in made.text_models.values() for module in each.modules())
+        modules = (
+            module for text_model in made.text_models.values() for module in text_model.modules()
+        )
         return sum(len(module._forward_hooks) for module in modules)
 
     before, hooks_before = made.encode_prompt(PROMPT), hooks()

@@ -13,14 +13,14 @@ def lost() -> EngineEvent:
 
 def test_an_answer_that_does_not_come_is_told_and_holds_up_nobody() -> None:
     """A preview that does not come is left out: the answer is still to come."""
-    seen: list[EngineEvent] = []
+    engine_events: list[EngineEvent] = []
     failed = Failed(EngineFailed("the result did not come from the device"))
     output = OutputThread()
     output.start()
-    output.send(seen.append, ProgressEvent(1, 4))
-    output.send_made(seen.append, lost)
-    output.send_made(seen.append, lambda: ProgressEvent(2, 4))
-    output.send_made(seen.append, lost, failed)
-    output.send(seen.append, ProgressEvent(3, 4))
+    output.send(engine_events.append, ProgressEvent(1, 4))
+    output.send_made(engine_events.append, lost)
+    output.send_made(engine_events.append, lambda: ProgressEvent(2, 4))
+    output.send_made(engine_events.append, lost, failed)
+    output.send(engine_events.append, ProgressEvent(3, 4))
     output.close(10.0)
-    assert seen == [ProgressEvent(1, 4), ProgressEvent(2, 4), failed, ProgressEvent(3, 4)]
+    assert engine_events == [ProgressEvent(1, 4), ProgressEvent(2, 4), failed, ProgressEvent(3, 4)]

@@ -108,12 +108,12 @@ def test_rows_move_as_diffusers_moves_each(
         samplers.append(own)
     batch = None
     for step in range(4):
-        before = [row.latents.clone() for row in rows]
+        copies = [row.latents.clone() for row in rows]
         batch = Batch.of(rows, batch)
         batch.step(velocities, ())
         assert velocities.timesteps == [float(own.timesteps[step]) for own in samplers]
         parts = torch.split(velocities.answer, [len(row.latents) for row in rows])
-        for row, own, latents, velocity in zip(rows, samplers, before, parts, strict=True):
+        for row, own, latents, velocity in zip(rows, samplers, copies, parts, strict=True):
             timestep = own.timesteps[step]
             [expected] = own.step(velocity, timestep, latents, return_dict=False)
             assert row.step == step + 1
@@ -166,13 +166,13 @@ def test_a_finished_rows_latents_are_its_own(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     """What another batch does later must not reach into an answer on its way out."""
-    one, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
-    batch = Batch.of([one, two], None)
+    row, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
+    batch = Batch.of([row, two], None)
     batch.step(velocities, ())
-    kept, result = one.latents.clone(), one.result().array()
+    kept, result = row.latents.clone(), row.result().array()
     Batch.of([two], batch).step(velocities, ())
-    assert torch.equal(one.latents, kept)
-    assert np.array_equal(one.result().array(), result)
+    assert torch.equal(row.latents, kept)
+    assert np.array_equal(row.result().array(), result)
 
 
 class BrokenBlend:

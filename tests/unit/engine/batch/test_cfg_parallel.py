@@ -116,8 +116,8 @@ def check_mix(model: Model, kinds: Kinds, seed: int) -> None:
     equal those that one process steps; ranks have the same bytes.
     """
     jobs = [
-        model.job(seed + n, two=two, num_inference_steps=4 + n % 3, strength=1.0)
-        for n, two in enumerate((True, False, True, True, False))
+        model.job(seed + n, two=flag, num_inference_steps=4 + n % 3, strength=1.0)
+        for n, flag in enumerate((True, False, True, True, False))
     ]
     primed = [Primed(model.adapter, model.encoder, job, stride=2) for job in jobs[:3]]
     lora = model.lora()
@@ -131,11 +131,11 @@ def check_mix(model: Model, kinds: Kinds, seed: int) -> None:
         return rank.run(rows, kinds)
 
     [expected] = by_ranks(model.adapter, 1, run)
-    found = by_ranks(model.adapter, 2, run, deals=True)
-    for own in found:
+    ranks = by_ranks(model.adapter, 2, run, deals=True)
+    for own in ranks:
         for one, other in zip(own, expected, strict=True):
             assert_equal(one, other)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*ranks, strict=True):
         assert np.array_equal(one, other)
 
 
@@ -164,8 +164,8 @@ def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
     kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
     plan = OwnPlan(frozenset({0, 4, 8}), "model", text, foresees=foresees)
     jobs = [
-        model.job(30 + n, two=two, num_inference_steps=9 + 2 * n, strength=1.0)
-        for n, two in enumerate((True, False, True))
+        model.job(30 + n, two=flag, num_inference_steps=9 + 2 * n, strength=1.0)
+        for n, flag in enumerate((True, False, True))
     ]
     forgets = 6
     """The step that the first rank takes alone."""
@@ -187,22 +187,24 @@ def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
                 for row, _ in live:
                     there = mapped(rank.adapter.carried(row), torch.Tensor.clone)
                     rank.adapter.follow(row, there, step)
-            alone = step == forgets
+            is_match = step == forgets
             given = kinds if any(read[-1]) else None
-            rank.adapter.step([row for row, _ in live], given, entries, None if alone else rank.all)
-            if dealt and not alone and step < forgets:  # what is kept is in parts
+            rank.adapter.step(
+                [row for row, _ in live], given, entries, None if is_match else rank.all
+            )
+            if dealt and not is_match and step < forgets:  # what is kept is in parts
                 assert not any(reader.turn_to(step) for _, reader in live)
         return [row.result().array() for row in rows], read
 
     [(expected, read)] = by_ranks(model.adapter, 1, run)
     at_anchor = 3 * foresees
     assert [sum(step) for step in read[:8]] == [0, 3, 3, 3, at_anchor, 3, 0, 0]
-    found = by_ranks(model.adapter, 2, run, deals=True)
-    for own, steps in found:
+    ranks = by_ranks(model.adapter, 2, run, deals=True)
+    for own, steps in ranks:
         assert steps == read
         for one, other in zip(own, expected, strict=True):
             assert_equal(one, other)
-    for one, other in zip(found[0][0], found[1][0], strict=True):
+    for one, other in zip(ranks[0][0], ranks[1][0], strict=True):
         assert np.array_equal(one, other)
 
 
@@ -248,8 +250,8 @@ def test_what_travels_is_what_the_model_answers(flux: Model, unet: Model) -> Non
             assert isinstance(rank.all, GangExchange)
             return rank.all.sent, row.latents.nbytes
 
-        for sent, answer in by_ranks(model.adapter, 2, run, deals=deals):
-            assert sent == answer
+        for by_rank, answer in by_ranks(model.adapter, 2, run, deals=deals):
+            assert by_rank == answer
 
 
 def test_more_ranks_than_two_share_tokens(flux: Model) -> None:
@@ -260,8 +262,8 @@ def test_more_ranks_than_two_share_tokens(flux: Model) -> None:
 
     [expected] = by_ranks(flux.adapter, 1, run)
     heads = flux.adapter.facts.denoiser["num_attention_heads"]
-    for found in by_ranks(flux.adapter, min(4, heads), run):
-        assert_equal(found, expected)
+    for by_rank in by_ranks(flux.adapter, min(4, heads), run):
+        assert_equal(by_rank, expected)
 
 
 def test_rows_that_record_are_refused(flux: Model, unet: Model) -> None:
@@ -293,8 +295,8 @@ def test_a_row_goes_on_elsewhere_as_if_it_had_stayed(
     (row,) = rows
     while row.step < row.steps:
         model.adapter.step([row], None)
-        other = model.adapter.dense_row(job)
+        dense_row = model.adapter.dense_row(job)
         carried = mapped(model.adapter.carried(row), torch.Tensor.clone)
-        model.adapter.follow(other, carried, row.step)
-        row = other
+        model.adapter.follow(dense_row, carried, row.step)
+        row = dense_row
     assert np.array_equal(row.result().array(), stays.result().array())

@@ -150,8 +150,10 @@ def maps(unet: Any, passes: int) -> list[Tensor]:
     hooks = [
         unet.conv_in.register_forward_hook(lambda _m, _a, out: shapes.append(out.shape)),
         *(
-            each.register_forward_hook(lambda _m, _a, out: shapes.extend(x.shape for x in out[1]))
-            for each in unet.down_blocks
+            down_block.register_forward_hook(
+                lambda _m, _a, out: shapes.extend(x.shape for x in out[1])
+            )
+            for down_block in unet.down_blocks
         ),
         unet.mid_block.register_forward_hook(lambda _m, _a, out: shapes.append(out.shape)),
     ]
@@ -173,8 +175,8 @@ def test_a_unet_row_equals_diffusers_with_additional_residuals(unet: Any) -> Non
         packed = PackedPasses(passes, (16, 16), 2, sample.device)
         return unet_forward(UnetWeights.of(unet), packed, sample, timesteps)
 
-    two = [Given({i: each[row] for i, each in enumerate(residuals)}) for row in range(2)]
-    found, plain = run([two[0], None, two[1]]), run([None] * 3)
+    two = [Given({i: residual[row] for i, residual in enumerate(residuals)}) for row in range(2)]
+    result, plain = run([two[0], None, two[1]]), run([None] * 3)
     expected = unet(
         sample[[0, 2]],
         timesteps[[0, 2]],
@@ -182,8 +184,8 @@ def test_a_unet_row_equals_diffusers_with_additional_residuals(unet: Any) -> Non
         down_block_additional_residuals=residuals[:-1],
         mid_block_additional_residual=residuals[-1],
     ).sample
-    torch.testing.assert_close(found[[0, 2]], expected, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found[1], plain[1])
-    assert (found[0] - plain[0]).abs().max() > 0.01
-    zeros = Given({i: torch.zeros_like(each[0]) for i, each in enumerate(residuals)})
+    torch.testing.assert_close(result[[0, 2]], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(result[1], plain[1])
+    assert (result[0] - plain[0]).abs().max() > 0.01
+    zeros = Given({i: torch.zeros_like(residual[0]) for i, residual in enumerate(residuals)})
     assert torch.equal(run([zeros] * 3), plain)

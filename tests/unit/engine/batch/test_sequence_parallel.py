@@ -96,12 +96,12 @@ def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
     def run(rank: Rank) -> list[Any]:
         return rank.run([rank.adapter.dense_row(job) for job in jobs], ())
 
-    found = by_ranks(model.adapter, count, run)
-    for own in found:
+    ranks = by_ranks(model.adapter, count, run)
+    for own in ranks:
         for one, other in zip(own, expected, strict=True):
             assert np.abs(one - other).max() <= tolerance(other)
-    for own in found[1:]:  # the same bytes, so that ranks never part
-        assert all(np.array_equal(a, b) for a, b in zip(own, found[0], strict=True))
+    for own in ranks[1:]:  # the same bytes, so that ranks never part
+        assert all(np.array_equal(a, b) for a, b in zip(own, ranks[0], strict=True))
 
 
 # Each run holds both to the pipeline of one process: ours above, diffusers holds its own.
@@ -119,12 +119,12 @@ def test_dense_rows_equal_diffusers_own_parallelism(tiny_fill: Path, tmp_path: P
         for rank in range(2)
     ]
     job = encode_case(model.encoder, case, "edit")
-    found = by_ranks(model.adapter, 2, lambda rank: rank.run([rank.adapter.dense_row(job)], ()))
+    ranks = by_ranks(model.adapter, 2, lambda rank: rank.run([rank.adapter.dense_row(job)], ()))
     for process in processes:
         said = process.communicate(timeout=120.0)[1]
         assert process.returncode == 0, said
     expected = np.load(tmp_path / "latents.npy")
-    for (own,) in found:
+    for (own,) in ranks:
         assert np.abs(own - expected).max() <= tolerance(expected)
 
 
@@ -182,8 +182,8 @@ def test_a_mixed_batch_equals_that_of_one_rank(
         return rank.run(rows, kinds), priming.take_entry()
 
     [(expected, entry)] = by_ranks(model.adapter, 1, run)
-    for rank, (found, own) in enumerate(by_ranks(model.adapter, count, run)):
-        for one, other in zip(found, expected, strict=True):
+    for rank, (by_rank, own) in enumerate(by_ranks(model.adapter, count, run)):
+        for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
         check_entry(own, entry, share_of(HEADS, rank, count))
 
@@ -192,17 +192,17 @@ def check_entry(own: AnchorEntry, entry: AnchorEntry, heads: tuple[int, int]) ->
     """Hidden states are whole, keys and values of the rank's heads. What is rounded may differ by a
     step of the format where the numbers before it differ in their last digits.
     """
-    for mine, whole in zip(own.blocks, entry.blocks, strict=True):
+    for block, whole in zip(own.blocks, entry.blocks, strict=True):
         pairs: list[Any] = [
-            (mine.hidden, whole.hidden),
+            (block.hidden, whole.hidden),
             *zip(
-                mine.part("kv"), [k.columns(*heads, HEADS) for k in whole.part("kv")], strict=True
+                block.part("kv"), [k.columns(*heads, HEADS) for k in whole.part("kv")], strict=True
             ),
         ]
-        for one, other in pairs:
-            x, y = decoded(one), decoded(other)
-            apart = (x - y).abs() > 1e-4 * max(1.0, float(y.abs().max()))
-            assert apart.float().mean() <= (0.0 if one.format == "model" else 0.02)
+        for pair, other in pairs:
+            x, y = decoded(pair), decoded(other)
+            is_match = (x - y).abs() > 1e-4 * max(1.0, float(y.abs().max()))
+            assert is_match.float().mean() <= (0.0 if pair.format == "model" else 0.02)
 
 
 def decoded(coded: Coded) -> torch.Tensor:
@@ -241,8 +241,8 @@ def test_a_random_degree_at_each_step_changes_nothing(model: Model, seed: int) -
             barrier.wait(20.0)
         return [row.result().array() for row in own]
 
-    for found in by_ranks(model.adapter, 4, run):
-        for one, other in zip(found, expected, strict=True):
+    for by_rank in by_ranks(model.adapter, 4, run):
+        for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
 
 
@@ -307,8 +307,8 @@ def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
             barrier.wait(20.0)
         return row.result().array()
 
-    for found in by_ranks(model.adapter, 4, run):
-        assert_equal(found, expected)
+    for by_rank in by_ranks(model.adapter, 4, run):
+        assert_equal(by_rank, expected)
 
 
 def test_fewer_tokens_than_ranks(model: Model) -> None:
@@ -323,8 +323,8 @@ def test_fewer_tokens_than_ranks(model: Model) -> None:
             return rank.run([cached(rank.replay, job, primed)], (kind,) * 3)[0]
 
         [expected] = by_ranks(model.adapter, 1, run)
-        for found in by_ranks(model.adapter, 4, run):
-            assert_equal(found, expected)
+        for by_rank in by_ranks(model.adapter, 4, run):
+            assert_equal(by_rank, expected)
 
 
 FORMATS = ("model", "int8", "float8", "int4")
@@ -368,8 +368,8 @@ def test_heads_that_do_not_divide(
             return rank.run([*rows, rank.adapter.dense_row(jobs[1])], kinds)
 
         [expected] = by_ranks(model.adapter, 1, run)
-        for found in by_ranks(model.adapter, count, run):
-            for one, other in zip(found, expected, strict=True):
+        for by_rank in by_ranks(model.adapter, count, run):
+            for one, other in zip(by_rank, expected, strict=True):
                 assert_equal(one, other)
 
 
@@ -399,8 +399,8 @@ def test_a_rank_may_load_its_heads_alone(model: Model, kind: str) -> None:
         return rank.run([row], (kind,) * 3)[0]
 
     [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 4, run):
-        assert_equal(found, expected)
+    for by_rank in by_ranks(model.adapter, 4, run):
+        assert_equal(by_rank, expected)
 
 
 def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:

@@ -92,9 +92,9 @@ def test_of_every_so_many_steps_the_middle_one_is_an_anchor(steps: int, stride: 
 @pytest.mark.parametrize("seed", range(5))
 def test_covering_anchors_leave_no_sigma_out_of_reach(tolerance: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    given = tuple(Anchor(float(s), 1000 * float(s)) for s in rng.uniform(0, 1, seed))
-    covered = cover(given, tolerance)
-    assert set(given) <= set(covered)
+    anchors = tuple(Anchor(float(s), 1000 * float(s)) for s in rng.uniform(0, 1, seed))
+    covered = cover(anchors, tolerance)
+    assert set(anchors) <= set(covered)
     assert all(0.0 <= anchor.sigma <= 1.0 for anchor in covered)
     for sigma in np.linspace(0, 1, 501):
         assert nearest_anchor(covered, float(sigma), 1000 * float(sigma), tolerance + 1e-9)
@@ -277,25 +277,25 @@ def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = edit(engine, job(encoder, 16, "first", cache="require"))
-    sink, store, seen = Sink(), engine.cache.store, threading.Event()
+    sink, store, event = Sink(), engine.cache.store, threading.Event()
     sight = engine.cache.sight
 
     def sight_just_before_it_ends(*args: Any, **named: Any) -> Sight:
         found = sight(*args, **named)
         if engine.cache.is_coming(found.key):
-            seen.set()
+            event.set()
             assert store.settle(30.0)
         return found
 
     def evict_while_it_queues() -> None:
         accept(engine, job(encoder, 16, "again", cache="require"), sink)
         monkeypatch.setattr(engine.cache, "sight", sight_just_before_it_ends)
-        store.lower._files.submit(seen.wait)
+        store.lower._files.submit(event.wait)
         assert engine.cache.evict(expected.meta["template_id"]) > 0
 
     engine.ask(evict_while_it_queues).result(30)
     assert np.array_equal(sink.final().latents, expected.latents)
-    assert seen.is_set()
+    assert event.is_set()
 
 
 def test_an_edit_whose_template_goes_again_and_again_is_told(
@@ -412,19 +412,19 @@ def test_a_cancelled_edit_that_waits_for_priming_is_answered(
 def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
     engine: Engine, encoder: Encoder
 ) -> None:
-    waited, other = Sink(), Sink()
+    waited, sink = Sink(), Sink()
 
     def reuse_the_name() -> None:
         accept(engine, job(encoder, 14, "same", cache="require"), waited)
         engine.manager.cancel("same")
-        accept(engine, job(encoder, 15, "same", cache="off", num_inference_steps=40), other)
+        accept(engine, job(encoder, 15, "same", cache="off", num_inference_steps=40), sink)
 
     engine.ask(reuse_the_name).result(30)
     assert waited.error().code == "CANCELLED"
-    assert other.final().meta["cache"] == "off"
+    assert sink.final().meta["cache"] == "off"
     settle(engine)
     assert len(engine.manager.scheduler) == 0
-    assert [type(event) for event in other.events] == [FinalEvent]
+    assert [type(event) for event in sink.events] == [FinalEvent]
 
 
 def test_the_books_do_not_grow_with_templates_that_are_gone(

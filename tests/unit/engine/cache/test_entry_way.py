@@ -57,9 +57,9 @@ def test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs(
     engine: Engine, encoder: Encoder
 ) -> None:
     jobs = jobs_of_one_size(encoder)
-    alone = [edit(engine, each).latents for each in jobs]
-    between = np.abs(alone[0] - alone[1]).max()
-    assert between > 100 * tolerance(alone[0])  # the templates can be told apart
+    latents = [edit(engine, each).latents for each in jobs]
+    between = np.abs(latents[0] - latents[1]).max()
+    assert between > 100 * tolerance(latents[0])  # the templates can be told apart
     sinks = [Sink() for _ in jobs]
     named = [
         replace(each, request=replace(each.request, request_id=f"again {n}"))
@@ -75,7 +75,7 @@ def test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs(
     finals = [sink.final() for sink in sinks]
     assert engine.counters["cached_rows_total"] == rows + 2 * STEPS
     assert engine.counters["steps_total"] == steps + STEPS  # side by side
-    for final, lone in zip(finals, alone, strict=True):
+    for final, lone in zip(finals, latents, strict=True):
         assert final.meta["cache"] == "hit"
         assert final.meta["kinds"].keys() == {"kv"}
         assert np.abs(final.latents - lone).max() <= tolerance(lone)
@@ -123,9 +123,9 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
                 engine.cache.kinds, "model",
             )  # fmt: skip
             step([row], None, [None])
-            for ours, lone in zip(entry.blocks, row.take_entry().blocks, strict=True):
+            for block, lone in zip(entry.blocks, row.take_entry().blocks, strict=True):
                 for part in PARTS:
-                    for x, y in zip(ours.part(part), lone.part(part), strict=True):
+                    for x, y in zip(block.part(part), lone.part(part), strict=True):
                         assert torch.allclose(x.data, y.data, atol=1e-4)
 
 

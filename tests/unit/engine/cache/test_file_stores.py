@@ -54,16 +54,16 @@ def _entry(number: int) -> AnchorEntry:
 
 
 def _put_entry(folder: Path, number: int) -> None:
-    kept = FolderTier("host", folder, 10**9).put("key", _entry(number), Note("t", 1, 1.0))
-    if not kept:
+    put = FolderTier("host", folder, 10**9).put("key", _entry(number), Note("t", 1, 1.0))
+    if not put:
         raise OSError("No space")
 
 
 def _get_entry(folder: Path) -> int | None:
-    found = FolderTier("host", folder, 10**9).get("key", ANCHOR)
-    if found is None:
+    response = FolderTier("host", folder, 10**9).get("key", ANCHOR)
+    if response is None:
         return None
-    hidden = found.blocks[0].hidden
+    hidden = response.blocks[0].hidden
     assert hidden is not None
     assert hidden.data.eq(hidden.data[0, 0]).all()
     return int(hidden.data[0, 0])
@@ -83,8 +83,8 @@ def _put_result(folder: Path, number: int) -> None:
 
 
 def _get_template(folder: Path) -> int | None:
-    found = KeptTemplates(folder).get(ID) if folder.is_dir() else None
-    return None if found is None else _same(found)
+    response = KeptTemplates(folder).get(ID) if folder.is_dir() else None
+    return None if response is None else _same(response)
 
 
 def _same(content: bytes) -> int:
@@ -192,9 +192,9 @@ def use(request: pytest.FixtureRequest) -> Use:
 
 @pytest.fixture
 def open_umask() -> Iterator[None]:
-    before = os.umask(0)
+    umask = os.umask(0)
     yield
-    os.umask(before)
+    os.umask(umask)
 
 
 def test_what_was_put_last_is_there(use: Use, tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ def test_nobody_else_may_look(use: Use, tmp_path: Path, open_umask: None) -> Non
     use.put(tmp_path / "f", 1)
     found = [tmp_path / "f", *(tmp_path / "f").rglob("*")]
     assert len(found) > 1
-    others = {path.name for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077}
-    assert others == (set() if use.private else {"out.png"})
+    names = {path.name for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077}
+    assert names == (set() if use.private else {"out.png"})
 
 
 def test_a_file_that_does_not_fit_leaves_what_was_there(
@@ -273,12 +273,12 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"half\n"
-        with store.aside() as own, store.alone():
+        with store.aside() as aside, store.alone():
             assert len(store.left_behind()) == 2
             assert store.arriving() == 4096
             writer.kill()
             writer.wait()
-            own.keep_as("whole")
+            aside.keep_as("whole")
         with store.alone():
             assert store.left_behind() == []
         assert (tmp_path / "whole").exists()
@@ -290,8 +290,8 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
 
 
 def test_one_at_a_time_brings_a_file(tmp_path: Path) -> None:
-    one, other = FileStore(tmp_path), FileStore(tmp_path)
-    with one.bringing("x", 1.0):
+    file_store, other = FileStore(tmp_path), FileStore(tmp_path)
+    with file_store.bringing("x", 1.0):
         with pytest.raises(TimeoutError), other.bringing("x", 0.0):
             raise AssertionError("both")
         with other.bringing("y", 0.0):

@@ -96,9 +96,9 @@ class Cuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        current, self.current = self.current, stream
         yield
-        self.current = before
+        self.current = current
 
     def device(self, device: object) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
@@ -174,9 +174,9 @@ class Stored(NamedTuple):
     def entry(self, seed: int, format: str = "int8") -> tuple[StoredEntry, AnchorEntry]:
         entry = random_entry(seed, tokens=300, width=64, format=format)
         assert self.tier.put(str(seed), entry, NOTE)
-        there = self.tier.open(str(seed), entry.anchor)
-        assert there is not None
-        return there, entry
+        file = self.tier.open(str(seed), entry.anchor)
+        assert file is not None
+        return file, entry
 
 
 def part(seed: int, format: str) -> tuple[Coded, Coded]:
@@ -236,7 +236,7 @@ def test_entries_lie_token_by_token_however_they_were_computed(format: str) -> N
     """A 1x1 convolution leaves them channel by channel, of which no token can be gathered."""
     x = torch.randn(64, 24).t()
     stored = encode(x, format)
-    assert all(each.is_contiguous() for each in stored.tensors())
+    assert all(tensor.is_contiguous() for tensor in stored.tensors())
     [taken] = HostMover().move((stored,), np.array([3, 20])).get()
     expected, found = torch.empty(2, 64), torch.empty(2, 64)
     encode(x.contiguous(), format).take(torch.tensor([3, 20])).into(expected)
@@ -330,8 +330,8 @@ def test_the_way_that_is_done_sooner_is_taken(cuda: Cuda, stored: Stored, tokens
     stored.mover.rates = LinkRates(gathered=10e9, direct=50e9)
     there, _ = stored.entry(0)
     stored.mover.move(there.blocks[0].part("h"), np.arange(tokens))
-    own, _, scale = 8 * tokens, 300 * 64, 64 * 4
-    direct = [scale, own, 300 * 64]
+    count, _, scale = 8 * tokens, 300 * 64, 64 * 4
+    direct = [scale, count, 300 * 64]
     assert (cuda.sent == direct) is (tokens > 60)
     assert sum(cuda.sent) == (sum(direct) if tokens > 60 else 64 * tokens + scale)
 

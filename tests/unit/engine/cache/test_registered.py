@@ -41,9 +41,9 @@ def file_of(path: Path, content: bytes) -> OpenFile:
 
 
 def registered(registrar: Registrar, file: OpenFile) -> Registered:
-    found = registrar.register(file.descriptor, file.nbytes)
-    assert found is not None
-    return found
+    register = registrar.register(file.descriptor, file.nbytes)
+    assert register is not None
+    return register
 
 
 def test_the_whole_file_is_registered_as_it_is(
@@ -165,10 +165,10 @@ def test_many_threads_that_open_and_drop_leave_nothing(tmp_path: Path) -> None:
                 held[number].copied(Passed())
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert runtime.total > 60
     eventually("unregistered", lambda: not runtime.ranges)
     registrar.close()

@@ -100,8 +100,8 @@ def test_churn_stays_in_the_reserve_where_torch_gives_memory_back() -> None:
         while len(loads) > rng.integers(2, 5):
             naive.give(loads.pop(int(rng.integers(len(loads))))[1])
         del block
-        held = [each[0]._memory for each in (*entries, *loads)]
-        places = sorted((each.storage_offset(), len(each)) for each in held)
+        memories = [each[0]._memory for each in (*entries, *loads)]
+        places = sorted((each.storage_offset(), len(each)) for each in memories)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
         assert reserve.free == len(reserve.memory) - sum(n for _, n in places)
     assert evicted > 100
@@ -131,12 +131,12 @@ def test_an_entry_in_a_block_is_the_same_and_gives_it_back_when_nobody_reads_it(
     entry = entry_of(1)
     block = reserve.take(entry.room, stays=True)
     assert block is not None
-    own = entry.within(block)
+    within = entry.within(block)
     del block
-    assert same(own, entry)
-    assert all(inside(reserve, t) for b in own.blocks for c in b.part("kv") for t in c.tensors())
+    assert same(within, entry)
+    assert all(inside(reserve, t) for b in within.blocks for c in b.part("kv") for t in c.tensors())
     assert reserve.free == len(reserve.memory) - entry.room
-    del own
+    del within
     assert reserve.free == len(reserve.memory)
 
 
@@ -149,14 +149,14 @@ def test_a_store_evicts_until_there_is_one_piece_and_keeps_nothing_outside() -> 
         assert store.put(key, entry, NOTE)
     assert set(store.memory.held()) == {"t2", "t3", "t4"}
     for key in ("t2", "t3", "t4"):
-        kept = store.memory.get(key, one.anchor)
-        assert kept is not None
-        assert same(kept, entries[key])
-        assert kept.memory is not None
+        response = store.memory.get(key, one.anchor)
+        assert response is not None
+        assert same(response, entries[key])
+        assert response.memory is not None
     held = store.memory.get("t2", one.anchor)
     store.evict("t2")
     assert reserve.free == ALIGN, "a row still reads it"
-    del held, kept
+    del held, response
     store.evict("t3")
     store.evict("t4")
     assert reserve.free == len(reserve.memory)

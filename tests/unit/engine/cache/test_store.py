@@ -111,8 +111,8 @@ def test_rows_read_their_own_tokens_and_equal_masks_share_a_load(store: Store) -
 def test_a_reader_of_some_heads_loads_these_alone(store: Store, tier: str, format: str) -> None:
     """From memory and from a file; another load than one of all heads, of so many bytes fewer."""
     rng, heads = torch.Generator().manual_seed(3), SOME.of_heads(1, 3, 4)
-    kept = [encode(torch.randn(24, 4 * GROUP, generator=rng), format) for _ in range(3)]
-    entry = AnchorEntry(ANCHORS[0], (BlockEntry(*kept),))
+    encodeds = [encode(torch.randn(24, 4 * GROUP, generator=rng), format) for _ in range(3)]
+    entry = AnchorEntry(ANCHORS[0], (BlockEntry(*encodeds),))
     assert store.put("k", entry, NOTE)
     assert store.settle()
     if tier == "host":
@@ -126,9 +126,9 @@ def test_a_reader_of_some_heads_loads_these_alone(store: Store, tier: str, forma
     assert same_coded(hidden, all_heads.wait(0, "h")[0])
     for own, whole in zip(some.wait(0, "kv"), all_heads.wait(0, "kv"), strict=True):
         assert same_coded(own, whole.columns(1, 3, 4))
-    (came, moved), (_, of_all) = store.account(some), store.account(all_heads)
-    saved = sum(k.nbytes_of(len(SOME.of(0))) for k in kept[1:])
-    assert (came, of_all - moved) == (tier, saved // 2)
+    (account, moved), (_, of_all) = store.account(some), store.account(all_heads)
+    saved = sum(k.nbytes_of(len(SOME.of(0))) for k in encodeds[1:])
+    assert (account, of_all - moved) == (tier, saved // 2)
     for handle in (all_heads, some):
         handle.release()
 
@@ -194,13 +194,13 @@ def test_a_restarted_worker_reads_from_files_and_brings_them_nearer(
     fill(first)
     first.close()
     folders[0].evict("k")
-    told = threading.Event()
+    event = threading.Event()
     again = Store(
-        MemoryTier(100 * SIZE), folders, None, Loader(HostMover()), lambda key: told.set()
+        MemoryTier(100 * SIZE), folders, None, Loader(HostMover()), lambda key: event.set()
     )
     assert again.locate("k", ANCHORS) == "disk"
     assert again.hold("k", ANCHORS[0]) is None  # not now: it is being fetched
-    assert told.wait(30)
+    assert event.wait(30)
     handle = request(again)
     assert handle.load.tier == "host"
     assert_reads(handle, SOME)
@@ -263,13 +263,13 @@ def test_a_far_store_is_asked_in_the_background_and_what_it_has_comes_nearer(
     remote = RemoteTier(f"file://{tmp_path}/far", 10**8)
     for number, anchor in enumerate(ANCHORS):
         remote.put("k", random_entry(number, anchor), NOTE)
-    told = threading.Event()
-    store = Store(MemoryTier(10**6), folders, remote, Loader(HostMover()), lambda key: told.set())
+    event = threading.Event()
+    store = Store(MemoryTier(10**6), folders, remote, Loader(HostMover()), lambda key: event.set())
     assert store.locate("k", ANCHORS) is None  # nobody waits for the network
     assert store.lower.network.settle(30.0)
     assert store.locate("k", ANCHORS) == "remote"
     assert not store.fetch("k", ANCHORS)
-    assert told.wait(30)
+    assert event.wait(30)
     handle = request(store)
     assert_reads(handle, SOME)
     assert store.account(handle)[0] == "remote"
@@ -303,8 +303,8 @@ def test_parts_travel_in_the_order_of_their_turn() -> None:
     for block, part in [(0, "kv"), (1, "kv"), (2, "kv"), (1, "h")]:
         handle.wait(block, part)
     expected = [(0, "kv"), (1, "kv"), (2, "kv"), (1, "h")]
-    wanted = [entry.blocks[block].part(part)[0].data for block, part in expected]
-    assert all(torch.equal(m[0].data, w) for m, w in zip(mover.moved, wanted, strict=True))
+    data = [entry.blocks[block].part(part)[0].data for block, part in expected]
+    assert all(torch.equal(m[0].data, w) for m, w in zip(mover.moved, data, strict=True))
     assert handle.ready(1, "h")
     assert not handle.ready(0, "h")
     handle.release()

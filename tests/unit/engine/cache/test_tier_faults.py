@@ -118,8 +118,8 @@ def test_a_writer_that_is_killed_leaves_nothing_half_visible(tmp_path: Path) -> 
             time.sleep(pause)
             writer.send_signal(signal.SIGKILL)
         tier = FolderTier("disk", tmp_path, 10**9)
-        found = tier.get("k", ANCHORS[0])
-        assert found is None or same(found, expected)
+        response = tier.get("k", ANCHORS[0])
+        assert response is None or same(response, expected)
         assert tier.corrupt == 0
         tier.check_integrity()  # and nothing is left beside it
 
@@ -202,8 +202,8 @@ def test_tokens_are_read_from_a_file_as_from_memory(tmp_path: Path, format: str)
     assert stored is not None
     tier.evict("k")
     dice = fresh_rng()
-    some = np.sort(dice.choice(3000, 1000, replace=False))
-    for ids in (None, np.arange(100, 2900), some, dice.permutation(some), np.array([2999, 0, 7])):
+    sort = np.sort(dice.choice(3000, 1000, replace=False))
+    for ids in (None, np.arange(100, 2900), sort, dice.permutation(sort), np.array([2999, 0, 7])):
         for block, whole in zip(stored.blocks, entry.blocks, strict=True):
             for part in PARTS:
                 assert_reads_alike(block.part(part), whole.part(part), ids)

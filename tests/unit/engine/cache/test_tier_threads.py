@@ -26,10 +26,10 @@ STRESS_S = 2.0
 @pytest.fixture
 def hurried() -> Iterator[None]:
     """Threads take turns a thousand times more often."""
-    before = sys.getswitchinterval()
+    getswitchinterval = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
-    sys.setswitchinterval(before)
+    sys.setswitchinterval(getswitchinterval)
 
 
 def open_store(tmp_path: Path) -> Store:
@@ -63,9 +63,9 @@ def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> N
                 store.fetch(key, ANCHORS)
                 store.lower.seen, store.lower.version, store.lower.busy(key)
                 for anchor in ANCHORS:
-                    held = store.hold(key, anchor)
-                    if held is not None:
-                        store.let_go(held)
+                    hold = store.hold(key, anchor)
+                    if hold is not None:
+                        store.let_go(hold)
                 store.evict(key)
     finally:
         threading.excepthook = failures

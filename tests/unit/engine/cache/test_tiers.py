@@ -170,10 +170,10 @@ def test_what_was_handed_out_stays_valid_after_its_eviction(make: Make) -> None:
 def test_putting_an_entry_again_replaces_it(make: Make) -> None:
     tier = make(10)
     fill(tier, "k")
-    before = tier.held()["k"].nbytes
+    nbytes = tier.held()["k"].nbytes
     assert tier.put("k", random_entry(77, ANCHORS[0]), NOTE)
     assert same(tier.get("k", ANCHORS[0]), random_entry(77, ANCHORS[0]))
-    assert tier.held()["k"].nbytes == before
+    assert tier.held()["k"].nbytes == nbytes
     tier.check_integrity()
 
 

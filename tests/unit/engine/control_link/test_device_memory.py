@@ -84,13 +84,13 @@ class Site:
         for number in range(STEPS):
             executor.step(StepInput(number + 1, ("a", "b")), results.append)
             assert not results[-1].failed
-        found = [executor.result(name).array() for name in ("a", "b")]
+        pixels = [executor.result(name).array() for name in ("a", "b")]
         for name in ("a", "b"):
             executor.release(name)
         rows = service.front._service.sessions
         eventually("no row is left", lambda: rows.counts()["rows"] == 0)
         executor.close()
-        return found
+        return pixels
 
 
 @pytest.fixture
@@ -216,12 +216,12 @@ def test_places_of_a_session_that_ended_rest_for_a_while(
         control = replace(jobs[0].controls[0], net=service.versions["one"])
         executor.make("a", DenseRowSpec(replace(jobs[0], controls=(control,))))
         executor.step(StepInput(1, ("a",)), [].append)
-        held = block_of(service).free()
-        assert held < whole
+        free = block_of(service).free()
+        assert free < whole
         sessions = service.front._service.sessions
         executor.close()
         eventually("its session has ended", lambda: sessions.counts()["sessions"] == 0)
-        assert block_of(service).free() == held
+        assert block_of(service).free() == free
         ipc.catch_up()  # in so long
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
         monkeypatch.setattr(device_memory, "time", later)
@@ -242,7 +242,7 @@ def test_places_never_overlap_and_none_is_lost(ipc: FakeIpc) -> None:
                 held.pop((row, slot), None)
             case 1 if row != "d" and rng.random() < 0.3:
                 block.close(row, read=True)
-                held = {at: each for at, each in held.items() if at[0] != row}
+                held = {at: place for at, place in held.items() if at[0] != row}
                 block.open(row)
             case _:
                 x = torch.randn(int(rng.integers(0, 500)))
@@ -251,7 +251,7 @@ def test_places_never_overlap_and_none_is_lost(ipc: FakeIpc) -> None:
                 else:
                     full += row != "d"
         assert ("d", slot) not in held  # nobody opened it
-        for begin, x in (each for places in held.values() for each in places):
+        for begin, x in (place for places in held.values() for place in places):
             assert torch.equal(device_memory._at(block._block, begin, x.shape, x.dtype), x)
     assert full
     for row in "abc":

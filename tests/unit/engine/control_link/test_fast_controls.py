@@ -55,10 +55,10 @@ class Model:
         config = config_of(folder, model={"outside_noise": "edit"})
         self.folder, self.encoder, self.adapter = folder, load_encoder(config), load_adapter(config)
         self.unet = isinstance(self.adapter, UnetAdapter)
-        own: Any = self.adapter
+        adapter: Any = self.adapter
         self.nets = {
-            "one": random_unet_net(own.model, 1) if self.unet else random_net(1, 1, 1),
-            "two": random_unet_net(own.model, 2) if self.unet else random_net(2, 1, 2),
+            "one": random_unet_net(adapter.model, 1) if self.unet else random_net(1, 1, 1),
+            "two": random_unet_net(adapter.model, 2) if self.unet else random_net(2, 1, 2),
         }
         self.service = Service(folder, run, self.nets)
         self.replay = Replay(self.adapter)
@@ -239,9 +239,9 @@ def test_rows_of_a_mixed_batch_are_as_alone(model: Model) -> None:
 
     alone = [model.run([row])[row.request_id] for row in rows()]
     together = rows()
-    found = model.run(together[:4], together[4:])
+    result = model.run(together[:4], together[4:])
     for number, expected in enumerate(alone):
-        assert np.abs(found[str(number)] - expected).max() <= tolerance(expected), number
+        assert np.abs(result[str(number)] - expected).max() <= tolerance(expected), number
     service.close()
 
 
@@ -353,18 +353,18 @@ def test_which_residuals_a_step_adds() -> None:
     for number, step in enumerate((0, 2, 4)):
         ahead.keep(SentAsk(number, step, 4, 0, ahead=False))
         if step == 0:  # behind a row's first step there is nothing else
-            sent = SentAsk(0, 0, 4, 0, ahead=False)
+            sent_ask = SentAsk(0, 0, 4, 0, ahead=False)
             assert ahead.at(1, 4, none_failed) is not None
             assert ahead.at(1, 9, none_failed) is None, "other tokens"
             assert ahead.at(1, 4, lambda number: True) is None, "it has failed"
-            assert not ahead.wants_own(1, sent)
+            assert not ahead.wants_own(1, sent_ask)
     assert ahead.at(2, 4, none_failed) is None, "nothing acts"
     assert ahead.at(5, 4, none_failed) is None, "another scale"
     assert Reuse(scales, fast=True).at(3, 4, none_failed) is None, "never asked"
     assert ahead.wants_own(5, None)
 
     exact = Reuse(scales, fast=False)
-    exact.keep(sent)
+    exact.keep(sent_ask)
     assert exact.at(1, 4, none_failed) is None
     assert exact.wants_own(1, None)
     assert not exact.wants_ahead(0, 4)

@@ -97,9 +97,9 @@ def site(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Site]:
 
 
 def step(executor: LocalExecutor, *rows: str) -> StepResult:
-    found: list[StepResult] = []
-    executor.step(StepInput(1, rows), found.append)
-    return found[0]
+    step_results: list[StepResult] = []
+    executor.step(StepInput(1, rows), step_results.append)
+    return step_results[0]
 
 
 def executor_of(site: Site, service: ControlService, jobs: Any) -> LocalExecutor:
@@ -124,8 +124,8 @@ def check_only_it_fails(site: Site, executor: LocalExecutor, jobs: Any, named: s
     executor.release("with")
     while step(executor, "without").rows[0].done < 4:
         pass
-    found = executor.result("without").array()
-    assert np.allclose(found, alone(site, jobs[1]), atol=1e-4)
+    pixels = executor.result("without").array()
+    assert np.allclose(pixels, alone(site, jobs[1]), atol=1e-4)
 
 
 @both_ways
@@ -343,7 +343,7 @@ def attached(site: Site) -> dict[str, Any]:
 
 @pytest.mark.parametrize("first", [b"\xff\xfe", b"nobody", b"\x93" * 5000, b""])
 def test_whatever_comes_ends_its_own_session_alone(site: Site, first: bytes) -> None:
-    own = site.service.denoiser()
+    denoiser = site.service.denoiser()
     path = Path(attached(site)["socket"])
     assert path.parent == site.service.folder / "controls", "what the supervisor clears has it"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -355,11 +355,11 @@ def test_whatever_comes_ends_its_own_session_alone(site: Site, first: bytes) -> 
             assert stranger.recv(10) == b""
     for _ in range(3):  # it goes on
         site.service.denoiser().close()
-    own.close()
+    denoiser.close()
 
 
 def test_a_session_s_bad_messages_end_it_alone(site: Site) -> None:
-    own = site.service.denoiser()
+    denoiser = site.service.denoiser()
     path = Path(attached(site)["socket"])
     for message in (b"\xff" * 100, b"\x91" * 60_000, b"\xc1"):
         session = attached(site)["session"]
@@ -371,7 +371,7 @@ def test_a_session_s_bad_messages_end_it_alone(site: Site) -> None:
             stranger.send(message)
             assert stranger.recv(10) == b""
     site.service.denoiser().close()
-    own.close()
+    denoiser.close()
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError])
@@ -413,8 +413,8 @@ def test_an_edit_says_how_many_of_its_steps_asked_ahead(site: Site) -> None:
     try:
         for adapters in ("exact", "fast"):
             job, _ = site.jobs(adapters)
-            asked = replace(job.request, controls=(named,))
-            stale.append(edit(engine, replace(job, request=asked)).meta["controls_stale_steps"])
+            request = replace(job.request, controls=(named,))
+            stale.append(edit(engine, replace(job, request=request)).meta["controls_stale_steps"])
     finally:
         engine.close(1.0)
     assert stale == [0, 3]

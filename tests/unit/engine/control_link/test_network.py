@@ -57,10 +57,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @contextmanager
 def wires() -> Iterator[tuple[Wire, Wire]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = Wire(socket.create_connection(listener.getsockname()))
+        wire = Wire(socket.create_connection(listener.getsockname()))
         other = Wire(listener.accept()[0])
-    yield one, other
-    for each in (one, other):
+    yield wire, other
+    for each in (wire, other):
         each.close()
 
 
@@ -80,13 +80,13 @@ def test_tensors_come_as_they_were_sent() -> None:
     rng = fresh_rng()
     shapes = [tuple(rng.integers(1, 40, rng.integers(1, 4)).tolist()) for _ in range(12)]
     shapes += [(0, 4), (700, 3000)]  # more than a socket holds
-    sent = [torch.randn(shape).to(DTYPES[at % 3]) for at, shape in enumerate(shapes)]
-    sent.append(torch.randn(6, 5).T)
+    tos = [torch.randn(shape).to(DTYPES[at % 3]) for at, shape in enumerate(shapes)]
+    tos.append(torch.randn(6, 5).T)
     with wires() as (one, other):
-        sender = threading.Thread(target=one.send, args=(b"message", sent))
+        sender = threading.Thread(target=one.send, args=(b"message", tos))
         sender.start()
         assert other.receive() == b"message"
-        for each in sent:
+        for each in tos:
             came = torch.empty(each.shape, dtype=each.dtype)
             other.fill(came)
             assert torch.equal(came, each)
@@ -199,9 +199,9 @@ def test_edits_are_the_same_bytes_by_either_way(
 
 
 def refused(messages: Callable[[], Any]) -> str:
-    with pytest.raises(Lost) as told:
+    with pytest.raises(Lost) as raises:
         messages()
-    return str(told.value)
+    return str(raises.value)
 
 
 def test_whoever_has_no_key_of_a_session_is_turned_away(service: Service) -> None:
@@ -265,9 +265,10 @@ def test_strangers_that_hold_all_places_give_way(
     monkeypatch.setattr("maskserve_engine.control_service.remote._MOST_LINKS", 4)
     at, remote = attached(service), service.front._service._remote
     assert remote is not None
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         silent = [
-            held.enter_context(socket.create_connection(("127.0.0.1", at.port))) for _ in range(9)
+            exit_stack.enter_context(socket.create_connection(("127.0.0.1", at.port)))
+            for _ in range(9)
         ]
         eventually("they hold all", lambda: len(remote._unproven) == 4)
         first, second = over_tcp(at), over_tcp(at)

@@ -128,15 +128,15 @@ def test_a_mixed_batch_is_the_same_bytes_with_a_service(model: Model, entries: b
     rng = fresh_rng()
     jobs = model.jobs(rng)
     primed = Primed(model.adapter, model.encoder, jobs[0]) if entries else None
-    here = model.run(model.rows(jobs, None, primed))
+    result = model.run(model.rows(jobs, None, primed))
     service = model.service.denoiser()
     there = model.run(model.rows(jobs, service, primed))
     service.close()
-    assert here.keys() == there.keys() == {str(n) for n in range(len(MIX))}
-    for name, latents in here.items():
+    assert result.keys() == there.keys() == {str(n) for n in range(len(MIX))}
+    for name, latents in result.items():
         assert np.array_equal(there[name], latents), name
     plain = model.run(model.rows([replace(job, controls=()) for job in jobs], None, primed))
-    assert not np.array_equal(plain["1"], here["1"]), "the control changes nothing"
+    assert not np.array_equal(plain["1"], result["1"]), "the control changes nothing"
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -149,8 +149,8 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
 
     def run(service: ControlService | None) -> list[Any]:
         rows: list[Any] = []
-        for job, own in zip(jobs, plans, strict=True):
-            rows.append(model.adapter.anchored_row(job, own))
+        for job, plan in zip(jobs, plans, strict=True):
+            rows.append(model.adapter.anchored_row(job, plan))
             if service is None:
                 model.adapter.control(rows[-1], job, model.nets)
             elif (opening := model.adapter.opening(rows[-1], job)) is not None:
@@ -159,10 +159,10 @@ def test_rows_that_foresee_are_the_same_bytes_with_a_service(model: Model, fast:
         own_rows.run(model.adapter, rows, plans)
         return [row.result().array() for row in rows]
 
-    here, service = run(None), model.service.denoiser()
+    result, service = run(None), model.service.denoiser()
     there = run(service)
     service.close()
-    for mine, other, job in zip(here, there, jobs, strict=True):
+    for mine, other, job in zip(result, there, jobs, strict=True):
         assert np.isfinite(other).all()
         assert np.array_equal(mine, other) or (fast and job.controls)
 
@@ -173,7 +173,9 @@ def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -
     sets = [model.jobs(rng)[:3] for _ in range(2)]
     expected = [model.run(model.rows(jobs, None, None)) for jobs in sets]
     services = [model.service.denoiser() for _ in sets]
-    running = [model.rows(jobs, own, None) for jobs, own in zip(sets, services, strict=True)]
+    running = [
+        model.rows(jobs, service, None) for jobs, service in zip(sets, services, strict=True)
+    ]
     bases = [model.adapter, load_adapter(model.config)]
     found: list[dict[str, Any]] = [{}, {}]
     while any(running):
@@ -183,8 +185,8 @@ def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -
             done = {r.request_id: r.result().array() for r in rows if r.step == r.steps}
             found[number] |= done
             running[number] = [r for r in rows if r.step < r.steps]
-    for own in services:
-        own.close()
+    for service in services:
+        service.close()
     for mine, latents in zip(found, expected, strict=True):
         assert all(np.array_equal(mine[name], latents[name]) for name in latents)
 

@@ -74,17 +74,17 @@ class Rig:
 
     def load(self, session: str, name: str) -> list[Loaded | MaskserveError]:
         """What is said of it, once it is."""
-        told: list[Loaded | MaskserveError] = []
+        loadeds: list[Loaded | MaskserveError] = []
         self.service.sessions.load(
-            session, ResolvedControl(name=name, version=name, image=0), told.append
+            session, ResolvedControl(name=name, version=name, image=0), loadeds.append
         )
-        return told
+        return loadeds
 
     def here(self, session: str, name: str) -> list[Loaded | MaskserveError]:
-        told = self.load(session, name)
+        loaded = self.load(session, name)
         if name in self.source.under_way:
             self.source.come(name)
-        return told
+        return loaded
 
 
 @pytest.fixture
@@ -152,9 +152,9 @@ def test_the_least_used_per_byte_goes_first(rig: Rig) -> None:
 
 def test_a_load_that_fails_is_told_and_tried_anew_and_holds_nothing(rig: Rig) -> None:
     session = rig.attach()
-    told = rig.load(session, "a9")
+    loaded = rig.load(session, "a9")
     rig.source.fail("a9")
-    assert [str(error) for error in told] == ["[ENGINE_FAILED] it is broken"]
+    assert [str(error) for error in loaded] == ["[ENGINE_FAILED] it is broken"]
     assert rig.here(session, "b9")
     rig.service.sessions.drop(session, "b9")
     assert rig.here(session, "a9")
@@ -177,8 +177,8 @@ def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
             for name in list(rig.source.under_way):
                 rig.source.come(name)
 
-    coming = threading.Thread(target=come)
-    coming.start()
+    thread = threading.Thread(target=come)
+    thread.start()
 
     def use(session: str, seed: int) -> None:
         for turn in range(60):
@@ -191,12 +191,12 @@ def test_threads_that_load_and_drop_keep_the_books(rig: Rig) -> None:
                 rig.service.sessions.drop(session, name)
 
     users = [threading.Thread(target=use, args=(rig.attach(), n)) for n in range(4)]
-    for each in users:
-        each.start()
-    for each in users:
-        each.join()
+    for user in users:
+        user.start()
+    for user in users:
+        user.join()
     stop.set()
-    coming.join()
+    thread.join()
     for name in list(rig.source.under_way):
         rig.source.come(name)
     rig.service.sessions._residency.check_integrity()

@@ -107,9 +107,9 @@ async def test_the_router_expects_the_same(mask: str, prompted: bool) -> None:
     turns = Turns(1)
     measure, image = Measure(RouterConfig(), turns), memoryview(b"")
     served = Served(64, 8, 20, mask_ring=0, dense_steps=NEEDED)
-    given: Any = encode(masks()[mask])
+    encoded: Any = encode(masks()[mask])
     measured, *_ = await measure.edit(
-        ANYBODY, image, given, EditSettings(), served, "m", prompted=prompted
+        ANYBODY, image, encoded, EditSettings(), served, "m", prompted=prompted
     )
     assert measured.dense_steps == NEEDED.of(20, prompt=prompted, side=mask == "side")
     turns.close()
@@ -120,7 +120,7 @@ def test_a_dense_first_step_costs_what_a_dense_step_does(first: int) -> None:
     pricing = Pricing(1.0, 10.0, 1.0, 0.02, 0.01, tokens=100.0)
     worker = WorkerView("w", pricing, 8, 8)
     cached, begun = (worker.price(Edit(4, 20, 100, "t", dense_steps=steps)) for steps in (0, first))
-    dense, left = worker.price(Edit(4, 20, 100, cache=False)), min(1.0, first / 4)
+    dense, minimum = worker.price(Edit(4, 20, 100, cache=False)), min(1.0, first / 4)
     assert begun == pytest.approx(
-        [left * d + (1 - left) * c for c, d in zip(cached, dense, strict=True)]
+        [minimum * d + (1 - minimum) * c for c, d in zip(cached, dense, strict=True)]
     )

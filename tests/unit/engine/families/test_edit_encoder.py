@@ -167,8 +167,8 @@ def test_private_prompts_are_kept_for_their_key_alone(make: Make, tiny_fill: Pat
     kept = make(load_encoder(config), config)
 
     def how(name: str, *, private: bool) -> str:
-        asked = EditSettings(private_prompt=private)
-        edit = replace(edit_of(replace(case, settings=asked), "a secret"), request_id=name)
+        edit_settings = EditSettings(private_prompt=private)
+        edit = replace(edit_of(replace(case, settings=edit_settings), "a secret"), request_id=name)
         return kept.encode(edit, case.pixels, case.mask)[1].prompt
 
     assert [how("one!a", private=True), how("one!b", private=True)] == ["made", "kept"]
@@ -251,8 +251,8 @@ def test_pieces_that_see_everything_give_all_of_the_masked_picture(
     box = PixelBox(10, 5, 30, 20).shrunk(factor)
     pieces = encoder.pieces([box], size, halo=64)
     everything = replace(pieces, probes=(), spread=64)
-    found = encoder.masked_pieces(pixels, mask, everything, encoder.template(pixels))
-    np.testing.assert_allclose(found, encoder.masked_moments(pixels, mask), atol=1e-4)
+    masked_pieces = encoder.masked_pieces(pixels, mask, everything, encoder.template(pixels))
+    np.testing.assert_allclose(masked_pieces, encoder.masked_moments(pixels, mask), atol=1e-4)
 
 
 def test_everything_masked_is_encoded_as_a_whole(make: Make, tiny_fill: Path) -> None:
@@ -318,19 +318,19 @@ def test_edits_encoded_together_are_as_each_alone(
     encoder = load_encoder(config)
     stages = structs.replace(config.stages, vae_batches="on")
     config = structs.replace(config, stages=stages, runtime_dir=str(tmp_path))
-    kept = EditEncoder(encoder, config, texts_aside=aside)
+    edit_encoder = EditEncoder(encoder, config, texts_aside=aside)
     for batch in range(4):
         work = []
         for number in range(6):
             pixels = random_case(rng).pixels
             mask = (rng.random(pixels.shape[:2]) < 0.5).astype(np.uint8) * 255
             negative = str(rng.choice(WORDS)) if model != "fill" and rng.random() < 0.5 else None
-            asked = EditSettings(negative_prompt=negative, reproducible=number % 3 == 0)
+            edit_settings = EditSettings(negative_prompt=negative, reproducible=number % 3 == 0)
             # A text of its own: were all but one kept, that one would be encoded alone.
-            case = Case(pixels, mask, f"{rng.choice(WORDS)} {batch} {number}", asked, 1)
+            case = Case(pixels, mask, f"{rng.choice(WORDS)} {batch} {number}", edit_settings, 1)
             work.append(ToEncode(edit_of(case), pixels, mask))
         # All, before the encoder is asked again: a second thread has it until then.
-        for each, made in zip(work, list(kept.encode_all(work)), strict=True):
+        for each, made in zip(work, list(edit_encoder.encode_all(work)), strict=True):
             assert not isinstance(made, Exception), made
             found, report = made
             settings = each.edit.settings
@@ -343,7 +343,7 @@ def test_edits_encoded_together_are_as_each_alone(
             else:
                 assert report.batch >= 4
                 near(found, expected)
-    kept.close()
+    edit_encoder.close()
 
 
 def test_one_thread_alone_asks_the_tokenizers(
@@ -351,7 +351,7 @@ def test_one_thread_alone_asks_the_tokenizers(
 ) -> None:
     """Theirs is the padding of the last call, whoever made it."""
     config = structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path))
-    kept = EditEncoder(load_encoder(config), config, texts_aside=True)
+    edit_encoder = EditEncoder(load_encoder(config), config, texts_aside=True)
     asked = set()
     own = TextEncoder.read_of
 
@@ -361,8 +361,8 @@ def test_one_thread_alone_asks_the_tokenizers(
 
     monkeypatch.setattr(TextEncoder, "read_of", read_of)
     case = random_case(fresh_rng())
-    kept.encode(edit_of(case), case.pixels, case.mask)
-    kept.close()
+    edit_encoder.encode(edit_of(case), case.pixels, case.mask)
+    edit_encoder.close()
     assert len(asked) == 1
     assert asked.isdisjoint({threading.current_thread().name})
 
@@ -372,10 +372,10 @@ def near(found: Encoded, expected: Encoded) -> None:
     np.testing.assert_allclose(found.masked_moments, expected.masked_moments, atol=2e-5)
     pairs = [(found.conditioning, expected.conditioning)]
     pairs.append((found.negative or {}, expected.negative or {}))
-    for some, others in pairs:
-        assert some.keys() == others.keys()
+    for pair, others in pairs:
+        assert pair.keys() == others.keys()
         for name, array in others.items():
-            np.testing.assert_allclose(some[name], array, atol=2e-5)
+            np.testing.assert_allclose(pair[name], array, atol=2e-5)
 
 
 def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_fill: Path) -> None:
@@ -392,10 +392,10 @@ def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_
         )
         for case, loras in zip(cases, [(), (gone,), (lora,)], strict=True)
     ]
-    made = list(kept.encode_all(work))
-    assert isinstance(made[1], Overloaded)
+    encode_all = list(kept.encode_all(work))
+    assert isinstance(encode_all[1], Overloaded)
     for number in (0, 2):
-        assert not isinstance(made[number], Exception), made[number]
+        assert not isinstance(encode_all[number], Exception), encode_all[number]
 
 
 def test_prompts_that_fail_together_go_alone(
@@ -403,12 +403,12 @@ def test_prompts_that_fail_together_go_alone(
 ) -> None:
     config = config_of(tiny_fill)
     encoder = load_encoder(config)
-    alone = encoder.encode_prompts
+    encode_prompts = encoder.encode_prompts
 
     def one_at_a_time(prompts: Any) -> Any:
         if len(prompts) > 1:
             raise MemoryError("too many")
-        return alone(prompts)
+        return encode_prompts(prompts)
 
     encoder.encode_prompts = one_at_a_time
     cases = [random_case(fresh_rng()) for _ in range(2)]
@@ -438,15 +438,17 @@ def test_what_is_cut_of_a_prompt_is_told(
         assert set(report.tokens) == {"prompt", *(["negative_prompt"] if away else [])}
         for name, text in (("prompt", prompt), ("negative_prompt", away)):
             for part, read in report.tokens.get(name, {}).items():
-                own = encoder.text_encoders[part]
-                ids = own.tokenizer(text, verbose=False).input_ids
-                asked = own.tokenizer(text, max_length=own.length, truncation=True).input_ids
-                assert (read.used, read.cut) == (len(asked), len(ids) - len(asked))
+                text_encoder = encoder.text_encoders[part]
+                ids = text_encoder.tokenizer(text, verbose=False).input_ids
+                input_ids = text_encoder.tokenizer(
+                    text, max_length=text_encoder.length, truncation=True
+                ).input_ids
+                assert (read.used, read.cut) == (len(input_ids), len(ids) - len(input_ids))
                 field = "PROMPT" if name == "prompt" else "SETTINGS.negative_prompt"
                 told = f"{field}: {part} reads {read.used} tokens and not the last {read.cut}"
                 assert (told in report.warnings) == (read.cut > 0)
         assert bool(report.warnings) == (prompt == long)
         assert len(report.tokens["prompt"]) == 2
     assert report.meta["prompt_tokens"]["text_encoder"]["cut"] > 0
-    again = type(report).from_json(report.to_json())
-    assert again == report
+    json = type(report).from_json(report.to_json())
+    assert json == report

@@ -40,8 +40,8 @@ FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
 class _Noises:
     def scale_noise(self: Any, sample: Tensor, timestep: Tensor, noise: Tensor) -> Tensor:
-        found: Tensor = self.add_noise(sample, noise, timestep)
-        return found
+        add_noise: Tensor = self.add_noise(sample, noise, timestep)
+        return add_noise
 
 
 class UniPC(_Noises, UniPCMultistepScheduler):  # type: ignore[misc]

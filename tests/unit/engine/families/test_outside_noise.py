@@ -38,9 +38,9 @@ def _drawn(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
 def _wanted(job: Any, channels: int) -> torch.Tensor:
     """[1, C, h, w], said again by itself: the image's sample is drawn before the noise."""
     shape = (channels, *job.moments.shape[1:])
-    own = torch.Generator("cpu").manual_seed(job.request.seed)
-    _drawn(own, shape)
-    noise = _drawn(own, shape)
+    manual_seed = torch.Generator("cpu").manual_seed(job.request.seed)
+    _drawn(manual_seed, shape)
+    noise = _drawn(manual_seed, shape)
     seed = int(job.request.pixels_id[:12], 16)
     outside = _drawn(torch.Generator("cpu").manual_seed(seed), shape)
     side = job.edit_mask.shape[0] // shape[1]

@@ -82,8 +82,8 @@ def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
     template was prepared too makes no difference.
     """
     adapter, encoder, plain = family
-    own, prompt = adapter.prepare(plain), encoder.encode_prompt("")
-    ready = adapter.prepare_template(own, 7)
+    prepare, prompt = adapter.prepare(plain), encoder.encode_prompt("")
+    ready = adapter.prepare_template(prepare, 7)
     anchors = adapter.anchors(adapter.tokens(plain).total, 4, 1)
     kinds = (frozenset({"kv"}),) * adapter.blocks
 
@@ -98,7 +98,7 @@ def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
     for make in makers:
         expected = tensors(make(plain))
         assert len(expected) >= 3
-        for given in (ready, ready, own):
+        for given in (ready, ready, prepare):
             row = make(given)
             assert same(tensors(row), expected)
             while row.step < row.steps:
@@ -114,8 +114,8 @@ def test_a_prepared_jobs_mask_is_not_looked_at_again(
     adapter, _, plain = family
     ready = replace(prepared(adapter, plain), edit_mask=np.zeros((0, 0), np.uint8))
     assert adapter.tokens(ready) == adapter.tokens(plain)
-    found, expected = adapter.counted(ready), adapter.counted(plain)
-    assert (found.active, found.convolved) == (expected.active, expected.convolved)
+    counted, expected = adapter.counted(ready), adapter.counted(plain)
+    assert (counted.active, counted.convolved) == (expected.active, expected.convolved)
 
 
 def test_a_registered_template_has_no_mask(family: tuple[Adapter, Encoder, EditJob]) -> None:
@@ -193,7 +193,7 @@ print(*left, torch.get_num_threads())
 
 def test_preparing_leaves_no_pool_of_threads() -> None:
     command = [sys.executable, "-c", _POOLS]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
-    own, rival, threads = map(int, done.stdout.split())
+    result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    own, rival, threads = map(int, result.stdout.split())
     assert own == 0 < rival
     assert threads == 3

@@ -102,8 +102,8 @@ def test_the_steps_offset_is_the_pipelines(
     """Stable Diffusion's pipelines step from offset 1 whatever the folder says; SDXL's do not."""
     changed = {"_class_name": sampler, "timestep_spacing": "leading", "steps_offset": 0}
     folder = copy(tiny_unets[name], tmp_path, skip_prk_steps=True, **changed)
-    theirs = pipeline.from_pretrained(folder).scheduler
-    theirs.set_timesteps(TIMESTEPS)
+    scheduler = pipeline.from_pretrained(folder).scheduler
+    scheduler.set_timesteps(TIMESTEPS)
     ours = load_adapter(config_of(folder)).sampler  # type: ignore[attr-defined]
     ours.set_timesteps(TIMESTEPS)
-    assert ours.timesteps.tolist() == theirs.timesteps.tolist()
+    assert ours.timesteps.tolist() == scheduler.timesteps.tolist()

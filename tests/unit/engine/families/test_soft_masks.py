@@ -99,9 +99,9 @@ def test_flux_is_the_pipeline_held_back_under_grey(
     channels, factor = row.blend.clean.shape[1] // 4, pipeline.vae_scale_factor
     grey = grey_of_latents(soft.mask, factor).expand(channels, -1, -1)
     packed = pipeline._pack_latents(grey[None].contiguous(), 1, *grey.shape)[0]
-    held = Thresholds(packed, row.blend.clean, row.blend.noise)
+    thresholds = Thresholds(packed, row.blend.clean, row.blend.noise)
     whole = replace(case, mask=binary(soft.mask))
-    expected = diffusers_latents(pipeline, whole, callback_on_step_end=held)
+    expected = diffusers_latents(pipeline, whole, callback_on_step_end=thresholds)
     assert np.abs(result_of(adapter, row) - expected).max() <= tolerance(expected)
     plain = diffusers_latents(pipeline, whole)
     assert np.abs(plain - expected).max() > 10 * tolerance(expected)
@@ -121,10 +121,10 @@ def test_an_inpainting_unet_is_the_pipeline_held_back_under_grey(
     whole = replace(case, mask=binary(soft.mask))
     row: Any = adapter.dense_row(encode_case(encoder, soft, "soft"))
     grey = grey_of_latents(soft.mask, soft.mask.shape[0] // row.blend.clean.shape[1])
-    held = Thresholds(grey, row.blend.clean, row.blend.noise)
+    thresholds = Thresholds(grey, row.blend.clean, row.blend.noise)
     asked = (whole.pixels, whole.mask, whole.prompt, whole.settings, whole.seed)
     [expected] = diffusers_edit(
-        pipeline, *asked, output_type="latent", callback_on_step_end=held
+        pipeline, *asked, output_type="latent", callback_on_step_end=thresholds
     ).numpy()
     assert np.abs(result_of(adapter, row) - expected).max() <= tolerance(expected)
     [plain] = diffusers_edit(pipeline, *asked, output_type="latent").numpy()
@@ -132,5 +132,5 @@ def test_an_inpainting_unet_is_the_pipeline_held_back_under_grey(
 
 
 def test_what_may_change_by_half_is_edited_in_the_last_half() -> None:
-    assert [joins(after, 4) for after in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.25]
+    assert [joins(index, 4) for index in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.25]
     assert EditSettings(mask_mode="strength").mask_mode == "strength"

@@ -66,8 +66,8 @@ def test_klein_has_its_published_size_and_exact_references_stand_once(
     assert (shapes.size.anchors, shapes.facts.defaults.num_inference_steps) == (4, 4)
     work = shapes.adapter.work(128, 128)
     if shapes.facts.semantics.exact:  # of a row in the model's format, for as long as it runs
-        own = 2 * 2 * 4096 * 4096 * len(work.blocks)
-        assert shapes.fit("bf16", 200 * GIB).step > shapes.configured.engine.max_rows * own
+        count = 2 * 2 * 4096 * 4096 * len(work.blocks)
+        assert shapes.fit("bf16", 200 * GIB).step > shapes.configured.engine.max_rows * count
 
 
 def test_flux_fill_has_its_published_size(flux_fill: Shapes) -> None:
@@ -83,8 +83,8 @@ def test_a_card_of_24_gb_holds_flux_fill(flux_fill: Shapes) -> None:
         fit = flux_fill.fit(form, usable)
         assert fit.rows >= 4
         assert fit.templates >= 8
-        taken = fit.weights + fit.encoder + fit.decoder + fit.step
-        assert taken + fit.templates * flux_fill.size.nbytes < usable
+        weights = fit.weights + fit.encoder + fit.decoder + fit.step
+        assert weights + fit.templates * flux_fill.size.nbytes < usable
 
 
 def test_stages_elsewhere_leave_their_room_to_templates_with_nothing_on_the_cpu() -> None:

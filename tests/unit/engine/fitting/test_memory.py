@@ -72,8 +72,8 @@ def test_the_parts_add_up_to_the_whole(tiny_fill: Path, tmp_path: Path) -> None:
     assert min(parts) > 0
     assert sum(parts) + told.left == told.total
     # What is there already is no longer free; what is still to come is.
-    coming = told.encoder + told.decoder + told.step
-    assert told.cache == int(0.25 * (FREE - coming))
+    encoder = told.encoder + told.decoder + told.step
+    assert told.cache == int(0.25 * (FREE - encoder))
 
 
 def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_budget_beyond_what_there_is_is_told(
 def test_the_weights_are_those_that_are_loaded(tiny_fill: Path, dtype: str) -> None:
     config = config_of(tiny_fill, model={"dtype": dtype})
     adapter = load_adapter(config)
-    own = sum(p.nbytes for p in adapter.model.parameters())  # type: ignore[attr-defined]
-    assert adapter.weight_bytes == pytest.approx(own, rel=0.01)
+    total = sum(p.nbytes for p in adapter.model.parameters())  # type: ignore[attr-defined]
+    assert adapter.weight_bytes == pytest.approx(total, rel=0.01)
     encoder, decoder = load_encoder(config), load_decoder(config)
     assert isinstance(encoder, FluxEncoder)
     parts = (encoder.vae, encoder.clip.model, encoder.t5.model)
@@ -148,21 +148,21 @@ def test_a_t5_is_counted_whichever_text_encoder_it_is(
 ) -> None:
     config = config_of(build(tmp_path / "model"), model={"t5_weights": "int8"})
     encoder = load_encoder(config)
-    texts = [each.model for each in encoder.text_encoders.values()]
-    held = sum(map(held_bytes, (encoder.vae, *texts)))
-    assert memory.weight_bytes(config, "encoder") == pytest.approx(held, rel=0.01)
+    texts = [text_encoder.model for text_encoder in encoder.text_encoders.values()]
+    total = sum(map(held_bytes, (encoder.vae, *texts)))
+    assert memory.weight_bytes(config, "encoder") == pytest.approx(total, rel=0.01)
 
 
 def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    told = MemoryTable("cpu", 80, 20, 10, 2, 5, 30, 3, 10, rows=8, template=6)
-    values = json.loads(msgspec.json.encode(told)) | {"of a later version": 1}
+    memory_table = MemoryTable("cpu", 80, 20, 10, 2, 5, 30, 3, 10, rows=8, template=6)
+    values = json.loads(msgspec.json.encode(memory_table)) | {"of a later version": 1}
     commands._show_worker("w", {"max_rows": 8, "memory": values, "state": "ready"})
-    assert told.text() in capsys.readouterr().out
-    assert "cache       0.00  reserved: 5 templates of 0.0 MiB" in told.text()
-    assert "adapters" not in told.text()
-    assert "\n  weights     0.00  taken: the denoiser's\n" in told.text()
-    assert "\n  step        0.00  reserved: 8 rows\n" in told.text()
-    with_loras = structs.replace(told, adapters=2**31)
+    assert memory_table.text() in capsys.readouterr().out
+    assert "cache       0.00  reserved: 5 templates of 0.0 MiB" in memory_table.text()
+    assert "adapters" not in memory_table.text()
+    assert "\n  weights     0.00  taken: the denoiser's\n" in memory_table.text()
+    assert "\n  step        0.00  reserved: 8 rows\n" in memory_table.text()
+    with_loras = structs.replace(memory_table, adapters=2**31)
     assert "\n  adapters    2.00  reserved: LoRAs of edits\n" in with_loras.text()
 
 
@@ -205,9 +205,12 @@ def test_what_both_passes_of_a_row_read_is_counted_once() -> None:
         bench = fake_bench((12, 0), "int8", "qwen-2.1-1024")
         with LiveBytes("cuda") as live:
             bench.step(make_rows(bench, Case("", (None,), guided=True)), "kv")
-    two, read = memory.peak_values(bench.work, 2, bench.text), memory.still_values(bench.work)
-    assert 0.65 * 2 * (two + read) <= live.peak <= 2 * (two + read)
-    assert live.peak < 0.65 * 2 * (two + 2 * read)
+    peak_values, read = (
+        memory.peak_values(bench.work, 2, bench.text),
+        memory.still_values(bench.work),
+    )
+    assert 0.65 * 2 * (peak_values + read) <= live.peak <= 2 * (peak_values + read)
+    assert live.peak < 0.65 * 2 * (peak_values + 2 * read)
 
 
 def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> None:
@@ -235,8 +238,8 @@ def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> Non
             of_mix = (live.now - before) / tried
     assert len([each for each in recorder._seen.values() if each is not None]) == 2 + tried
     assert of_mix > 0
-    once = 2 * memory.peak_values(bench.work, rows, bench.text)
-    assert live.peak + (KEPT - tried) * of_mix <= 2 * once
+    count = 2 * memory.peak_values(bench.work, rows, bench.text)
+    assert live.peak + (KEPT - tried) * of_mix <= 2 * count
 
 
 def test_the_table_counts_recorded_flux_steps(
@@ -250,8 +253,8 @@ def test_the_table_counts_recorded_flux_steps(
     for on in (False, True):
         config = config_of(tiny_fill, engine={"flux_cuda_graphs": on})
         _, size = sized(config, adapter, estimated_costs(config))
-        told = memory.memory_table(config, adapter, size, (2 * FREE, FREE))
-        steps.append(told.step - size.anchor_bytes)
+        memory_table = memory.memory_table(config, adapter, size, (2 * FREE, FREE))
+        steps.append(memory_table.step - size.anchor_bytes)
     side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
     text = adapter.facts.text_tokens(config.model.max_sequence_length)
     more = memory.peak_values(adapter.work(side, side), 1, text) * adapter.dtype.itemsize
@@ -333,9 +336,9 @@ def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     work = unet_control_work(dict(net.weights.model.config), bench.side, bench.side)
     assert held == 4 * work.beside
     if mask is not None:
-        kept = sum(each.nbytes for each in control.kept[0].tokens)
+        total = sum(token.nbytes for token in control.kept[0].tokens)
         counted = own_bytes(work, [work.tokens], FORMATS["float32"], 0)
-        assert 0.8 * counted <= kept <= counted
+        assert 0.8 * counted <= total <= counted
 
 
 def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
@@ -380,5 +383,5 @@ def tensor_bytes(tree: object) -> int:
     if isinstance(tree, (list, tuple)):
         return sum(map(tensor_bytes, tree))
     if is_dataclass(tree):
-        return sum(tensor_bytes(getattr(tree, each.name)) for each in fields(tree))
+        return sum(tensor_bytes(getattr(tree, field.name)) for field in fields(tree))
     return 0

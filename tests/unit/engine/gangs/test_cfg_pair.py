@@ -88,11 +88,11 @@ class Site:
     def check(self, jobs: list[EditJob]) -> list[dict[str, Any]]:
         """They equal those of one device; META of the pair's."""
         expected = [sink.final() for sink in submitted(self.one, jobs)]
-        found = [sink.final() for sink in submitted(self.two, jobs)]
-        for ours, theirs in zip(found, expected, strict=True):
-            apart = np.abs(ours.latents - theirs.latents).max()
-            assert apart <= tolerance(theirs.latents), ours.meta
-        return [final.meta for final in found]
+        finals = [sink.final() for sink in submitted(self.two, jobs)]
+        for ours, theirs in zip(finals, expected, strict=True):
+            maximum = np.abs(ours.latents - theirs.latents).max()
+            assert maximum <= tolerance(theirs.latents), ours.meta
+        return [final.meta for final in finals]
 
     def all_back(self) -> None:
         eventually("all ranks are back", lambda: not self.ranks.devices.lost, 60.0)
@@ -134,8 +134,8 @@ def submitted(engine: Engine, jobs: list[EditJob]) -> list[Sink]:
     """All are taken in one turn of the engine: none is steps ahead of the others."""
     sinks, all_in = [Sink() for _ in jobs], threading.Event()
     engine.ask(partial(all_in.wait, 30))
-    for each, sink in zip(jobs, sinks, strict=True):
-        engine.submit(each, sink)
+    for job, sink in zip(jobs, sinks, strict=True):
+        engine.submit(job, sink)
     all_in.set()
     return sinks
 
@@ -179,8 +179,8 @@ def test_controlnets_act_from_the_same_step_on_in_both_passes(site: Site) -> Non
     jobs = [site.controlled(job, start) for job, start in zip(plain, (0.0, 0.0, 0.5), strict=True)]
     assert [len(meta["controls"]) for meta in site.check(jobs)] == [1, 1, 1]
     with_and_without = [site.job("shape-no", 11, two=True, cache="off"), jobs[0], jobs[2]]
-    found = [sink.final().latents for sink in submitted(site.two, with_and_without)]
-    assert not any(np.allclose(a, b, atol=1e-3) for a, b in combinations(found, 2))
+    latents = [sink.final().latents for sink in submitted(site.two, with_and_without)]
+    assert not any(np.allclose(a, b, atol=1e-3) for a, b in combinations(latents, 2))
 
 
 def test_anchors_of_edits_own_are_those_of_one_device(site: Site) -> None:
@@ -227,16 +227,16 @@ def test_edits_go_on_where_a_rank_is_lost(site: Site, number: signal.Signals, de
     ]
     site.all_back()
     expected = [sink.final() for sink in submitted(site.one, jobs)]
-    before = site.two.counters["steps_total"]
+    counter = site.two.counters["steps_total"]
     sinks = submitted(site.two, jobs)
-    eventually("some steps", lambda: site.two.counters["steps_total"] > before + 5)
+    eventually("some steps", lambda: site.two.counters["steps_total"] > counter + 5)
     os.kill(site.ranks._ranks.processes[device].pid, number)
     eventually("it is noticed", lambda: device in site.ranks.devices.lost)
     for sink, theirs in zip(sinks, expected, strict=True):
         final = sink.final()
         assert np.abs(final.latents - theirs.latents).max() <= tolerance(theirs.latents)
     # No step was taken twice, but for the one that the rank was lost in.
-    assert site.two.counters["steps_total"] - before <= 60 + len(jobs) + 2
+    assert site.two.counters["steps_total"] - counter <= 60 + len(jobs) + 2
     site.all_back()
     site.check([site.job("after", 5, two=True, cache="off")])
 

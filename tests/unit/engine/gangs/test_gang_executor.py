@@ -81,10 +81,10 @@ def with_control(engine: Engine, encoder: Encoder, each: EditJob, name: str = "n
     size, rng = each.edit_mask.shape, np.random.default_rng(each.request.seed)
     picture = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
     moments = encoder.encode(picture, each.edit_mask, "").moments
-    asked = ResolvedControl(name=name, scale=0.8, version=known.version, image=0)
+    resolved_control = ResolvedControl(name=name, scale=0.8, version=known.version, image=0)
     return replace(
         each,
-        request=replace(each.request, controls=(asked,)),
+        request=replace(each.request, controls=(resolved_control,)),
         controls=(ControlInput(known.version, picture, scale=0.8, moments=moments),),
     )
 
@@ -194,14 +194,12 @@ def test_cached_edits_read_on_both_devices_what_one_of_them_made(
 ) -> None:
     first = job(encoder, 3, "first", cache="require", num_inference_steps=4)
     assert_same(run(two, [first]), run(one, [first]))
-    again = [
-        job(encoder, 3, f"again-{n}", cache="require", num_inference_steps=4) for n in range(4)
-    ]
-    sinks = [Sink() for _ in again]
-    for each, sink in zip(again, sinks, strict=True):
+    jobs = [job(encoder, 3, f"again-{n}", cache="require", num_inference_steps=4) for n in range(4)]
+    sinks = [Sink() for _ in jobs]
+    for each, sink in zip(jobs, sinks, strict=True):
         two.submit(each, sink)
     finals = [sink.final() for sink in sinks]
-    assert_same([final.latents for final in finals], run(one, again))
+    assert_same([final.latents for final in finals], run(one, jobs))
     assert {final.meta["cache"] for final in finals} == {"hit"}
 
 
@@ -260,8 +258,8 @@ def test_previews_come_from_the_ranks(two: Engine, encoder: Encoder) -> None:
     sink = Sink()
     two.submit(job(encoder, 1, "shown", num_inference_steps=4, preview_every=2, cache="off"), sink)
     final = sink.final()
-    shown = [event for event in sink.events if isinstance(event, PreviewEvent)]
-    assert all(event.latents.shape == final.latents.shape for event in shown)
+    events = [event for event in sink.events if isinstance(event, PreviewEvent)]
+    assert all(event.latents.shape == final.latents.shape for event in events)
 
 
 def test_a_cancelled_edit_is_answered_while_its_step_runs(two: Engine, encoder: Encoder) -> None:
@@ -286,7 +284,7 @@ def test_edits_go_on_where_a_rank_is_lost(
     jobs[2:] = [with_control(one, encoder, each) for each in jobs[2:]]
     expected = run(one, jobs)
     both_back(two)
-    before = two.counters["steps_total"]
+    counter = two.counters["steps_total"]
     sinks = [Sink() for _ in jobs]
     for each, sink in zip(jobs, sinks, strict=True):
         two.submit(each, sink)
@@ -298,7 +296,7 @@ def test_edits_go_on_where_a_rank_is_lost(
     assert_same([final.latents for final in finals], expected)
     assert all(final.meta["steps"] == 60 for final in finals)
     # No step was taken twice, but for the one that the rank was lost in.
-    assert two.counters["steps_total"] - before <= 60 * len(jobs) + len(jobs)
+    assert two.counters["steps_total"] - counter <= 60 * len(jobs) + len(jobs)
     both_back(two)
     policy = two.manager.scheduler
     if isinstance(policy, AnyDegreeScheduler):
@@ -356,8 +354,8 @@ def test_edits_of_a_template_leave_their_text_out_where_each_device_has_its_own(
         both = [edited(engine, [job(encoder, 3, "hit", **asked)])[0] for engine in (one, two)]
         ours, theirs = both
         assert ours.meta["text_steps"] == theirs.meta["text_steps"] == 3
-        for same in ("computed_tokens", "own_bytes"):  # what is kept is kept in the same format
-            assert ours.meta[same] == theirs.meta[same]
+        for name in ("computed_tokens", "own_bytes"):  # what is kept is kept in the same format
+            assert ours.meta[name] == theirs.meta[name]
         assert_same([theirs.latents], [ours.latents])
         sink = Sink()
         two.submit(job(encoder, 3, "lost", progress=True, **asked), sink)
@@ -492,8 +490,8 @@ def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name:
     each = encode_case(encoder, unet_case(np.random.default_rng(4)), "edit")
     ready = adapter.prepare_template(adapter.prepare(each), 5)
     rows = [adapter.dense_row(ready)]
-    sent = pickle.loads(packed(DenseRowSpec(ready)))
-    rows.append(adapter.dense_row(sent.job))
+    document = pickle.loads(packed(DenseRowSpec(ready)))
+    rows.append(adapter.dense_row(document.job))
     for row in rows:
         adapter.step([row], None)
     assert np.array_equal(*(row.result().array() for row in rows))

@@ -112,8 +112,8 @@ def run(engine: Engine, jobs: list[EditJob]) -> list[FinalEvent]:
 def assert_same(found: list[FinalEvent], expected: list[FinalEvent]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.meta["cache"] == theirs.meta["cache"]
-        apart = np.abs(ours.latents - theirs.latents).max()
-        assert apart <= tolerance(theirs.latents)
+        maximum = np.abs(ours.latents - theirs.latents).max()
+        assert maximum <= tolerance(theirs.latents)
 
 
 def draws_of(engine: Engine) -> AnyDegreeScheduler:
@@ -137,9 +137,9 @@ def test_every_degree_equals_one_device(one: Engine, many: Engine, encoder: Enco
     expected = run(one, jobs)
     for degree in (degree for degree in (1, 2, 4, 8) if degree <= devices):
         draws_of(many).draws.always = tuple(range(devices - degree, devices))
-        found = run(many, edits(encoder, 4, f"by-{degree}"))
-        assert_same(found, expected)
-        for ours, theirs in zip(found[1::2], expected[1::2], strict=True):
+        result = run(many, edits(encoder, 4, f"by-{degree}"))
+        assert_same(result, expected)
+        for ours, theirs in zip(result[1::2], expected[1::2], strict=True):
             loaded, whole = (sum(each.meta["cache_bytes"].values()) for each in (ours, theirs))
             assert loaded * HEADS == whole * math.ceil(HEADS / degree) > 0
     draws_of(many).draws.always = ()

@@ -58,7 +58,7 @@ def emulated(x: Tensor, layer: Any) -> Tensor:
 def test_a_layer_answers_what_the_librarys_numbers_do() -> None:
     layers = [in_fp8_by_torchao(nn.Linear(64, out)) for out in (32, 48)]
     x = 3 * torch.randn(7, 64)
-    expected = torch.cat([emulated(x, each) for each in layers], dim=1)
+    expected = torch.cat([emulated(x, layer) for layer in layers], dim=1)
     assert in_fp8(layers[0])
     assert not in_fp8(nn.Linear(4, 4))
     joined = linear(*layers)
@@ -85,9 +85,9 @@ def test_tokens_that_come_quantised_give_the_same() -> None:
     torch.testing.assert_close(layer(quantised(x)), layer(x))
     through = layer(modulate_fp8(x, shift, scale))
     torch.testing.assert_close(through, layer(modulate(x, shift, scale)))
-    beside, up = torch.randn(5, 32), torch.randn(5, 64)
-    joined = torch.cat((beside, nn.functional.gelu(up, approximate="tanh")), dim=1)
-    torch.testing.assert_close(layer(quantised_gelu(up, beside)), layer(joined))
+    tensor, up = torch.randn(5, 32), torch.randn(5, 64)
+    joined = torch.cat((tensor, nn.functional.gelu(up, approximate="tanh")), dim=1)
+    torch.testing.assert_close(layer(quantised_gelu(up, tensor)), layer(joined))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_dense_rows_equal_the_pipeline_whose_layers_round_alike(adapter: Any) ->
     row: Any = adapter.dense_row(encode_case(encoder, case, "r"))
     while row.step < row.steps:
         adapter.step([row], None)
-    found = row.result().array()
+    pixels = row.result().array()
     # As of `int8-dynamic` (test_quantise): held against the pipeline with its first tokens nudged.
     noise = torch.Generator().manual_seed(1)
 
@@ -140,8 +140,8 @@ def test_dense_rows_equal_the_pipeline_whose_layers_round_alike(adapter: Any) ->
 
     pipeline.transformer.x_embedder.register_forward_pre_hook(nudge)
     nudged = diffusers_latents(pipeline, case) - expected
-    assert np.square(found - expected).mean() <= 2 * np.square(nudged).mean()
-    assert np.abs(found - expected).max() <= 0.1 * np.abs(expected).max()
+    assert np.square(pixels - expected).mean() <= 2 * np.square(nudged).mean()
+    assert np.abs(pixels - expected).max() <= 0.1 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", ["kv", "project"])
@@ -159,10 +159,10 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
     bench = Bench("demo", None, torch.float32, torch.device("cpu"), "model")
     bench.fill_entry("both")
     row = bench.row(0.3, 1)
-    own = adapter._stepped
+    stepped = adapter._stepped
 
     def velocity(placed_bytes: int) -> Tensor:
-        weights = replace(own, placed_bytes=placed_bytes)
+        weights = replace(stepped, placed_bytes=placed_bytes)
         batch = FluxBatch([row])
         with torch.inference_mode():
             step = batch.begin_step(weights, 0)

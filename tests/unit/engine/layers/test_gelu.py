@@ -31,7 +31,7 @@ def test_half_precision_is_torch_s_own(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_writes_in_place_of_a_part_of_wider_rows(dtype: torch.dtype) -> None:
     x = values(dtype)
-    expected, left = gelu(x[:, 32:].clone()), x[:, :32].clone()
+    expected, copy = gelu(x[:, 32:].clone()), x[:, :32].clone()
     part = x[:, 32:]
     gelu(part, out=part)
-    torch.testing.assert_close(x, torch.cat((left, expected), 1), rtol=0, atol=0)
+    torch.testing.assert_close(x, torch.cat((copy, expected), 1), rtol=0, atol=0)

@@ -61,14 +61,14 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine_code(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int) -> bytes:
-    made: bytes = compiled(kernel, types, sizes, target)["cubin"]
-    return made
+    content: bytes = compiled(kernel, types, sizes, target)["cubin"]
+    return content
 
 
 def widths(ptx: str, what: str) -> set[int]:
     """Bytes of each load or store of the device's memory."""
-    found = re.findall(rf"{what}\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
-    return {int(times or 1) * int(bits) // 8 for times, bits in found}
+    findall = re.findall(rf"{what}\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return {int(times or 1) * int(bits) // 8 for times, bits in findall}
 
 
 def compiled(
@@ -83,8 +83,8 @@ def compiled(
     signature = {name: known[name] for name in kernel.arg_names}
     attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
     source = ASTSource(kernel, signature=signature, constexprs=sizes, attrs=attributes)
-    made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm
-    return made
+    asm: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm
+    return asm
 
 
 @pytest.mark.parametrize(("format", "target"), FORMATS)
@@ -101,7 +101,7 @@ def test_placing(format: str, target: int) -> None:
         chosen = {**sizes, "aligned": aligned, "adds": adds, "terms": terms}
         made = compiled(scatter_kv_kernel, types, chosen, target)
         assert made["cubin"].startswith(b"\x7fELF")
-        stores, loads = (widths(made["ptx"], what) for what in ("st", "ld"))
+        stores, loads = (widths(made["ptx"], name) for name in ("st", "ld"))
         assert stores == {16 if aligned else 2}
         if aligned:  # the entry's numbers, of which int4 has half a byte each
             assert max(loads) == 16
@@ -183,7 +183,7 @@ def test_updates_of_rows(dtype: str, target: int) -> None:
         assert machine_code(kernel, tables | own, sizes, target).startswith(b"\x7fELF")
     del tables["first"]
     numbers = ("pass", "channel", "row", "column")
-    of_map = {"x": f"*{dtype}"} | dict.fromkeys([f"{each}_stride" for each in numbers], "i32")
+    of_map = {"x": f"*{dtype}"} | dict.fromkeys([f"{number}_stride" for number in numbers], "i32")
     numbers = ("channels", "height", "width", "places", "out_width", "stride", "padding")
     of_map |= dict.fromkeys(numbers, "i32")
     square = {**sizes, "block": 64, "side": 3}

@@ -102,15 +102,15 @@ def test_plain_layers_are_joined_without_a_copy(bias: bool) -> None:
 
 
 def test_a_librarys_layer_is_called_and_nothing_of_it_is_read() -> None:
-    own = Int8Linear(nn.Linear(6, 24))
+    int8_linear = Int8Linear(nn.Linear(6, 24))
     x, (begin, end) = torch.randn(2, 7, 6), columns()
-    found = linear(own)
+    found = linear(int8_linear)
     assert isinstance(found, ModuleLinear)
-    assert torch.equal(found(x), own(x))
-    assert torch.equal(found.columns(begin, end)(x), own(x)[..., begin:end])
+    assert torch.equal(found(x), int8_linear(x))
+    assert torch.equal(found.columns(begin, end)(x), int8_linear(x)[..., begin:end])
     part = found.columns(5, 20).columns(2, 9)
     assert part.out_features == 7
-    assert torch.equal(part(x), own(x)[..., 7:14])
+    assert torch.equal(part(x), int8_linear(x)[..., 7:14])
 
 
 def test_layers_that_cannot_be_joined_lie_beside_one_another() -> None:
@@ -215,13 +215,13 @@ def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) 
     """Each as it is by itself on a model that has its adapters in its weights."""
     adapters, every = RowAdapters(), range(len(RATIOS))
     weights = map_linears(bench.weights, adapters.added(every))
-    for row, found in enumerate(outputs(bench, weights, every, kind)):
+    for row, output in enumerate(outputs(bench, weights, every, kind)):
         own = map_linears(bench.weights, adapters.merged(row))
         [alone] = outputs(bench, own, [row], kind)
-        torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(output, alone, rtol=1e-3, atol=1e-3)
         if adapters.of["proj_out"][row]:
             [without] = outputs(bench, bench.weights, [row], kind)
-            assert (found - without).abs().max() > 0.01
+            assert (output - without).abs().max() > 0.01
     embedders = 2 * 2 + 2 * bool(bench.weights.time_text_embed.guidance_embedder)
     assert len(adapters.of) == 4 + embedders + 10 * BLOCKS[0] + 3 * BLOCKS[1]
 
@@ -258,7 +258,7 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
 
     class Watched(blocks.FluxStep):
         def pre(self, *args: Any) -> Any:
-            rooms.extend(each for each in args[-1:] if each is not None)
+            rooms.extend(arg for arg in args[-1:] if arg is not None)
             return super().pre(*args)
 
     weights = replace(map_linears(bench.weights, inside_epilogues), placed_bytes=0)
@@ -291,8 +291,8 @@ def test_blocks_of_a_librarys_layers_compute_the_same(bench: Bench, kind: str) -
 
     every = range(len(RATIOS))
     found = outputs(bench, map_linears(bench.weights, wrapped), every, kind)
-    for one, other in zip(found, outputs(bench, bench.weights, every, kind), strict=True):
-        torch.testing.assert_close(one, other)
+    for one, output in zip(found, outputs(bench, bench.weights, every, kind), strict=True):
+        torch.testing.assert_close(one, output)
 
 
 UNET: dict[str, Any] = {
@@ -354,14 +354,16 @@ def test_unet_rows_with_adapters_of_their_own_share_a_batch(
     weights = UnetWeights.of(unet)
     rows = [row for row in every for _ in range(1 + GUIDED[row])]
     together = weights.with_linears(adapters.added(rows))
-    for row, found in enumerate(unet_answers(made, together, every, kind)):
-        assert len(found) == 1 + GUIDED[row]
-        own = weights.with_linears(adapters.merged(row))
-        [alone] = unet_answers(made, own, [row], kind)
-        torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
+    for row, unet_answer in enumerate(unet_answers(made, together, every, kind)):
+        assert len(unet_answer) == 1 + GUIDED[row]
+        linears = weights.with_linears(adapters.merged(row))
+        [alone] = unet_answers(made, linears, [row], kind)
+        torch.testing.assert_close(unet_answer, alone, rtol=1e-3, atol=1e-3)
         [without] = unet_answers(made, weights, [row], kind)
         changed = any(each[row] for each in adapters.of.values())
-        assert ((found - without).abs().amax((1, 2, 3)) > 0.01).tolist() == [changed] * len(found)
+        assert ((unet_answer - without).abs().amax((1, 2, 3)) > 0.01).tolist() == [changed] * len(
+            unet_answer
+        )
     assert len(adapters.of) == STACKS * (2 + 7)  # two projections of tokens, a block's products
 
 
@@ -372,13 +374,13 @@ def test_unet_blocks_of_a_librarys_layers_compute_the_same(kind: str, halo: int)
     dense.load_state_dict(quantised.state_dict())
     for name, layer in list(quantised.named_modules()):
         if "attentions" in name and type(layer) is nn.Linear:
-            own = Int8Linear(layer)
-            quantised.set_submodule(name, own)
-            dense.get_submodule(name).weight.copy_(own.dense)
+            int8_linear = Int8Linear(layer)
+            quantised.set_submodule(name, int8_linear)
+            dense.get_submodule(name).weight.copy_(int8_linear.dense)
     every = range(len(GUIDED))
     weights = UnetWeights.of(quantised)
     assert isinstance(weights.up_blocks[1][0].transformer_blocks[0].down, ModuleLinear)
     made = unet_bench(dense, halo)
     found = unet_answers(made, weights, every, kind)
-    for one, other in zip(found, unet_answers(made, made.weights, every, kind), strict=True):
-        torch.testing.assert_close(one, other)
+    for one, unet_answer in zip(found, unet_answers(made, made.weights, every, kind), strict=True):
+        torch.testing.assert_close(one, unet_answer)

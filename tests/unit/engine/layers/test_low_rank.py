@@ -322,9 +322,9 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
         anchor, timestep = row.entry.anchor, model.adapter.sigmas(job)[step][1]
         active = row.inactive.active
         if model.flux:
-            own, index = row.model_input(), row.inactive.index
-            entered = torch.empty(counts.total, own.tokens.shape[1])
-            entered[active], entered[index] = own.tokens, own.rest.tokens()
+            model_input, index = row.model_input(), row.inactive.index
+            entered = torch.empty(counts.total, model_input.tokens.shape[1])
+            entered[active], entered[index] = model_input.tokens, model_input.rest.tokens()
             primed_on = template.at(torch.tensor(anchor.sigma))
             hooks, inactive, at_hand = flux_hooks, {counts.total: index}, frozenset({0})
         else:
@@ -365,10 +365,10 @@ def test_a_row_takes_its_loras_between_two_steps(model: Model) -> None:
     never, always = model.alone(case, []), model.alone(case, [(0, 1.0)])
     assert np.abs(late - never).max() > 1e-3
     assert np.abs(late - always).max() > 1e-3
-    again = model.adapter.dense_row(job)
-    model.adapter.attach(again, job, ((model.sets[0], 1.0),))
-    model.adapter.attach(again, job, ())
-    assert np.array_equal(model.ran([again])[0], never)
+    dense_row = model.adapter.dense_row(job)
+    model.adapter.attach(dense_row, job, ((model.sets[0], 1.0),))
+    model.adapter.attach(dense_row, job, ())
+    assert np.array_equal(model.ran([dense_row])[0], never)
 
 
 def test_what_does_not_fit_the_model_is_refused_in_a_sentence(model: Model) -> None:
@@ -387,7 +387,7 @@ def test_columns_of_an_update_compute_the_ranks_that_they_need() -> None:
     x, whole = torch.randn(7, 5), torch.zeros(7, 12)
     Update(down, parts).add_to(whole, x, 0.5)
     for begin, end, ranks in ((4, 8, 3), (2, 6, 6), (0, 12, 9), (9, 11, 3)):
-        own, found = Update(down, parts).columns(begin, end), torch.zeros(7, end - begin)
-        own.add_to(found, x, 0.5)
-        assert torch.allclose(found, whole[:, begin:end], atol=1e-6)
-        assert own.down.shape == (ranks, 5)
+        columns, tensor = Update(down, parts).columns(begin, end), torch.zeros(7, end - begin)
+        columns.add_to(tensor, x, 0.5)
+        assert torch.allclose(tensor, whole[:, begin:end], atol=1e-6)
+        assert columns.down.shape == (ranks, 5)

@@ -48,27 +48,27 @@ def test_padded_products_are_those_of_torch(seed: int) -> None:
     tokens, wide, out = (int(draw.integers(1, most)) for most in (700, 300, 300))
     weight, bias = layer(wide, out, bias=bool(seed % 3))
     x = torch.randn(tokens, wide, generator=torch.Generator().manual_seed(seed))
-    own = onednn.padded_linear(x, weight, bias)
-    assert own.shape == (tokens, out)
-    assert near(own, F.linear(x, weight, bias))
+    padded_linear = onednn.padded_linear(x, weight, bias)
+    assert padded_linear.shape == (tokens, out)
+    assert near(padded_linear, F.linear(x, weight, bias))
 
 
 @torch.inference_mode()
 def test_passes_of_a_unet_and_parts_of_layers_are_padded_alike() -> None:
     weight, bias = layer(64, 96)
     x = torch.randn(2, 37, 128)[..., :64]  # neither joined nor contiguous
-    own = onednn.padded_linear(x, weight[32:], bias[32:] if bias is not None else None)
-    assert own.shape == (2, 37, 64)
-    assert near(own, F.linear(x, weight, bias)[..., 32:])
+    padded_linear = onednn.padded_linear(x, weight[32:], bias[32:] if bias is not None else None)
+    assert padded_linear.shape == (2, 37, 64)
+    assert near(padded_linear, F.linear(x, weight, bias)[..., 32:])
 
 
 @torch.inference_mode()
 def test_what_a_row_gets_does_not_depend_on_its_batch() -> None:
     weight, bias = layer(256, 256)
     x = torch.randn(500, 256)
-    alone = onednn.padded_linear(x[:90], weight, bias)
-    assert near(alone, onednn.padded_linear(x, weight, bias)[:90])
-    assert torch.equal(alone, onednn.padded_linear(x[:90].clone(), weight, bias))
+    padded_linear = onednn.padded_linear(x[:90], weight, bias)
+    assert near(padded_linear, onednn.padded_linear(x, weight, bias)[:90])
+    assert torch.equal(padded_linear, onednn.padded_linear(x[:90].clone(), weight, bias))
 
 
 @torch.inference_mode()

@@ -105,5 +105,5 @@ for format, seed in cases[:: int(sys.argv[1])]:
 
 
 def test_the_kernel_reads_what_the_plain_path_reads() -> None:
-    every = 1 if WHOLE else 2  # each format, each seed
-    run_interpreted(PROGRAM, str(every))
+    count = 1 if WHOLE else 2  # each format, each seed
+    run_interpreted(PROGRAM, str(count))

@@ -39,12 +39,12 @@ def test_a_batch_is_counted_once_for_as_long_as_it_goes_on_in_the_same_way(
     watched: Any = Watched()
     counted, found = BatchFlops(), []
     for number, way in enumerate(ways, 1):
-        each = {counted.of(watched, *way) for _ in range(3)}
-        assert len(each) == 1
+        ofs = {counted.of(watched, *way) for _ in range(3)}
+        assert len(ofs) == 1
         assert len(calls) == number
-        found += each
+        found += ofs
     assert found[0] < found[1] < found[2]
-    own = [work.batch_flops(None, (), each) for each in rows]
+    own = [work.batch_flops(None, (), ofs) for ofs in rows]
     assert found[3] == found[4] == pytest.approx(own[0] + own[1])
 
 

@@ -144,8 +144,8 @@ def test_a_bug_costs_its_edit_alone_before_the_first_step(
     monkeypatch.setattr(getattr(engine, part), verb, broken)
     engine.submit(job(encoder, 7, "bad", cache=cache), sink)
     assert str(sink.error()) == "[ENGINE_FAILED] internal error (request bad)"
-    told = [each for each in caplog.records if getattr(each, "request_id", "") == "bad"]
-    assert ["a bug" in str(each.exc_info) for each in told] == [True]
+    told = [record for record in caplog.records if getattr(record, "request_id", "") == "bad"]
+    assert ["a bug" in str(record.exc_info) for record in told] == [True]
     monkeypatch.undo()
     sink = Sink()
     engine.submit(job(encoder, 7, "good", cache=cache), sink)
@@ -396,8 +396,8 @@ def test_the_status_record_shows_rows_and_stays_fresh(
     waits = []
     for _ in range(3):
         since_ns = time.monotonic_ns()
-        what = "the record is rewritten, without the row"
-        waits.append(eventually(what, lambda t=since_ns: rewritten(t)))
+        text = "the record is rewritten, without the row"
+        waits.append(eventually(text, lambda t=since_ns: rewritten(t)))
     assert min(waits) < 1.0
 
 

@@ -45,7 +45,7 @@ def test_one_ends_with_an_error_that_names_the_step_and_its_mates_go_on(
     engine: Engine, encoder: Encoder, cache: str
 ) -> None:
     settings: dict[str, Any] = {"num_inference_steps": STEPS, "cache": cache}
-    alone = edit(engine, job(encoder, 1, "alone", **settings)).latents
+    latents = edit(engine, job(encoder, 1, "alone", **settings)).latents
     broken, mate = Sink(), Sink()
     jobs = (
         (engine.prepared(overflowing(job(encoder, 2, "broken", **settings))), broken),
@@ -55,7 +55,7 @@ def test_one_ends_with_an_error_that_names_the_step_and_its_mates_go_on(
     error = broken.error()
     assert isinstance(error, EngineFailed)
     assert f"after step {STEPS} its latents are not all finite" in str(error)
-    assert np.abs(mate.final().latents - alone).max() <= tolerance(alone)
+    assert np.abs(mate.final().latents - latents).max() <= tolerance(latents)
 
 
 def test_a_preview_ends_it_before_its_last_step(engine: Engine, encoder: Encoder) -> None:

@@ -28,8 +28,8 @@ def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_unets: dict[str
 
 
 def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: Config) -> None:
-    asked = structs.replace(config.engine, devices=4, policy="deadline")
-    config = structs.replace(config, engine=asked)
+    engine = structs.replace(config.engine, devices=4, policy="deadline")
+    config = structs.replace(config, engine=engine)
     adapter, costs = load_adapter(config), MeasuredCosts(estimated_costs(config))
     exchange = ExchangeCosts(1e12, 1e-9, 4)
     times = DegreeTimes(adapter, costs, lambda: exchange, 4)
@@ -47,13 +47,13 @@ def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: 
     for kind, ratio in (("dense", 1.0), ("kv", 0.2)):
         row = work.row_at(ratio, text)
         alone, *several = seconds_by_degree(work, row, kind, line, exchange, (1, 2, 4))
-        found = [getattr(each, "dense" if kind == "dense" else "cached") for each in degrees]
-        expected = [min(1.0, (each - line.fixed) / (alone - line.fixed)) for each in several]
+        found = [getattr(degree, "dense" if kind == "dense" else "cached") for degree in degrees]
+        expected = [min(1.0, (degree - line.fixed) / (alone - line.fixed)) for degree in several]
         assert found == pytest.approx(expected)
     flat = replace(costs.model, compute=Line(0.1, 0.0))  # of steps that all take as long
     costs.model, costs.sequence = flat, costs.sequence + 1
     assert prices.pricing.degrees == (DegreePrice(1.0, 1.0),) * 2
-    spread = structs.replace(config, engine=structs.replace(asked, policy="spread"))
+    spread = structs.replace(config, engine=structs.replace(engine, policy="spread"))
     assert PriceList(spread, adapter, costs, 4).pricing.degrees == ()
 
 

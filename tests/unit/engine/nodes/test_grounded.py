@@ -30,12 +30,12 @@ def test_what_is_found_is_what_sam_says_of_the_boxes(tmp_path: Path) -> None:
     loaded["segment"] = open_nodes("sam", config, {})
     pixels = fresh_rng().integers(0, 256, (40, 52, 3), dtype=np.uint8)
     asked = {"picture": encode_png(pixels), "name": "A red star"}
-    seen = [
+    masks = [
         read_mask(run_one(nodes, "find", asked, {"threshold": threshold})["mask"], config.limits)
         for threshold in (0.0, 0.02)
     ]
-    assert [mask.shape for mask in seen] == [(40, 52)] * 2
-    assert (seen[0] >= seen[1]).all()  # more boxes, more of the picture
-    assert seen[0].any()
+    assert [mask.shape for mask in masks] == [(40, 52)] * 2
+    assert (masks[0] >= masks[1]).all()  # more boxes, more of the picture
+    assert masks[0].any()
     with pytest.raises(InvalidRequest, match="'A red star' is not found in the picture"):
         run_one(nodes, "find", asked, {"threshold": 1.0})

@@ -33,9 +33,9 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("segment") / request.param
-    KINDS[request.param](made)
-    return made
+    mktemp = tmp_path_factory.mktemp("segment") / request.param
+    KINDS[request.param](mktemp)
+    return mktemp
 
 
 def nodes_of(folder: Path) -> SegmentNodes:
@@ -50,7 +50,7 @@ def expected(folder: Path, picture: Any, points: Any, box: Any) -> tuple[Any, fl
     asked: dict[str, Any] = {}
     if points:
         asked["input_points"] = [[[[x, y] for x, y, _ in points]]]
-        asked["input_labels"] = [[[each[2] for each in points]]]
+        asked["input_labels"] = [[[point[2] for point in points]]]
     if box:
         asked["input_boxes"] = [[list(box)]]
     answer, every = (_said if folder.name == "sam" else _said_2)(folder, picture, asked)
@@ -99,8 +99,8 @@ def test_it_is_the_model_s_best_mask(folder: Path, points: Any, box: Any) -> Non
     if not mask.any():
         pytest.skip("these weights see nothing there")
     given = {"picture": encode(picture)}
-    asked = AskedNode("segment", given, {"points": points, "box": box})
-    [made] = nodes_of(folder).run([asked])
+    asked_node = AskedNode("segment", given, {"points": points, "box": box})
+    [made] = nodes_of(folder).run([asked_node])
     assert isinstance(made, dict)
     assert np.array_equal(made["mask"] == 255, mask)
     assert made["verdict"].score == pytest.approx(score, abs=1e-4)

@@ -38,8 +38,8 @@ class Model(BaseHTTPRequestHandler):
             self.send_header("location", "/v1/chat/completions")
             self.end_headers()
             return
-        said = {"large": "x" * 2**21, "other": None}.get(statement, statement)
-        raw = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        response = {"large": "x" * 2**21, "other": None}.get(statement, statement)
+        raw = json.dumps({"choices": [{"message": {"content": response}}]}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(raw)))
         self.end_headers()

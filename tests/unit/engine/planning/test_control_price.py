@@ -132,23 +132,23 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
 
 
 def test_routers_price_edits_and_rows_with_control() -> None:
-    asked = Edit(10, 100, 1000, template_id="t", controls=(("outline", 0.5),))
-    plain = replace(asked, controls=())
+    edit = Edit(10, 100, 1000, template_id="t", controls=(("outline", 0.5),))
+    plain = replace(edit, controls=())
     worker = view(WITH_NET)
-    added = worker.price(asked)[0] - worker.price(plain)[0]
+    added = worker.price(edit)[0] - worker.price(plain)[0]
     assert added == pytest.approx(0.5 * (0.03 + 100 * 5e-5))
-    dense = worker.price(replace(asked, cache=False))[0]
+    dense = worker.price(replace(edit, cache=False))[0]
     assert dense == pytest.approx(0.4 + 0.5 * 0.2)
-    assert worker.row(asked).tokens == worker.row(plain).tokens
-    apart = predicted_seconds(asked, worker, 0.0) - predicted_seconds(plain, worker, 0.0)
+    assert worker.row(edit).tokens == worker.row(plain).tokens
+    apart = predicted_seconds(edit, worker, 0.0) - predicted_seconds(plain, worker, 0.0)
     assert apart == pytest.approx(10 * added)
     running = RowStatus("r", "cached", 100, 1000, 5, "t", controls=(("outline", 1.0),))
-    alone = RowStatus("r", "cached", 100, 1000, 5, "t")
+    row_status = RowStatus("r", "cached", 100, 1000, 5, "t")
     later = predicted_seconds(plain, view(WITH_NET, running), 0.0)
-    assert later - predicted_seconds(plain, view(WITH_NET, alone), 0.0) == pytest.approx(
+    assert later - predicted_seconds(plain, view(WITH_NET, row_status), 0.0) == pytest.approx(
         5 * (0.03 + 100 * 5e-5)
     )
-    assert view(PLAIN).price(asked) == view(PLAIN).price(plain)  # of a net that it has not
+    assert view(PLAIN).price(edit) == view(PLAIN).price(plain)  # of a net that it has not
 
 
 def test_a_price_that_is_no_number_is_refused() -> None:

@@ -46,7 +46,7 @@ def test_one_row_of_flux_at_1024(
     found = [sent_bytes(work, row, degree) / 1e9 for degree in DEGREES]
     assert found == pytest.approx(sent, abs=0.006)
     seconds = seconds_by_degree(work, row, kind, H100, ExchangeCosts())
-    assert [round(1e3 * each) for each in seconds] == list(ms)
+    assert [round(1e3 * second) for second in seconds] == list(ms)
 
 
 @pytest.mark.parametrize("heads", [3, 5, 6, 10, 20, 24, 38])
@@ -57,19 +57,19 @@ def test_uneven_heads_by_counting_every_number(heads: int, degree: int) -> None:
         return
     tokens = np.arange(64 * degree) % degree
     of_heads = np.arange(heads) % degree
-    own = np.bincount(of_heads, minlength=degree)
-    sent, got = np.zeros(degree), np.zeros(degree)
+    bincount = np.bincount(of_heads, minlength=degree)
+    tensor, got = np.zeros(degree), np.zeros(degree)
     for rank in range(degree):
-        mine = (tokens == rank).sum()
+        total = (tokens == rank).sum()
         for other in set(range(degree)) - {rank}:
-            first, second = 3 * mine * own[other], (tokens == other).sum() * own[rank]
-            sent[rank] += first + second
+            first, second = 3 * total * bincount[other], (tokens == other).sum() * bincount[rank]
+            tensor[rank] += first + second
             got[other] += first + second
     even = 4 * len(tokens) * heads * (degree - 1) / degree**2
-    assert sent.mean() == pytest.approx(even)
+    assert tensor.mean() == pytest.approx(even)
     if degree > 1:
-        assert busiest(heads, degree) == pytest.approx(max(sent.max(), got.max()) / even)
-    assert most_heads(heads, degree) == own.max() / heads
+        assert busiest(heads, degree) == pytest.approx(max(tensor.max(), got.max()) / even)
+    assert most_heads(heads, degree) == bincount.max() / heads
 
 
 def test_what_uneven_heads_cost() -> None:

@@ -123,8 +123,8 @@ def test_a_mask_over_everything_costs_what_dense_costs(work: ModelWork) -> None:
 def test_a_batch_costs_the_sum_of_its_rows(work: ModelWork) -> None:
     rows = [work.row_at(m, t) for m, t in ((0.05, 77), (0.3, 20), (0.9, 512))]
     together = work.block_flops(work.totals(rows))
-    apart = sum(work.block_flops(work.totals([row])) for row in rows)
-    np.testing.assert_allclose(together, apart, rtol=1e-12)
+    total = sum(work.block_flops(work.totals([row])) for row in rows)
+    np.testing.assert_allclose(together, total, rtol=1e-12)
     for kind in KINDS:
         assert work.step_flops(rows, kind) == pytest.approx(
             sum(work.step_flops([row], kind) for row in rows)

@@ -76,12 +76,12 @@ def run_single(block: Any, kind: str, active: int, total: int, text: int) -> Non
 
 
 def run_unet_block(block: Any, kind: str, active: int, total: int, text: int) -> None:
-    width, own, cross = block.attn1.to_q.in_features, block.attn1, block.attn2
+    width, attn1, cross = block.attn1.to_q.in_features, block.attn1, block.attn2
     image, words = zeros(active, width), zeros(text, 40)
-    for layer in (own.to_q, own.to_k, own.to_v, own.to_out[0]):
+    for layer in (attn1.to_q, attn1.to_k, attn1.to_v, attn1.to_out[0]):
         layer(image)
-    keys_of_inactive(own, kind, total - active, width)
-    attend(image, zeros(total, width), own.heads)
+    keys_of_inactive(attn1, kind, total - active, width)
+    attend(image, zeros(total, width), attn1.heads)
     for layer, x in ((cross.to_q, image), (cross.to_k, words), (cross.to_v, words)):
         layer(x)
     cross.to_out[0](image)

@@ -145,7 +145,7 @@ def test_a_cached_step_adds_what_torch_counts(
         return counted(lambda: replay.step(rows, kinds))
 
     base, totals = adapter.work(*job.moments.shape[1:]), Totals.sum_of([adapter.counted(job)] * 2)
-    layers = {name: each.numbers for name, each in factors.items()}
+    layers = {name: factor.numbers for name, factor in factors.items()}
     lora = lora_work(adapter.facts, base, layers)
     expected = base.batch_flops(totals.with_loras([lora]), (kind,) * adapter.blocks, None)
     expected -= base.batch_flops(totals, (kind,) * adapter.blocks, None)
@@ -156,8 +156,8 @@ def test_what_loras_of_some_rows_add_is_theirs_alone_and_reaches_every_plan() ->
     base = flux_work(TINY_FLUX, 8, 12)
     lora = flux.lora_work(base, flux.lora_layers(TINY_FLUX))
     plain, other = (base.totals([base.row_at(ratio, 5)]) for ratio in (0.2, 0.6))
-    ours = plain.with_loras([lora, lora])
-    both = ours + other
+    loras = plain.with_loras([lora, lora])
+    both = loras + other
     assert both.added is not None
     assert np.array_equal(both.added.blocks, Added.by([lora, lora], plain).blocks)
     assert np.allclose(

@@ -122,10 +122,10 @@ def paper_plan(costs: StepCosts, kind: str) -> list[str]:
 @examples(150)
 @given(random_costs(most=12), leads)
 def test_never_worse_than_algorithm_1(costs: StepCosts, lead: float | None) -> None:
-    ours = plan(costs, lead=lead, tolerance=0.0).latency
+    latency = plan(costs, lead=lead, tolerance=0.0).latency
     for kind in ("project", "kv"):
         theirs = evaluate(costs, paper_plan(costs, kind), lead=lead).latency
-        assert ours <= theirs * (1 + 1e-8) + 1e-9
+        assert latency <= theirs * (1 + 1e-8) + 1e-9
 
 
 def test_algorithm_1_is_greedy_and_loses_on_unequal_blocks() -> None:
@@ -179,16 +179,16 @@ def test_flux_plans_are_proved_and_beat_every_plain_one(gbytes: float, fmt: str)
     for kind in KINDS:
         assert found.latency <= evaluate(costs, [kind] * 57).latency * (1 + TOLERANCE)
     for kind in ("project", "kv"):
-        theirs = evaluate(costs, paper_plan(costs, kind)).latency
-        assert found.latency <= theirs * (1 + TOLERANCE)
+        latency = evaluate(costs, paper_plan(costs, kind)).latency
+        assert found.latency <= latency * (1 + TOLERANCE)
 
 
 def test_a_tighter_budget_is_never_better() -> None:
-    found = [
+    latencys = [
         plan(flux_costs(25, masks=(0.11,) * 4, budget_bytes=b), tolerance=1e-4).latency
         for b in (4e9, 4e8, 2e8, 1e8)
     ]
-    assert all(a <= b * (1 + 2e-4) for a, b in itertools.pairwise(found))
+    assert all(a <= b * (1 + 2e-4) for a, b in itertools.pairwise(latencys))
 
 
 def test_unet_stacks_end_restored() -> None:

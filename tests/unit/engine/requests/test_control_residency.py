@@ -158,8 +158,12 @@ def test_what_went_with_its_service_is_brought_anew() -> None:
 
 def test_loads_are_priced_by_what_they_took() -> None:
     books = Books(a=2, b=8)
-    told = WorkerStatus("w", "m", "ready", 4, 16, controlnet_loads=books.nets.costs.published)
-    assert WorkerStatus.from_json(told.to_json()).controlnet_loads == CONTROL_NETS.estimates
+    worker_status = WorkerStatus(
+        "w", "m", "ready", 4, 16, controlnet_loads=books.nets.costs.published
+    )
+    assert (
+        WorkerStatus.from_json(worker_status.to_json()).controlnet_loads == CONTROL_NETS.estimates
+    )
     for name, seconds in (("a", 1.2), ("b", 1.8)):
         books.nets.hold(name, [control(name)])
         books.come(name, seconds)
@@ -182,7 +186,7 @@ def test_books_match_whatever_is_asked_for() -> None:
                 if each.tier == "coming":  # it goes on although its edit was refused
                     books.come(each.name)
         books.residency.check_integrity()
-        held = books.nets.listed()
+        listed = books.nets.listed()
         assert (
-            sum(each.nbytes for each in held) == books.residency.nbytes(CONTROL_NETS.name) <= ROOM
+            sum(each.nbytes for each in listed) == books.residency.nbytes(CONTROL_NETS.name) <= ROOM
         )

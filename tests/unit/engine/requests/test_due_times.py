@@ -105,18 +105,20 @@ def test_on_late_leaves_the_timeout_of_a_request_as_it_is(
 
 
 def test_what_follows_the_last_step_is_learned_per_token() -> None:
-    after = AfterSteps()
-    assert after.per_token_s == 0.0
-    after.learn({"event": "final"}, 1.0)
-    assert after.per_token_s == 0.0
+    after_steps = AfterSteps()
+    assert after_steps.per_token_s == 0.0
+    after_steps.learn({"event": "final"}, 1.0)
+    assert after_steps.per_token_s == 0.0
     drawn = random.Random(3)
     for _ in range(40):
         tokens = drawn.choice((16, 256, 4096))
         timings = {"preprocess": 10.0, "encode": 20.0, "prepare": 5.0, "queue": 15.0}
         meta = {"total_tokens": tokens, "timings_ms": {**timings, "denoise": 50.0, "decode": 9.0}}
-        after.learn(meta, 0.1 + 1e-4 * tokens)
-    after.learn({"total_tokens": 16, "timings_ms": {"denoise": 0.0}}, 60.0)  # one that was held up
-    assert after.per_token_s == pytest.approx(1e-4)
+        after_steps.learn(meta, 0.1 + 1e-4 * tokens)
+    after_steps.learn(
+        {"total_tokens": 16, "timings_ms": {"denoise": 0.0}}, 60.0
+    )  # one that was held up
+    assert after_steps.per_token_s == pytest.approx(1e-4)
 
 
 def test_the_queue_is_ordered_by_when_the_last_step_is_to_end() -> None:
@@ -227,8 +229,8 @@ def test_an_edit_waits_for_its_template_where_only_that_meets_its_due_time(
     final = edit(engine, due(each, due_ms=ms))
     assert final.meta["cache"] == cache
     if cache == "hit":
-        asked = structs.replace(each.request.settings, cache="require")
-        request = replace(each.request, settings=asked, request_id="asked")
+        settings = structs.replace(each.request.settings, cache="require")
+        request = replace(each.request, settings=settings, request_id="asked")
         assert np.array_equal(final.latents, edit(engine, replace(each, request=request)).latents)
 
 
@@ -351,7 +353,7 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     edit(anchoring, one)
     own = plans_beside(anchoring.config, anchoring.adapter, one, 0)[0]
     assert own is not None
-    counted = [anchoring.adapter.counted(one, own, anchor=each) for each in (False, True)]
+    counted = [anchoring.adapter.counted(one, own, anchor=flag) for flag in (False, True)]
     work = anchoring.adapter.work(*one.moments.shape[1:])
     plain = EditWork.of(one, anchoring.adapter)
     times = plain.cached_flops / plain.with_own(own, counted[0], work, counted[1]).cached_flops

@@ -79,7 +79,7 @@ class Held:
                 done(self.fails[lora.name])
                 return
             nbytes = self._bring(lora.version, self.factors(lora.name))
-            layers = {path: each.numbers for path, each in self.factors(lora.name).items()}
+            layers = {path: factor.numbers for path, factor in self.factors(lora.name).items()}
             digest = f"digest-of-{lora.name}"
             done(Loaded(digest, nbytes, 0.5, self.nbytes, "storage", layers))
 
@@ -288,9 +288,11 @@ def test_an_edit_that_parks_between_anchors_of_its_own_goes_on_with_what_it_kept
     final = sink.final()
     assert final.meta["cache"] == "own"
     assert {0, without} <= set(final.meta["anchors"])
-    own = own_plan(site.engine.config, site.oracle, edit)
-    assert own is not None
-    assert close(final.latents, site.alone(edit, without, replace(own, format="model")))
+    refresh_schedule = own_plan(site.engine.config, site.oracle, edit)
+    assert refresh_schedule is not None
+    assert close(
+        final.latents, site.alone(edit, without, replace(refresh_schedule, format="model"))
+    )
 
 
 def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(
@@ -305,7 +307,7 @@ def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(
     site.loader.let_come("a")
     sink.final()
     base = adapter.work(*edit.job.moments.shape[1:])
-    layers = {path: each.numbers for path, each in site.loader.factors("a").items()}
+    layers = {path: factor.numbers for path, factor in site.loader.factors("a").items()}
     added = lora_work(adapter.facts, base, layers).batch_flops(None, (), bare.counted)
     assert edit.work.dense_flops == pytest.approx(bare.dense_flops + added)
     assert edit.work.cached_flops > bare.cached_flops
@@ -547,9 +549,9 @@ def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None
     assert not close(expected[1], site.alone(site.job("plain", 1)))
 
     def served(name: str) -> list[np.ndarray]:
-        again = [replace(j, request=replace(j.request, request_id=f"{name}-{n}"))
+        js = [replace(j, request=replace(j.request, request_id=f"{name}-{n}"))
                  for n, j in enumerate(jobs)]  # fmt: skip
-        return [sink.final().latents for sink in [site.begin(job) for job in again]]
+        return [sink.final().latents for sink in [site.begin(job) for job in js]]
 
     for ours, alone in zip(served("first"), expected, strict=True):
         assert close(ours, alone)

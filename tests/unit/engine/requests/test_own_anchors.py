@@ -56,11 +56,11 @@ def idle(engine: Engine) -> None:
 
 def computed_at(engine: Engine, asked: EditJob) -> list[int]:
     """Steps that compute the edit's own anchors."""
-    own = own_plan(engine.config, engine.adapter, asked)
-    assert own is not None
-    assert own.foresees
-    assert own.bends == engine.adapter.facts.semantics.blends
-    return sorted(own.computed_at)
+    refresh_schedule = own_plan(engine.config, engine.adapter, asked)
+    assert refresh_schedule is not None
+    assert refresh_schedule.foresees
+    assert refresh_schedule.bends == engine.adapter.facts.semantics.blends
+    return sorted(refresh_schedule.computed_at)
 
 
 def test_a_first_edit_computes_all_tokens_at_its_anchors_alone(
@@ -138,21 +138,21 @@ def test_few_steps_and_what_insists_have_none(engine: Engine, encoder: Encoder) 
 
 
 def test_what_is_booked_is_enough(engine: Engine, encoder: Encoder) -> None:
-    held: list[int] = []
+    counts: list[int] = []
     executor: Any = engine.executor
     release = executor.release
 
     def watched(row: str) -> Any:
-        made = executor._rows.get(row)
-        if made is not None:
-            passes = [made.own, getattr(made.negative, "own", None)]
-            held.append(sum(each.nbytes for each in passes if each is not None))
+        response = executor._rows.get(row)
+        if response is not None:
+            passes = [response.own, getattr(response.negative, "own", None)]
+            counts.append(sum(each.nbytes for each in passes if each is not None))
         return release(row)
 
     executor.release = watched
     for seed in range(4):
         meta = edit(engine, job(encoder, seed, f"row-{seed}", num_inference_steps=10)).meta
-        assert 0 < held[-1] <= meta["own_bytes"]
+        assert 0 < counts[-1] <= meta["own_bytes"]
 
 
 def test_a_cancelled_one_leaves_nothing(engine: Engine, encoder: Encoder) -> None:
@@ -174,7 +174,7 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
         job(encoder, 9, "dense", num_inference_steps=13, cache="off"),
         job(encoder, 10, "own-too", num_inference_steps=20, cache="own"),
     ]
-    alone = [
+    edits = [
         edit(
             engine,
             replace(
@@ -184,9 +184,9 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
         for each in jobs
     ]
     sinks = [Sink() for _ in jobs]
-    asked = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
-    asked.result(30)
-    for expected, sink in zip(alone, sinks, strict=True):
+    ask = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
+    ask.result(30)
+    for expected, sink in zip(edits, sinks, strict=True):
         final, latents = sink.final(), expected.latents
         assert final.meta.get("anchors") == expected.meta.get("anchors")
         assert np.abs(final.latents - latents).max() <= 1e-4 * max(1.0, np.abs(latents).max())
@@ -199,7 +199,7 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     """Eight that come at once would all compute all tokens at the same three steps. Some wait; the
     pictures are as if they had not.
     """
-    alone = [edit(engine, job(encoder, 20 + n, f"alone-{n}", num_inference_steps=20)).latents
+    latents = [edit(engine, job(encoder, 20 + n, f"alone-{n}", num_inference_steps=20)).latents
              for n in range(8)]  # fmt: skip
     jobs = [job(encoder, 20 + n, f"row-{n}", num_inference_steps=20, cache="own") for n in range(8)]
     steps: list[list[Any]] = []
@@ -207,18 +207,18 @@ def test_rows_of_one_step_do_not_all_compute_their_anchors_in_it(
     run = executor.run
 
     def watched(step: Any, *rest: Any) -> Any:
-        taken = run(step, *rest)
-        steps.append(list(taken.rows))
-        return taken
+        result = run(step, *rest)
+        steps.append(list(result.rows))
+        return result
 
     executor.run = watched
     sinks = [Sink() for _ in jobs]
-    asked = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
-    asked.result(30)
+    ask = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
+    ask.result(30)
     finals = [sink.final() for sink in sinks]
     anchors = [sum(row.foresaw or not row.read for row in step) for step in steps]
     assert (max(anchors), sum(anchors)) == (1, 8 * 3)
-    for final, expected in zip(finals, alone, strict=True):
+    for final, expected in zip(finals, latents, strict=True):
         assert final.meta["dense_steps"] == 3
         assert np.abs(final.latents - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
 
@@ -233,8 +233,8 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     # So do they the ring of their mask, where models have pictures round it that hold still.
     leaves_ring = engine.adapter.facts.own_ring is not None
     # Where both are foreseen, at all anchors but the first, so are the mask's once more.
-    some = 22 * tokens.inner + 3 * tokens.ring
-    assert meta["computed_tokens"] == (some if leaves_ring else 22 * tokens.active)
+    count = 22 * tokens.inner + 3 * tokens.ring
+    assert meta["computed_tokens"] == (count if leaves_ring else 22 * tokens.active)
     idle(engine)
     engine.cache.store.memory.budget_bytes = engine.cache.store.memory.nbytes
     meta = edit(engine, job(encoder, 40, "full", num_inference_steps=20, cache="require")).meta
@@ -262,7 +262,7 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
     own = plans_beside(engine.config, adapter, asked, 0)[0]
     assert own is not None
     work, tokens = adapter.work(*asked.moments.shape[1:]), adapter.tokens(asked)
-    between, at_anchors = (adapter.counted(asked, own, anchor=each) for each in (False, True))
+    between, at_anchors = (adapter.counted(asked, own, anchor=flag) for flag in (False, True))
     counted = EditWork.of(asked, adapter).with_own(own, between, work, at_anchors)
     pricing = priced_by_flops(engine, asked, 20)
     asks = Edit(20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring)
@@ -281,16 +281,23 @@ def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it
     """All anchors but the first are computed beside steps that read."""
     asked = job(encoder, 40, "priced", num_inference_steps=20)
     state = RequestState.of(engine.prepared(asked), Sink(), engine.adapter)
-    own = own_plan(engine.config, engine.adapter, asked)
-    assert own is not None
-    state.go(Route("cached", "own", own=own, dense_steps=len(own.anchors)), engine.adapter)
+    refresh_schedule = own_plan(engine.config, engine.adapter, asked)
+    assert refresh_schedule is not None
+    state.go(
+        Route("cached", "own", own=refresh_schedule, dense_steps=len(refresh_schedule.anchors)),
+        engine.adapter,
+    )
     tokens = engine.adapter.tokens(asked)
     pricing = priced_by_flops(engine, asked, 20)
     view = WorkerView("w", pricing, 1, 1, templates={})
     asks = Edit(
-        20, tokens.active, tokens.total, own_steps=len(own.anchors), inner_tokens=tokens.inner,
+        20,
+        tokens.active,
+        tokens.total,
+        own_steps=len(refresh_schedule.anchors),
+        inner_tokens=tokens.inner,
         ring_tokens=tokens.ring,
-    )  # fmt: skip
+    )
     priced, _, _ = view.price(asks)
     assert priced == pytest.approx(1e-9 * state.work.cached_flops, rel=0.02)
     meta = edit(engine, job(encoder, 40, "runs", num_inference_steps=20)).meta
@@ -306,10 +313,10 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     asked: dict[str, Any] = {"num_inference_steps": 20, "cache": "require"}
     planner = engine._step_runner.planner
     plan, blocks = planner.plan, engine.adapter.blocks
-    beside: list[int] = []
+    counts: list[int] = []
 
     def computing(work: Any, rows: Any, dense: Any, *, fixed: bool, ranks: int) -> Any:
-        beside.append(len(rows))
+        counts.append(len(rows))
         made = plan(work, rows, dense, fixed=fixed, ranks=ranks)
         return made if fixed else replace(made, plan=plan_of_kinds(("dense",) * blocks))
 
@@ -323,7 +330,7 @@ def test_which_steps_leave_the_text_out_does_not_follow_from_the_batch(
     accepted = engine.ask(lambda: [accept(engine, e, s) for e, s in zip(jobs, sinks, strict=True)])
     accepted.result(30)
     together, *_ = [sink.final() for sink in sinks]
-    assert max(beside) == 6, "three rows, and what they foresee"
+    assert max(counts) == 6, "three rows, and what they foresee"
     for final in (alone, together):
         assert final.meta["text_steps"] == 3
         assert final.meta["kinds"]["kv"] == 19 * blocks

@@ -54,8 +54,8 @@ def test_waiting_is_bounded_and_who_leaves_makes_room() -> None:
 
 
 def test_the_least_valuable_goes_and_nothing_that_is_pinned() -> None:
-    gone: list[Resource] = []
-    residency = Residency(8, {"lora": 100}, gone.append)
+    resources: list[Resource] = []
+    residency = Residency(8, {"lora": 100}, resources.append)
     for each, score in ((ONE, 1.0), (TWO, 2.0)):
         residency.coming(each, 40, score)
         residency.arrived(each)
@@ -64,7 +64,7 @@ def test_the_least_valuable_goes_and_nothing_that_is_pinned() -> None:
     residency.pin(ONE)
     residency.unpin(ONE)
     assert residency.coming(BIG, 60, 3.0)
-    assert gone == [TWO]
+    assert resources == [TWO]
     assert residency.state(TWO) == "absent"
     assert not residency.coming(TWO, 101, 9.0)
     residency.unpin(ONE)

@@ -96,20 +96,20 @@ def test_without_anchors_a_strip_is_dense(folder: Path, encoder: Encoder) -> Non
 def test_what_is_booked_is_enough_and_without_room_it_is_dense(
     engine: Engine, encoder: Encoder
 ) -> None:
-    held: list[int] = []
+    counts: list[int] = []
     executor: Any = engine.executor
     release = executor.release
 
     def watched(row: str) -> Any:
-        made = executor._rows.get(row)
-        if made is not None:
-            held.append(sum(each.nbytes for each in made.anchors))
+        response = executor._rows.get(row)
+        if response is not None:
+            counts.append(sum(anchor.nbytes for anchor in response.anchors))
         return release(row)
 
     executor.release = watched
     for seed in range(3):
         meta = edit(engine, job(encoder, seed, f"row-{seed}", num_inference_steps=10)).meta
-        assert 0 < held[-1] <= meta["own_bytes"]
+        assert 0 < counts[-1] <= meta["own_bytes"]
     engine.cache.store.memory.budget_bytes = 1
     meta = edit(engine, job(encoder, 9, "dense", num_inference_steps=10)).meta
     assert (meta["cache"], meta["dense_for"]) == ("miss", "memory")
@@ -136,14 +136,14 @@ def test_beside_edits_that_hit_and_dense_ones_each_is_as_alone(
 
     jobs = [asked("own-a", 12, "own"), asked("hit", 11, "require"), asked("dense", 13, "off"),
             asked("own-b", 8, "own")]  # fmt: skip
-    alone = [
+    latents = [
         edit(engine, replace(each, request=replace(each.request, request_id=f"{number}"))).latents
         for number, each in enumerate(jobs)
     ]
     sinks = [Sink() for _ in jobs]
     for each, sink in zip(jobs, sinks, strict=True):
         engine.submit(each, sink)
-    for expected, sink in zip(alone, sinks, strict=True):
+    for expected, sink in zip(latents, sinks, strict=True):
         found = sink.final().latents
         assert np.abs(found - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
     idle(engine)

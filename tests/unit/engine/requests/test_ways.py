@@ -117,8 +117,8 @@ def prime(engine: Engine, asked: EditJob) -> None:
         return
     priming = engine.cache.begin(asked)
     assert priming is not None
-    for done, anchor in enumerate(priming.anchors, 1):
-        assert engine.cache.store.put(priming.key, AnchorEntry(anchor, ()), priming.note(done))
+    for index, anchor in enumerate(priming.anchors, 1):
+        assert engine.cache.store.put(priming.key, AnchorEntry(anchor, ()), priming.note(index))
     engine.cache.end(priming, complete=True)
 
 
@@ -204,5 +204,5 @@ def test_no_edit_of_any_size_and_steps_is_more_work_than_a_dense_one(
         shape = SIZES[int(rng.integers(len(SIZES)))]
         if primed:
             prime(engine, job(engine, ratio, steps, shape=shape))
-        for asked in settings:
-            check(engine, accepted(engine, job(engine, ratio, steps, shape=shape, **asked), rng))
+        for setting in settings:
+            check(engine, accepted(engine, job(engine, ratio, steps, shape=shape, **setting), rng))

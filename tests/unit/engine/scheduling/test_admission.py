@@ -9,11 +9,11 @@ from maskserve_triton.admission import Gate, InFlight
 
 
 def test_states_are_seen_by_others(tmp_path: Path) -> None:
-    mine, other = Gate(tmp_path), Gate(tmp_path)
+    gate, other = Gate(tmp_path), Gate(tmp_path)
     assert other.state() == "open"
-    mine.drain()
+    gate.drain()
     assert other.state() == "draining"
-    mine.stop()
+    gate.stop()
     assert other.state() == "stopped"
 
 

@@ -106,13 +106,13 @@ def test_random_instances(seed: int) -> None:
                     str(number), steps, seconds=tuple(times), shared=shared, due=due, batch_key=key
                 )
             )
-        before = Deadline(devices).decide(0.0, works)
+        decide = Deadline(devices).decide(0.0, works)
         plan = Batching(Deadline(devices), 3).decide(0.0, works)
-        assert [run.devices for run in plan.runs] == [run.devices for run in before.runs]
+        assert [run.devices for run in plan.runs] == [run.devices for run in decide.runs]
         names = [row.request_id for run in plan.runs for row in run.rows]
         assert len(set(names)) == len(names)
         left = {each.ticket.request_id: each for each in works}
-        for run, alone in zip(plan.runs, before.runs, strict=True):
+        for run, alone in zip(plan.runs, decide.runs, strict=True):
             assert set(alone.rows) <= set(run.rows)
             assert len(run.rows) <= 3
             assert len({row.batch_key for row in run.rows}) == 1

@@ -39,11 +39,15 @@ def lost(device: int, now: float, degrees: int) -> Work:
 
 
 def could_be_in_time(work: Work, now: float) -> bool:
-    left, begin = work.remaining, now
+    remaining, begin = work.remaining, now
     if work.until is not None:
-        left, begin = left - work.under_way, work.until
+        remaining, begin = remaining - work.under_way, work.until
     due = work.ticket.due
-    return due is not None and left > 0 and begin + left * min(work.ticket.seconds) <= due + 1e-9
+    return (
+        due is not None
+        and remaining > 0
+        and begin + remaining * min(work.ticket.seconds) <= due + 1e-9
+    )
 
 
 def check(plan: GangPlan, now: float, works: list[Work], devices: int) -> None:
@@ -52,20 +56,20 @@ def check(plan: GangPlan, now: float, works: list[Work], devices: int) -> None:
     waiting one's step would outlast that.
     """
     waiting = {work.ticket.request_id: work for work in works if work.until is None}
-    taken = sum(work.gang for work in works if work.until is not None)
+    total = sum(work.gang for work in works if work.until is not None)
     ends = [work.until for work in works if work.until is not None and work.until < math.inf]
     for run in plan.runs:
         gang = sum(1 << device for device in run.devices)
         assert gang in blocks(len(run.devices), devices)
-        assert not gang & taken
-        taken |= gang
+        assert not gang & total
+        total |= gang
         (ticket,) = run.rows
         work = waiting.pop(ticket.request_id)
         times, at = ticket.seconds, len(run.devices).bit_length() - 1
         assert run.steps == 1 <= work.remaining
         assert at == 0 or times[at] < times[at - 1], "no faster on so many"
         ends.append(now + times[at])
-    if taken == (1 << devices) - 1 or not waiting:
+    if total == (1 << devices) - 1 or not waiting:
         return
     assert ends, "all devices idle while edits wait"
     assert any(could_be_in_time(work, now) for work in works), "kept idle for nobody"
@@ -78,17 +82,17 @@ def test_no_device_idles_while_an_edit_could_run(devices: int) -> None:
     rng = fresh_random()
     degrees = devices.bit_length()
     for _ in range(1500):
-        now, works, taken = 100.0, list[Work](), 0
+        now, works, count = 100.0, list[Work](), 0
         for number in range(rng.choice((1, 2, 3, 4, 5, 6, 9, 20))):
             work = edit(rng, str(number), now - rng.uniform(0.0, 30.0), degrees)
             block = rng.choice(blocks(rng.choice([1 << n for n in range(degrees)]), devices))
-            if rng.random() < 0.4 and not block & taken:
-                taken |= block
+            if rng.random() < 0.4 and not block & count:
+                count |= block
                 until = now + rng.uniform(-0.05, 1.0)  # some steps are overdue
                 work = replace(work, gang=block, until=until, under_way=1)
             works.append(work)
         for device in range(devices):
-            if rng.random() < 0.1 and not taken >> device & 1:
+            if rng.random() < 0.1 and not count >> device & 1:
                 works.append(lost(device, now, degrees))
         rng.shuffle(works)
         check(Deadline(devices).decide(now, works), now, works, devices)
@@ -110,11 +114,11 @@ class Trial:
         rng, policy = self.rng, Deadline(self.devices, patience=2.0)
         degrees, gone = self.devices.bit_length(), set[int]()
         works, longest, longest_step = dict[str, Work](), dict[str, float](), 0.0
-        ends, came = dict[str, float](), 0
-        while came < self.edits or works:
-            if came < self.edits and rng.random() < 0.4:
-                works[str(came)] = edit(rng, str(came), self.now, degrees)
-                came += 1
+        ends, count = dict[str, float](), 0
+        while count < self.edits or works:
+            if count < self.edits and rng.random() < 0.4:
+                works[str(count)] = edit(rng, str(count), self.now, degrees)
+                count += 1
             if rng.random() < 0.05:
                 busy = sum(work.gang for work in works.values() if work.until is not None)
                 idle = [d for d in range(self.devices) if not busy >> d & 1]

@@ -129,10 +129,10 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
                 if not left[name]:
                     scheduler.finish(name)
                     ended.add(name)
-        if rng.random() < 0.02 and (held := [t.request_id for t in scheduler.running]):
-            gone = rng.choice(held)
-            assert scheduler.cancel(gone) is not None
-            cancelled.add(gone)
+        if rng.random() < 0.02 and (request_ids := [t.request_id for t in scheduler.running]):
+            choice = rng.choice(request_ids)
+            assert scheduler.cancel(choice) is not None
+            cancelled.add(choice)
         taken = frozenset(device for _, run in busy for device in run.devices)
         decision = scheduler.schedule(now, Devices(taken, lost))
         cancelled |= {each.request_id for each in decision.expired}

@@ -59,9 +59,9 @@ def test_seven_rows_of_one_key_slow_another_keys_row_by_half():
 def test_rows_that_cannot_share_a_step_take_no_more():
     """A reproducible edit has steps of its own; the batch of the others took four times that."""
     greedy = [replace(ticket(f"greedy!{n}", 200), batch_key="all") for n in range(4)]
-    alone = [replace(ticket(f"greedy!own {n}", 200), batch_key=f"own {n}") for n in range(3)]
+    tickets = [replace(ticket(f"greedy!own {n}", 200), batch_key=f"own {n}") for n in range(3)]
     modest = replace(ticket("modest!one", 10), batch_key="its own")
-    clock = Clock([*greedy, *alone, modest])
+    clock = Clock([*greedy, *tickets, modest])
     assert clock.end_of("modest!one") <= (2 * 10 + 1) * SLOW
     while len(clock.scheduler):
         clock.step()
@@ -115,9 +115,9 @@ def test_keys_that_always_have_rows_get_equal_parts():
     clock = Clock([ticket("a!1", 10_000), *(ticket(f"b!{n}", 10_000) for n in range(3))])
     for _ in range(1000):
         clock.step()
-    own = 10_000 - clock.left["a!1"]
-    others = sum(10_000 - clock.left[f"b!{n}"] for n in range(3))
-    assert abs(own - others) <= 20
+    count = 10_000 - clock.left["a!1"]
+    total = sum(10_000 - clock.left[f"b!{n}"] for n in range(3))
+    assert abs(count - total) <= 20
 
 
 @examples(60)

@@ -75,6 +75,6 @@ def test_who_knows_another_process_or_too_old_a_version_is_told_all() -> None:
         take(listings, {"host": {str(number)}})
         if not number:
             first = listings.version
-    for known in (old.version, first, "no such"):
-        assert listings.changes(known).since == ""
-        assert listings.changes(known).added == {"host": (str(_KEPT + 1),)}
+    for version in (old.version, first, "no such"):
+        assert listings.changes(version).since == ""
+        assert listings.changes(version).added == {"host": (str(_KEPT + 1),)}

@@ -69,9 +69,9 @@ def soon(folder: Path) -> str | None:
 
 
 def test_a_model_whose_server_was_gone_before_it_began_ends(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    env = {"PYTHONPATH": os.pathsep.join(sys.path), SERVER_PID: str(gone.pid)}
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), SERVER_PID: str(process.pid)}
     orphan = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)],
         env=os.environ | env,
@@ -112,7 +112,7 @@ def test_a_process_that_is_gone_is_not(tmp_path: Path, child: subprocess.Popen[s
 def test_who_looks_again_and_again_sees_what_changes(
     tmp_path: Path, child: subprocess.Popen[str]
 ) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    count = len(os.listdir("/proc/self/fd"))
     processes = Processes(tmp_path)
     assert processes.unwell() is None
     sign_in(tmp_path, "edit")
@@ -130,7 +130,7 @@ def test_who_looks_again_and_again_sees_what_changes(
     assert processes.unwell() == died
     (tmp_path / "processes" / f"denoiser.{child.pid}").unlink()
     assert processes.unwell() is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == count
     (tmp_path / "processes" / f"denoiser.{child.pid}").touch()  # nobody has this number any more
     assert processes.unwell() == died
     processes.close()

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[4]
 
 
 def record(message: str = "hello", *args: Any, **values: Any) -> logging.LogRecord:
-    made = logging.LogRecord("maskserve", logging.INFO, "x.py", 1, message, args, None)
+    log_record = logging.LogRecord("maskserve", logging.INFO, "x.py", 1, message, args, None)
     for name, value in values.items():
-        setattr(made, name, value)
-    return made
+        setattr(log_record, name, value)
+    return log_record
 
 
 def parsed(made: logging.LogRecord) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def test_a_full_disk_costs_lines_and_nothing_else(
     file.symlink_to("/dev/full")
     for _ in range(3):
         handler.handle(record("lost"))
-    said = capfd.readouterr().err
-    assert said == f"cannot write {file}: No space left on device; it goes on without\n"
+    err = capfd.readouterr().err
+    assert err == f"cannot write {file}: No space left on device; it goes on without\n"
     file.unlink()
     (tmp_path / "kept").rename(file)
     handler.handle(record("two"))

@@ -15,7 +15,7 @@ def test_all_rows_step_together_on_both_devices() -> None:
     for name in "abc":
         policy.submit(ticket(name))
     (run,) = policy.schedule(0.0).runs
-    assert [each.request_id for each in run.rows] == ["a", "b"]
+    assert [row.request_id for row in run.rows] == ["a", "b"]
     assert run.devices == (0, 1)
 
 

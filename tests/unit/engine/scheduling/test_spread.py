@@ -33,8 +33,8 @@ def test_steps_that_were_taken_are_nothing_to_be_computed() -> None:
     spread = Spread(2, 4, 8, 0.25)
     spread.submit(ticket("long", 10))
     spread.submit(ticket("short", 6))
-    for now in range(7):
-        spread.schedule(float(now), Devices(busy=frozenset({1})))
+    for index in range(7):
+        spread.schedule(float(index), Devices(busy=frozenset({1})))
     spread.submit(ticket("next"))
     assert rows(spread.schedule(7.0)) == {0: ["long", "next"], 1: ["short"]}
 
@@ -100,15 +100,15 @@ def test_every_ticket_ends_once_whatever_is_lost(seed: int) -> None:
         deadline = rng.choice([None, None, 20.0])
         spread.submit(ticket(name, steps, rng.randint(1, 20), deadline=deadline))
     ended: list[str] = []
-    for now in range(1000):
-        taken = rng.sample(range(4), rng.randint(0, 4))
-        cut = rng.randint(0, len(taken))
-        devices = Devices(frozenset(taken[:cut]), frozenset(taken[cut:]))
-        decision = spread.schedule(float(now), devices)
+    for index in range(1000):
+        sample = rng.sample(range(4), rng.randint(0, 4))
+        cut = rng.randint(0, len(sample))
+        devices = Devices(frozenset(sample[:cut]), frozenset(sample[cut:]))
+        decision = spread.schedule(float(index), devices)
         ended += [t.request_id for t in decision.expired]
         stepped = [t.request_id for run in decision.runs for t in run.rows]
         assert len(stepped) == len(set(stepped))
-        assert not {run.devices[0] for run in decision.runs} & set(taken)
+        assert not {run.devices[0] for run in decision.runs} & set(sample)
         for name in stepped:
             left[name] -= 1
             if not left[name]:

@@ -48,8 +48,8 @@ def urgency(t: Ticket) -> float:
     """The order as the design states it, written apart from the scheduler's own: two minutes of
     waiting are as urgent as being due, and five seconds of either weigh a step of priority.
     """
-    due = math.inf if t.deadline is None else t.deadline
-    return min(due, t.arrival + 120.0) - 5.0 * t.priority
+    inf = math.inf if t.deadline is None else t.deadline
+    return min(inf, t.arrival + 120.0) - 5.0 * t.priority
 
 
 class Loop:
@@ -375,10 +375,10 @@ def test_a_static_batch_runs_to_its_end_and_none_joins(
                 ticket(str(number), steps=steps, arrival=arrival, background=background)
             )
             left[str(number)] = steps
-        before = {t.request_id for t in scheduler.running if not t.background}
+        request_ids = {t.request_id for t in scheduler.running if not t.background}
         decision = scheduler.schedule(now)
         joined = [t.request_id for t in decision.admitted if not t.background]
-        assert not (before and joined), "an edit joined a batch that runs"
+        assert not (request_ids and joined), "an edit joined a batch that runs"
         for each in decision.running:
             left[each.request_id] -= 1
             if not left[each.request_id]:

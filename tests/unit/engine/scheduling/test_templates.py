@@ -71,21 +71,21 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_readers_never_see_half_a_template(tmp_path: Path) -> None:
     whole = bytes(range(256)) * 4096
     folder = KeptTemplates(tmp_path)
-    seen: list[bytes | None] = []
-    done = threading.Event()
+    contents: list[bytes | None] = []
+    event = threading.Event()
 
     def read() -> None:
-        while not done.is_set():
-            seen.append(folder.get(A))
+        while not event.is_set():
+            contents.append(folder.get(A))
 
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(30):
         folder.put(A, whole)
         folder.remove(A)
-    done.set()
+    event.set()
     reader.join()
-    assert set(seen) <= {None, whole}
+    assert set(contents) <= {None, whole}
 
 
 def test_template_ids_name_pixels_and_size() -> None:
@@ -95,9 +95,9 @@ def test_template_ids_name_pixels_and_size() -> None:
     assert set(name) <= set("0123456789abcdef")
     assert template_id(picture.copy()) == name
     assert template_id(picture[:, ::-1][:, ::-1]) == name
-    other = picture.copy()
-    other[3, 3, 1] ^= 1
-    assert template_id(other) != name
+    copy = picture.copy()
+    copy[3, 3, 1] ^= 1
+    assert template_id(copy) != name
     assert template_id(np.ascontiguousarray(picture.reshape(10, 12, 3))) != name
 
 
@@ -153,8 +153,8 @@ def names(folder: Path) -> set[str]:
 
 
 def used_before(folder: Path, name: str, seconds: float) -> None:
-    then = time.time() - seconds
-    os.utime(folder / "results" / name, (then, then))
+    now_s = time.time() - seconds
+    os.utime(folder / "results" / name, (now_s, now_s))
 
 
 def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> No
         used_before(tmp_path, name, 50)
     assert folder.get(A, "k1") == b"picture"  # used: its time begins anew
     folder.put(B, b"picture", ["k1"])
-    left = folder.expires_s(A)
-    assert left is not None
-    assert left > 55
+    expires_s = folder.expires_s(A)
+    assert expires_s is not None
+    assert expires_s > 55
     assert folder.expires_s(B) is None
     used_before(tmp_path, C, 61)
     assert folder.get(C, "k1") is None

@@ -145,8 +145,8 @@ def test_runs_whose_router_died_expire(tmp_path: Path) -> None:
     for run in ("dead", "alive"):
         folder.begin("k", run)
         assert folder.put([run.encode()], "k", run)
-    then = time.time() - 61
-    os.utime(tmp_path / ".open" / "k-dead", (then, then))
+    now_s = time.time() - 61
+    os.utime(tmp_path / ".open" / "k-dead", (now_s, now_s))
     assert folder.own([], "k", "alive")
     assert {name for name in left(tmp_path) if "dead" in name} == set()
     assert folder.held().count == 1
@@ -159,8 +159,8 @@ def test_what_a_killed_router_had_expires_where_no_other_run_comes(tmp_path: Pat
     assert killed.returncode == -signal.SIGKILL
     host = values(tmp_path, expires_s=60)
     assert host.held().count == 1
-    then = time.time() - 61
-    os.utime(tmp_path / ".open" / "k-dead", (then, then))
+    now_s = time.time() - 61
+    os.utime(tmp_path / ".open" / "k-dead", (now_s, now_s))
     assert values(tmp_path, expires_s=60).held().count == 0
     assert left(tmp_path) == set()
 

@@ -17,8 +17,8 @@ def test_exact_references_are_read_by_all_tokens_and_made_once() -> None:
     without = flux2.count(KLEIN_9B, *SIZE, recorded=False, references=0)
     whole = with_own.row_at(1.0, 512)
     pairs = (4096 + 512) * 4096 * 4.0 * 4096 * len(with_own.blocks)
-    apart = with_own.step_flops([whole], "dense") - without.step_flops([whole], "dense")
-    assert apart == pytest.approx(pairs)
+    step_flops = with_own.step_flops([whole], "dense") - without.step_flops([whole], "dense")
+    assert step_flops == pytest.approx(pairs)
     alone = without.step_flops([without.row_at(1.0, 0)], "dense")
     assert with_own.still_flops == pytest.approx(alone)
     assert without.still_flops == 0.0

@@ -50,13 +50,13 @@ def test_a_thread_takes_no_more_than_its_operations_fill(
     config = config_of({"model": {"path": str(DEMO_MODEL), "torch_threads": configured}})
 
     def limited() -> int:
-        before = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         torch.set_num_threads(5)
         try:
             limit_threads(config, filled)
             return torch.get_num_threads()
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(num_threads)
 
     with ThreadPoolExecutor(1) as aside:
         assert aside.submit(limited).result() == taken
@@ -80,16 +80,16 @@ def test_operations_of_a_small_model_fill_one_thread() -> None:
 def test_the_thread_that_takes_the_steps_is_the_only_one_with_a_pool(
     threads: int, configured: int
 ) -> None:
-    alone = _count(threads=1, configured=1)
-    assert alone[1] == 1
-    assert _count(threads, configured) == (alone[0] + 2, 3)
-    assert _count(threads, configured, fills=registry._FILLS) == alone  # it is a small model
+    count = _count(threads=1, configured=1)
+    assert count[1] == 1
+    assert _count(threads, configured) == (count[0] + 2, 3)
+    assert _count(threads, configured, fills=registry._FILLS) == count  # it is a small model
 
 
 def _count(threads: int, configured: int, fills: float = 1.0) -> tuple[int, int]:
     """Threads that loading and stepping left behind, not Python's own, and those of a step."""
     code = _COUNT.format(threads=threads, configured=configured, fills=fills)
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
-    native, step = done.stdout.split()
+    result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    native, step = result.stdout.split()
     return int(native), int(step)

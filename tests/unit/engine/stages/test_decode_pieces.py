@@ -85,11 +85,13 @@ def test_with_the_norms_of_the_edit_itself_pieces_are_its_whole_decode(
         latents = rng.standard_normal((decoder.latents.channels, *size), dtype=np.float32)
         boxes = [random_box(rng, size) for _ in range(int(rng.integers(1, 4)))]
         pieces = decoder.pieces(boxes, size, halo=16, spread=0)
-        found = decoder.decode_pieces(latents, replace(pieces, probes=()), decoder.sums(latents))
+        decode_pieces = decoder.decode_pieces(
+            latents, replace(pieces, probes=()), decoder.sums(latents)
+        )
         expected = decoder.decode(latents)
         for box in boxes:
             part = box.scaled(decoder.latents.pixels).slices
-            assert int(np.abs(found[part].astype(int) - expected[part]).max()) <= 1
+            assert int(np.abs(decode_pieces[part].astype(int) - expected[part]).max()) <= 1
 
 
 def test_the_norms_of_the_edit_itself_are_group_norms(tiny_fill: Path) -> None:
@@ -196,8 +198,8 @@ class Edits:
         self.mask[8:24, 10:30] = 255
 
     def request(self, **settings: Any) -> EditRequest:
-        asked = EditSettings(**{"mask_ring": 1, **settings})
-        made = request_of(self.pixels, "", asked, 1, "mine")
+        edit_settings = EditSettings(**{"mask_ring": 1, **settings})
+        made = request_of(self.pixels, "", edit_settings, 1, "mine")
         return replace(made, edit_boxes=component_boxes(self.mask, 8))
 
     def decode(
@@ -245,9 +247,9 @@ def test_who_is_decoded_in_pieces(tmp_path: Path, tiny_fill: Path) -> None:
     folder.drop(edit.pixels_id)
     assert not edits.decode(edits.final(edit), edit)[1], "what is kept needs no file"
     for settings in ({"reproducible": True}, {"cache": "off"}):
-        other = edits.request(**settings)
-        assert edits.decode(edits.final(other), other)[1]
-        assert edits.decode(preview, other)[1]
+        request = edits.request(**settings)
+        assert edits.decode(edits.final(request), request)[1]
+        assert edits.decode(preview, request)[1]
     edits.mask[:] = 255
     everywhere = edits.request()
     assert edits.decode(edits.final(everywhere), everywhere)[1]
@@ -260,13 +262,13 @@ def test_an_edit_that_stepped_down_is_decoded_with_the_ring_that_it_had(
     """META says it; what the edit asked for is another."""
     edits = Edits(tmp_path, tiny_fill)
     MomentsFolder(tmp_path).clear()
-    asked, took = edits.request(mask_ring=0), edits.request(mask_ring=1)
-    MomentsFolder(tmp_path).write(asked.pixels_id, edits.moments)
+    request, took = edits.request(mask_ring=0), edits.request(mask_ring=1)
+    MomentsFolder(tmp_path).write(request.pixels_id, edits.moments)
     latents = edits.latents()
-    stepped = final_meta(asked, "w", "m", {"cache": "hit", "mask_ring": 1}, {})
-    found, _ = edits.decode(stepped, asked, latents)
+    stepped = final_meta(request, "w", "m", {"cache": "hit", "mask_ring": 1}, {})
+    found, _ = edits.decode(stepped, request, latents)
     np.testing.assert_array_equal(found, edits.decode(edits.final(took), took, latents)[0])
-    assert (found != edits.decode(edits.final(asked), asked, latents)[0]).any()
+    assert (found != edits.decode(edits.final(request), request, latents)[0]).any()
 
 
 @pytest.mark.parametrize("stages", [{"decode_halo": 0}, {"decode_bytes": 0}])

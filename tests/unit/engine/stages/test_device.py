@@ -85,8 +85,8 @@ def test_tensors_arrive_where_the_encoder_and_the_decoder_are(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     """`meta` is a second device that every machine has; it computes shapes alone."""
-    found = request.getfixturevalue(model)
-    folder = found["sdxl-fill"] if isinstance(found, dict) else found
+    getfixturevalue = request.getfixturevalue(model)
+    folder = getfixturevalue["sdxl-fill"] if isinstance(getfixturevalue, dict) else getfixturevalue
     devices = {"encoder_device": "meta", "decoder_device": "meta"}
     config = config_of(folder, model={"device": "cpu", **devices})
     facts = load_facts(folder)

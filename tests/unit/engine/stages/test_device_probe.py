@@ -111,8 +111,8 @@ def test_a_profile_of_another_device_is_warned_of(
     config = config_of(tmp_path, engine={"costs": str(file)})
     assert entry_store.estimated_costs(config, rates=H100).compute == costs.compute
     assert not caplog.records
-    other = replace(H100, device="another card")
-    assert entry_store.estimated_costs(config, rates=other).compute == costs.compute
+    h100 = replace(H100, device="another card")
+    assert entry_store.estimated_costs(config, rates=h100).compute == costs.compute
     assert f"was measured on {H100.device}, and this is another card" in caplog.text
 
 

@@ -172,10 +172,10 @@ def test_a_folder_without_a_denoiser_has_no_lora(bare: Path, tmp_path: Path) -> 
 
 def test_entries_of_one_file_are_not_anothers(tiny_fill: Path, file: Path, tmp_path: Path) -> None:
     other = write_gguf(tiny_fill, tmp_path / "other.gguf", ("Q8_0",))
-    same = Path(shutil.copy(other, tmp_path / "same.gguf"))
+    path = Path(shutil.copy(other, tmp_path / "same.gguf"))
     words = [
         form_in_words(config_of(tiny_fill, model={"gguf": str(each)} if each else {}))
-        for each in (None, file, other, same)
+        for each in (None, file, other, path)
     ]
     assert words[2] == words[3]
     assert len({model_revision(tiny_fill, each) for each in words}) == 3
@@ -184,9 +184,9 @@ def test_entries_of_one_file_are_not_anothers(tiny_fill: Path, file: Path, tmp_p
     shutil.copytree(tiny_fill, folder)
     inside = Path(shutil.copy(other, folder / "t.gguf"))
     digest, before = file_digest(folder, inside.name), model_revision(folder)
-    kept = (folder / ".maskserve-digests.json").stat().st_mtime_ns
+    st_mtime_ns = (folder / ".maskserve-digests.json").stat().st_mtime_ns
     assert (file_digest(folder, inside.name), model_revision(folder)) == (digest, before)
-    assert (folder / ".maskserve-digests.json").stat().st_mtime_ns == kept
+    assert (folder / ".maskserve-digests.json").stat().st_mtime_ns == st_mtime_ns
     write_gguf(tiny_fill, inside, ("Q4_0",))
     assert file_digest(folder, inside.name) != digest
 

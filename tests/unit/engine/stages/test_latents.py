@@ -78,14 +78,16 @@ def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelFacts]:
 @pytest.mark.parametrize("make", [kl, qwen_image])
 def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    own = make().eval().requires_grad_(False)
+    requires_grad = make().eval().requires_grad_(False)
     if make is kl:
-        own.to(memory_format=torch.channels_last)  # as ours lies: sums are then rounded alike
+        requires_grad.to(
+            memory_format=torch.channels_last
+        )  # as ours lies: sums are then rounded alike
     if tiles == "on":
-        own.enable_tiling()
-    vae, facts = served(own, tmp_path, vae_tiles=tiles)
-    space, frames = facts.latents, isinstance(own, AutoencoderKLQwenImage)
-    assert type(vae) is type(own)
+        requires_grad.enable_tiling()
+    vae, facts = served(requires_grad, tmp_path, vae_tiles=tiles)
+    space, frames = facts.latents, isinstance(requires_grad, AutoencoderKLQwenImage)
+    assert type(vae) is type(requires_grad)
     assert (space.pixels, space.channels, space.frames) == (2, 4, frames)
     side = space.tile + 16
     assert is_tiled(vae, (side // 2, 8), space) == (tiles == "on")
@@ -93,27 +95,33 @@ def test_pictures_go_in_and_out_as_diffusers_has_it(make: Any, tiles: str, tmp_p
 
     rng = fresh_rng()
     pixels = rng.integers(0, 256, (side, 16, 3), dtype=np.uint8)
-    found = Vaes(facts, vae).moments(pixels)
+    moments = Vaes(facts, vae).moments(pixels)
     image = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255.0 * 2.0 - 1.0
     with torch.inference_mode():
-        posterior = own.encode(image[:, :, None] if frames else image).latent_dist
+        posterior = requires_grad.encode(image[:, :, None] if frames else image).latent_dist
     mean = posterior.mode()[0, :, 0] if frames else posterior.mode()[0]
-    assert np.array_equal(found[:4], mean.numpy())
+    assert np.array_equal(moments[:4], mean.numpy())
 
     # StableDiffusionXLImg2ImgPipeline and QwenImageImg2ImgPipeline.
-    means, stds = (torch.tensor(own.config[f"latents_{n}"])[:, None, None] for n in ("mean", "std"))
-    scale = 1.0 if frames else own.config.scaling_factor
-    latents = Posterior(found, space, torch.float32).mode()
+    means, stds = (
+        torch.tensor(requires_grad.config[f"latents_{n}"])[:, None, None] for n in ("mean", "std")
+    )
+    scale = 1.0 if frames else requires_grad.config.scaling_factor
+    latents = Posterior(moments, space, torch.float32).mode()
     torch.testing.assert_close(latents, (mean - means) * scale / stds)
 
-    given = rng.standard_normal((2, 4, side // 2, 8), dtype=np.float32)
-    shown: list[Any] = list(Decoder(vae, space).decode_all(list(given)))
+    standard_normal = rng.standard_normal((2, 4, side // 2, 8), dtype=np.float32)
+    shown: list[Any] = list(Decoder(vae, space).decode_all(list(standard_normal)))
     with torch.inference_mode():
-        x = torch.from_numpy(given) * stds / scale + means
-        images = own.decode(x[:, :, None]).sample[:, :, 0] if frames else own.decode(x).sample
+        x = torch.from_numpy(standard_normal) * stds / scale + means
+        images = (
+            requires_grad.decode(x[:, :, None]).sample[:, :, 0]
+            if frames
+            else requires_grad.decode(x).sample
+        )
     expected = ((images * 0.5 + 0.5).clamp(0, 1) * 255).permute(0, 2, 3, 1).numpy()
     assert np.abs(np.stack(shown) - expected).max() <= 0.51  # each rounds by itself
-    naive = to_vae(torch.from_numpy(given), replace(space, shift=(0.0,), scale=(scale,)))
+    naive = to_vae(torch.from_numpy(standard_normal), replace(space, shift=(0.0,), scale=(scale,)))
     assert (naive - x).abs().max() > 0.1  # one scale for all would be seen
 
 

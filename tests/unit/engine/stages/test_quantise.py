@@ -84,33 +84,33 @@ def test_bytes_are_counted_as_they_are_held(form: str) -> None:
 def test_t5_in_8_bits_is_the_librarys_own() -> None:
     prompt = "a red star"
     config = config_of(DEMO, model={"t5_weights": "int8"})
-    own: Any = load_encoder(config)
+    encoder: Any = load_encoder(config)
     expected: Any = load_encoder(config_of(DEMO))
     folder = load_encoder(config_of(DEMO)).encode_prompt(prompt)["prompt_embeds"]
     for name, layer in list(expected.t5.model.named_modules()):
         if type(layer) is nn.Linear:
             expected.t5.model.set_submodule(name, library_layer("int8", layer))
-    found = own.encode_prompt(prompt)["prompt_embeds"]
+    found = encoder.encode_prompt(prompt)["prompt_embeds"]
     np.testing.assert_allclose(
         found, expected.encode_prompt(prompt)["prompt_embeds"], rtol=0, atol=1e-5
     )
     assert 0 < np.abs(found - folder).max() < 0.1 * np.abs(folder).max()
-    held = sum(held_bytes(each) for each in (own.vae, own.clip.model, own.t5.model))
-    assert weight_bytes(config, "encoder") == pytest.approx(held, rel=1e-3)  # but for buffers
+    total = sum(held_bytes(vae) for vae in (encoder.vae, encoder.clip.model, encoder.t5.model))
+    assert weight_bytes(config, "encoder") == pytest.approx(total, rel=1e-3)  # but for buffers
 
 
 def test_a_t5_that_comes_layer_by_layer_says_the_same() -> None:
     config = config_of(DEMO, model={"t5_offload": True})
-    own: Any = load_encoder(config)
+    encoder: Any = load_encoder(config)
     held: Any = load_encoder(config_of(DEMO))
     for prompt in ("a red star", "", "two cats"):
-        found, expected = own.encode_prompt(prompt), held.encode_prompt(prompt)
-        assert {each.device.type for each in own.t5.model.parameters()} == {"meta"}
+        found, expected = encoder.encode_prompt(prompt), held.encode_prompt(prompt)
+        assert {parameter.device.type for parameter in encoder.t5.model.parameters()} == {"meta"}
         for name, numbers in expected.items():
             np.testing.assert_array_equal(found[name], numbers)
-    whole, parts = weight_bytes(config_of(DEMO), "encoder"), (own.vae, own.clip.model)
+    whole, parts = weight_bytes(config_of(DEMO), "encoder"), (encoder.vae, encoder.clip.model)
     layers = [
-        sum(each.nbytes for each in module.parameters(recurse=False))
+        sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         for module in held.t5.model.modules()
     ]
     counted = weight_bytes(config, "encoder")
@@ -124,20 +124,20 @@ def test_a_layer_equals_the_librarys_own(form: str) -> None:
     model = Block().requires_grad_(False)
     dense = list(model.transformer_blocks)
     expected = [library_layer(form, layer) for layer in dense]  # type: ignore[arg-type]
-    before = model.proj_out.weight.clone()
+    copy = model.proj_out.weight.clone()
     quantise(model, form, CPU)
     x = torch.randn(7, 128)
     outs = []
-    for own, other in zip(model.transformer_blocks, expected, strict=True):
-        outs.append(linear(own)(x))
+    for transformer_block, other in zip(model.transformer_blocks, expected, strict=True):
+        outs.append(linear(transformer_block)(x))
         torch.testing.assert_close(outs[-1], other(x))
-        part = linear(own).columns(8, 40)(x)
+        part = linear(transformer_block).columns(8, 40)(x)
         torch.testing.assert_close(part, outs[-1][:, 8:40])
     joined = linear(*model.transformer_blocks)
     torch.testing.assert_close(joined(x), torch.cat(outs, -1))
     assert [tuple(each(x[:0]).shape) for each in (joined, part_of(joined))] == [(0, 256), (0, 5)]
     assert type(model.proj_out) is nn.Linear
-    assert torch.equal(model.proj_out.weight, before)
+    assert torch.equal(model.proj_out.weight, copy)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_dense_rows_equal_the_pipeline_with_the_same_weights(
     row: Any = adapter.dense_row(encode_case(encoder, case, "r"))
     while row.step < row.steps:
         adapter.step([row], None)
-    apart = row.result().array() - expected
+    pixels = row.result().array() - expected
     if form != "int8-dynamic":
-        assert np.abs(apart).max() <= tolerance(expected)
+        assert np.abs(pixels).max() <= tolerance(expected)
         return
     # Tokens are rounded to 8 bits: what differs by rounding of float32 may differ by a step of
     # these. So it is held against the pipeline itself, whose first tokens were nudged by as much.
@@ -182,8 +182,8 @@ def test_dense_rows_equal_the_pipeline_with_the_same_weights(
 
     pipeline.transformer.x_embedder.register_forward_pre_hook(nudge)
     nudged = diffusers_latents(pipeline, case) - expected
-    assert np.square(apart).mean() <= 2 * np.square(nudged).mean()
-    assert np.abs(apart).max() <= 0.05 * np.abs(expected).max()
+    assert np.square(pixels).mean() <= 2 * np.square(nudged).mean()
+    assert np.abs(pixels).max() <= 0.05 * np.abs(expected).max()
 
 
 def test_a_folder_that_is_quantised_is_served_as_it_is(tiny_fill: Path, tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_a_folder_that_is_quantised_is_served_as_it_is(tiny_fill: Path, tmp_path
 
     folder = tmp_path / "quantised"
     shutil.copytree(tiny_fill, folder)
-    asked = TorchAoConfig(Int8WeightOnlyConfig())
+    torch_ao_config = TorchAoConfig(Int8WeightOnlyConfig())
     where = {"torch_dtype": torch.float32, "device_map": {"": CPU}}
     model = FluxTransformer2DModel.from_pretrained(
-        tiny_fill / "transformer", quantization_config=asked, **where
+        tiny_fill / "transformer", quantization_config=torch_ao_config, **where
     )
     shutil.rmtree(folder / "transformer")
     model.save_pretrained(folder / "transformer")
@@ -229,7 +229,7 @@ def test_entries_of_one_form_are_not_another_forms(tmp_path: Path) -> None:
         form_in_words(config_of(tmp_path, model={"weights": form})) for form in ("bf16", *FORMS)
     ]
     assert words[0] == ""
-    assert len({model_revision(tmp_path, each) for each in words}) == len(words)
+    assert len({model_revision(tmp_path, word) for word in words}) == len(words)
     assert model_revision(tmp_path) == model_revision(tmp_path, words[0])
     assert form_in_words(config_of(tmp_path, model={"t5_weights": "int8"})) not in words
 

@@ -33,8 +33,8 @@ def test_what_reads_a_prompt_or_a_picture_is_a_part_of_the_model(folder: Path, p
     (folder / part).mkdir()
     file = folder / part / "config.json"
     found = set()
-    for said in ("{}", "{ }"):
-        file.write_text(said)
+    for name in ("{}", "{ }"):
+        file.write_text(name)
         found.add(model_revision(folder))
     assert len(found) == 2
 

@@ -66,13 +66,13 @@ def answer_to(stage: Any, request: Request) -> dict[str, Any]:
     said = request.sender.wait(600)
     assert not said.has_error(), said.error().message()
     tensors = {}
-    for each in said.output_tensors():
-        array = np.asarray(each.as_numpy())
-        tensors[each.name()] = (array.dtype.name, array.shape, array.tobytes())
-        if each.name() in TIMES:
-            told = json.loads(array[0, 0])
-            told.pop(TIMES[each.name()])
-            tensors[each.name()] = told
+    for output_tensor in said.output_tensors():
+        array = np.asarray(output_tensor.as_numpy())
+        tensors[output_tensor.name()] = (array.dtype.name, array.shape, array.tobytes())
+        if output_tensor.name() in TIMES:
+            document = json.loads(array[0, 0])
+            document.pop(TIMES[output_tensor.name()])
+            tensors[output_tensor.name()] = document
     return tensors
 
 
@@ -102,31 +102,35 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
         for stage in made[name].values():
             opened.callback(stage.close)
     server = opened.enter_context(StageServer(api, made["service"]))
-    asked = replace(config.stages, service=server.url)
+    stages = replace(config.stages, service=server.url)
     workers = [
-        replace(config, stages=asked, runtime_dir=str(tmp_path / f"worker-{n}")) for n in range(2)
+        replace(config, stages=stages, runtime_dir=str(tmp_path / f"worker-{n}")) for n in range(2)
     ]
     revision = stages_revision(config)
-    encoders = [ForwardedEncoder(api, each, revision) for each in workers]
-    decoders = [ForwardedDecoder(api, each, revision) for each in workers]
+    encoders = [ForwardedEncoder(api, worker, revision) for worker in workers]
+    decoders = [ForwardedDecoder(api, worker, revision) for worker in workers]
     for stage in (*encoders, *decoders):
         opened.callback(stage.close)
 
     expected = (tmp_path / "own" / PRIMING_PROMPT_FILE).read_bytes()
-    for each in workers:
-        assert (Path(each.runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == expected
+    for worker in workers:
+        assert (Path(worker.runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == expected
     cases = [random_case(rng) for _ in range(3)]
     facts = load_facts(str(folder), 0)
     for _ in range(8):
         # What is kept of one worker's edits serves the other's, as it would have its own.
-        case, prompt, who = cases[rng.integers(3)], str(rng.choice(WORDS)), int(rng.integers(2))
+        case, prompt, integers = (
+            cases[rng.integers(3)],
+            str(rng.choice(WORDS)),
+            int(rng.integers(2)),
+        )
         own = answer_to(made["own"]["encoder"], to_encode(api, case, prompt))
-        assert answer_to(encoders[who], to_encode(api, case, prompt)) == own
+        assert answer_to(encoders[integers], to_encode(api, case, prompt)) == own
         height, width = (side // facts.vae_scale_factor for side in case.mask.shape)
         latents = rng.standard_normal((facts.latent_channels, height, width), np.float32)
-        given = to_decode(case, latents)
-        own = answer_to(made["own"]["decoder"], api.request("", **given))
-        assert answer_to(decoders[who], api.request("", **given)) == own
+        decode = to_decode(case, latents)
+        own = answer_to(made["own"]["decoder"], api.request("", **decode))
+        assert answer_to(decoders[integers], api.request("", **decode)) == own
     assert api.violations == []
 
 

@@ -57,18 +57,18 @@ def test_a_sampler_with_beta_sigmas_has_scipy(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path)))
     (tmp_path / "scheduler").mkdir()
     for said, hidden in ((False, True), (True, False)):
-        told = json.dumps({"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": said})
-        (tmp_path / "scheduler" / "scheduler_config.json").write_text(told)
+        dumps = json.dumps({"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": said})
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(dumps)
         assert ("scipy" in unused_libraries(config)) is hidden
 
 
 def test_a_process_does_without_the_others(tiny_fill: Path, tmp_path: Path) -> None:
     """Of each family; anchors, as rows, follow from the schedule."""
-    others = [
+    builds = [
         build(tmp_path / build.__name__)
         for build in (build_tiny_flux2, build_tiny_qwen_image, build_tiny_z_image)
     ]
-    folders = [str(each) for each in (tiny_fill, *others)]
+    folders = [str(each) for each in (tiny_fill, *builds)]
     program = f"""
 import sys
 from maskserve_common.config import Config, ModelConfig
@@ -86,10 +86,10 @@ print(sorted(name for name in {sorted({*ALL, "transformers", "torch._dynamo"})}
 import torch._dynamo  # whoever needs it has it
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n"
-    assert "torchao" not in done.stderr
-    assert "bitsandbytes" not in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "[]\n"
+    assert "torchao" not in result.stderr
+    assert "bitsandbytes" not in result.stderr

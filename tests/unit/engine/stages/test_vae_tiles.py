@@ -50,19 +50,19 @@ def test_latents_and_pixels_are_the_vaes_own_in_tiles(tiny_fill: Path) -> None:
             x = torch.from_numpy(latents)[None] / space.scale[0] + space.shift[0]
             image = (vae.decode(x)[0][0] * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0)
         expected = (image.numpy() * 255).round().astype(np.uint8)
-        found = decoder.decode(latents)
-        assert np.array_equal(found, expected)
+        text = decoder.decode(latents)
+        assert np.array_equal(text, expected)
         assert is_tiled(decoder.vae, size, space) == (max(size) > 16)
         assert decoder.takes_pieces(size) == (max(size) <= 16)
-        assert np.array_equal(found, whole.decode(latents)) == (max(size) <= 16)
+        assert np.array_equal(text, whole.decode(latents)) == (max(size) <= 16)
 
         pixels = rng.integers(0, 256, (4 * size[0], 4 * size[1], 3), dtype=np.uint8)
         with torch.inference_mode():
             image = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
             moments = vae.encode(image / 255.0 * 2.0 - 1.0).latent_dist.parameters[0]
-        kept = encoder.template(pixels)
-        assert np.abs(kept.moments - moments.numpy()).max() < 1e-5
-        assert (kept.sums is None) == (max(size) > 16)
+        template = encoder.template(pixels)
+        assert np.abs(template.moments - moments.numpy()).max() < 1e-5
+        assert (template.sums is None) == (max(size) > 16)
 
 
 def test_edits_are_the_pipelines_with_tiling(tiny_fill: Path) -> None:
@@ -82,12 +82,12 @@ def test_edits_are_the_pipelines_with_tiling(tiny_fill: Path) -> None:
     row: Any = adapter.dense_row(encode_case(encoder, case, "r"))
     while row.step < row.steps:
         adapter.step([row], None)
-    own = load_decoder(config).decode(row.result().array())
+    text = load_decoder(config).decode(row.result().array())
     of_pipeline = diffusers_edit(
         pipeline, pixels, mask, case.prompt, settings, case.seed, max_sequence_length=16
     )[0]
     expected = np.asarray(of_pipeline).astype(int)
-    assert np.abs(own.astype(int) - expected).max() <= 1
+    assert np.abs(text.astype(int) - expected).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_memory_is_a_tiles_and_not_the_pictures(tiny_fill: Path, tmp_path: Path)
         for stage in ("encoder", "decoder"):
             of = [
                 image_bytes(
-                    config_of(folder, stages={"vae_tiles": asked}),
+                    config_of(folder, stages={"vae_tiles": name}),
                     stage,  # type: ignore[arg-type]
                     facts,
                 )
-                for asked in ("off", "on")
+                for name in ("off", "on")
             ]
             counts.append(of[1] / of[0])
     assert counts[4] < counts[2] < 0.75 < 1.0 < counts[0] < 1.5

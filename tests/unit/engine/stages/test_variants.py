@@ -54,9 +54,9 @@ def test_a_folder_of_one_variant_alone_is_served(
     adapter: Any = load_adapter(config)
     assert float(adapter.model.proj_out.bias[0]) == 4
     pixels = np.zeros((32, 32, 3), np.uint8)
-    ours, theirs = load_encoder(config), load_encoder(plain)
-    np.testing.assert_array_equal(ours.moments(pixels), theirs.moments(pixels))
-    found, expected = (each.encode_prompt("a red star") for each in (ours, theirs))
+    encoder, theirs = load_encoder(config), load_encoder(plain)
+    np.testing.assert_array_equal(encoder.moments(pixels), theirs.moments(pixels))
+    found, expected = (each.encode_prompt("a red star") for each in (encoder, theirs))
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value)
     load_decoder(config)

@@ -16,12 +16,12 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            asked = json.loads(read_bytes(pb_utils, request, "ASKED"))
+            document = json.loads(read_bytes(pb_utils, request, "ASKED"))
             answer = Answer(pb_utils, request.get_response_sender())
-            if asked["paced"] and self._acks is None:
-                self._acks = AckReceiver(asked["runtime_dir"])
-            work = self._paced if asked["paced"] else straight
-            threading.Thread(target=work, args=(answer, asked), daemon=True).start()
+            if document["paced"] and self._acks is None:
+                self._acks = AckReceiver(document["runtime_dir"])
+            work = self._paced if document["paced"] else straight
+            threading.Thread(target=work, args=(answer, document), daemon=True).start()
 
     def finalize(self):
         if self._acks is not None:

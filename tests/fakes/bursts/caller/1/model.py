@@ -18,17 +18,17 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            asked = json.loads(read_bytes(pb_utils, request, "ASKED"))
+            document = json.loads(read_bytes(pb_utils, request, "ASKED"))
             answer = Answer(pb_utils, request.get_response_sender())
-            threading.Thread(target=load, args=(answer, asked), daemon=True).start()
+            threading.Thread(target=load, args=(answer, document), daemon=True).start()
 
 
 def load(answer, asked):
-    done = threading.Event()
-    threading.Thread(target=keep_busy, args=(done,), daemon=True).start()
+    event = threading.Event()
+    threading.Thread(target=keep_busy, args=(event,), daemon=True).start()
     with ThreadPoolExecutor(asked["threads"]) as pool:
         seen = list(pool.map(call, [asked] * asked["calls"]))
-    done.set()
+    event.set()
     answer.finish({"META": json.dumps(seen).encode()})
 
 

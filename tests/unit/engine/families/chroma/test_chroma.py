@@ -47,8 +47,8 @@ class Model:
 
     def boolean(self, **asked: Any) -> Any:
         """The pipeline's mask, of a form in which attention leaves out what it covers."""
-        made = self.as_it_is(**asked)
-        return None if made is None else made > 0
+        it_is = self.as_it_is(**asked)
+        return None if it_is is None else it_is > 0
 
     def case(self, seed: int, **settings: Any) -> Case:
         """A random edit, guided every other time."""

@@ -162,8 +162,8 @@ def test_stored_formats_stay_close_to_the_model_dtype(
     mask = np.zeros_like(job.edit_mask)
     mask[:16, :24] = 255
     job, results = replace(job, edit_mask=mask), []
-    for each in ("model", format):
-        row = cached(replay, job, Primed(adapter, encoder, job, "kv", each))
+    for name in ("model", format):
+        row = cached(replay, job, Primed(adapter, encoder, job, "kv", name))
         results.append(result(replay, row, "kv"))
     spread = results[0].std()
     assert 0 < np.abs(results[0] - results[1]).max() < 0.2 * spread

@@ -75,24 +75,27 @@ class Model:
 
     def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
         """[C, h, w] of FluxControlNetInpaintPipeline."""
-        nets = [ALL_NETS[each.net] for each in controls]
-        pictures = [Image.fromarray(each.picture) for each in controls]
-        modes = [-1 if each.mode is None else each.mode for each in controls]
-        starts, ends = [each.start for each in controls], [each.end for each in controls]
-        scales = [each.scale for each in controls]
-        one = len(nets) == 1
+        nets = [ALL_NETS[control.net] for control in controls]
+        pictures = [Image.fromarray(control.picture) for control in controls]
+        modes = [-1 if control.mode is None else control.mode for control in controls]
+        starts, ends = (
+            [control.start for control in controls],
+            [control.end for control in controls],
+        )
+        scales = [control.scale for control in controls]
+        is_match = len(nets) == 1
         pipeline = FluxControlNetInpaintPipeline.from_pretrained(
-            self.folder, controlnet=nets[0] if one else FluxMultiControlNetModel(nets)
+            self.folder, controlnet=nets[0] if is_match else FluxMultiControlNetModel(nets)
         )
         pipeline.set_progress_bar_config(disable=True)
         return diffusers_latents(
             pipeline,
             case,
-            control_image=pictures[0] if one else pictures,
-            control_mode=modes[0] if one else modes,
-            controlnet_conditioning_scale=scales[0] if one else scales,
-            control_guidance_start=starts[0] if one else starts,
-            control_guidance_end=ends[0] if one else ends,
+            control_image=pictures[0] if is_match else pictures,
+            control_mode=modes[0] if is_match else modes,
+            controlnet_conditioning_scale=scales[0] if is_match else scales,
+            control_guidance_start=starts[0] if is_match else starts,
+            control_guidance_end=ends[0] if is_match else ends,
         )
 
 
@@ -171,8 +174,8 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
     row = model.adapter.dense_row(job)
     ready = model.adapter.prepare(job).prepared
     assert isinstance(model.adapter.model, FluxTransformer2DModel)
-    given = row.model_input()
-    n, inputs = len(given.tokens), ready.inputs
+    model_input = row.model_input()
+    n, inputs = len(model_input.tokens), ready.inputs
     grid_h, grid_w = row.grid
     ids = torch.zeros(n, 3)
     ids[:, 1] = torch.arange(grid_h).repeat_interleave(grid_w)
@@ -194,7 +197,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
     for control, tokens in ready.controls:
         net = net_of[control.net]
         found = net(
-            hidden_states=given.tokens[None, :, :CHANNELS],
+            hidden_states=model_input.tokens[None, :, :CHANNELS],
             controlnet_cond=tokens[None],
             controlnet_mode=None if control.mode is None else torch.tensor([[control.mode]]),
             conditioning_scale=control.scale,
@@ -205,7 +208,7 @@ def by_hand(model: Model, job: EditJob, net_of: dict[str, Any]) -> NDArray[np.fl
             for i in range(len(into) if samples else 0):
                 into[i] = into[i] + samples[i // -(-len(into) // len(samples))]
     [velocity] = base(
-        hidden_states=given.tokens[None],
+        hidden_states=model_input.tokens[None],
         guidance=guidance,
         controlnet_block_samples=sums[0],
         controlnet_single_block_samples=sums[1],
@@ -227,9 +230,9 @@ def test_fill_and_nets_of_unequal_depth_equal_the_classes_called_by_hand(
     with torch.inference_mode():
         velocity = by_hand(fill, job, dict(NETS))
     row = fill.row(job)
-    before, change = row.latents.clone(), row.walk(0)[0].change
+    copy, change = row.latents.clone(), row.walk(0)[0].change
     fill.adapter.step([row], None)
-    found = ((row.latents - before) / change).numpy()
+    found = ((row.latents - copy) / change).numpy()
     assert np.abs(found - velocity).max() <= 10 * tolerance(velocity)
 
 
@@ -256,9 +259,9 @@ def test_steps_outside_start_and_end_are_as_without_bit_for_bit(inpaint: Model) 
 
 def test_rows_with_and_without_control_do_not_change_one_another(fill: Model) -> None:
     rng = fresh_rng()
-    asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), (), ("union",))
+    texts: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), (), ("union",))
     jobs = []
-    for i, names in enumerate(asked):
+    for i, names in enumerate(texts):
         case = large_case(rng, num_inference_steps=int(rng.integers(2, 6)), strength=1.0)
         controls = tuple(fill.control(rng, case, net, **asked_of(net, rng)) for net in names)
         jobs.append(fill.job(case, controls, str(i)))

@@ -94,8 +94,8 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     control.kept.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     times = [step.timestep for step in row.walk(0)]
-    given = NetTokens(row.all_tokens(), row.computed, row.active)
-    now = controlled(control, given, times, row.step)
+    net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
+    now = controlled(control, net_tokens, times, row.step)
     assert now.sparse
     with torch.inference_mode():
         control.kept.clear()
@@ -120,11 +120,11 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(
 
     class Watched(FluxControlNet):
         def samples(self, packed: Any, at: Any) -> Any:
-            computed.append([len(each.tokens) for each in packed.rows])
+            computed.append([len(row.tokens) for row in packed.rows])
             return super().samples(packed, at)
 
     plain = nets["plain"]
-    watched = Watched(*(getattr(plain, each.name) for each in fields(plain)))
+    watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
     job = controlled_job(encoder, "e", "plain")
     row = cached(replay, job, Primed(replay.adapter, encoder, job))
     row = with_nets(replay, row, job, {"plain": watched}, 3)
@@ -136,8 +136,8 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(
 def test_a_mixed_batch_is_as_each_row_alone(
     replay: Replay, encoder: Encoder, nets: dict[str, Any]
 ) -> None:
-    asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), ("plain",), ())
-    jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(asked)]
+    texts: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), ("plain",), ())
+    jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(texts)]
     primed = [Primed(replay.adapter, encoder, job) for job in jobs]
 
     def rows() -> list[Any]:
@@ -147,12 +147,12 @@ def test_a_mixed_batch_is_as_each_row_alone(
             made.append(with_nets(replay, row, job, nets, 2) if job.controls else row)
         return made
 
-    alone = [result(replay, row, "kv") for row in rows()]
+    results = [result(replay, row, "kv") for row in rows()]
     together = rows()
     run(replay, together[:2], "kv")  # the others join when these have left
     replay.step(together[2:4], ("kv",) * replay.adapter.blocks)
     run(replay, together[2:], "kv")
-    for row, expected in zip(together, alone, strict=True):
+    for row, expected in zip(together, results, strict=True):
         assert_equal(row.result().array(), expected)
 
 
@@ -163,8 +163,8 @@ def test_entries_and_rows_without_control_are_as_ever(
     job = controlled_job(encoder, "e", "plain")
     entries = Primed(replay.adapter, encoder, job).entries
     plain = Primed(replay.adapter, encoder, replace(job, controls=())).entries
-    for one, other in zip(entries, plain, strict=True):
-        for a, b in zip(one.blocks, other.blocks, strict=True):
+    for entry, other in zip(entries, plain, strict=True):
+        for a, b in zip(entry.blocks, other.blocks, strict=True):
             for x, y in zip(a.part("kv"), b.part("kv"), strict=True):
                 assert torch.equal(x.data, y.data)
 
@@ -235,8 +235,8 @@ def test_a_template_primed_beside_a_row_with_control_has_its_own_entries(
     plan = plan_of_kinds(("kv",) * replay.adapter.blocks)
     for entry in primed.entries:
         adapter.step([row, priming], plan, [replay.next_read(row), None])
-        for mine, beside in zip(entry.blocks, priming.take_entry().blocks, strict=True):
-            for own, other in zip(mine.part("kv"), beside.part("kv"), strict=True):
+        for block, beside in zip(entry.blocks, priming.take_entry().blocks, strict=True):
+            for own, other in zip(block.part("kv"), beside.part("kv"), strict=True):
                 assert (own.data - other.data).abs().max() <= tolerance(own.data.numpy())
 
 
@@ -284,11 +284,11 @@ def test_nets_are_refreshed_at_their_rows_anchors(
 
     class Watched(FluxControlNet):
         def samples(self, packed: Any, at: Any) -> Any:
-            computed.append([(len(each.text) > 0, len(each.tokens)) for each in packed.rows])
+            computed.append([(len(row.text) > 0, len(row.tokens)) for row in packed.rows])
             return super().samples(packed, at)
 
     plain = nets["plain"]
-    watched = Watched(*(getattr(plain, each.name) for each in fields(plain)))
+    watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
     job = controlled_job(encoder, "e", "plain")
     row = anchored(replay, job, {"plain": watched}, OwnPlan(frozenset({0, 2}), "int8", text))
     run_anchored(replay.adapter, [row], frozenset({0, 3}))  # the second one has been put off
@@ -316,7 +316,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
                 yield from super().samples(packed, at)
 
     plain = nets["plain"]
-    scarce = Scarce(*(getattr(plain, each.name) for each in fields(plain)))
+    scarce = Scarce(*(getattr(plain, field.name) for field in fields(plain)))
     job, plan = controlled_job(encoder, "e", "plain"), OwnPlan(frozenset({0}), "int8", True)
     row = anchored(replay, job, {"plain": scarce}, plan)
     run_anchored(replay.adapter, [row], plan.anchors)
@@ -328,8 +328,8 @@ def test_anchored_rows_with_nets_together_are_as_each_alone(
     replay: Replay, encoder: Encoder, nets: dict[str, Any]
 ) -> None:
     plan = OwnPlan(frozenset({0, 2}), "model", True)
-    asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"))
-    jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(asked)]
+    texts: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"))
+    jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(texts)]
     alone, together = ([anchored(replay, job, nets, plan) for job in jobs] for _ in range(2))
     for row in alone:
         run_anchored(replay.adapter, [row], plan.anchors)

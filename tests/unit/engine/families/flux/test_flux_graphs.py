@@ -57,7 +57,7 @@ def job_of(encoder: Encoder, seed: int, side: int = 64, **asked: Any) -> EditJob
     rng = np.random.default_rng(seed)
     case = random_case(rng, num_inference_steps=STEPS, strength=1.0, **asked)
     mask = np.zeros((side, side), np.uint8)
-    top, left = (int(each) for each in rng.integers(0, side // 2, 2))
+    top, left = (int(integer) for integer in rng.integers(0, side // 2, 2))
     mask[top : top + int(rng.integers(8, 32)), left : left + int(rng.integers(8, 32))] = 255
     pixels = rng.integers(0, 256, (side, side, 3), dtype=np.uint8)
     return encode_case(encoder, replace(case, pixels=pixels, mask=mask), f"edit-{seed}")
@@ -209,8 +209,8 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     row = cached(expected, job, primed)
     while row.step < row.steps:
         expected.step([row], kinds)
-    own = finish_behind_a_lost_entry(adapter, job, primed, CachedTokens, monkeypatch)
-    assert_equal(own.result().array(), row.result().array())
+    lost_entry = finish_behind_a_lost_entry(adapter, job, primed, CachedTokens, monkeypatch)
+    assert_equal(lost_entry.result().array(), row.result().array())
 
 
 def test_one_that_answers_otherwise_turns_them_off(
@@ -323,12 +323,12 @@ def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
 
 def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Encoder) -> None:
     """On a CPU, setting or not."""
-    asked = load_adapter(config_of(folder, engine={"flux_cuda_graphs": True}))
+    adapter = load_adapter(config_of(folder, engine={"flux_cuda_graphs": True}))
     plain = load_adapter(config_of(folder))
-    assert isinstance(asked, FluxAdapter)
-    assert asked.weights.graphs is None
+    assert isinstance(adapter, FluxAdapter)
+    assert adapter.weights.graphs is None
     job = job_of(encoder, 18)
-    assert asked.tokens(job) == plain.tokens(job)
+    assert adapter.tokens(job) == plain.tokens(job)
     assert Graphs.on(torch.device("cpu"), torch.float32) is None
 
 

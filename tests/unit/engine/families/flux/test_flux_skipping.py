@@ -79,10 +79,10 @@ def test_a_batch_in_which_rows_skip_equals_each_row_alone(
     alone = rows_of(replay, encoder)
     expected = [run(replay, [row], plan)[0] for row in alone]
     together = rows_of(replay, encoder)
-    made = run(replay, together, plan)
+    result = run(replay, together, plan)
     assert [row.skipped for row in together] == [row.skipped for row in alone]
     assert any(0 < row.skipped < STEPS - 1 for row in together)
-    for one, other in zip(made, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         assert np.abs(one - other).max() <= tolerance(other)
 
 

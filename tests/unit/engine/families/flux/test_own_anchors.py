@@ -123,8 +123,8 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     ForetoldFlux(pipeline, adapter, job, own)
     expected = diffusers_latents(pipeline, case)
     found = result(adapter, job, own)
-    shown = (computed(adapter, job, each, ring=ring) for each in (found, expected))
-    assert_equal(*shown)
+    computeds = (computed(adapter, job, each, ring=ring) for each in (found, expected))
+    assert_equal(*computeds)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -137,12 +137,12 @@ def test_a_format_is_near(adapter: FluxAdapter, encoder: Encoder, format: str) -
 
 def hit(replay: Replay, job: EditJob, primed: Primed, text: OwnPlan | None) -> FlowRow:
     """A row that reads a template's entries."""
-    made = replay.adapter.cached_row(job, NOISE_SEED, text)
-    assert isinstance(made, FlowRow)
+    cached_row = replay.adapter.cached_row(job, NOISE_SEED, text)
+    assert isinstance(cached_row, FlowRow)
     entries = [min(primed.entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
                for sigma, _ in replay.adapter.sigmas(job)]  # fmt: skip
-    replay.reads(made, entries)
-    return made
+    replay.reads(cached_row, entries)
+    return cached_row
 
 
 def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
@@ -184,8 +184,12 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     """
     job, replay = make_job(encoder, 10 + stride), Replay(adapter)
     primed = Primed(adapter, encoder, job, stride=stride)
-    own = OwnPlan(frozenset({0, 3} if text else ()), "model", text, lifts=True)
-    row, plain, seen = begun(replay, job, primed, own), begun(replay, job, primed, own), Seen()
+    refresh_schedule = OwnPlan(frozenset({0, 3} if text else ()), "model", text, lifts=True)
+    row, plain, seen = (
+        begun(replay, job, primed, refresh_schedule),
+        begun(replay, job, primed, refresh_schedule),
+        Seen(),
+    )
 
     class Watched(FlowRow):
         __slots__ = ()
@@ -197,27 +201,27 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     kinds = ("kv",) * adapter.blocks
     replay.step([plain], kinds)
     assert row.inactive is not None
-    others = len(row.inactive.index)
+    count = len(row.inactive.index)
     entries = replay._reads[id(row)].entries
     sigmas = [step.sigma for step in row.schedule.walk]
     while row.step < 6:
-        row.frozen = row.keeps_text and row.step not in own.dense
+        row.frozen = row.keeps_text and row.step not in refresh_schedule.dense
         replay.step([row], kinds)
         row.entry = replay.next_read(row)
         rest = row.model_input().rest
         assert rest is not None
         for block in (0, adapter.blocks - 1):
-            now, first = entries[row.step], entries[1]
+            entry, first = entries[row.step], entries[1]
             source = rest.parts[-1].source(block, "kv")
-            assert now is not None
+            assert entry is not None
             assert first is not None
-            of_template = now.blocks[block].part("kv"), first.blocks[block].part("kv")
+            of_template = entry.blocks[block].part("kv"), first.blocks[block].part("kv")
             [lift] = source.changes
             read_now = source.taken(), lift.parts
             parts = zip(*read_now, seen.blocks[block], *of_template, strict=True)
             for part, slope, found, of_now, of_first in parts:
                 read = part.data + lift.weight * slope.data
-                lacked = found[-others:] - of_first.data[row.inactive.index]
+                lacked = found[-count:] - of_first.data[row.inactive.index]
                 expected = of_now.data[row.inactive.index] + sigmas[row.step] / sigmas[0] * lacked
                 assert_equal(read.numpy(), expected.numpy())
 
@@ -406,8 +410,8 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     words, active = len(row.text), len(row.latents)
     places = torch.cat((torch.arange(words), words + torch.argsort(order)[active:]))
     for block in range(adapter.blocks):
-        found = row.own._kept[block, "kv"].parts
-        for part, expected in zip(found, seen.blocks[block], strict=True):
+        parts = row.own._kept[block, "kv"].parts
+        for part, expected in zip(parts, seen.blocks[block], strict=True):
             assert_equal(part.data.numpy(), expected[places].numpy())
 
 
@@ -432,10 +436,10 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     own, words = row.own, len(row.text)
     assert own is not None
     row.frozen = True
-    given = row.model_input()
-    assert given.rest is not None
-    assert not len(given.text)
-    left_out, others = given.rest.parts
+    model_input = row.model_input()
+    assert model_input.rest is not None
+    assert not len(model_input.text)
+    left_out, others = model_input.rest.parts
     source = left_out.source(0, "kv")
     sigmas = [step.sigma for step in row.schedule.walk]
     times = (sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2])
@@ -443,10 +447,10 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     assert along.weight == pytest.approx(times)
     assert len(source.parts[0].data) == words + count == len(left_out.cis)
     assert_equal(along.parts[0].data.numpy(), (seen[1] - seen[0]).numpy())
-    assert len(given.rest.cis) == words + count + len(others.cis)
+    assert len(model_input.rest.cis) == words + count + len(others.cis)
     if row.ring is None:
         return
-    assert len(given.tokens) == len(row.latents)
+    assert len(model_input.tokens) == len(row.latents)
     begin, after, at, then = latents
     changes = [sigmas[1] - sigmas[0], sigmas[3] - sigmas[2], sigmas[4] - sigmas[3]]
     before, last = (after - begin) / changes[0], (then - at) / changes[1]

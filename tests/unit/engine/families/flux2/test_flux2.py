@@ -118,8 +118,8 @@ def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
 def test_schedules_are_shifted_as_the_pipelines_are(tokens: int, steps: int) -> None:
     from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-    found = Flux2Adapter.shift({}, tokens, steps)
-    assert found == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
+    shift = Flux2Adapter.shift({}, tokens, steps)
+    assert shift == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
 
 
 def test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps(tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps(tmp_path: Pa
     adapter: Any = load_adapter(config_of(folder))
     sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
     steps = adapter.facts.steps_default(0)
-    found = adapter.anchors(4096, steps, anchor_stride(0, adapter.facts))
+    anchors = adapter.anchors(4096, steps, anchor_stride(0, adapter.facts))
     sampler.set_timesteps(
         sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(4096, steps)
     )
-    sigmas = [anchor.sigma for anchor in found]
+    sigmas = [anchor.sigma for anchor in anchors]
     assert sigmas == pytest.approx(sampler.sigmas[:4].tolist(), abs=1e-6)
     assert sigmas == pytest.approx([1.0, 0.967, 0.908, 0.767], abs=1e-3)
 
@@ -187,9 +187,9 @@ def test_loras_of_a_batch_are_those_that_diffusers_loads(model: Model, tmp_path:
 
 def test_what_klein_does_not_take_is_refused_in_a_sentence(model: Model) -> None:
     facts, config = model.adapter.facts, config_of(model.folder)
-    asked = EditSettings(negative_prompt="x", guidance_scale=None)
+    edit_settings = EditSettings(negative_prompt="x", guidance_scale=None)
     with pytest.raises(InvalidRequest, match=r"negative_prompt.*cannot be used by this model"):
-        accept_edit(asked, b"a", facts, config, None)
+        accept_edit(edit_settings, b"a", facts, config, None)
     if facts.guidance == "none":
         with pytest.raises(InvalidRequest, match=r"guidance_scale.*is no input of this model"):
             accept_edit(EditSettings(guidance_scale=4.0), b"a", facts, config, None)

@@ -47,11 +47,11 @@ def keys_at(adapter: Any, job: EditJob, step: int) -> Tensor:
     row = adapter.dense_row(job)
     for _ in range(step):
         adapter.step([row], None)
-    seen = len(row.cis) - len(row.text) - len(row.latents)
+    count = len(row.cis) - len(row.text) - len(row.latents)
     if row.references is not None:
         row.references.entry = None  # made anew for this step
         adapter.step([row], None)
-        entry, seen = row.references.entry, 0
+        entry, count = row.references.entry, 0
     else:
         batch, recorder = adapter._batches([row]), Recorder(
             (frozenset({"kv"}),) * adapter.blocks, "model"
@@ -60,7 +60,7 @@ def keys_at(adapter: Any, job: EditJob, step: int) -> Tensor:
         with torch.inference_mode():
             batch.step(adapter.weights, ())
         entry = recorder.entry(STILL)
-    return torch.stack([block.keys.data[-seen:] for block in entry.blocks])
+    return torch.stack([block.keys.data[-count:] for block in entry.blocks])
 
 
 @pytest.mark.parametrize("name", ["kontext", "klein", "exact"])
@@ -82,10 +82,10 @@ def test_exact_references_depend_on_the_picture_alone_and_others_on_all(
     }
     expected = keys_at(adapter, encode_case(encoder, case, "a"), 1)
     assert expected.shape[1] == len(adapter.dense_row(encode_case(encoder, case, "a")).latents)
-    for what, (other, step) in others.items():
-        found = keys_at(adapter, encode_case(encoder, other, what), step)
-        apart = float((found - expected).abs().max())
-        assert apart == 0.0 if name == "exact" else apart > 1e-4, what
+    for key, (other, step) in others.items():
+        found = keys_at(adapter, encode_case(encoder, other, key), step)
+        maximum = float((found - expected).abs().max())
+        assert maximum == 0.0 if name == "exact" else maximum > 1e-4, key
     pixels = replace(case, pixels=255 - case.pixels)
     found = keys_at(adapter, encode_case(encoder, pixels, "pixels"), 1)
     assert float((found - expected).abs().max()) > 1e-2

@@ -198,18 +198,18 @@ def pipeline(model: Toy, sampler: FlowMatchEulerDiscreteScheduler, job: EditJob)
     prompts = [job.conditioning] + ([job.negative] if job.negative else [])
     run = steps - begin
     for step, (t, sigma) in enumerate(zip(sampler.timesteps[begin:], sigmas[1:], strict=True)):
-        found = [
+        models = [
             model(
                 latents,
-                torch.from_numpy(each["prompt_embeds"]),
+                torch.from_numpy(prompt["prompt_embeds"]),
                 float(t),
-                positions(height // 2, width // 2, len(each["prompt_embeds"])),
+                positions(height // 2, width // 2, len(prompt["prompt_embeds"])),
             )
-            for each in prompts
+            for prompt in prompts
         ]
-        velocity = found[0]
+        velocity = models[0]
         if job.negative:
-            velocity = velocity + settings.true_cfg_scale * (velocity - found[1])
+            velocity = velocity + settings.true_cfg_scale * (velocity - models[1])
         latents = sampler.step(velocity, t, latents, return_dict=False)[0]
         # What the next step may change: white from the first on, black never.
         inside = (grey * run >= 255 * max(run - step - 1, 1)).float()
@@ -283,8 +283,8 @@ def test_with_every_token_active_cached_rows_are_dense(
     rows: list[Any] = []
     for each in jobs:
         anchors = adapter.anchors(adapter.tokens(each).total, 4, 1)
-        prompt, both = adapter.blank_prompt(3), [frozenset(("h", "kv"))] * BLOCKS
-        priming: Any = adapter.priming_row(each, anchors, prompt, 7, both, "model")
+        prompt, blocks = adapter.blank_prompt(3), [frozenset(("h", "kv"))] * BLOCKS
+        priming: Any = adapter.priming_row(each, anchors, prompt, 7, blocks, "model")
         run(replay, [priming])
         row: Any = adapter.cached_row(each, 7)
         replay.reads(row, [priming.done[0]] * row.steps)

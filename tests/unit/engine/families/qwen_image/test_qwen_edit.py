@@ -106,14 +106,14 @@ def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: Mod
         model.encoder.encode_prompt(prompt, case.pixels)["prompt_embeds"]
         for prompt in ("", "a red star", LONG)
     ]
-    shown = model.adapter.facts.shown_tokens(*(side // 4 for side in case.mask.shape))
-    assert shown > 0
+    shown_tokens = model.adapter.facts.shown_tokens(*(side // 4 for side in case.mask.shape))
+    assert shown_tokens > 0
     for other in found[1:]:
-        assert_equal(other[:shown], found[0][:shown])
+        assert_equal(other[:shown_tokens], found[0][:shown_tokens])
         assert np.abs(other[len(found[0]) - 2] - found[0][-2]).max() > 0.1
     other = np.roll(case.pixels, 5, 1)
     apart = model.encoder.encode_prompt("", other)["prompt_embeds"]
-    assert np.abs(apart - found[0])[:shown].max() > 0.1
+    assert np.abs(apart - found[0])[:shown_tokens].max() > 0.1
 
 
 def test_a_prompt_longer_than_what_is_read_is_cut(model: Model) -> None:
@@ -144,21 +144,21 @@ def test_prompts_are_kept_by_picture(model: Model, tmp_path: Path) -> None:
     """And are what each alone would be, however many come together."""
     encoder = EditEncoder(model.encoder, structs.replace(model.config, runtime_dir=str(tmp_path)))
     case = model.case(0)
-    other = np.roll(case.pixels, 5, 1)
+    roll = np.roll(case.pixels, 5, 1)
 
     def edits() -> list[ToEncode]:
         return [
-            ToEncode(request_of(each, "a red star", case.settings, 1, str(n)), each, case.mask)
-            for n, each in enumerate((case.pixels, other))
+            ToEncode(request_of(pixels, "a red star", case.settings, 1, str(n)), pixels, case.mask)
+            for n, pixels in enumerate((case.pixels, roll))
         ]
 
-    for told in ("made", "kept"):
+    for name in ("made", "kept"):
         for edit, found in zip(edits(), encoder.encode_all(edits()), strict=True):
             assert not isinstance(found, Exception)
             encoded, report = found
             alone = model.encoder.encode_prompt("a red star", edit.pixels)["prompt_embeds"]
             assert np.array_equal(encoded.conditioning["prompt_embeds"], alone)
-            assert report.prompt == told
+            assert report.prompt == name
     encoder.close()
 
 
@@ -231,8 +231,8 @@ def test_references_of_2511_are_what_they_are_at_time_0(model: Model) -> None:
     context = slice(gh * gw, 2 * gh * gw)
 
     def apart(block: int) -> float:
-        found = [e.blocks[block].keys.data[context] for e in (late, early)]
-        return float((found[0] - found[1]).abs().max())
+        data = [e.blocks[block].keys.data[context] for e in (late, early)]
+        return float((data[0] - data[1]).abs().max())
 
     timeless = model.adapter.timeless
     assert (apart(0) < 1e-5) == timeless
@@ -269,8 +269,8 @@ def test_ranks_answer_what_one_does(model: Model, deals: bool) -> None:
         return rank.run([*rows, rank.adapter.dense_row(jobs[0])], KV * model.adapter.blocks)
 
     [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run, deals=deals):
-        for one, other in zip(found, expected, strict=True):
+    for by_rank in by_ranks(model.adapter, 2, run, deals=deals):
+        for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
 
 
@@ -307,11 +307,11 @@ def test_what_is_shown_is_counted_as_the_pipelines_cut_it(area: int) -> None:
     for _ in range(300):
         height, width = (32 * int(rng.integers(1, 60)) for _ in range(2))
         least, most = int(rng.integers(1, 90)) ** 2, int(rng.integers(90, 1500)) ** 2
-        found = Shown(28, least, most, area).tokens(height, width)
+        tokens = Shown(28, least, most, area).tokens(height, width)
         if area:
             width, height = calculate_dimensions(area, width / height)
         high, wide = smart_resize(height, width, 28, least, most)
-        assert found == high * wide // 28**2
+        assert tokens == high * wide // 28**2
 
 
 def test_what_is_shown_follows_from_the_file_that_transformers_reads(

@@ -150,16 +150,16 @@ def test_lightning_goes_by_a_sampler_of_its_own(
 ) -> None:
     """Its shift is 3 at all sizes and its end is not stretched, as its publisher samples it."""
     folder, file = tmp_path / "lightning", tmp_path / "a.safetensors"
-    said = Path(shutil.copytree(model.folder, folder)) / "scheduler" / "scheduler_config.json"
+    path = Path(shutil.copytree(model.folder, folder)) / "scheduler" / "scheduler_config.json"
     own = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
-    said.write_text(json.dumps(json.loads(said.read_text("utf-8")) | own), "utf-8")
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | own), "utf-8")
     adapter = load_adapter(config_of(folder))
     write(file, of_model(model.pipeline.transformer, 5, "{}.lora_down.weight"))
     case = model.case(4, num_inference_steps=steps, strength=1.0)
     job = encode_case(model.encoder, case, "lora")
     row: Any = adapter.dense_row(job)
     adapter.attach(row, job, ((adapter.low_rank(read(file, folder)["denoiser"]), 1.0),))
-    sampler = type(model.pipeline.scheduler).from_pretrained(said.parent)
+    sampler = type(model.pipeline.scheduler).from_pretrained(path.parent)
     model.pipeline.load_lora_weights(str(file), adapter_name="x")
     try:
         otherwise = model.oracle(case)

@@ -63,8 +63,8 @@ class Model:
         height, width = (32 * int(rng.integers(1, 5)) for _ in range(2))
         pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         mask = np.zeros((height, width), np.uint8)
-        top, left = int(rng.integers(0, height - 1)), int(rng.integers(0, width - 1))
-        mask[top : top + int(rng.integers(1, height)), left:] = 255
+        top, integers = int(rng.integers(0, height - 1)), int(rng.integers(0, width - 1))
+        mask[top : top + int(rng.integers(1, height)), integers:] = 255
         mask = mask_for_model(mask, self.adapter.facts)
         prompt = LONG if seed % 3 == 2 else case.prompt
         return replace(case, pixels=pixels, mask=mask, prompt=prompt)
@@ -117,8 +117,8 @@ def test_what_stands_before_the_picture_is_the_models_own_cache(
     sentence = (row.references.before, row.references, row.words)
     [cache] = caches
     for number, layer in enumerate(cache.layer_caches):
-        found = torch.cat([each.entry.blocks[number].values.data for each in sentence])
-        assert_equal(found.numpy(), layer.v[0].flatten(1).numpy())
+        tensor = torch.cat([each.entry.blocks[number].values.data for each in sentence])
+        assert_equal(tensor.numpy(), layer.v[0].flatten(1).numpy())
 
 
 def test_words_before_the_picture_are_the_same_of_all_prompts_and_pictures(model: Model) -> None:
@@ -176,12 +176,12 @@ def test_references_depend_on_the_picture_alone_and_words_on_what_they_say(model
         "prompt": (replace(case, prompt="a blue moon"), 1, {"words"}),
         "picture": (replace(case, pixels=255 - case.pixels), 1, {"reference", "words"}),
     }
-    for what, (other, step, differ) in others.items():
+    for key, (other, step, differ) in others.items():
         found = keys_at(model, other, step)
         for name, keys in found.items():
-            same = keys.shape == expected[name].shape
-            apart = float((keys - expected[name]).abs().max()) if same else np.inf
-            assert (apart > 1e-3) if name in differ else (apart == 0.0), (what, name)
+            is_match = keys.shape == expected[name].shape
+            maximum = float((keys - expected[name]).abs().max()) if is_match else np.inf
+            assert (maximum > 1e-3) if name in differ else (maximum == 0.0), (key, name)
 
 
 @pytest.mark.parametrize("kind", cached_rows.KINDS[2:])
@@ -288,8 +288,8 @@ def test_ranks_answer_what_one_does(model: Model, deals: bool) -> None:
         return rank.run([*rows, rank.adapter.dense_row(jobs[0])], KV * model.adapter.blocks)
 
     [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run, deals=deals):
-        for one, other in zip(found, expected, strict=True):
+    for by_rank in by_ranks(model.adapter, 2, run, deals=deals):
+        for one, other in zip(by_rank, expected, strict=True):
             assert_equal(one, other)
 
 
@@ -315,11 +315,11 @@ def test_anchors_of_its_own_hold_what_it_does_not_compute(model: Model) -> None:
 def test_a_template_has_its_reference_once_for_edits_of_any_prompt(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
+    texts: list[str] = []
     real = FlowPrimingRow.of_references
 
     def of_references(row: Any, blocks: int) -> FlowPrimingRow:
-        made.append(row.request_id)
+        texts.append(row.request_id)
         return real(row, blocks)
 
     monkeypatch.setattr(FlowPrimingRow, "of_references", of_references)
@@ -343,7 +343,7 @@ def test_a_template_has_its_reference_once_for_edits_of_any_prompt(
         assert again.meta["dense_for"] == "mask_ratio"
         assert_equal(again.latents, plain.latents)
         [held] = engine.cache.templates()
-        assert (held["anchors"], made) == (1 + 4, ["off"])
+        assert (held["anchors"], texts) == (1 + 4, ["off"])
 
 
 @contextmanager
@@ -358,8 +358,8 @@ def closing_engine(model: Model) -> Iterator[Engine]:
 def changed(model: Model, folder: Path, part: str, **keys: Any) -> Path:
     """The model, of which one file says something else."""
     shutil.copytree(model.folder, folder)
-    own = json.loads((folder / part).read_text("utf-8"))
-    (folder / part).write_text(json.dumps(own | keys), "utf-8")
+    document = json.loads((folder / part).read_text("utf-8"))
+    (folder / part).write_text(json.dumps(document | keys), "utf-8")
     return folder
 
 
@@ -388,8 +388,8 @@ def test_other_steps_than_a_model_s_own_are_refused(model: Model, tmp_path: Path
     assert facts.stride == 1
 
     def accepted(steps: int | None) -> Any:
-        asked = EditSettings(num_inference_steps=steps)
-        return accept_edit(asked, b"a", facts, config, None).settings.num_inference_steps
+        edit_settings = EditSettings(num_inference_steps=steps)
+        return accept_edit(edit_settings, b"a", facts, config, None).settings.num_inference_steps
 
     assert (accepted(None), accepted(3)) == (3, 3)
     with pytest.raises(InvalidRequest, match=r"is 20, and this model has a schedule.*: 3"):

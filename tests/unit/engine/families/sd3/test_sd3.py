@@ -75,8 +75,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_prompt_is_counted_with_its_clip_tokens(model: Model) -> None:
-    found = model.job(0).conditioning["prompt_embeds"]
-    assert model.adapter.facts.text_tokens(LENGTH) == len(found)
+    conditioning = model.job(0).conditioning["prompt_embeds"]
+    assert model.adapter.facts.text_tokens(LENGTH) == len(conditioning)
 
 
 def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:

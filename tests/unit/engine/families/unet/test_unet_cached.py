@@ -142,16 +142,21 @@ def test_a_priming_row_beside_edits_keeps_what_it_keeps_alone(
     adapter: UnetAdapter, replay: Replay, encoder: Encoder
 ) -> None:
     jobs = [make_job(encoder, seed, guidance_scale=7.5) for seed in (40, 41)]
-    alone = Primed(adapter, encoder, jobs[0])
+    primed = Primed(adapter, encoder, jobs[0])
     other = Primed(adapter, encoder, jobs[1])
-    again = adapter.priming_row(
-        jobs[0], alone.row.anchors, encoder.encode_prompt(""), NOISE_SEED, alone.row.kinds, "model"
+    priming_row = adapter.priming_row(
+        jobs[0],
+        primed.row.anchors,
+        encoder.encode_prompt(""),
+        NOISE_SEED,
+        primed.row.kinds,
+        "model",
     )
     edit = cached(replay, jobs[1], other)
     plan = plan_of_kinds(("kv",) * adapter.blocks)
-    adapter.step([edit, again], plan, [replay.next_read(edit), None])
-    for one, two in zip(alone.entries[0].blocks, again.take_entry().blocks, strict=True):
-        for a, b in ((one.hidden, two.hidden), (one.keys, two.keys), (one.end, two.end)):
+    adapter.step([edit, priming_row], plan, [replay.next_read(edit), None])
+    for block, two in zip(primed.entries[0].blocks, priming_row.take_entry().blocks, strict=True):
+        for a, b in ((block.hidden, two.hidden), (block.keys, two.keys), (block.end, two.end)):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 assert (a.data - b.data).abs().max() <= tolerance(a.data.numpy())
@@ -199,9 +204,9 @@ def test_only_what_the_inactive_tokens_lack_is_loaded(
     assert row.selection is not None
     assert row.inactive is not None
     _, height, width = job.moments.shape
-    kept = Primed(adapter, encoder, job, "kv").entries[0].blocks
-    assert len(kept) == adapter.blocks
-    for number, block in enumerate(kept):
+    blocks = Primed(adapter, encoder, job, "kv").entries[0].blocks
+    assert len(blocks) == adapter.blocks
+    for number, block in enumerate(blocks):
         assert block.keys is not None
         total = len(block.keys.data)
         active = row.inactive.active[adapter.work(height, width).tokens.index(total)].tolist()

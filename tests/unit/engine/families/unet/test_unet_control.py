@@ -87,15 +87,15 @@ class Model:
         prepare: Callable[[Any], object] = lambda pipeline: None,
     ) -> NDArray[np.float32]:
         """[C, h, w] of the ControlNet inpaint pipeline, once it was prepared."""
-        nets = [self.real[each.net] for each in controls]
-        pictures = [Image.fromarray(each.picture) for each in controls]
+        nets = [self.real[control.net] for control in controls]
+        pictures = [Image.fromarray(control.picture) for control in controls]
         cls: Any = StableDiffusionControlNetInpaintPipeline
         asked: dict[str, Any] = {"safety_checker": None}
         if self.xl:
             cls, asked = StableDiffusionXLControlNetInpaintPipeline, {}
-        one = len(nets) == 1
+        is_match = len(nets) == 1
         pipeline = cls.from_pretrained(
-            self.folder, controlnet=nets[0] if one else MultiControlNetModel(nets), **asked
+            self.folder, controlnet=nets[0] if is_match else MultiControlNetModel(nets), **asked
         )
         pipeline.set_progress_bar_config(disable=True)
         prepare(pipeline)
@@ -108,10 +108,10 @@ class Model:
             case.settings,
             case.seed,
             output_type="latent",
-            control_image=pictures[0] if one else pictures,
-            controlnet_conditioning_scale=scales[0] if one else list(scales),
-            control_guidance_start=starts[0] if one else list(starts),
-            control_guidance_end=ends[0] if one else list(ends),
+            control_image=pictures[0] if is_match else pictures,
+            controlnet_conditioning_scale=scales[0] if is_match else list(scales),
+            control_guidance_start=starts[0] if is_match else list(starts),
+            control_guidance_end=ends[0] if is_match else list(ends),
         )
         return np.asarray(latents[0].numpy())
 
@@ -174,8 +174,8 @@ def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -
     results = {}
     while running:
         model.adapter.step(running, None)
-        done = [row for row in running if row.step == row.steps]
-        results |= {row.request_id: row.result().array() for row in done}
+        rows = [row for row in running if row.step == row.steps]
+        results |= {row.request_id: row.result().array() for row in rows}
         running = [row for row in running if row.step < row.steps] + late
         late = []
     for i, latents in enumerate(expected):
@@ -199,7 +199,7 @@ def test_a_net_of_another_base_is_refused(model: Model, asked: dict[str, Any], n
 def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
     """Of two rows at once, one guided; each with its own prompt's length, timestep and picture."""
     net = random_unet_net(model.adapter.model, 3, mid_block_type=middle)
-    own = model.adapter.control_net(net)
+    control_net = model.adapter.control_net(net)
     rng = fresh_rng()
     first, rows, expected = large_case(rng), [], []
     for guidance in (1.0, 4.0):
@@ -207,7 +207,7 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
         case = replace(case, pixels=first.pixels, mask=first.mask)
         job = model.job(case, (ControlInput("net", picture(rng, case), 0.6),))
         row = model.adapter.dense_row(job)
-        model.adapter.control(row, job, {"net": own})
+        model.adapter.control(row, job, {"net": control_net})
         assert row.control is not None
         sample, timestep = torch.randn(row.latents.shape), float(rng.uniform(1, 900))
         rows.append(controlled(row.control, UnetSample(sample, None), timestep, 0, row.steps))
@@ -227,9 +227,9 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
             expected.append([each[0].numpy() for each in (*downs, mid)])
     with torch.inference_mode():
         UnetNets().run(rows)
-    found = [each.added for row in rows for each in row.control.passes]
-    assert len(found) == len(expected) == 3
-    for added, wanted in zip(found, expected, strict=True):
+    addeds = [each.added for row in rows for each in row.control.passes]
+    assert len(addeds) == len(expected) == 3
+    for added, wanted in zip(addeds, expected, strict=True):
         assert len(added) == len(wanted)
         for number, map in enumerate(wanted):
             assert np.abs(added[number].numpy() - map).max() <= tolerance(map), number
@@ -295,8 +295,8 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     assert row.control is not None
     assert row.inactive is not None
     sample = PackedLatents([row]).samples()[0, : len(row.latents)]
-    given = UnetSample(sample, row.inactive.active)
-    now = controlled(row.control, given, row.timestep, row.step, row.steps)
+    unet_sample = UnetSample(sample, row.inactive.active)
+    now = controlled(row.control, unet_sample, row.timestep, row.step, row.steps)
 
     def added(of: Controlled[UnetNetInput]) -> list[dict[int, torch.Tensor]]:
         with torch.inference_mode():
@@ -329,18 +329,18 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
     row = cached_row(served, replay, job, 3)
     assert row.steps in (5, 6)
     tokens, computed = served.adapter.tokens(job), []
-    kept = row.control
-    assert kept is not None
+    control = row.control
+    assert control is not None
     while row.step < row.steps:
         replay.step([row], ("kv",) * served.adapter.blocks)
-        computed.append(kept.kept[0].step)
+        computed.append(control.kept[0].step)
     assert computed == [step - step % 3 for step in range(row.steps)]
-    [source] = kept.kept[0].tokens
+    [source] = control.kept[0].tokens
     keys, values = source.source(0, source.now).parts
     level = served.nets["one"].levels[0]
-    others = [len(ids) for ids in kept.inputs[0].others]
-    assert len(keys.data) == len(values.data) == others[level]
-    assert others[0] == tokens.total - tokens.active
+    counts = [len(ids) for ids in control.inputs[0].others]
+    assert len(keys.data) == len(values.data) == counts[level]
+    assert counts[0] == tokens.total - tokens.active
 
 
 @pytest.mark.parametrize("refresh", [1, 2])
@@ -352,19 +352,19 @@ def test_cached_rows_with_and_without_control_do_not_change_one_another(
     primed = [Primed(served.adapter, served.encoder, job) for job in jobs]
 
     def rows() -> list[UnetRow]:
-        made: list[Any] = [
+        nets: list[Any] = [
             with_nets(served, cached(replay, job, own), job, refresh)
             for job, own in zip(jobs, primed, strict=True)
         ]
-        return [*made, served.row(jobs[1])]
+        return [*nets, served.row(jobs[1])]
 
-    alone = [result(replay, row, "kv") for row in rows()]
+    results = [result(replay, row, "kv") for row in rows()]
     together = rows()
     replay.step(together[:3], ("kv",) * served.adapter.blocks)  # the others join behind it
     run(replay, together, "kv")
-    for row, expected in zip(together, alone, strict=True):
-        found = row.result().array()
-        assert np.abs(found - expected).max() <= tolerance(expected), row.request_id
+    for row, expected in zip(together, results, strict=True):
+        pixels = row.result().array()
+        assert np.abs(pixels - expected).max() <= tolerance(expected), row.request_id
 
 
 def anchored(model: Model, job: EditJob, own: OwnPlan) -> Any:
@@ -382,7 +382,7 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     rng = np.random.default_rng(int(guidance))
     case = large_case(rng, num_inference_steps=8, strength=1.0, guidance_scale=guidance)
     controls = (ControlInput("one", picture(rng, case), scale=0.8),)
-    job, own = model.job(case, controls), own_rows.plan(0, 4, 6, foresees=True)
+    job, plan = model.job(case, controls), own_rows.plan(0, 4, 6, foresees=True)
     active = model.adapter.prepare(job).prepared.active.levels
 
     def foreseeing(pipeline: Any) -> None:
@@ -392,11 +392,11 @@ def test_it_is_the_pipeline_whose_nets_foresee(
         ForetoldNet(pipeline.controlnet, base, active, {0}, shape)
 
     def found() -> Any:
-        row = anchored(model, job, own)
-        own_rows.run(model.adapter, [row], [own])
+        row = anchored(model, job, plan)
+        own_rows.run(model.adapter, [row], [plan])
         return row.result().array()[:, row.inactive.mask.numpy()[0]]
 
-    inside = anchored(model, job, own).inactive.mask.numpy()[0]
+    inside = anchored(model, job, plan).inactive.mask.numpy()[0]
     expected = model.oracle(case, controls, foreseeing)[:, inside]
     assert np.abs(found() - expected).max() <= tolerance(expected)
     honest = UnetAhead.passes
@@ -412,9 +412,9 @@ def test_it_is_the_pipeline_whose_nets_foresee(
 def test_with_own_anchors_at_each_step_it_is_dense(served: Model, guidance: float) -> None:
     asked = {"guidance_scale": guidance, "num_inference_steps": 5}
     [job] = controlled_jobs(served, fresh_rng(), [("one", "two")], **asked)
-    own = own_rows.plan(*range(served.adapter.steps(job)))
-    row = anchored(served, job, own)
-    own_rows.run(served.adapter, [row], [own])
+    plan = own_rows.plan(*range(served.adapter.steps(job)))
+    row = anchored(served, job, plan)
+    own_rows.run(served.adapter, [row], [plan])
     active = row.inactive.mask.numpy()[0]
     expected = served.alone(job)[:, active]
     assert np.abs(row.result().array()[:, active] - expected).max() <= tolerance(expected)
@@ -490,9 +490,9 @@ def test_rows_with_control_never_write_entries(served: Model) -> None:
     [job] = controlled_jobs(served, fresh_rng(), [("one", "two")])
     primed = Primed(served.adapter, served.encoder, job)
     parts = [c.data for e in primed.entries for b in e.blocks for p in PARTS for c in b.part(p)]
-    before = [data.clone() for data in parts]
+    copies = [data.clone() for data in parts]
     run(replay, [with_nets(served, cached(replay, job, primed), job, 2)], "kv")
-    assert all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copies, parts, strict=True))
 
 
 def test_a_tile_takes_its_part_of_what_is_added(tiny_unets: dict[str, Path]) -> None:

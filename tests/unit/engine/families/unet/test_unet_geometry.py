@@ -30,8 +30,8 @@ def test_moments_are_taken_apart_and_put_together(seed: int, offset: float) -> N
     """Sums of squares, the naive rival, lose the variance beside a large mean."""
     rng = np.random.default_rng(seed)
     old, new = (torch.from_numpy(rng.standard_normal((2, 8, 9, 11))) + offset for _ in range(2))
-    top, left = int(rng.integers(0, 5)), int(rng.integers(0, 5))
-    box = TileBox(top, left, top + int(rng.integers(1, 5)), left + int(rng.integers(1, 6)))
+    top, integers = int(rng.integers(0, 5)), int(rng.integers(0, 5))
+    box = TileBox(top, integers, top + int(rng.integers(1, 5)), integers + int(rng.integers(1, 6)))
     mixed = old.clone()
     box.cut(mixed).copy_(box.cut(new))
     own = Moments.of(box.cut(new), 4)
@@ -88,10 +88,10 @@ def check_frame(
     assert frame.whole is (positions(frame.region) == positions(box))
     picture = torch.arange(1.0, 1 + size[0] * size[1]).view(1, 1, *size)
     region = frame.region.cut(picture).flatten(2)
-    own = box.cut(picture)
-    assert torch.equal(region[:, :, frame.own], own.flatten(2))
+    cut = box.cut(picture)
+    assert torch.equal(region[:, :, frame.own], cut.flatten(2))
     for ring in [region[:, :, frame.ring]] + [None] * frame.whole:
-        found = frame.read(frame.paste(own, ring))
+        found = frame.read(frame.paste(cut, ring))
         assert torch.equal(found, padded(picture, frame.reads))
 
 
@@ -121,9 +121,9 @@ def test_what_a_tile_reads_and_gives_is_where_the_picture_has_it() -> None:
     for level, place in enumerate(tile_of(active, sizes, 2)):
         x = torch.randn(2, 3, *place.size)
         assert torch.equal(place.enter(x), padded(x, place.near.reads))
-        left = torch.zeros_like(x)
-        place.box.cut(left).copy_(place.box.cut(x))
-        assert torch.equal(place.leave(place.box.cut(x)), left)
+        zeros_like = torch.zeros_like(x)
+        place.box.cut(zeros_like).copy_(place.box.cut(x))
+        assert torch.equal(place.leave(place.box.cut(x)), zeros_like)
         if level < 2:
             coarse = torch.randn(2, 3, *sizes[level + 1])
             box = tile_of(active, sizes, 2)[level + 1].box
@@ -140,11 +140,11 @@ def test_boxes_of_buckets_hold_those_that_are_needed(halo: int) -> None:
     sizes = level_sizes(128, 96, 3)
     shapes = set()
     for _ in range(60):
-        top, left = rng.integers(0, 128), rng.integers(0, 96)
+        top, integers = rng.integers(0, 128), rng.integers(0, 96)
         mask = np.zeros(sizes[0], np.uint8)
-        mask[top : top + rng.integers(1, 64), left : left + rng.integers(1, 64)] = 1
+        mask[top : top + rng.integers(1, 64), integers : integers + rng.integers(1, 64)] = 1
         active = active_tokens_per_level(mask, 1, range(3))
-        exact, own = (tile_of(active, sizes, halo, buckets=each) for each in (False, True))
+        exact, own = (tile_of(active, sizes, halo, buckets=flag) for flag in (False, True))
         for place, of, size in zip(own, exact, sizes, strict=True):
             assert positions(of.box) <= positions(place.box) <= positions(TileBox(0, 0, *size))
             # Where a coarser one has to hold a finer one that grew, it may be a little larger.

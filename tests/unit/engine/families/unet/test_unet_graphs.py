@@ -62,7 +62,7 @@ def job_of(encoder: Encoder, seed: int, at: int = 0, **asked: Any) -> EditJob:
     rng = np.random.default_rng(seed)
     case = unet_case(rng, num_inference_steps=6, strength=1.0, **asked)
     mask = np.zeros((SIDE, SIDE), np.uint8)
-    top, left = (int(each) for each in rng.integers(0, SIDE // 2, 2))
+    top, left = (int(integer) for integer in rng.integers(0, SIDE // 2, 2))
     mask[top : top + int(rng.integers(8, 48)), left : left + int(rng.integers(8, 48))] = 255
     pixels = rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     if at:
@@ -128,8 +128,8 @@ def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     expected = results(plain, jobs, templates, plans)
     recorded = []
     for _ in range(2):
-        for found, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
-            assert_equal(found, latents)
+        for result, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
+            assert_equal(result, latents)
         recorded.append(capture.recorded)
     assert recorded[0] > 0, seed
     recorder = own._stepped.graphs
@@ -215,8 +215,8 @@ def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     templates = primed(plain, encoder, jobs)
     expected = results(plain, jobs, templates, plans)
     for _ in range(2):  # in the second round nearly all steps were recorded in the first
-        for found, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
-            assert_equal(found, latents)
+        for result, latents in zip(results(own, jobs, templates, plans), expected, strict=True):
+            assert_equal(result, latents)
     assert capture.recorded > 0, seed
     recorder = own._stepped.graphs
     assert isinstance(recorder, Graphs)
@@ -254,8 +254,8 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     row = cached(expected, job, template)
     while row.step < row.steps:
         expected.step([row], kinds)
-    own = finish_behind_a_lost_entry(adapter, job, template, CachedRest, monkeypatch)
-    assert_equal(own.result().array(), row.result().array())
+    lost_entry = finish_behind_a_lost_entry(adapter, job, template, CachedRest, monkeypatch)
+    assert_equal(lost_entry.result().array(), row.result().array())
 
 
 def test_one_that_answers_otherwise_turns_them_off(

@@ -144,8 +144,8 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
     mine, off = own(*dense), np.abs(computed(adapter, job, found - expected)).max()
     rivals = [replace(mine, power=0.0), replace(mine, foresees=not foresees)]
     for rival in [*rivals, *([replace(mine, bends=False)] if bends else [])]:
-        apart = np.abs(computed(adapter, job, result(adapter, job, rival) - expected)).max()
-        assert apart > 10 * off, rival
+        maximum = np.abs(computed(adapter, job, result(adapter, job, rival) - expected)).max()
+        assert maximum > 10 * off, rival
 
 
 def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
@@ -204,6 +204,6 @@ def test_what_is_booked_is_what_is_held(
     job, own = make_job(encoder, 7, guidance_scale=7.5), replace(own, text=False)
     row = row_of(adapter, job, own)
     run(adapter, [row], [own])
-    kept = sum(each.nbytes for each in row.anchors)
+    total = sum(anchor.nbytes for anchor in row.anchors)
     booked = own_bytes(own, adapter, job, "float32")
-    assert kept < booked == kept + adapter.anchored_bytes(job)
+    assert total < booked == total + adapter.anchored_bytes(job)

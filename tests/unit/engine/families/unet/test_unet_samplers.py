@@ -142,8 +142,8 @@ class Edit:
                     at = self.timesteps[step + 1 : step + 2]
                     source = self.own.add_noise(source, self.noise[None], at)
                 # What the next step may change: white from the first on, black never.
-                left = max(len(self.timesteps) - step - 1, 1)
-                inside = (self.grey * len(self.timesteps) >= 255 * left).float()
+                maximum = max(len(self.timesteps) - step - 1, 1)
+                inside = (self.grey * len(self.timesteps) >= 255 * maximum).float()
                 latents = (1 - inside) * source[0] + inside * latents
         return latents
 
@@ -189,10 +189,10 @@ def test_rows_moved_together_are_what_diffusers_makes_of_each(name: str, blends:
 
 
 def test_only_a_sampler_that_clips_is_not_linear() -> None:
-    found = {name for name, each in all_samplers().items() if not is_linear(each)}
-    assert found == {"ddim-clips"}
-    made = DDIMScheduler(**BETAS, clip_sample=True)
-    assert UnetSchedule(made, NoiseLevels(made), 5).factors.moves is None
+    names = {name for name, all_sampler in all_samplers().items() if not is_linear(all_sampler)}
+    assert names == {"ddim-clips"}
+    ddimscheduler = DDIMScheduler(**BETAS, clip_sample=True)
+    assert UnetSchedule(ddimscheduler, NoiseLevels(ddimscheduler), 5).factors.moves is None
 
 
 @pytest.mark.parametrize(

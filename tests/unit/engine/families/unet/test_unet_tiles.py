@@ -136,11 +136,11 @@ def test_a_tile_is_the_mixed_map_computed_in_full(
     tiles = adapter_of(configured(folder, halo))
     job = make_job(encoder, seed, guidance_scale=(1.0, 7.5)[seed % 2])
     primed = Primed(tiles, encoder, job, "kv", format)
-    again = plain.priming_row(
+    priming_row = plain.priming_row(
         job, primed.row.anchors, encoder.encode_prompt(""), NOISE_SEED, primed.row.kinds, format
     )
     with recorded(plain.model) as maps:
-        plain.step([again], None)
+        plain.step([priming_row], None)
     maps = [as_stored(each, format) for each in maps]
     row, slow, rival = (row_of(each, job, primed) for each in (tiles, plain, plain))
     with mixed(plain.model, maps, plain._preparation.active(job).levels, halo):
@@ -247,7 +247,7 @@ def test_a_row_loads_of_maps_what_its_tiles_read(folder: Path, encoder: Encoder)
     sizes = Load(entry, "host", selection).sizes[tiles.blocks :, PARTS.index("map")]
     _, height, width = job.moments.shape
     assert len(sizes) == len(tiles.work(height, width).maps) + 1
-    assert 0 < sizes.sum() < 0.8 * sum(each.nbytes for each in entry.blocks[tiles.blocks :])
+    assert 0 < sizes.sum() < 0.8 * sum(block.nbytes for block in entry.blocks[tiles.blocks :])
 
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])

@@ -56,8 +56,8 @@ class Model:
         rng = np.random.default_rng(seed)
         scale = {"guidance_scale": 0.0}
         if seed % 2:
-            said = str(rng.choice(["", "a blue circle"]))
-            scale = {"guidance_scale": float(rng.uniform(0.5, 5.0)), "negative_prompt": said}
+            choice = str(rng.choice(["", "a blue circle"]))
+            scale = {"guidance_scale": float(rng.uniform(0.5, 5.0)), "negative_prompt": choice}
         asked = {"num_inference_steps": int(rng.integers(2, 8)), **scale, **settings}
         case = random_case(rng, **{"cache": "off", **asked})
         return replace(case, prompt=LONG) if seed % 3 == 2 else case
@@ -142,14 +142,17 @@ def test_anchors_of_its_own_are_dense_steps(model: Model, width: int) -> None:
 def test_a_first_edit_has_anchors_of_its_own_where_that_is_asked_for(model: Model) -> None:
     engine = make_engine(model.folder, model.encoder, own_anchors=0.35, own_format="model")
     job = picture_of(model, 8, 8, LONG, num_inference_steps=20, cache="auto")
-    own = own_plan(engine.config, engine.adapter, job)
-    assert own is not None
+    refresh_schedule = own_plan(engine.config, engine.adapter, job)
+    assert refresh_schedule is not None
     try:
         found = edit(engine, job)
     finally:
         engine.close(5.0)
-    assert (found.meta["cache"], found.meta["anchors"]) == ("own", sorted(own.computed_at))
-    assert_equal(found.latents, own_rows.result(model.adapter, job, own))
+    assert (found.meta["cache"], found.meta["anchors"]) == (
+        "own",
+        sorted(refresh_schedule.computed_at),
+    )
+    assert_equal(found.latents, own_rows.result(model.adapter, job, refresh_schedule))
 
 
 def entries_of(model: Model, job: EditJob) -> list[AnchorEntry]:
@@ -159,14 +162,14 @@ def entries_of(model: Model, job: EditJob) -> list[AnchorEntry]:
 
 def apart(found: list[AnchorEntry], expected: list[AnchorEntry]) -> float:
     pairs = [
-        (one.part("kv"), other.part("kv"))
+        (block.part("kv"), other.part("kv"))
         for a, b in zip(found, expected, strict=True)
-        for one, other in zip(a.blocks, b.blocks, strict=True)
+        for block, other in zip(a.blocks, b.blocks, strict=True)
     ]
     differ = [
         float((x.data - y.data).abs().max())
-        for one, other in pairs
-        for x, y in zip(one, other, strict=True)
+        for block, other in pairs
+        for x, y in zip(block, other, strict=True)
     ]
     return max(differ)
 
@@ -271,10 +274,10 @@ def test_the_publisher_s_names_are_several_layers_of_diffusers(
         for name, layers in own.items():
             parts = [(name, up[: len(layers) * width])]
             if form == "diffusers":
-                parts = [(each, up[i * width : (i + 1) * width]) for i, each in enumerate(layers)]
-            for each, rows in parts:
-                tensors[f"diffusion_model.{each}.lora_A.weight"] = down
-                tensors[f"diffusion_model.{each}.lora_B.weight"] = rows
+                parts = [(part, up[i * width : (i + 1) * width]) for i, part in enumerate(layers)]
+            for part, rows in parts:
+                tensors[f"diffusion_model.{part}.lora_A.weight"] = down
+                tensors[f"diffusion_model.{part}.lora_B.weight"] = rows
         files.append(tmp_path / f"{number}.safetensors")
         write(files[-1], tensors)
     found, expected = (deltas(read(file, model.folder)) for file in files)
@@ -299,8 +302,8 @@ def test_two_ranks_take_a_pass_each_of_a_padded_picture(model: Model) -> None:
         return rank.run([rank.adapter.dense_row(job)], ())[0]
 
     [expected] = by_ranks(model.adapter, 1, run)
-    for found in by_ranks(model.adapter, 2, run):
-        assert_equal(found, expected)
+    for by_rank in by_ranks(model.adapter, 2, run):
+        assert_equal(by_rank, expected)
 
 
 def test_int8_weights_serve_it(model: Model) -> None:
@@ -334,9 +337,9 @@ def test_guidance_above_nothing_takes_a_second_pass(model: Model) -> None:
     assert filled().guidance_scale == 5.0
     assert filled().negative_prompt == filled(guidance_scale=0.5).negative_prompt == ""
     assert filled(guidance_scale=0.0).negative_prompt is None
-    asked = EditSettings(guidance_scale=0.0, negative_prompt="x")
+    edit_settings = EditSettings(guidance_scale=0.0, negative_prompt="x")
     with pytest.raises(InvalidRequest, match=r"negative_prompt.*a guidance_scale above 0"):
-        accept_edit(asked, b"a", facts, config, None)
+        accept_edit(edit_settings, b"a", facts, config, None)
 
 
 def test_the_distilled_model_is_told_by_its_schedule(model: Model, tmp_path: Path) -> None:
