@@ -1,1 +1,1 @@
-"""LoRAs on their way into the model: reading their files, and the text encoders' part."""
+"""Loading of LoRAs and ControlNets: files, device copies, and the text encoders' part."""

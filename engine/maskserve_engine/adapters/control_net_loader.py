@@ -1,4 +1,4 @@
-"""From a ControlNet's name to the executor that runs it, off the engine's thread."""
+"""Loads ControlNets by name into the executor, off the engine's thread."""
 
 from __future__ import annotations
 
@@ -38,22 +38,19 @@ CONTROL_NETS = Kind(
 
 
 class NetFolder(NamedTuple):
-    """A ControlNet as it lies in a folder: what processes tell one another of it."""
+    """A ControlNet in a folder; processes exchange this description."""
 
     name: str
     kind: str
-    """Its class in diffusers."""
     path: Path
     version: str
-    """As `KnownControlNet.version`."""
     dtype: torch.dtype
-    """Of the served model."""
 
     def read(self) -> Any:
-        """Diffusers' own model, in eval mode, in host memory.
+        """Load diffusers' model, in eval mode, in host memory.
 
         Raises:
-            Overloaded: the folder has another net now.
+            Overloaded: the folder contains another net by now.
         """
         if version_of(self.path) != self.version:
             raise _replaced(self.name)
@@ -66,7 +63,6 @@ class NetFolder(NamedTuple):
         ).eval()
 
     def shape(self) -> Any:
-        """The same without weights."""
         with torch.device("meta"):
             return self._class.from_config(self._class.load_config(self.path)).eval()
 
@@ -78,16 +74,15 @@ class NetFolder(NamedTuple):
 
 
 Bring = Callable[[str, NetFolder], None]
-"""`Executor.bring_net`."""
 
 
 class ControlNetLoader(ResourceLoader[ResolvedControl]):
-    """Has the executor read folders, one at a time.
+    """Makes the executor read folders, one at a time.
 
     Args:
-        config: of the worker.
-        facts: of the served model.
-        bring: reads a net, whose name is the version that was asked for; from any thread.
+        config: configuration of the worker.
+        facts: spec of the served model.
+        bring: reads a net, by the requested version; thread-safe.
     """
 
     def __init__(self, config: Config, facts: ModelFacts, bring: Bring) -> None:
@@ -96,7 +91,7 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
         self._nets = ControlNets(config, facts)
 
     def device_bytes(self, control: ResolvedControl) -> int:
-        """That it takes on the device.
+        """Return the net's bytes on the device.
 
         Raises:
             MaskserveError: it is not served, or no longer.
@@ -104,12 +99,14 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
         return self._device_bytes(self._nets.find(control.name, CONTROL_NETS.setting))
 
     def typical_bytes(self) -> float:
-        """On the device, of one of the folder, on average; 0: it has none."""
+        """Return the average device memory, in bytes, of the folder's ControlNets; 0: it has
+        none.
+        """
         sizes = [self._device_bytes(net) for net in self._nets.all() if not net.problem]
         return sum(sizes) / len(sizes) if sizes else 0.0
 
     def config(self, control: ResolvedControl) -> Mapping[str, Any]:
-        """Its config.json. From any thread.
+        """Return its config.json. Thread-safe.
 
         Raises:
             MaskserveError: it is not served, or no longer.
@@ -117,7 +114,7 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
         return self._nets.find(control.name, CONTROL_NETS.setting).config
 
     def holds(self, control: ResolvedControl) -> bool:
-        """Whether what was loaded is there still."""
+        """Return whether a loaded net is still there: always."""
         return True
 
     def _brought(self, wanted: ResolvedControl, begin: float) -> Loaded:
@@ -131,7 +128,7 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
         return Loaded(digest, nbytes, time.monotonic() - begin, nbytes)
 
     def _check(self, net: KnownControlNet, wanted: ResolvedControl) -> None:
-        """Raises MaskserveError: the folder has another net than the edit has named."""
+        """Raise MaskserveError if the folder's net is not the one that the edit named."""
         if net.version != wanted.version:
             raise _replaced(net.name)
 
@@ -139,7 +136,6 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
         return net.numbers * dtype_of(self._config).itemsize
 
     def _loaded(self, net: KnownControlNet, wanted: ResolvedControl) -> str:
-        """Have it brought; its digest."""
         takes = self._facts.control
         assert takes is not None, "the net would have been refused"
         kind, dtype = takes.net, dtype_of(self._config)

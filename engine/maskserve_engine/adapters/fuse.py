@@ -1,8 +1,8 @@
-"""LoRAs that a worker has for good: added to the weights once, at start (Katz §6's patch).
+"""LoRAs that a worker adds to its weights once, at start (Katz §6's patch).
 
-Every edit has them and no step pays for them. A layer's new weights are made from its old ones in
-float32 and rounded once. The folder's files are not touched, so a start without them undoes it, bit
-for bit; while a worker runs nothing is patched or restored.
+Every edit uses them, at no cost per step. New weights are computed in float32 and rounded once. The
+folder's files are not changed, so a start without these LoRAs restores the weights bit for bit;
+nothing is patched while a worker runs.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class FusedLora(NamedTuple):
 
 
 def fused_loras(config: Config) -> tuple[FusedLora, ...]:
-    """Those that the configuration names, as FILE or FILE:SCALE.
+    """Return the configured LoRAs, given as FILE or FILE:SCALE.
 
     Raises:
-        ConfigError: a scale is no number.
+        ConfigError: a scale is not a number.
     """
     return tuple([_named(text) for text in config.model.fuse_loras])
 
 
 def served_form(config: Config) -> str:
-    """For the names of entries: all that makes the served weights others than the folder's; empty
-    if they are not.
+    """Return everything that makes the served weights differ from the folder's, for the names of
+    entries; empty if they do not.
 
     Raises:
-        ConfigError: a file cannot be read, is no LoRA, or is for another model.
+        ConfigError: a file is unreadable, no LoRA, or for another model.
     """
     words = [form_in_words(config)]
     for path, scale in fused_loras(config):
@@ -58,15 +58,15 @@ def served_form(config: Config) -> str:
 
 @torch.no_grad()
 def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
-    """The model, with what the configured LoRAs have for a part of it added to its weights.
+    """Add the configured LoRAs to a part's weights, in place.
 
     Args:
-        config: of the worker.
-        model: as it is loaded, not yet quantised.
-        part: of `lora_header.PARTS`; empty: it is none of them.
+        config: configuration of the worker.
+        model: the loaded part, not yet quantised.
+        part: one of `lora_header.PARTS`; empty: none of them.
 
     Raises:
-        ConfigError: a file cannot be read, is no LoRA, or is for another model.
+        ConfigError: a file is unreadable, no LoRA, or for another model.
     """
     loras = fused_loras(config) if part and device_of(config).type != "meta" else ()
     for path, scale in loras:
@@ -108,7 +108,7 @@ def _facts(path: Path, config: Config) -> dict[str, Any]:
 
 
 def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
-    """Versions of transformers differ in whether text models have a first name."""
+    """Find a layer; only some versions of transformers prefix the names of text models."""
     for candidate in (name, f"text_model.{name}", name.removeprefix("text_model.")):
         try:
             module = model.get_submodule(candidate)

@@ -1,6 +1,6 @@
-"""A LoRA file as low-rank updates of the served model's layers, whatever wrote it.
+"""A LoRA file as low-rank updates of the served model's layers, in any tool's format.
 
-What goes where is known from its header (`maskserve_lora.lora_plan`); here its numbers follow.
+The header determines the layers (`maskserve_lora.lora_plan`); this module reads the numbers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def read_lora(
     """Read a file on the host.
 
     Args:
-        path: of a LoRA.
+        path: file of the LoRA.
         base: layers of the served model.
-        model: its folder, for the log.
-        dtype: of the factors; alphas are multiplied in float32 before.
-        only: parts that are read.
+        model: folder of the model, for the log.
+        dtype: dtype of the factors; alphas are multiplied in float32 before.
+        only: parts to read.
 
     Raises:
         BadAdapter: it cannot be served.
@@ -64,7 +64,7 @@ def read_lora(
 
 
 def _factors(update: LayerUpdate, read: Callable[[str], Tensor]) -> Factors:
-    """In float32, with the scale in B."""
+    """Return float32 factors, with the scale in B."""
     names, scale = update.names, update.scale
     down, up = read(names.down).float(), read(names.up).float()
     if scale is None and names.alpha:

@@ -1,4 +1,4 @@
-"""From an adapter's name to the executor that steps with it, off the engine's thread."""
+"""Loads LoRAs by name into the executor, off the engine's thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from maskserve_lora.store import AdapterStore
 _log = logging.getLogger(__name__)
 
 _AT_ONCE = 2
-"""Files that are read at the same time; fetching them from the storage waits in these threads."""
+"""Files read at the same time; these threads also wait for the storage."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -38,15 +38,14 @@ LORAS = Kind(
 )
 
 Bring = Callable[[str, Mapping[str, Factors]], int]
-"""`Executor.bring`."""
 
 
 class LoraLoader(ResourceLoader[Lora]):
-    """Brings files to the host, reads them, and hands their updates to the executor.
+    """Fetches files to the host, reads them, and passes their updates to the executor.
 
     Args:
-        config: of the worker.
-        bring: takes an adapter's updates, by its version; from any thread.
+        config: configuration of the worker.
+        bring: takes a LoRA's updates, by version; thread-safe.
     """
 
     def __init__(self, config: Config, bring: Bring) -> None:
@@ -66,7 +65,7 @@ class LoraLoader(ResourceLoader[Lora]):
         super().close()
 
     def file_bytes(self, lora: Lora) -> int:
-        """Of its file, as the catalogue has it.
+        """Return the size of its file in the catalogue, in bytes.
 
         Raises:
             MaskserveError: it is not served, or no longer.
@@ -74,12 +73,14 @@ class LoraLoader(ResourceLoader[Lora]):
         return self._store.catalogue.find(lora.name, LORAS.setting).nbytes
 
     def typical_bytes(self) -> float:
-        """Of a file of the catalogue, on average; as of the last second. 0: none is known."""
+        """Return the average bytes of the catalogue's files, at most a second old; 0: none is
+        known.
+        """
         return self._typical_bytes
 
     def on_host(self) -> tuple[AdapterFile, ...]:
-        """Files in the host's memory, whoever brought them, the least recently used first; as of
-        the last second. The same object for as long as they are the same.
+        """Return the files in host memory, whoever loaded them, least recently used first; at most
+        a second old. The object changes only with its content.
         """
         return self._host
 
@@ -113,6 +114,5 @@ class LoraLoader(ResourceLoader[Lora]):
 
 
 def _mean_bytes(adapters: Iterable[KnownAdapter]) -> float:
-    """Of the files that are served."""
     sizes = [adapter.nbytes for adapter in adapters if not adapter.problem]
     return sum(sizes) / len(sizes) if sizes else 0.0

@@ -1,8 +1,7 @@
-"""What LoRAs add to the text encoders, for as long as one prompt is encoded.
+"""LoRAs of the text encoders, applied while one prompt is encoded.
 
-Hooks add each layer's update to what the layer itself gives: no weight is written, and when the
-hooks are gone so is every trace. (transformers loads adapters, too, but for good: each would leave
-its layers in the model.)
+Hooks add each layer's update to the layer's output: no weight is written, and removing the hooks
+restores the model. (transformers' own adapters stay in the model's layers.)
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _FIELD = "SETTINGS.loras"
 
 
 class TextAdapters:
-    """The text encoders' part of adapters. One thread encodes at a time.
+    """The text encoders' part of LoRAs. Only one thread may encode at a time.
 
     Args:
-        config: of the worker.
-        models: the text encoders, by part (`lora_header.PARTS`).
-        held_bytes: of factors that stay with the encoders, the least recently used going first. A
-            LoRA of rank 16 has 10 MB for CLIP.
+        config: configuration of the worker.
+        models: text encoders by part (`lora_header.PARTS`).
+        held_bytes: bytes of factors kept with the encoders; the least recently used are
+            evicted. A LoRA of rank 16 has 10 MB for CLIP.
     """
 
     def __init__(
@@ -52,11 +51,11 @@ class TextAdapters:
 
     @contextmanager
     def applied(self, loras: Sequence[Lora]) -> Iterator[None]:
-        """Within it the encoders compute with these LoRAs, each by its scale.
+        """Encode with these LoRAs, at their scales, inside the context.
 
         Raises:
             InvalidRequest: a file does not fit.
-            Overloaded: a file has left the host since the edit was accepted.
+            Overloaded: a file was evicted from the host since the edit was accepted.
         """
         with ExitStack() as hooks:
             for lora in loras:
@@ -68,7 +67,7 @@ class TextAdapters:
             yield
 
     def _parts(self, lora: Lora) -> Parts:
-        """Factors in the encoders' dtype and on their device."""
+        """Return factors on the encoders' device, in their dtype."""
         parts = self._held.pop(lora.version, None)
         if parts is None:
             try:
@@ -100,8 +99,8 @@ class TextAdapters:
 
 
 def _name_in(model: nn.Module, name: str) -> str:
-    """The module that a weight of the file belongs to: versions of transformers differ in whether
-    text models have a first name.
+    """Return the module of a weight in the file; only some versions of transformers prefix the
+    names of text models.
     """
     for candidate in (name, f"text_model.{name}", name.removeprefix("text_model.")):
         try:
@@ -114,7 +113,7 @@ def _name_in(model: nn.Module, name: str) -> str:
 
 
 def _added(model: nn.Module, name: str, factors: Factors, scale: float) -> RemovableHandle:
-    """Have a layer add scale · B(A x) to what it gives."""
+    """Add scale · B(A x) to a layer's output."""
     down, up = factors
 
     def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Any:

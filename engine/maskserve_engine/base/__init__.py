@@ -1,1 +1,1 @@
-"""What every room speaks of: jobs and events, the mailbox to the engine's thread, clocks."""
+"""Types and services that all parts of the engine share: jobs, events, the mailbox, clocks."""

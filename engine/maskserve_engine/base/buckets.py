@@ -1,15 +1,12 @@
-"""Numbers of tokens of which there are few, for what is made anew for each number."""
+"""Rounds token counts to a few sizes, for work that is compiled anew for each count."""
 
 from __future__ import annotations
 
 
 def bucket(count: int, most: int | None = None) -> int:
-    """So many tokens are computed for `count`: at most an eighth more, and from 64 on; below, the
-    next multiple of 8. Between a power of two and the next there are eight.
-
-    Args:
-        count: of tokens.
-        most: there are; None: any number.
+    """Return the padded token count that is computed for `count` tokens: at most an eighth more
+    from 64 on, the next multiple of 8 below. There are eight buckets between a power of two and the
+    next. No bucket is larger than `most`.
     """
     step = max(8, 1 << max(0, count.bit_length() - 4))
     rounded = -(-count // step) * step

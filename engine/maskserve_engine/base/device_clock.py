@@ -12,7 +12,7 @@ Mark = float | torch.cuda.Event
 
 
 def mark(device: torch.device) -> Mark:
-    """Now; on CUDA, when the device has done what it was asked for so far."""
+    """Return a mark of this moment; on CUDA, an event behind the work queued so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -21,13 +21,11 @@ def mark(device: torch.device) -> Mark:
 
 
 class Span(NamedTuple):
-    """From one mark to another."""
-
     begin: Mark
     end: Mark
 
     def seconds(self) -> float | None:
-        """How long it was; None: the device is not there yet."""
+        """Return its length in seconds; None while the device has not passed both marks."""
         if isinstance(self.begin, float) or isinstance(self.end, float):
             assert isinstance(self.begin, float)
             assert isinstance(self.end, float)

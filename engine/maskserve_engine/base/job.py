@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it; an edit's control pictures among it."""
+"""The jobs that the engine takes, their ControlNet pictures, and the events that it sends."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ControlInput:
     """A ControlNet's picture and its weight in one edit."""
 
     net: str
-    """Which ControlNet: its version, as the engine keeps them."""
+    """Version of the ControlNet, as the engine names it."""
     picture: NDArray[np.uint8]
     """[H, W, 3] at model resolution."""
     scale: float = 1.0
-    """What it adds is multiplied by this."""
+    """Factor of the residuals that the ControlNet adds."""
     start: float = 0.0
     """Share of the edit's steps before which it adds nothing."""
     end: float = 1.0
@@ -41,8 +41,8 @@ class ControlInput:
 
 
 Conditioning = dict[str, NDArray[np.float32]]
-"""What a family's text encoders say of a prompt, by name. `prompt_embeds` [T, width] is always
-there; `pooled` [width] where the family has it.
+"""Prompt embeddings of a family's text encoders, by name. `prompt_embeds` [T, width] is always
+present; `pooled` [width] where the family has it.
 """
 
 
@@ -51,15 +51,18 @@ class TokenCounts:
     """Tokens of an edit at the finest level of the model."""
 
     active: int
-    """Computed by a cached row."""
+    """Tokens that a cached row computes."""
     total: int
     inner: int = 0
-    """Of the active ones those of the mask: what steps compute that leave its ring out."""
+    """Computed tokens inside the mask: steps compute these alone when they leave the margin out."""
     ring: int = 0
-    """Of the ring that rows compute at some steps which leave it out (`ModelFacts.own_ring`)."""
+    """Margin tokens that rows compute at some of the steps that leave the margin out
+    (`ModelFacts.own_ring`).
+    """
     cover_a_side: bool = False
-    """Whether the active ones cover a whole side of the picture; False where that decides nothing
-    (`ModelFacts.dense_sides`, `ModelFacts.dense_steps`)."""
+    """Whether the computed tokens cover a whole side of the picture; False where that decides
+    nothing (`ModelFacts.dense_sides`, `ModelFacts.dense_steps`).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +77,17 @@ class EditJob:
     masked_moments: NDArray[np.float32]
     """The same with the masked area blanked; size 0 for models that do not take it."""
     conditioning: Conditioning
-    """Of the prompt."""
+    """Embeddings of the prompt."""
     negative: Conditioning | None = None
-    """Of the negative prompt, where there is one: every step then runs the model twice."""
+    """Embeddings of the negative prompt; None: there is none. With one, every step runs the model
+    twice.
+    """
     adapters: str = ""
     """Names the adapters with which its template's entries are made and read; empty: none."""
     controls: tuple[ControlInput, ...] = ()
-    """What ControlNets are to add to it."""
+    """ControlNet inputs of the edit."""
     prepared: object = None
-    """What its rows begin with, once `Adapter.prepare` has made it; the family's own."""
+    """The row's initial state, set by `Adapter.prepare`; its type is the family's."""
 
     @property
     def mask_ring(self) -> int:
@@ -92,7 +97,7 @@ class EditJob:
         return ring
 
     def with_ring(self, ring: int) -> EditJob:
-        """The same with another ring, and not prepared."""
+        """Return a copy with another margin, not prepared."""
         settings = structs.replace(self.request.settings, mask_ring=ring)
         return replace(self, request=replace(self.request, settings=settings), prepared=None)
 

@@ -31,14 +31,16 @@ class Inbox:
     # Called from any thread.
 
     def put(self, command: Callable[[], None]) -> bool:
-        """False when nobody will run it any more."""
+        """Queue a command; return False if the inbox is closed and nobody will run it."""
         with self._door:
             if self._open:
                 self._commands.put(command)
             return self._open
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """What the question comes to; EngineFailed when nobody will answer it any more."""
+        """Run `question` on the engine's thread and return a future of its result. The future
+        raises EngineFailed if the inbox is closed.
+        """
         answer: Future[T] = Future()
 
         def reply() -> None:
@@ -57,7 +59,7 @@ class Inbox:
         return self._commands.empty()
 
     def run(self, wait_s: float) -> None:
-        """Run what came in; wait so long for something to come."""
+        """Run the queued commands; wait at most `wait_s` seconds for the first."""
         try:
             command = self._commands.get(timeout=wait_s)
             while True:
@@ -94,12 +96,8 @@ class OutputThread:
     def send_made(
         self, sink: Sink, make: Callable[[], EngineEvent], failed: EngineEvent | None = None
     ) -> None:
-        """Send an event that is made on this thread, where it may wait for the device.
-
-        Args:
-            sink: of the edit.
-            make: the event.
-            failed: what is sent if that raises; None: nothing.
+        """Send an event that `make` builds on this thread, where it may wait for the device. If
+        `make` raises, send `failed` instead (None: nothing).
         """
 
         def made() -> EngineEvent:
@@ -114,7 +112,6 @@ class OutputThread:
         self._queue.put((sink, made))
 
     def close(self, timeout_s: float) -> None:
-        """Deliver what was sent, then end."""
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)

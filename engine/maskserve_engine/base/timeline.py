@@ -13,38 +13,35 @@ from maskserve_common.tracing import Stage
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
-    """When an edit came to what, in time.monotonic() seconds; 0.0: it never did."""
+    """When an edit reached each stage, in time.monotonic() seconds; 0.0: it never did."""
 
     submitted: float
-    """Prepared, and put into the engine's inbox."""
+    """When the prepared edit was put into the engine's inbox."""
     queued: float
-    """Given to the scheduler: when the engine's thread took it, or when its template was primed or
-    could not be."""
+    """When the scheduler got the edit: as the engine's thread took it, or once its template was
+    primed or priming had failed.
+    """
     admitted: float
     first_step: float
-    """Its first step was done."""
+    """When its first step was done."""
     ended: float
     waited: bool
-    """For its template."""
+    """Whether it waited for its template."""
     about: Mapping[str, Any]
-    """Which edit it was."""
+    """Span attributes that identify the edit."""
     work: Mapping[str, Any]
-    """What its steps did."""
+    """Span attributes that count the work of its steps."""
 
 
 def stages(
     received: float, timeline: RequestTimeline, error: MaskserveError | None = None
 ) -> list[Stage]:
-    """What the edit went through, one after the other; the last stage is where `error` ended it.
+    """Return the edit's stages in order; the last one is where `error` ended it.
 
-    received ─ prepare ─ submitted ─ wait_prime ─ queued ─ queue ─ admitted ─ denoise ─ ended
+        received ─ prepare ─ submitted ─ wait_prime ─ queued ─ queue ─ admitted ─ denoise ─ ended
 
-    Without a template to wait for, `queue` begins where `prepare` ends.
-
-    Args:
-        received: when the denoiser had the edit, on the timeline's clock.
-        timeline: from there on.
-        error: that ended it, if any did.
+    Without a template to wait for, `queue` begins where `prepare` ends. `received` is the time at
+    which the denoiser got the edit, on the timeline's clock.
     """
     c, offset_ns = timeline, time.time_ns() - time.monotonic_ns()
 

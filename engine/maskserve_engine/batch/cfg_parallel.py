@@ -1,13 +1,13 @@
-"""CFG parallelism over packed rows: the passes of a step are dealt to the ranks that take it.
+"""CFG parallelism over packed rows: the ranks that take a step deal its passes among themselves.
 
-Under classifier-free guidance a row is two passes of the model that know nothing of one another
-until their answers are mixed. So each rank computes some passes, whole, and at the end of a step
-all tell one another what the model has answered: one exchange per step, of the size of latents,
-where `sequence_parallel` has two per block. Every rank then moves every row by the same bytes.
+Under classifier-free guidance a row is two independent passes of the model until their answers are
+mixed. Each rank computes whole passes, and at the end of a step all ranks exchange the model's
+answers: one exchange per step, of the size of latents, where `sequence_parallel` has two per block.
+Every rank then moves every row by the same bytes.
 
-A row's passes go to different ranks; a row of one pass goes to the rank that has the least to do.
-What a rank keeps of a row with anchors of its own is of the passes that it has computed: these go
-to the same ranks at every step, whatever rows are beside them.
+A row's passes go to different ranks; a row of one pass goes to the least loaded rank. The passes of
+a row with a step cache go to the same ranks at every step, because the cache stays where it was
+computed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from maskserve_engine.batch.sequence_parallel import Exchange
 def dealt(
     rows: Sequence[Sequence[float]], count: int, stays: Sequence[str | None]
 ) -> tuple[int, ...]:
-    """The rank of each pass, row by row.
+    """Return the rank of each pass, row by row.
 
     Args:
-        rows: what each of a row's passes costs, in any unit; the prompt's first.
-        count: of the ranks; a row has no more passes.
-        stays: the name of each row whose passes go where the name says; None: anywhere.
+        rows: cost of each of a row's passes, in any unit; the prompt's pass first.
+        count: number of ranks; no row has more passes.
+        stays: name of each row whose passes always go to the ranks that the name selects; None:
+            to any rank.
     """
     loads = [0.0] * count
     ranks: dict[tuple[int, int], int] = {}
@@ -49,12 +50,7 @@ def dealt(
 
 
 class PassShare:
-    """The passes of a batch that one rank computes; kept for as long as the batch is.
-
-    Args:
-        rows: as of `dealt`, equal on all ranks.
-        stays: likewise.
-        exchange: between them.
+    """Passes of a batch that one rank computes; the object lives as long as the batch.
 
     Raises:
         ValueError: a row has more passes than there are ranks.
@@ -68,17 +64,11 @@ class PassShare:
         self.exchange = exchange
         self._ranks = dealt(rows, exchange.count, stays)
         self.own = tuple([i for i, rank in enumerate(self._ranks) if rank == exchange.rank])
-        """Numbers of the passes that are computed here, among all."""
+        """Numbers of this rank's passes among all passes of the batch."""
 
     def gather(self, answer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """What the model has answered to every pass.
-
-        Args:
-            answer: to the rank's own passes, one behind the other; its dtype is everybody's.
-            sizes: numbers in the answer to each pass.
-
-        Returns:
-            per pass, flat.
+        """Exchange the model's answers and return the answer to every pass, flat; `sizes` are
+        elements by pass.
         """
         count = self.exchange.count
         travelling = [i for rank in range(count) for i, at in enumerate(self._ranks) if at == rank]

@@ -1,7 +1,7 @@
 """A multimodal diffusion transformer over any mix of packed rows: dense, cached and priming.
 
-A model gives what is before and after attention in its blocks (`Transformer`). Attention is the
-same for all, and so is what stands in for a cached row's inactive tokens there: they enter as keys
+A model provides the parts of its blocks before and after attention (`Transformer`). Attention is
+the same for all models, and so is the treatment of a cached row's cached tokens: they enter as keys
 only (FlashPS §3.1, Fig. 5 and 7).
 """
 
@@ -24,52 +24,49 @@ T = TypeVar("T")
 
 
 class Transformer(Protocol):
-    """A model at one step: its weights, and what timestep and prompt do to each packed row.
+    """A model at one step: its weights, and the modulation of each packed row by timestep and
+    prompt.
 
     Blocks are numbered in the order they run. The first ones have two streams, text and image
-    tokens; the others have one of both, in row order, which is in the place of the image stream
-    while the text stream goes unread.
+    tokens. The others have a single stream in row order: it is passed as the image stream, and the
+    text stream is not read.
     """
 
     @property
     def block_count(self) -> int: ...
 
     @property
-    def two_streams(self) -> int:
-        """Blocks that have two streams."""
-        ...
+    def two_streams(self) -> int: ...
 
     @property
     def alone(self) -> int:
-        """Of the first blocks, those that are the image's alone: of the text there is in them what
-        stands beside it (`RowInput.pads`). A model that has some has one stream.
+        """Number of leading blocks that see only image tokens and the text tokens beside them
+        (`RowInput.pads`). A model that has such blocks has one stream.
         """
         ...
 
     @property
     def placed_bytes(self) -> int:
-        """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
+        """Bytes that the keys and values of a batch may take, over all blocks, to stay placed
+        (`PlacedKV`).
+        """
         ...
 
-    def take(self, rows: Sequence[int]) -> Self:
-        """The same for some of the packed rows."""
-        ...
+    def take(self, rows: Sequence[int]) -> Self: ...
 
-    def copied(self) -> Self:
-        """The same, with what a step has for itself in tensors of its own."""
-        ...
+    def copied(self) -> Self: ...
 
     def follow(self, other: Self) -> None:
-        """Have what another one of as many rows has for its step in the tensors of this one."""
+        """Copy the per-step tensors of a model with as many rows into this one's."""
         ...
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
-        """[N, width] image tokens at the first block, from [N, in_channels]."""
+        """Return [N, width] image tokens at the first block, from [N, in_channels]."""
         ...
 
     @property
     def writes(self) -> Sequence[bool]:
-        """Per block, whether `pre` can write into a `room`."""
+        """Per block, whether `pre` can write its products into `room`."""
         ...
 
     def pre(
@@ -82,21 +79,21 @@ class Transformer(Protocol):
         ahead: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """What of a block is before attention.
+        """Compute the part of a block before attention.
 
         Args:
-            number: of the block.
+            number: the block's number.
             text: [N_text, width], text stream.
             image: [N_image, width], image stream; or [N, width] in row order.
-            packing: where the rows lie.
+            packing: layout of the rows.
             cis: [N, head_dim / 2] complex rotary factors in row order.
-            ahead: what `post` of the block before has left for this one; None: nothing.
-            room: [N or more, 3 · width] where queries, keys and values of the only row are to lie,
-                if it `writes`; None: anywhere.
+            ahead: what `post` of the previous block returned for this one; None: nothing.
+            room: [N or more, 3 · width] buffer for queries, keys and values of a lone row, if
+                `writes`; None: allocate.
 
         Returns:
-            queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim], which
-            nobody reads once attention has; and whatever `post` needs of it. All in row order.
+            Queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim],
+                which `post` may overwrite; and the inputs of `post`. All in row order.
         """
         ...
 
@@ -112,52 +109,54 @@ class Transformer(Protocol):
         goes_on: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
-        """What is after attention: the streams behind the block, and what `pre` of the next one is
-        given beside them.
+        """Compute the part of a block after attention: both streams, and input for the next block's
+        `pre`.
 
         Args:
-            number: of the block.
-            text: as `pre` had it.
-            image: likewise.
-            attended: [N, width] what attention has found, in row order.
-            kept: what `pre` has left.
-            packing: where the rows lie.
-            goes_on: whether the next block is given just these streams.
-            image_alone: whether of the only row, in row order, the image tokens alone are wanted.
+            number: the block's number.
+            text: the stream that `pre` was given.
+            image: the stream that `pre` was given.
+            attended: [N, width] output of attention, in row order.
+            kept: third result of `pre`.
+            packing: layout of the rows.
+            goes_on: whether the next block receives these streams unchanged.
+            image_alone: whether to compute only the image tokens of a lone row.
         """
         ...
 
     def project(
         self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of inactive image tokens from their hidden states (FlashPS Fig. 5).
+        """Return keys and values of cached image tokens from their hidden states (FlashPS Fig. 5).
 
         Args:
-            number: of the block.
+            number: the block's number.
             hidden: [M, width] at the block's input, packed by row.
-            stream: where the rows lie in `hidden`.
+            stream: layout of the rows in `hidden`.
             cis: [M, head_dim / 2] complex rotary factors.
 
         Returns:
-            keys (after norm and rotary embedding) and values, [M, heads, head_dim].
+            Keys (after norm and rotary embedding) and values, [M, heads, head_dim].
         """
         ...
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
-        """[N, out_channels] what is behind the blocks, of image tokens [N, width]."""
+        """Apply the layers behind the blocks to image tokens [N, width]; return [N,
+        out_channels].
+        """
         ...
 
 
 CaptureKeys = Callable[[Tensor, Tensor], None]
-"""Sees keys (after norm and rotary embedding) and values in row order."""
+"""Receives keys (after norm and rotary embedding) and values in row order."""
 
 
 class FillRest(Protocol):
-    """Adds keys and values of the inactive tokens."""
+    """Adds keys and values of the cached tokens."""
 
     def __call__(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """[keys, heads, head_dim] of all rows' tokens, from those [N, heads, head_dim] of the
-        computed ones.
+        """Return [keys, heads, head_dim] of all tokens, from [N, heads, head_dim] of the computed
+        ones.
         """
         ...
 
@@ -168,15 +167,15 @@ def forward(
     kinds: Sequence[str] = (),
     asking: AtOnce | None = None,
 ) -> Tensor:
-    """The model's output for the computed image tokens of every row.
+    """Return the model's output for the computed image tokens of every row.
 
     Args:
-        model: at this step.
+        model: the model at this step.
         packed: any mix of rows; those with `rest` are cached rows.
-        kinds: `dense`, `project` or `kv` per block, for all cached rows of the step; not read when
-            there are none. `project` and `dense` take the inactive hidden states from the model's
-            start or the dense block before them, else from an entry.
-        asking: how kernels are asked for; None: at once.
+        kinds: `dense`, `project` or `kv` per block, for all cached rows of the step; not read
+            when there are none. `project` and `dense` take the cached tokens' hidden states
+            from the model's start or the dense block before them, else from an entry.
+        asking: launches or records the kernels; None: launch at once.
 
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
@@ -187,8 +186,6 @@ def forward(
 
 
 class State:
-    """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
-
     def __init__(
         self,
         model: Transformer,
@@ -218,7 +215,6 @@ class State:
         )
 
     def _lie_as(self, packed: Packed) -> None:
-        """Have the rows lie as they are packed there."""
         self.packed, self.layout = packed, packed.layout
         widened = self.cached and self.wide
         self.packing: Packing = self.layout.wide if widened else self.layout.narrow
@@ -226,7 +222,7 @@ class State:
         self.entries = packed.entries
 
     def _meet_text(self) -> None:
-        """Behind the image's own blocks: from here on all see the text."""
+        """Let image and text see each other, behind the image-only blocks."""
         pads, image = self.packing.split(self.image)
         self._lie_as(self.whole)
         text, places = self.packed.text, self.whole.pads
@@ -235,7 +231,6 @@ class State:
         self.image = self.packing.rows_from(text, image)
 
     def run(self, begin: int, end: int) -> None:
-        """Blocks `begin` to `end`."""
         two_streams, residuals = self.model.two_streams, self.packed.residuals
         kinds = self.kinds if self.cached else ("dense",) * end
         for number in range(begin, end):
@@ -255,7 +250,7 @@ class State:
                 self._add_residuals(number)
 
     def _block(self, number: int, *, goes_on: bool) -> tuple[Tensor, Tensor]:
-        """The streams behind a block; what it had between is let go."""
+        """Run one block; intermediate tensors are freed as early as possible."""
         fill: FillRest | None = partial(self._load, number) if self.sees_fixed else None
         if self.cached:  # inactive tokens come in or are dropped, as the block's kind asks
             kind = self.kinds[number]
@@ -296,15 +291,15 @@ class State:
         fill: FillRest | None,
         capture: CaptureKeys | None,
     ) -> Tensor:
-        """[N, width] attention of a packing's computed tokens, in row order, over all of each row's
-        keys.
+        """Return [N, width] attention of the computed tokens over all keys of their rows, in row
+        order.
 
         Args:
             qk: [N, 2, heads, head_dim] queries and keys, rotated.
             v: [N, heads, head_dim] values.
-            packing: of the tokens.
-            fill: how keys that were not computed come about; None: there are none.
-            capture: who sees the keys.
+            packing: layout of the computed tokens.
+            fill: adds keys that were not computed; None: there are none.
+            capture: receives the computed keys and values.
         """
         q, k = qk.unbind(1)
         if capture is not None:
@@ -315,7 +310,9 @@ class State:
         return attention(q, keys, values, packing.all_keys).flatten(1)
 
     def _add_residuals(self, index: int) -> None:
-        """To each row's computed image tokens: in any packing, the first ones of its image."""
+        """Add the residuals of ControlNets to each row's first image tokens: the computed ones, in
+        any packing.
+        """
         for row, residuals in self.packed.residuals.items():
             added = residuals.after(index)
             if added is not None:
@@ -326,7 +323,7 @@ class State:
                 self.image[begin : begin + len(added)] += added
 
     def part(self, rows: Sequence[int]) -> State:
-        """Some rows alone, from here on."""
+        """Return the state of some rows only, from the present block on."""
 
         def of(stream: Stream, x: Tensor) -> Tensor:
             return torch.cat([x[slice(*stream.spans[row])] for row in rows])
@@ -353,7 +350,7 @@ class State:
         self.wide = dense
 
     def _hidden(self, index: int) -> Tensor:
-        """[m, width] the inactive tokens at the block's input: at hand, or restored."""
+        """Return [m, width] hidden states of the cached tokens at the block's input."""
         assert self.rest_cis is not None
         count = len(self.rest_cis)
         if index == 0:
@@ -374,21 +371,14 @@ class State:
         slots: KvSlots,
         anew: Sequence[bool] | None = None,
     ) -> None:
-        """Have what entries say of a block in its place.
-
-        Args:
-            index: of the block.
-            part: of its entry.
-            outs: as of `scatter_kv`.
-            slots: likewise.
-            anew: of `Packed.entries`, those whose place has something else; None: all.
+        """Write a part (`h` or `kv`) of each entry to its slots; `anew` as in `Packed.entries`,
+        None: all.
         """
         self.asking.between(partial(_place, index, part, outs, slots, anew), self.packed)
 
     def room_for(self) -> Tensor | None:
-        """[keys, 3 · width] of a lone row, for a block that lacks keys and `writes`: its products
-        write where attention reads, and nothing is moved. None: keys and values are put together
-        elsewhere.
+        """Allocate [keys, 3 · width] for a lone row: the block's products write where attention
+        reads. None: more than one row, or keys and values stay placed.
         """
         packing = self.packing
         if not packing.in_front:
@@ -400,12 +390,11 @@ class State:
 
     @property
     def _placed_bytes(self) -> int:
-        """That a block's keys and values may take to stay in place."""
         return self.model.placed_bytes // self.model.block_count
 
     def _all_keys(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens, not written yet; those of the room have the computed
-        ones.
+        """Allocate keys and values of all tokens. In a `room` the computed ones are there
+        already.
         """
         if self.room is None:
             count = packing.all_keys.k_spans[-1][1]
@@ -437,13 +426,12 @@ class State:
         packing: Packing,
         anew: Sequence[bool] | None = None,
     ) -> None:
-        """Have a block's keys and values of fixed tokens in their place; `anew` as of `_place`."""
         if self.sees_fixed:
             slots = packing.fixed_slots
             self.asking.between(partial(_place_fixed, index, both, slots, anew), self.packed)
 
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the inactive tokens, projected, [M, heads, head_dim]."""
+        """Return projected keys and values of the cached tokens, [M, heads, head_dim]."""
         assert self.rest_cis is not None
         hidden, stream = self._hidden(index), self.layout.rest_stream
         return self.model.project(index, hidden, stream, self.rest_cis)
@@ -457,7 +445,7 @@ class State:
         return kv
 
     def capture(self, index: int) -> CaptureKeys:
-        """Hand the priming rows' hidden states over now, their keys and values when known."""
+        """Give priming rows their hidden states; return what will give them keys and values."""
         packing, captures = self.packing, self.packed.captures
         lines = packing.text, packing.row_stream.spans, packing.image_stream.spans
         for capture, text, (begin, end), (image_begin, image_end) in zip(
@@ -472,7 +460,6 @@ class State:
         return self.keys_to_captures(index, packing)
 
     def keys_to_captures(self, index: int, packing: Packing) -> CaptureKeys:
-        """Hands the priming rows their keys and values."""
         row_captures = list(
             zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True)
         )
@@ -486,12 +473,11 @@ class State:
         return keys_values
 
     def join_streams(self) -> None:
-        """Both streams into row order."""
         self.image = self.packing.rows_from(self.text, self.image)
         self.joined = True
 
     def computed_image(self) -> Tensor:
-        """[N, width] the computed image tokens, as they are now."""
+        """Return [N, width] of the computed image tokens."""
         image = self.image
         if self.wide and self.cached:
             image = self.layout.restrict(image, rows=self.joined)
@@ -506,7 +492,6 @@ def _place(
     anew: Sequence[bool] | None,
     packed: Packed,
 ) -> None:
-    """Write what the rows' entries say of a block to its place."""
     row_parts = _chosen(packed.parts, anew)
     sources = [None if row_part is None else row_part.source(index, part) for row_part in row_parts]
     scatter_kv(sources, outs, slots)
@@ -519,7 +504,7 @@ def _place_fixed(
     anew: Sequence[bool] | None,
     packed: Packed,
 ) -> None:
-    """The same of fixed tokens, which have keys and values alone."""
+    """Write keys and values of fixed tokens, turned to the row's own rotary position."""
     fixed_tokens = _chosen(packed.fixed, anew and anew[len(packed.parts) :])
     scatter_kv(
         [None if tokens is None else tokens.source(index) for tokens in fixed_tokens], outs, slots
@@ -531,14 +516,12 @@ def _place_fixed(
 
 
 def _chosen(given: Sequence[T | None], anew: Sequence[bool] | None) -> Sequence[T | None]:
-    """Those that are written; None in the place of the others."""
     if anew is None:
         return given
     return [part if writes else None for part, writes in zip(given, anew, strict=False)]
 
 
 def _take_rest(out: Tensor, packed: Packed) -> None:
-    """Write the inactive tokens' model inputs at this step."""
     torch.cat(
         [cached_tokens.tokens() for cached_tokens in packed.rests if cached_tokens is not None],
         out=out,

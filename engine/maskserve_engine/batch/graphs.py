@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs, of one for each mix of buckets.
+"""Steps as CUDA graphs, one for each combination of bucket sizes.
 
-Where a step launches kernels faster than the host can ask for them, it is recorded, in pieces:
-between two pieces cached activations are brought to their places, which takes other addresses at
-each step and may wait for the loader. What a piece reads and writes lies where it was recorded;
-what is given is copied there.
+Where a step's kernels run faster than the host can launch them, the step is recorded, in pieces:
+between two pieces cached activations are copied to their places, because their addresses differ at
+each step and the loader may still be at work. A piece reads and writes the memory that it was
+recorded with, so inputs are copied there.
 
     copy in ► piece ► place block 0 ► piece ► place block 1 ► … ► piece ► copy out
 
@@ -27,90 +27,71 @@ from torch import Tensor
 from maskserve_engine.layers.attention import missing_varlen
 
 KEPT = 16
-"""Recorded steps; beyond them the one goes that was not taken for the longest time."""
+"""Number of recorded steps that are kept; the least recently used one goes first."""
 _TOLERANCE = 0.02
-"""Of the largest number in an answer: what a recorded step may differ from one that is not."""
+"""Largest accepted difference of a recorded step, as a share of the largest absolute answer."""
 _log = logging.getLogger(__name__)
 P = TypeVar("P")
 
 
 class AtOnce:
-    """How kernels of a step are asked for: each as the step comes to it."""
+    """Launches the kernels of a step at once; `_Recording` records them."""
 
     def between(self, action: Callable[[P], None], packed: P) -> None:
-        """Something that is done anew at each step with the rows that take it."""
         action(packed)
 
     def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that is not written yet, and not read once the next one of its shape is."""
+        """Return an unwritten tensor; its content is valid until the next one of the same shape is
+        taken.
+        """
         return like.new_empty(shape)
 
 
 class GraphPiece(Protocol):
-    """Kernels that were recorded."""
-
-    def replay(self) -> None:
-        """Launch them all."""
-        ...
+    def replay(self) -> None: ...
 
 
 class GraphCapture(Protocol):
-    """Records kernels."""
-
     checks: bool
-    """Whether a recorded step is compared with one that is not, once."""
+    """Whether each recorded step is compared once with the same step unrecorded."""
 
-    def session(self) -> AbstractContextManager[None]:
-        """Around all pieces of a step."""
-        ...
+    def session(self) -> AbstractContextManager[None]: ...
 
     def begin(self) -> None: ...
 
-    def end(self) -> GraphPiece:
-        """What was asked for since `begin`."""
-        ...
+    def end(self) -> GraphPiece: ...
 
 
 class BatchStep(Protocol):
-    """One step of a batch: what it is given, and how it is asked for."""
-
     @property
     def packed(self) -> Any:
-        """What rows give it: one object for as long as the same rows go on. What is done between
-        pieces is given it.
+        """The packed rows: one object as long as the same rows go on. Actions between pieces
+        receive it.
         """
         ...
 
     @property
     def shapes(self) -> Hashable | None:
-        """All that the shapes of its tensors, and its kernels, follow from; None: it has a way of
-        its own and is not recorded.
-        """
+        """Key of all tensor shapes and kernel choices; None: the step cannot be recorded."""
         ...
 
     def copied(self) -> Self:
-        """The same in tensors of its own, which can take in what others have; without entries."""
+        """Return the same step on copied tensors, without entries."""
         ...
 
     def take(self, other: Self, *, anew: bool) -> None:
-        """Have what another step of the same shapes is given in the tensors of this one.
-
-        Args:
-            other: the step.
-            anew: whether its rows are others than those of the last one.
+        """Copy the inputs of another step of equal shapes into this one's tensors.
 
         Raises:
-            EntryLost: as `Handle.wait`.
+            EntryLost: an entry's load failed (`Handle.wait`).
         """
         ...
 
-    def run(self, asking: AtOnce) -> Tensor:
-        """The model's answer."""
-        ...
+    def run(self, asking: AtOnce) -> Tensor: ...
 
 
 class CudaCapture:
-    """CUDA graphs that share their memory: one step runs at a time, and its answer is copied."""
+    """CUDA graphs that share a memory pool: one step runs at a time, and its answer is copied."""
 
     checks = True
 
@@ -141,15 +122,17 @@ class CudaCapture:
 
 
 class _Buffers:
-    """What is written between pieces, for all recorded steps: they run one after the other."""
+    """Buffers written between pieces. All recorded steps share them, since they run one after
+    another.
+    """
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, torch.dtype], Tensor] = {}
         self.grown = False
-        """Whether earlier steps hold smaller ones, which nobody else has any more."""
+        """Whether a buffer was replaced, so that earlier steps hold a smaller one alone."""
 
     def of(self, number: int, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The buffer of that number, or its beginning."""
+        """Return the buffer of that number and dtype, cut to `shape`; it grows as needed."""
         name, count = (number, like.dtype), prod(shape)
         buffer = self._held.get(name)
         if buffer is None or len(buffer) < count:
@@ -159,8 +142,6 @@ class _Buffers:
 
 
 class _Recording(AtOnce):
-    """Kernels go into pieces, and what is between them is kept for later."""
-
     def __init__(self, capture: GraphCapture, buffers: _Buffers) -> None:
         self._capture, self._all = capture, buffers
         self.pieces: list[GraphPiece] = []
@@ -173,7 +154,7 @@ class _Recording(AtOnce):
         self._capture.begin()
 
     def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """One for all blocks of a shape: what an action writes to is held as long as the graph."""
+        """Return one buffer per shape for all blocks: the graph holds what an action writes to."""
         name = shape, like.dtype
         if name not in self._own:
             self._own[name] = self._all.of(len(self._own), like, shape)
@@ -181,14 +162,6 @@ class _Recording(AtOnce):
 
 
 class RecordedStep:
-    """A step of some rows, to be taken again with others of the same shapes.
-
-    Args:
-        capture: records it.
-        buffers: of all recorded steps.
-        step: the first one.
-    """
-
     def __init__(self, capture: GraphCapture, buffers: _Buffers, step: BatchStep) -> None:
         self._own: BatchStep = step.copied()
         self._of = weakref.ref(step.packed)
@@ -203,10 +176,10 @@ class RecordedStep:
         self._actions = recording.actions
 
     def take(self, step: BatchStep) -> Tensor:
-        """The model's answer to another step.
+        """Return the model's answer to another step.
 
         Raises:
-            EntryLost: as `Handle.wait`; the next step is not harmed by it.
+            EntryLost: an entry's load failed; the next step is not affected.
         """
         self._own.take(step, anew=self._of() is not step.packed)
         self._of = weakref.ref(step.packed)
@@ -218,12 +191,6 @@ class RecordedStep:
 
 
 class Graphs:
-    """Recorded steps of a model.
-
-    Args:
-        capture: records them.
-    """
-
     def __init__(self, capture: GraphCapture) -> None:
         self._capture: GraphCapture | None = capture
         self._buffers = _Buffers()
@@ -231,14 +198,16 @@ class Graphs:
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype) -> Graphs | None:
-        """For a device; None where attention needs the host for every row."""
+        """Return graphs for a CUDA device; None elsewhere, or where attention needs the host for
+        every row.
+        """
         if device.type != "cuda" or missing_varlen(device, dtype) is not None:
             return None
         return cls(CudaCapture(device))
 
     def answer(self, step: BatchStep) -> Tensor:
-        """The model's. The first step of a mix of buckets is asked for kernel by kernel, which also
-        makes what kernels need once; the second is recorded.
+        """Return the model's answer. The first step of a shape runs unrecorded, which also
+        initialises its kernels; the second is recorded.
         """
         name = None if self._capture is None else step.shapes
         if name is None:
@@ -257,7 +226,9 @@ class Graphs:
         return answer
 
     def _record(self, name: Hashable, answer: Tensor, step: BatchStep) -> None:
-        """Record the step that gave `answer`. If it gives another, none is any more."""
+        """Record the step that gave `answer`. If the recording's answer differs, stop recording
+        altogether.
+        """
         assert self._capture is not None
         try:
             recorded = RecordedStep(self._capture, self._buffers, step)

@@ -1,15 +1,16 @@
-"""A row's own anchors: what its own dense steps leave for the steps between them.
+"""A row's step cache: what its refresh steps leave for the steps between them.
 
-At an anchor the row computes all tokens, as a dense row does, and keeps what each block's attention
-had of the tokens that the steps between do not compute: the inactive ones and, if it is to leave
-that out, too, the text. The row's first step is one. The others are *foreseen*: when a row arrives
-at an anchor, its step computes all tokens once more, beside its own, as they will be at the next
-one, if the model goes on as it has answered last. So keys and values of the steps between lie on a
-line over sigma from one anchor to the next, which may bend as three of them show. Where a row
-foresees nothing its anchors are steps of its own, and the steps behind the last two go on along the
-line through these; so does what a UNet's stacks make of its tokens. So the edit needs no template,
-no store, and no entries that know its adapters. (FlashPS §3.1 primes templates; TaylorSeer
-foretells a whole model's features along a line through earlier steps.)
+At a refresh step the row computes all tokens, as a dense row does, and keeps each block's keys and
+values of the tokens that other steps do not compute: the cached image tokens and, by the schedule,
+the text. The first step is a refresh step. Later ones are computed by lookahead: when the row
+arrives at a refresh step, its step runs a second pass with all tokens as they will be at the next
+refresh step if the model's last answer holds. Keys and values of the steps between are interpolated
+over sigma, linearly or to second order.
+
+Without lookahead, refresh steps are the row's own dense steps, and later steps extrapolate from the
+last two. A UNet's row extrapolates the ends of stacks, too. So the edit needs no template, no
+store, and no entries made with its adapters. (FlashPS §3.1 primes templates; TaylorSeer
+extrapolates a whole model's features from earlier steps.)
 """
 
 from __future__ import annotations
@@ -37,75 +38,74 @@ from maskserve_engine.planning.own_anchors import OwnRule, clock_steps, foreseen
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")
 Share = Span | Literal["here", "elsewhere"] | None
-"""Of a pass, what a rank has of an anchor: the keys and values of all heads (None) or, where ranks
-have shared it, of some; where they have dealt its passes, whether this one is here."""
+"""Share of a refresh step that a rank holds: all heads (None), a span of heads where ranks share
+it, or, where ranks deal passes, whether this rank has the pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPlan:
-    """At which steps of a row what is its own is renewed, and how it is kept between them."""
+    """The steps at which a row refreshes, and how it keeps the result."""
 
     anchors: frozenset[int]
-    """Steps of which all tokens are computed, of a row that reads no template or in its
-    ControlNets; beside a template the text and the ring."""
+    """Refresh steps: they compute all tokens of a row without a template, or of a row's
+    ControlNets. With a template they compute the text and the ring."""
     format: str
-    """Storage format of what they leave."""
     text: bool
-    """Whether the other steps leave the text out, too."""
+    """Whether other steps do not compute the text."""
     ring: bool = False
-    """Whether these leave out the ring round the mask besides."""
+    """Whether other steps do not compute the ring round the mask either."""
     power: float = 1.0
-    """Of sigma: keys and values follow a line over that; 0: the last anchor's hold."""
+    """Exponent of sigma over which keys and values are linear; 0: they stay as the last refresh
+    step left them."""
     lifts: bool = False
-    """Of a row that reads a template: whether its dense first steps lift the entries that the
-    others read."""
+    """For a row with a template: whether its dense first steps correct the entries that later steps
+    read."""
     bends: bool = False
-    """Whether the line bends as the last three anchors show: as the parabola through them, but the
-    less, the longer the way between the last two is than that before."""
+    """Whether to use the parabola through the last three refresh steps; it counts less the longer
+    the last interval is against the one before."""
     foresees: bool = False
-    """Whether all anchors but the first are computed ahead, where the one before them lies."""
+    """Whether all refresh steps but the first are computed ahead, at the refresh step before."""
 
     @property
     def dense(self) -> frozenset[int]:
-        """Steps that leave nothing out: they are anchors themselves."""
         return frozenset({0}) if self.foresees else self.anchors
 
     @property
     def ahead(self) -> frozenset[int]:
-        """Steps that compute an anchor beside their own tokens."""
+        """Steps that compute a later refresh step beside their own tokens."""
         return self.computed_at - self.dense
 
     @property
     def computed_at(self) -> frozenset[int]:
-        """Steps that compute an anchor: their own, or one that they foresee."""
+        """Steps that compute a refresh step: their own, or a later one by lookahead."""
         return foreseen_at(self.anchors) if self.foresees else self.anchors
 
     def behind(self, step: int) -> int | None:
-        """The anchor next behind a step; None: there is none."""
+        """Return the first refresh step after `step`; None: there is none."""
         return min(
             (refresh_step for refresh_step in self.anchors if refresh_step > step), default=None
         )
 
     @classmethod
     def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
-        """Of ControlNets beside a row of so many steps that reads a template."""
+        """Return the schedule of ControlNets beside a row with a template."""
         return cls(clock_steps(steps, rule.stride), rule.format, rule.text, power=rule.power)
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorLine:
-    """Through the last two anchors, over a power of sigma."""
+    """Line through the last two refresh steps, over a power of sigma."""
 
     sigmas: tuple[float, ...]
-    """Theirs, the later one last; one after the first, none before."""
+    """Sigmas of the last two refresh steps, the later one last; fewer before the second."""
     power: float
 
     def to(self, sigma: float) -> AnchorLine:
         return AnchorLine((*self.sigmas[-1:], sigma), self.power)
 
     def weight(self, sigma: float) -> float:
-        """How many times the change from one to the other lies between the last one and `sigma`:
-        below 0 from one to the other, above 0 behind both.
+        """Return the distance from the last refresh step to `sigma`, in intervals between the two:
+        negative between them, positive beyond.
         """
         return _weight(self.sigmas, self.power, sigma)
 
@@ -120,60 +120,50 @@ def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A part of one block."""
-
     step: int
-    """Of the row, that has left it."""
     line: AnchorLine
     parts: tuple[Coded, ...]
-    """[T + m, width] each; of `kv` keys and values."""
+    """[T + m, width] each; keys and values for `kv`."""
     slopes: tuple[Coded, ...] = ()
-    """Their change since the anchor before; none after the first."""
+    """Change since the refresh step before; empty after the first."""
     bends: tuple[Coded, ...] = ()
-    """How they leave that line, `weight` · (1 + `weight`) times; none before the third."""
+    """Second-order term, added `weight` · (1 + `weight`) times; empty before the third refresh
+    step."""
 
 
 class OwnAnchors:
-    """Of one pass of a row: what its anchors leave (`packing.Capture`).
-
-    Args:
-        plan: of the edit.
-    """
+    """Captures what the refresh steps of one pass leave (`packing.Capture`)."""
 
     def __init__(self, plan: OwnPlan) -> None:
         self.plan = plan
         self.text = plan.text
-        """Whether it sees the text's keys and values, ahead of the image's."""
         self._step = self._total = 0
         self._kept_tokens = slice(0)
-        """Of the image's."""
         self._words: int | None = None
-        """Text tokens, of a row that reads a template: these it keeps, and the ring."""
+        """Text tokens of a row with a template, which keeps these and the ring; None: no
+        template."""
         self._kept: dict[tuple[int, str], _Kept] = {}
-        """By block and part."""
         self._line = AnchorLine((), plan.power)
-        """Through the anchors that are whole."""
+        """Line through the complete refresh steps."""
         self._at = 0.0
-        """Sigma of the anchor that it is about to see."""
+        """Sigma of the refresh step to be captured next."""
         self._reads = False
-        """Whether the row reads what it has in the step that it is about to see."""
+        """Whether the step to be captured also reads this cache."""
         self._first: tuple[int, float] = (0, 0.0)
-        """Of a row that reads a template, in the step that it is about to see: inactive tokens,
-        the last ones, and sigma; of steps that compute all tokens."""
+        """For a row with a template: number of cached tokens, which come last, in the step to be
+        captured, and the sigma of its last dense step."""
         self._found: dict[int, tuple[Coded, ...]] = {}
-        """[m, width] each, by block: keys and values of these tokens."""
+        """[m, width] keys and values of these tokens in a dense first step, by block."""
         self._lacked: dict[int, tuple[Coded, ...]] = {}
-        """The same, less what the template's entry had of them."""
+        """Difference of these to the template's entry, by block."""
         self._dtype = torch.float32
         self._has: Share = None
         self._seen: Share = None
-        """The same of what it sees now."""
         self._lost: int | None = None
-        """The last step that there was no memory for."""
 
     def whole(self, heads: Span | None = None, *, dealt: bool = False) -> bool:
-        """Whether every block has something to go on with, for a rank of these heads or all, or for
-        ranks that deal passes.
+        """Return whether every block can be read by a rank with these heads, by all ranks (None),
+        or by ranks that deal passes.
         """
         enough: tuple[Share, ...] = ("here", "elsewhere") if dealt else (None, heads)
         return bool(self._line.sigmas) and self._has in enough
@@ -187,14 +177,14 @@ class OwnAnchors:
     def anchor(
         self, step: int, sigma: float, computed: int, total: int, *, reads: bool = False
     ) -> OwnAnchors:
-        """Itself, about to see an anchor.
+        """Prepare to capture a refresh step, and return itself.
 
         Args:
-            step: of the row.
-            sigma: of the anchor.
-            computed: image tokens that other steps compute, the first ones.
-            total: image tokens.
-            reads: whether the anchor is foreseen, and the step reads what the ones before left.
+            step: number of the row's step.
+            sigma: sigma of the refresh step.
+            computed: number of image tokens that other steps compute; they come first.
+            total: number of image tokens.
+            reads: whether this is a lookahead, in a step that reads the cache.
         """
         self._step, self._at, self._total = step, sigma, total
         self._kept_tokens = slice(computed, total)
@@ -203,7 +193,7 @@ class OwnAnchors:
 
     @property
     def reaches(self) -> float:
-        """Sigma of the last anchor that is whole."""
+        """Sigma of the last complete refresh step."""
         return self._line.sigmas[-1]
 
     def beside(
@@ -216,16 +206,16 @@ class OwnAnchors:
         *,
         reads: bool = False,
     ) -> OwnAnchors:
-        """Itself, about to see a step of a row that reads a template.
+        """Prepare to capture a step of a row with a template, and return itself.
 
         Args:
-            step: of the row.
-            words: text tokens.
-            ring: of the image tokens, those that are left out with the text.
-            others: image tokens that other steps do not compute, the last ones; 0: this one does
-                not, either.
-            sigma: of the step.
-            reads: as of `anchor`.
+            step: number of the row's step.
+            words: number of text tokens.
+            ring: image tokens that are left out with the text.
+            others: number of image tokens that other steps do not compute; they come
+                last. 0: this step does not compute them either.
+            sigma: sigma of the step.
+            reads: whether this is a lookahead, in a step that reads the cache.
         """
         if self.plan.lifts:
             self._first = (others, sigma) if others else (0, self._first[1])
@@ -234,13 +224,9 @@ class OwnAnchors:
         return self
 
     def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
-        """A template's entry of a block, with what the row's own first step found there that the
-        entry lacked. The noisier a step, the more of it: template(s) + s / s0 (own(s0) - template).
-
-        Args:
-            block: its number.
-            entry: as the step reads it.
-            sigma: of the step.
+        """Add the residual correction to a template's entry: template(s) + s / s0 · (own(s0) -
+        template), with s0 the row's dense first step. The noisier the step, the larger the
+        correction.
         """
         first_kv = self._found.pop(block, None)
         if first_kv is not None:
@@ -250,7 +236,6 @@ class OwnAnchors:
         return replace(entry, changes=(Change(self._lacked[block], sigma / self._first[1]),))
 
     def _less(self, found: Coded, entry: Coded) -> Coded:
-        """The first less the second."""
         decoded = torch.empty(
             2, len(found.data), found.channels, dtype=self._dtype, device=found.data.device
         )
@@ -259,19 +244,18 @@ class OwnAnchors:
         return encode(decoded[0] - decoded[1], self.plan.format)
 
     def sees(self, share: Share) -> None:
-        """Of the next anchor, which ranks share, it sees this alone."""
         self._seen = share
 
     def hidden(self, block: int, hidden: Tensor) -> None:
-        """Nobody reads it."""
+        """Ignore hidden states."""
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """Keep a block's.
+        """Keep a block's keys and values.
 
         Args:
-            block: its number.
-            keys: [T + N, heads, head_dim], or of the image tokens alone where the text is computed.
-            values: likewise.
+            block: the block's number.
+            keys: [T + N, heads, head_dim], or the image tokens only where the text is computed.
+            values: tensor of the shape of `keys`.
         """
         kv = keys.flatten(1), values.flatten(1)
         cached_count = self._first[0]
@@ -283,10 +267,9 @@ class OwnAnchors:
             self._keep(block, "kv", kv)
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
-        """Keep [tokens, width] each of a part of a block.
+        """Keep [tokens, width] tensors of a part of a block.
 
-        A step that is tried again, as one of a batch that failed is, finds what it has found: what
-        it has left stays.
+        A step that is retried after a failed batch keeps what its first attempt left.
         """
         if self._reads and self._seen != self._has:
             self._lost = self._step  # it reads the share that it has, until the step is taken
@@ -303,7 +286,6 @@ class OwnAnchors:
             self._lose()
 
     def _made(self, kept: _Kept | None, new: Sequence[Tensor]) -> _Kept:
-        """Of a part of a block, behind what was kept of it."""
         plan, slopes, bends = self.plan, [], []
         line = AnchorLine((), plan.power) if kept is None else kept.line
         if kept is not None and plan.power:
@@ -327,15 +309,17 @@ class OwnAnchors:
         return out
 
     def _lose(self) -> None:
-        """Keep nothing of a step: others compute all tokens until one finds room. What it reads
-        itself stays until it is taken.
+        """Drop a step for lack of memory: all tokens are computed until a step finds room. What the
+        step itself reads stays until the step is done.
         """
         self._lost = self._step
         if not self._reads:
             self._clear()
 
     def _turn(self) -> None:
-        """Begin anew with what it sees, if that is of another share: no line leads there."""
+        """Start anew if the captured share differs from the cached one: no line leads from one to
+        the other.
+        """
         if self._seen != self._has and not self._reads:
             self._clear()
             self._has = self._seen
@@ -345,13 +329,13 @@ class OwnAnchors:
         self._line = AnchorLine((), self.plan.power)
 
     def _others(self, block: int, x: Tensor) -> Tensor:
-        """[T + m, width] of the tokens that other steps do not compute."""
+        """Return [T + m, width] of the tokens that other steps do not compute."""
         # Of a row that reads a template, blocks that compute the others show them, too.
         text = len(x) - self._total if self._words is None else self._words
         return torch.cat((x[:text], x[text:][self._kept_tokens]))
 
     def passed(self, sigma: float) -> None:
-        """An anchor at `sigma` is whole; told once more of a step that is tried again."""
+        """Record that the refresh step at `sigma` is complete. Idempotent, for retried steps."""
         self._turn()
         if self._lost == self._step:
             self._clear()
@@ -359,22 +343,21 @@ class OwnAnchors:
             self._line = self._line.to(sigma)
 
     def weight(self, sigma: float) -> float:
-        """How many times the change between the last two anchors lies between the last one and
-        `sigma`.
+        """Return the position of `sigma` relative to the last two refresh steps
+        (`AnchorLine.weight`).
         """
         return self._line.weight(sigma)
 
     def standing(self, sigma: float) -> object:
-        """Stands for what `source` says at `sigma`; the same object where that is the same."""
+        """Return an object that identifies what `source` gives at `sigma`."""
         return sigma if self.weight(sigma) else self._line
 
     @property
     def lifts(self) -> bool:
-        """Whether `lifted` changes anything."""
         return bool(self._found or self._lacked)
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
-        """A part of a block, of the tokens that a step at `sigma` does not compute."""
+        """Return a part of a block at `sigma`, for the tokens that the step does not compute."""
         cached_part = self._kept[block, part]
         weight = cached_part.line.weight(sigma)
         along = (Change(cached_part.slopes, weight),) if weight else ()
@@ -388,11 +371,12 @@ class OwnAnchors:
 
 @dataclass(frozen=True, slots=True)
 class AnchoredTokens:
-    """`packing.InactiveTokens` of a pass between anchors: with its text, if that is left out."""
+    """`packing.InactiveTokens` of a pass between refresh steps, with its text where that is
+    cached.
+    """
 
     own: OwnAnchors
     sigma: Callable[[], float]
-    """Of the step that is taken now."""
     cis: Tensor
 
     @property
@@ -404,7 +388,7 @@ class AnchoredTokens:
 
     @property
     def entry(self) -> object:
-        """Another one at each step where keys and values go on along their line."""
+        """A different object at each step where keys and values change along their line."""
         return self.own.standing(self.sigma())
 
     def source(self, block: int, part: str) -> KvSource:
@@ -414,12 +398,9 @@ class AnchoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class TextBeside:
-    """`packing.InactiveTokens` of a pass that leaves its text and its ring out and reads a
-    template.
-    """
+    """`packing.InactiveTokens` of a pass that caches its text and ring and reads a template."""
 
     parts: tuple[AnchoredTokens, InactiveTokens]
-    """The text with the ring, and the template's."""
 
     @property
     def cis(self) -> Tensor:
@@ -440,14 +421,7 @@ class TextBeside:
 def without_text(
     row: RowInput, ring: Tensor, own: OwnAnchors, sigma: Callable[[], float]
 ) -> RowInput:
-    """A pass that reads a template, without its text.
-
-    Args:
-        row: its text and the computed tokens, without the ring.
-        ring: [r, head_dim / 2] of that.
-        own: what its anchors have left.
-        sigma: of the step that is taken now.
-    """
+    """Return a pass that reads a template and does not compute its text."""
     assert row.rest is not None, "a pass that computes all tokens computes its text, too"
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
     cached_tokens = TextBeside((AnchoredTokens(own, sigma, torch.cat((of_text, ring))), row.rest))
@@ -455,14 +429,7 @@ def without_text(
 
 
 def foretold(row: RowInput, cis: Tensor, own: OwnAnchors, sigma: Callable[[], float]) -> RowInput:
-    """A pass between its anchors, from one that computes its text.
-
-    Args:
-        row: its text and the computed tokens.
-        cis: [m, head_dim / 2] of the other tokens.
-        own: what its anchors have left.
-        sigma: of the step that is taken now.
-    """
+    """Return a pass between refresh steps, from the input with its text."""
     if not own.text:
         return replace(row, rest=AnchoredTokens(own, sigma, cis))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
@@ -471,17 +438,13 @@ def foretold(row: RowInput, cis: Tensor, own: OwnAnchors, sigma: Callable[[], fl
 
 
 class AnchoredRow(Protocol):
-    """A row with anchors of its own, as far as a reader knows it."""
-
     @property
-    def anchors(self) -> Sequence[OwnAnchors]:
-        """Of each of its passes."""
-        ...
+    def anchors(self) -> Sequence[OwnAnchors]: ...
 
 
 @dataclass(slots=True)
 class OwnLoad:
-    """`executor.LoadState` of what is there already: all parts but hidden states."""
+    """`executor.LoadState` of tensors that are in place: all parts but hidden states."""
 
     sizes: Floats
     missing: Floats
@@ -491,30 +454,23 @@ class OwnLoad:
 
 @dataclass(slots=True)
 class OwnEntry:
-    """What a row reads between its anchors; in the place of a `cache.store.Handle`."""
+    """In place of a `cache.store.Handle`: what a row reads between refresh steps."""
 
     load: OwnLoad
     stalls: list[Any] = field(default_factory=list)
-    """Nobody waits for it."""
+    """Always empty: nothing is waited for."""
 
     def want(self, wants: Iterable[tuple[int, str]], turn: int) -> None:
         """It is there."""
 
 
 Entry = Handle | OwnEntry
-"""What a row's step may read."""
 
 
 class OwnReader:
-    """In the place of a `cache.reader.EntryReader`: a row's way to what its anchors have left.
-
-    Args:
-        row: with anchors of its own.
-        blocks: that an entry has, what lies behind the model's own among them.
-    """
+    """Reads a row's step caches, in place of a `cache.reader.EntryReader`."""
 
     loaded: Mapping[str, int] = MappingProxyType({})
-    """Bytes that travelled: none."""
     stalled = 0.0
 
     def __init__(self, row: AnchoredRow, blocks: int) -> None:
@@ -527,13 +483,8 @@ class OwnReader:
     def turn_to(
         self, step: int, *, heads: Heads | None = None, dealt: bool = False
     ) -> OwnEntry | None:
-        """What `step` reads, which was not to be an anchor; None: it has to be one, as where a rank
-        was lost with what it kept, or others share the row.
-
-        Args:
-            step: of the row.
-            heads: as of `EntryReader.turn_to`.
-            dealt: whether ranks deal the passes of the step.
+        """Return what `step` reads between refresh steps; None: it has to compute all tokens,
+        because the cache was lost with a rank or holds another share.
         """
         share = None if heads is None else heads[:2]
         complete = [step_cache.whole(share, dealt=dealt) for step_cache in self._row.anchors]
@@ -547,5 +498,4 @@ class OwnReader:
         """Nothing of it can be lost on the way."""
 
     def release(self) -> None:
-        """The row has ended."""
         self.now = None

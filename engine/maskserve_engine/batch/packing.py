@@ -1,5 +1,5 @@
-"""How the rows of one step lie in memory, and what all of them give the model: tokens, what enters
-from outside as a ControlNet's output does, and keys and values that stay in place.
+"""Memory layout of the rows of one step, and their inputs to the model: tokens, residuals of
+ControlNets, and keys and values that stay placed.
 
 Two streams, no padding. In double blocks text and image tokens have their own weights:
 
@@ -9,8 +9,8 @@ Attention and single blocks see *row order*:
 
     | text 0 | image 0 | text 1 | image 1 | …
 
-and keys add, per cached row, those of the tokens that were not computed (`rest`), and of any row
-those that no step of it computes (`fixed`):
+Keys also include a row's cached tokens (`rest`), and tokens that none of its steps computes
+(`fixed`):
 
     | text 0 | image 0 | rest 0 | fixed 0 | text 1 | …
 """
@@ -38,27 +38,25 @@ from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, slots_of
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows packed in one stream, for per-row vectors to find their tokens."""
+    """Rows packed in one stream; it finds each token's per-row vectors."""
 
     spans: tuple[Span, ...]
     row_of: Tensor
-    """[N] row of each token."""
+    """[N] number of each token's row."""
     lengths: tuple[int, ...]
     uniform: int
-    """The common length of all rows, or 0."""
+    """Common length of all rows, or 0."""
     broadcasts: bool
-    """Whether vectors of several rows broadcast with their tokens; else a kernel finds each
-    token's."""
+    """Whether per-row vectors are broadcast over their tokens; if not, a kernel looks them up."""
     vector_of: Tensor | None = None
-    """[N] as `row_of`, but R + r for tokens of row r that have vectors of time 0; None: there are
-    no such tokens."""
+    """[N] like `row_of`, but R + r for the timeless tokens of row r; None: there are none."""
 
     def wide(self, x: Tensor) -> Tensor:
-        """`x` [N, D], or [R, n, D] where vectors of several rows are to broadcast with it."""
+        """Return `x` [N, D], or as [R, n, D] if vectors are broadcast."""
         return x.unflatten(0, (len(self.spans), -1)) if self.broadcasts else x
 
     def spread(self, vectors: Tensor, parts: int) -> Sequence[Vector]:
-        """Per-row vectors [R, parts · D] as so many that go with `wide` tokens."""
+        """Split per-row vectors [R, parts · D] into `parts` vectors that match `wide` tokens."""
         if self.vector_of is not None:
             return [PerRow(part, self.vector_of) for part in vectors.chunk(parts, dim=-1)]
         if len(vectors) > len(self.spans):  # other streams of the step have tokens of time 0
@@ -72,8 +70,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of `text[r]` + `image[r]` computed tokens, and as further keys `rest[r]` inactive ones
-    and those that are fixed.
+    """Layout of rows with `text[r]` + `image[r]` computed tokens; `rest[r]` cached and any fixed
+    tokens follow as keys only.
     """
 
     text: tuple[int, ...]
@@ -83,26 +81,24 @@ class Packing:
     image_stream: Stream
     row_stream: Stream
     to_rows: Tensor
-    """[N] positions in (text stream, image stream) of each token of row order; of one row, their
-    own."""
+    """[N] positions in (text stream, image stream) of each token in row order; not used for a lone
+    row."""
     from_rows: Tensor
     stream_of: Tensor
-    """[N] of each token of row order: 0 text, 1 image."""
+    """[N] stream of each token in row order: 0 text, 1 image."""
     image_in_rows: Tensor | None
-    """[N_image] positions of the image stream's tokens in row order; None: all after the text."""
+    """[N_image] positions of the image tokens in row order; None: they follow the text."""
     computed: Segments
-    """Each row's computed tokens attend to one another."""
+    """Segments for attention among computed tokens only."""
     all_keys: Segments
-    """They attend to text, computed image tokens and rest."""
+    """Segments for attention of computed tokens to all keys of their row."""
     core_in_keys: Tensor | None
-    """[N] positions of the computed tokens among all keys; None: the first ones."""
+    """[N] positions of the computed tokens among all keys; None: they come first."""
     slots: KvSlots
-    """Of the inactive tokens among all keys."""
+    """Slots of the cached tokens among all keys."""
     fixed_slots: KvSlots
-    """Of the fixed ones, likewise."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
-        """Row order from the two streams."""
         if len(self.text) == 1:
             return torch.cat((text, image))
         if self.text_stream.uniform and self.image_stream.uniform:  # one copy instead of two
@@ -112,17 +108,15 @@ class Packing:
         return torch.cat((text, image)).index_select(0, self.to_rows)
 
     def in_row_order(self, both: Tensor) -> Tensor:
-        """Row order from the two streams, one behind the other."""
         return both if len(self.text) == 1 else both.index_select(0, self.to_rows)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The two streams from row order."""
+        """Return text and image stream from row order."""
         streams = rows if len(self.text) == 1 else rows.index_select(0, self.from_rows)
         n_text = sum(self.text)
         return streams[:n_text], streams[n_text:]
 
     def image_of(self, rows: Tensor) -> Tensor:
-        """The image stream from row order."""
         if self.image_in_rows is None:
             return rows[sum(self.text) :]
         if self.row_stream.uniform and self.image_stream.uniform:
@@ -132,7 +126,7 @@ class Packing:
 
     @cached_property
     def in_front(self) -> bool:
-        """Whether the computed tokens are the first ones of all keys."""
+        """Whether the computed tokens come first among all keys."""
         return self.core_in_keys is None
 
     def scatter_computed(self, computed: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
@@ -144,7 +138,7 @@ class Packing:
                 of_all.index_copy_(0, self.core_in_keys, source)
 
     def scatter_inactive(self, inactive: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-        """Write the inactive tokens' keys and values [M, …], packed by row, to their slots."""
+        """Write the cached tokens' keys and values [M, …], packed by row, to their slots."""
         for source, of_all in zip(inactive, keys, strict=True):
             if len(self.text) == 1:
                 begin = self.computed.q_spans[0][1]
@@ -154,12 +148,13 @@ class Packing:
 
 
 def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
-    """All positions inside these spans, one after the other."""
     return np.concatenate([np.arange(begin, end) for begin, end in spans])
 
 
 def _stream(lengths: Sequence[int], device: torch.device, timeless: Sequence[int] = ()) -> Stream:
-    """Of rows of so many tokens, of which so many of the last ones have vectors of time 0."""
+    """Return a stream of rows with these lengths; the last `timeless[r]` tokens of a row have
+    vectors of time 0.
+    """
     row_spans, common, vector_of = spans(lengths), uniform(lengths), None
     row_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     if any(timeless):
@@ -171,8 +166,8 @@ def _stream(lengths: Sequence[int], device: torch.device, timeless: Sequence[int
 
 
 Parts = tuple[tuple[int, ...], ...]
-"""Per row, the lengths of what `InactiveTokens.parts` or `RowInput.fixed` are; (0,) of a row that
-has none."""
+"""Per row, the lengths of its `InactiveTokens.parts` or `RowInput.fixed`; (0,) for a row without
+any."""
 
 
 def _pack(
@@ -183,7 +178,6 @@ def _pack(
     device: torch.device,
     timeless: tuple[int, ...],
 ) -> Packing:
-    """For a device, on the host."""
     cached, further = tuple(map(sum, parts)), tuple(map(sum, fixed))
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
@@ -233,7 +227,9 @@ def _pack(
 
 @dataclass(frozen=True)
 class Widened:
-    """Rows whose tokens are all computed, and where what was computed before is among them."""
+    """Packing of rows whose tokens are all computed, and positions of computed and cached tokens in
+    it.
+    """
 
     packing: Packing
     core_in_image: Tensor
@@ -244,15 +240,14 @@ class Widened:
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """Between computing cached rows' active tokens and computing all their tokens.
+    """Switches between computing the computed tokens of cached rows and computing all their tokens.
 
-    In the wide packing a row's image tokens are its active ones followed by its inactive ones, so
+    In the wide packing a row's image tokens are its computed ones followed by its cached ones, so
     the order of keys is the same in both.
     """
 
     narrow: Packing
     rest_stream: Stream
-    """The inactive tokens of all rows, packed."""
     make_widened: Callable[[], Widened]
 
     @cached_property
@@ -265,12 +260,12 @@ class SparseLayout:
 
     @cached_property
     def rest_slots(self) -> KvSlots:
-        """Of the inactive tokens in the stream of them alone."""
+        """Slots of the cached tokens in `rest_stream`."""
         among_keys = self.narrow.slots
         return replace(among_keys, spans=self.rest_stream.spans, to=among_keys.numbers)
 
     def widen(self, core: Tensor, rest: Tensor, *, rows: bool) -> Tensor:
-        """Wide stream from the narrow one and the inactive tokens' hidden states."""
+        """Return the wide stream from the narrow one and the cached tokens' hidden states."""
         to = self.widened
         at_core = to.core_in_rows if rows else to.core_in_image
         at_rest = to.rest_in_rows if rows else to.rest_in_image
@@ -280,12 +275,12 @@ class SparseLayout:
         return wide
 
     def restrict(self, wide: Tensor, *, rows: bool) -> Tensor:
-        """Narrow stream from the wide one: inactive tokens are dropped."""
+        """Return the narrow stream: the wide one without the cached tokens."""
         widened = self.widened
         return wide.index_select(0, widened.core_in_rows if rows else widened.core_in_image)
 
     def rest_of(self, wide: Tensor, *, rows: bool) -> Tensor:
-        """The inactive tokens' part of the wide stream, packed by row."""
+        """Return the cached tokens of the wide stream, packed by row."""
         widened = self.widened
         return wide.index_select(0, widened.rest_in_rows if rows else widened.rest_in_image)
 
@@ -299,7 +294,7 @@ def sparse_layout(
     device: torch.device,
     timeless: tuple[int, ...] = (),
 ) -> SparseLayout:
-    """Both packings of a step and the way between them. Kept, since batches last many steps."""
+    """Return both packings of a step. Cached, since batches last many steps."""
     none, cached = ((0,),) * len(parts), tuple(map(sum, parts))
     all_image = tuple(i + r for i, r in zip(image, cached, strict=True))
 
@@ -328,41 +323,33 @@ def sparse_layout(
 
 
 class _Placed(NamedTuple):
-    """A block's keys and values that are kept."""
-
     both: tuple[Tensor, Tensor]
-    """[keys, heads, head_dim] of all rows."""
     entries: list[object]
-    """Of which they were read."""
     spans: Sequence[Span]
-    """Where those of each inactive part lie."""
 
 
 class PlacedKV:
-    """Of one batch. As long as its rows read the same entries, their inactive tokens' keys and
-    values are the same at every step: of what was not computed only that is written anew which is
-    read of another entry than before.
+    """Keys and values of one batch that stay placed. While its rows read the same entries, their
+    cached tokens' keys and values do not change: only parts whose entry has changed are written
+    again.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Placed] = {}
         self._before: dict[int, _Placed] = {}
-        """Of the batch before, what this one has not kept in its place yet."""
+        """Blocks of the previous batch that this one has not taken over yet."""
 
     def follow(self, before: PlacedKV) -> None:
-        """Have what rows of this batch had in the one before, which is not stepped again."""
+        """Take over the placed keys and values of the previous batch, which is not stepped
+        again.
+        """
         self._before = before._before | before._blocks
 
     def of(
         self, block: int, entries: list[object]
     ) -> tuple[tuple[Tensor, Tensor], list[bool]] | None:
-        """[keys, heads, head_dim] keys and values of all rows, and which of the entries these were
-        not read of; None: they are not kept.
-
-        Args:
-            block: of the model.
-            entries: that the rows read at this step, as of `Packed.entries`; held until they read
-                others.
+        """Return keys and values [keys, heads, head_dim] of all rows, and per entry whether it has
+        to be written; None: the block is not placed.
         """
         placed = self._blocks.get(block)
         if placed is None:
@@ -379,15 +366,8 @@ class PlacedKV:
         spans: Sequence[Span],
         room: int,
     ) -> list[bool] | None:
-        """Keep a block's keys and values, which are not written yet, unless they take more than
-        `room` bytes; which of the entries are to be read for that. None: all.
-
-        Args:
-            block: of the model.
-            both: as of `of`.
-            entries: likewise.
-            spans: where those of each of `Packed.parts` lie.
-            room: bytes.
+        """Keep a block's unwritten keys and values, if they fit in `room` bytes; return which
+        entries have to be read for it. None: all.
         """
         previous = self._before.pop(block, None)
         if sum(tensor.nbytes for tensor in both) > room:
@@ -413,33 +393,28 @@ class PlacedKV:
 
 
 class Residuals(Protocol):
-    """Of one row, for as long as it is in the batch; asked anew at every step."""
+    """Residuals of one row, asked for anew at every step."""
 
     def after(self, number: int) -> Tensor | None:
-        """What is added at a place of the model; None: nothing, which costs nothing.
+        """Return the residual to add at a place of the model; None: nothing.
 
-        FLUX: to the image tokens that the row computes, [n, width], behind block `number`, double
+        FLUX: [n, width], added to the row's computed image tokens behind block `number`, double
         blocks first.
 
-        UNets: to a feature map of the whole picture, [C, h, w] of its level: to what the skip
-        connection `number` carries to the way up, in the order these begin; behind the last one's
-        number, to what leaves the middle block.
+        UNets: [C, h, w], a map of the whole picture, added to skip connection `number` in the order
+        these begin; the number behind the last one stands for the middle block's output.
         """
         ...
 
 
 class RowResiduals(Residuals, Protocol):
-    """The same of a row that may foresee an anchor."""
+    """Residuals of a row that may compute lookahead passes."""
 
     @property
-    def ahead(self) -> Residuals:
-        """Of the pass that computes it."""
-        ...
+    def ahead(self) -> Residuals: ...
 
 
 class InactiveTokens(Protocol):
-    """Tokens that a row does not compute: what of them the plan's blocks may need."""
-
     @property
     def cis(self) -> Tensor:
         """[m, head_dim / 2] complex rotary factors."""
@@ -447,61 +422,55 @@ class InactiveTokens(Protocol):
 
     @property
     def parts(self) -> Sequence[InactiveTokens]:
-        """In their order, those whose keys and values lie in one place: mostly itself alone."""
+        """Parts whose keys and values lie in one place each, in order; usually only itself."""
         ...
 
-    def tokens(self) -> Tensor:
-        """[m, in_channels] their model inputs: the template noised to this timestep."""
-        ...
+    def tokens(self) -> Tensor: ...
 
     @property
     def entry(self) -> object:
-        """What this step reads; another object where it is not what the last one read."""
+        """Identifies what this step reads; a different object as soon as that changes."""
         ...
 
     def source(self, block: int, part: str) -> KvSource:
-        """Where their cached hidden states at the block's input (`h`) or keys and values (`kv`)
+        """Return where the hidden states at the block's input (`h`) or the keys and values (`kv`)
         lie.
         """
         ...
 
 
 class FixedTokens(Protocol):
-    """Tokens that see nothing of a row, and that its own see at any step: exact prefixes."""
+    """Tokens that do not depend on the row and that its tokens see at any step: exact prefixes."""
 
     def __len__(self) -> int: ...
 
     @property
     def entry(self) -> object:
-        """As of `InactiveTokens`."""
+        """Identifies what this step reads, as for `InactiveTokens`."""
         ...
 
     def source(self, block: int) -> KvSource:
-        """Where their keys and values lie."""
+        """Return where their keys and values lie."""
         ...
 
 
 class Capture(Protocol):
-    """Sees what the model has between its blocks of a row's image tokens."""
-
     @property
     def text(self) -> bool:
-        """Whether it sees the text's keys and values, too, ahead of the image's."""
+        """Whether it also receives the text's keys and values, ahead of the image's."""
         ...
 
     def hidden(self, block: int, hidden: Tensor, /) -> None:
-        """[tokens, width] at the block's input; only valid during the call."""
+        """Receive [tokens, width] at the block's input; only valid during the call."""
         ...
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor, /) -> None:
-        """[tokens, heads, head_dim]; only valid during the call."""
+        """Receive [tokens, heads, head_dim] each; only valid during the call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """One row's part of a model call: what is packed with the other rows'."""
-
     tokens: Tensor
     """[n, in_channels] computed image tokens."""
     text: Tensor
@@ -513,48 +482,43 @@ class RowInput:
     cis: Tensor
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
     rest: InactiveTokens | None = None
-    """A cached row's inactive tokens; None where all are computed."""
+    """Cached tokens of the row; None: all tokens are computed."""
     capture: Capture | None = None
-    """Of a priming row, or of one whose ControlNet computes all tokens."""
+    """Set for priming rows, and for rows whose ControlNet computes all tokens."""
     residuals: Residuals | None = None
-    """What is added to its hidden states; None: nothing."""
     still: int = 0
-    """Of the computed tokens, how many of the last ones no step moves."""
+    """Number of the last computed tokens that no step moves."""
     timeless: bool = False
-    """Whether these are to the model as they are at time 0."""
+    """Whether the model sees these tokens at time 0."""
     fixed: tuple[FixedTokens, ...] = ()
-    """That its tokens see besides, in every block."""
+    """Fixed tokens that its tokens also see, in every block."""
     back: Tensor | None = None
-    """[head_dim / 2] complex, by which the keys of these are turned, as they lie elsewhere to this
-    row; None: they lie where they were made."""
+    """[head_dim / 2] complex rotary offset of the fixed tokens' keys, where this row places them at
+    another position; None: no offset."""
     pads: int = 0
-    """Of the text, how many of the last ones stand beside the image in blocks that are its alone
+    """Number of the last text tokens that stand beside the image in image-only blocks
     (`forward.Transformer.alone`)."""
 
     @property
     def alone(self) -> RowInput:
-        """Without what such blocks do not have."""
+        """The row without the text tokens that image-only blocks do not see."""
         words = len(self.text) - self.pads
         return replace(self, text=self.text[words:], cis=self.cis[words:])
 
 
 class Packed:
-    """The inputs of all rows, without padding."""
-
     def __init__(self, rows: Sequence[RowInput]) -> None:
         self.rows = tuple(rows)
         self.rests = tuple(row.rest for row in rows)
         self.parts = tuple(
             part for cached in self.rests for part in ((None,) if cached is None else cached.parts)
         )
-        """Of all rows, in their order; None of a dense row."""
+        """Cached parts of all rows, in order; None for a dense row."""
         self.fixed = tuple(fixed_tokens for row in rows for fixed_tokens in row.fixed or (None,))
-        """Likewise; None of a row that sees none."""
+        """Fixed tokens of all rows, in order; None for a row without any."""
         self.backs = tuple(row.back for row in rows for _ in row.fixed or (None,))
-        """`RowInput.back` of each of these."""
         self.captures = tuple(row.capture for row in rows)
         self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
-        """Of the rows that have some, by their number."""
         self.primes = any(capture is not None for capture in self.captures)
         self.placed_kv = PlacedKV()
         rest_cis = [cached.cis for cached in self.rests if cached is not None]
@@ -562,7 +526,6 @@ class Packed:
             tuple((0,) if r is None else tuple(len(p.cis) for p in r.parts) for r in self.rests),
             tuple(tuple(map(len, row.fixed)) or (0,) for row in rows),
         )
-        """Of what is inactive, and of what is fixed."""
         self.layout: SparseLayout = sparse_layout(
             tuple(len(row.text) for row in rows),
             tuple(len(row.tokens) for row in rows),
@@ -586,17 +549,16 @@ class Packed:
 
     @property
     def entries(self) -> list[object]:
-        """What its rows read in this step, of each of `parts` and then of `fixed`."""
+        """Entries that the rows read in this step: one for each of `parts`, then of `fixed`."""
         return [None if tokens is None else tokens.entry for tokens in (*self.parts, *self.fixed)]
 
     @property
     def sees_fixed(self) -> bool:
-        """Whether any of its rows does."""
         return any(tokens is not None for tokens in self.fixed)
 
     @cached_property
     def alone(self) -> Packed:
-        """The same rows in blocks that are the image's alone, with its tokens."""
+        """The same rows as image-only blocks see them."""
         packed = copy(self)
         vars(packed).pop("wide_cis", None)
         packed.rows, packed.placed_kv = tuple([row.alone for row in self.rows]), PlacedKV()
@@ -609,7 +571,9 @@ class Packed:
 
     @cached_property
     def pads(self) -> Tensor | None:
-        """Where in the text stream the tokens lie that `alone` has of it; None: it has none."""
+        """Positions in the text stream of the tokens that `alone` keeps; None: there
+        are none.
+        """
         ends = [end for _, end in self.layout.narrow.text_stream.spans]
         row_positions = [
             torch.arange(end - row.pads, end) for end, row in zip(ends, self.rows, strict=True)
@@ -619,12 +583,11 @@ class Packed:
 
     @property
     def shapes(self) -> Hashable:
-        """All that the shapes of a step's tensors follow from."""
         narrow = self.layout.narrow
         return narrow.text, narrow.image, narrow.rest, narrow.slots.spans
 
     def copied(self) -> Packed:
-        """The same in tensors of its own, which can take in what others have; without entries."""
+        """Return the same rows on copied tensors, without entries."""
         packed = copy(self)
         packed.rests, packed.placed_kv = (None,) * len(self.rests), PlacedKV()
         packed.parts = (None,) * len(self.parts)
@@ -638,9 +601,7 @@ class Packed:
         return packed
 
     def take(self, other: Packed) -> None:
-        """Have what other rows of the same shapes have, but for their tokens, in the tensors of
-        these.
-        """
+        """Copy text and rotary factors of other rows of the same shapes into these tensors."""
         self.text.copy_(other.text)
         self.cis.copy_(other.cis)
         if self.rest_cis is not None:
@@ -649,7 +610,7 @@ class Packed:
 
     @cached_property
     def wide_cis(self) -> Tensor:
-        """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
+        """[N + M, head_dim / 2] in row order, with the cached tokens."""
         assert self.rest_cis is not None
         wide = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
         wide[self.layout.widened.core_in_rows] = self.cis

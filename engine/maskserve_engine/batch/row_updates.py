@@ -1,6 +1,4 @@
-"""What the packed rows' LoRAs add to a family's products: by kernels on CUDA, as grouped products
-elsewhere.
-"""
+"""LoRA updates of packed rows: by kernels on CUDA, as grouped products elsewhere."""
 
 from __future__ import annotations
 
@@ -28,19 +26,12 @@ from maskserve_engine.layers.shrink_expand import FIELDS, TOKENS, add_map_slices
 
 
 class RowUpdates:
-    """Made when rows are packed.
-
-    Args:
-        rows: each one's adapters.
-        device: of the model.
-    """
-
     def __init__(self, rows: Sequence[Adapters], device: torch.device) -> None:
         self._rows, self._tiles = rows, Tiles(device)
         self._tables = tables(rows, device) if has_kernels(device) else None
 
     def linear(self, place: str, base: Linear) -> Linear:
-        """The product at a place of the family's weights, with what the rows add to it."""
+        """Return the product at a place of the weights, with the rows' updates added."""
         if self._tables is None:
             return low_rank(place, base, self._rows)
         table = self._tables.get(place)
@@ -49,7 +40,9 @@ class RowUpdates:
         return FusedLowRank(base, table, tuple(range(len(self._rows))), self._tiles)
 
     def conv(self, place: str, base: nn.Conv2d) -> LowRankConv | FusedLowRankConv | None:
-        """The same of a convolution of passes, which are the rows; None: they add nothing."""
+        """Return the convolution at a place, with the passes' updates added; None: no pass
+        has any.
+        """
         if self._tables is None:
             return low_rank_conv(place, base, self._rows)
         table = self._tables.get(place)
@@ -59,20 +52,16 @@ class RowUpdates:
 
 
 class UpdateTable(NamedTuple):
-    """What the packed rows add to one product, on the device."""
-
     slices: Tensor
-    """[S, FIELDS] int64 of all rows, one behind the other."""
+    """[S, FIELDS] int64 slices of all rows, concatenated."""
     scales: Tensor
-    """[S] float32"""
     ends: Tensor
-    """[R + 1] int64: 0, and behind each row's last slice."""
+    """[R + 1] int64: 0, then the end of each row's slices."""
     counts: tuple[int, ...]
-    """Slices of each row."""
 
 
 def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, UpdateTable]:
-    """By place, what packed rows add there; brought to the device in one transfer."""
+    """Return the updates by place, moved to the device in one transfer."""
     places = {place for row in rows for updates, _ in row for place in updates.slices}
     nothing = np.empty((0, FIELDS), np.int64), np.empty(0, np.float32)
     host: list[Tensor] = []
@@ -100,8 +89,8 @@ def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, UpdateTa
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tokens that each program has: [T, 3] row of the table, first token, end; kept with a
-    batch, so that a steady step brings none to the device.
+    """Tokens of each program: [T, 3] row of the table, first token, end. Kept with a batch, so that
+    a steady step transfers none.
     """
 
     device: torch.device
@@ -110,13 +99,13 @@ class Tiles:
     def of(
         self, spans: Sequence[Span], rows: Sequence[int | None], length: int, copies: int
     ) -> Tensor:
-        """Of rows packed in `spans`, `copies` times with `length` tokens each.
+        """Return the tiles of rows packed in `spans`, repeated `copies` times.
 
         Args:
             spans: [begin, end) of each row.
-            rows: of the table, each one's own; None: it adds nothing.
-            length: of one copy.
-            copies: one behind the other.
+            rows: row of the table for each packed row; None: no update.
+            length: tokens of one copy.
+            copies: number of copies, concatenated.
         """
         key = tuple(spans), tuple(rows), length, copies
         tile_table = self._known.get(key)
@@ -141,11 +130,10 @@ class FusedLowRank:
     base: Linear
     table: UpdateTable
     rows: tuple[int, ...]
-    """Of the table, each packed row's own."""
+    """Row of the table, by packed row."""
     tiles: Tiles
-    """Of the batch."""
     first: int = 0
-    """Of the outputs in the table, the first one of `base`."""
+    """Column of the table's outputs where `base` begins."""
 
     @property
     def out_features(self) -> int:
@@ -168,32 +156,28 @@ class FusedLowRank:
         return replace(self, base=self.base.columns(begin, end), first=self.first + begin)
 
     def take(self, rows: Sequence[int]) -> FusedLowRank:
-        """For some of the packed rows."""
         return replace(self, rows=tuple([self.rows[row] for row in rows]))
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLowRankConv:
-    """`LowRankConv` as two kernels for all passes."""
-
     base: nn.Conv2d
     table: UpdateTable
     rows: tuple[int, ...]
-    """Of the table, each pass's own."""
+    """Row of the table, by pass."""
     tiles: Tiles
-    """Of the batch."""
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
         return self._added(out, x, int(self.base.padding[0]))
 
     def valid(self, x: Tensor) -> Tensor:
-        """Where all that is read beyond the result is in `x`."""
+        """Convolve without padding: `x` includes the border."""
         conv = self.base
         return self._added(F.conv2d(x, conv.weight, conv.bias, conv.stride), x, 0)
 
     def take(self, passes: slice) -> FusedLowRankConv | None:
-        """For some of the passes; None: nothing is added to them."""
+        """Return the convolution for some of the passes; None: they have no updates."""
         rows = self.rows[passes]
         return replace(self, rows=rows) if any(self.table.counts[row] for row in rows) else None
 
@@ -217,27 +201,25 @@ class FusedLowRankConv:
 
 
 ByRow = LowRank | FusedLowRank
-"""A product that differs by row."""
 ByPass = LowRankConv | FusedLowRankConv
-"""A convolution that differs by pass."""
 
 
 class RowWeights:
-    """Weights of a model whose products may differ by row; a dataclass of them (`map_linears`)."""
+    """Weights of a model whose products may differ by row: a dataclass of linears
+    (`map_linears`).
+    """
 
     device: torch.device
     by_row: bool
-    """Whether they are those `with_adapters`."""
+    """Whether some products differ by row (`with_adapters`)."""
 
     def with_adapters(self, rows: Sequence[Adapters]) -> Self:
-        """The same for packed rows of which each has adapters of its own, or none."""
         if not any(rows):
             return self
         changed: Any = map_linears(self, RowUpdates(rows, self.device).linear)
         return cast(Self, replace(changed, by_row=True, graphs=None))
 
     def take(self, rows: Sequence[int]) -> Self:
-        """Of weights for packed rows, those for some of them."""
 
         def taken(place: str, own: Linear) -> Linear:
             return own.take(rows) if isinstance(own, ByRow) else own

@@ -1,17 +1,17 @@
 """Sequence parallelism over packed rows: several ranks take a step together (DeepSpeed Ulysses,
 arXiv 2309.14509).
 
-Every rank holds the weights and all rows. It computes its *share* of each row: a part of the text
-tokens, of the computed image tokens and of the inactive ones. Attention needs all tokens, and its
-heads know nothing of one another. So before it each rank gives the others their heads of its
-tokens, and behind it each gets its tokens' other heads back: two exchanges per block.
+Every rank holds the weights and all rows, and computes its *share* of each row: a part of the text
+tokens, of the computed image tokens and of the cached ones. Attention needs all tokens, but its
+heads are independent. So before attention the ranks exchange tokens for heads, and after it heads
+for tokens: two exchanges per block.
 
     between attentions   all heads of   | text 0 | image 0 | text 1 | …   a part of each row
     in attention         some heads of  | rank 0 | rank 1 | …             put into row order
 
-Shares may be uneven, and empty. A cached row's keys and values are cut by head: a rank needs those
-of its heads alone. At the end of the step the ranks exchange what the model answers, so that all
-have all latents, and any of them can go on alone or with others.
+Shares may be uneven, and empty. A rank needs its own heads of a cached row's keys and values only.
+At the end of the step the ranks exchange the model's answers, so that all have all latents, and any
+of them can continue alone or with others.
 """
 
 from __future__ import annotations
@@ -45,22 +45,14 @@ _LOCAL = "127.0.0.1"
 
 
 class Exchange(Protocol):
-    """Ranks that take steps together, as one of them sees them."""
-
     rank: int
     count: int
     deals: bool
-    """Whether they deal a step's passes (`cfg_parallel`) whatever the rows, and share no tokens."""
+    """Whether the ranks always deal a step's passes (`cfg_parallel`) and never share tokens."""
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Give each rank its part and get one from each.
-
-        Args:
-            parts: of one dtype, for each rank in turn.
-            sizes: numbers in what comes from each.
-
-        Returns:
-            [sum(sizes)] what came, rank by rank.
+        """Send each rank its part, all of one dtype, and receive `sizes` elements from each, rank
+        by rank.
 
         Raises:
             RuntimeError: a rank has not answered in time.
@@ -69,16 +61,8 @@ class Exchange(Protocol):
 
 
 class GangExchange:
-    """An `Exchange` by torch.distributed. The group is no part of a world: any number of them may
-    be there, and their ranks may be threads.
-
-    Args:
-        store: torch's, where these ranks meet and no others (a `PrefixStore`).
-        rank: of this one.
-        count: of all.
-        device: of the tensors; CUDA: NCCL (written, never run on several devices), else gloo.
-        timeout_s: after which an exchange has failed.
-        deals: as of `Exchange`.
+    """An `Exchange` by torch.distributed. It uses a process group outside of any world, so one
+    process may hold several, and ranks may be threads.
     """
 
     def __init__(
@@ -93,7 +77,6 @@ class GangExchange:
     ) -> None:
         self.rank, self.count, self.deals = rank, count, deals
         self.sent = 0
-        """Bytes given to other ranks."""
         backends: Any = dist  # of which torch's stubs know little
         if device.type == "cuda":
             options = backends.ProcessGroupNCCL.Options()
@@ -123,32 +106,25 @@ class GangExchange:
 
 
 def share_of(length: int, rank: int, count: int) -> Span:
-    """[begin, end) of `length` tokens or heads that are a rank's: shares differ by one at most, and
-    the first rank, which tells what a step has read, has no fewer than any other.
+    """Return [begin, end) of a rank's share of `length` tokens or heads. Shares differ by at most
+    one, and rank 0, which reports what a step has read, has no fewer than any other.
     """
     return -(-length * rank // count), -(-length * (rank + 1) // count)
 
 
 @dataclass(frozen=True)
 class RankRoute:
-    """How tokens lie: by rank, as they travel, or in the order that the packing of all has."""
-
     counts: tuple[int, ...]
-    """Tokens of each rank."""
     ordered: Tensor | None
-    """[N] among the tokens of rank 0, rank 1, … each token of the packing; None: that order will
-    do."""
+    """[N] position of each packed token among the tokens of rank 0, rank 1, …; None: keep the
+    travelling order."""
     travelling: Tensor | None
-    """[N] the way back."""
+    """[N] the inverse permutation."""
 
 
 def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> RankRoute:
-    """For rows that are so many sections of so many tokens, of which each rank has its shares.
-
-    Args:
-        rows: the lengths of each one's sections.
-        count: of the ranks.
-        one_will_do: whether the order inside a row is of no concern.
+    """Return the route for rows of several sections, each shared by all ranks; `rows` are the
+    lengths.
     """
     begins = [begin for begin, _ in spans([length for row in rows for length in row])]
     lengths = [length for row in rows for length in row]
@@ -166,13 +142,12 @@ def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> R
 
 @dataclass(frozen=True, slots=True)
 class _OwnHeads:
-    """A rank's heads of what lies in entries."""
+    """Cuts cached keys and values to the heads of one rank."""
 
     heads: Span
-    """Of all heads, the rank's."""
     all_heads: int
     cis: Tensor
-    """[n, head_dim / 2] of any tokens, where they are computed."""
+    """[n, head_dim / 2] of any tokens: gives head size, dtype and device."""
 
     def of(self, found: KvSource) -> KvSource:
         changes = tuple(
@@ -200,8 +175,6 @@ class _OwnHeads:
 
 @dataclass(frozen=True, slots=True)
 class _FixedShare:
-    """`FixedTokens` of which a rank reads its heads."""
-
     whole: FixedTokens
     heads: _OwnHeads
 
@@ -218,7 +191,7 @@ class _FixedShare:
 
 @dataclass(frozen=True, slots=True)
 class _RestShare:
-    """`InactiveTokens` of which a rank computes a part, and reads its heads."""
+    """`InactiveTokens` of which a rank computes a share of the tokens and reads its heads."""
 
     whole: InactiveTokens
     own: slice
@@ -233,7 +206,7 @@ class _RestShare:
 
     @property
     def parts(self) -> Sequence[InactiveTokens]:
-        """In attention a rank reads its heads of all tokens, so each is cut as the whole is."""
+        """The parts, each cut as the whole is: attention reads the rank's heads of all tokens."""
         whole = self.whole.parts
         return (self,) if len(whole) == 1 else [replace(self, whole=part) for part in whole]
 
@@ -242,7 +215,7 @@ class _RestShare:
         return self.whole.entry
 
     def source(self, block: int, part: str) -> KvSource:
-        """`kv` is of all tokens and the rank's heads, `h` of the rank's tokens."""
+        """Return `kv` for all tokens and the rank's heads, `h` for the rank's tokens."""
         found = self.whole.source(block, part)
         if part == "kv":
             return self.heads.of(found)
@@ -252,15 +225,10 @@ class _RestShare:
 
 
 class RankShare:
-    """What one rank computes of a batch; kept for as long as the batch is.
-
-    Args:
-        whole: the batch, equal on all ranks.
-        exchange: between them.
-        heads: of the model's attention.
+    """One rank's part of a batch; it lives as long as the batch.
 
     Raises:
-        ValueError: there are more ranks than heads, or rows that one rank must compute.
+        ValueError: there are more ranks than heads, or some row has to be computed by one rank.
     """
 
     def __init__(self, whole: Packed, exchange: Exchange, heads: int) -> None:
@@ -297,7 +265,6 @@ class RankShare:
 
     @cached_property
     def alone(self) -> RankShare:
-        """Of the same rows in blocks that are the image's alone."""
         return RankShare(self.whole.alone, self.exchange, self._all_heads)
 
     def _part(self, row: RowInput, heads: int) -> RowInput:
@@ -328,18 +295,11 @@ class RankShare:
         )
 
     def refresh(self) -> None:
-        """Take the rank's tokens from the batch as it is now."""
         self.packed.tokens = self.whole.tokens.index_select(0, self._own)
 
     def to_heads(self, tensors: Sequence[Tensor], route: RankRoute) -> Tensor:
-        """The first exchange.
-
-        Args:
-            tensors: [n, P, heads, head_dim] each, of the rank's tokens.
-            route: of the tokens.
-
-        Returns:
-            [N, sum of P, own heads, head_dim] of all tokens, in the order of their packing.
+        """Exchange tokens for heads, before attention: [N, sum of P, rank's heads, head_dim] of all
+        tokens, in the order of their packing, from tensors [n, P, heads, head_dim] of the rank's.
         """
         local_heads, head_dim = self.heads[self.exchange.rank], tensors[0].shape[-1]
         planes = sum(tensor.shape[1] for tensor in tensors)
@@ -355,7 +315,9 @@ class RankShare:
         return by_rank if route.ordered is None else by_rank.index_select(0, route.ordered)
 
     def to_tokens(self, found: Tensor, route: RankRoute) -> Tensor:
-        """The second exchange: [n, width] of the rank's tokens, from [N, own heads · head_dim]."""
+        """Exchange heads for tokens, after attention: [n, width] from [N, rank's heads ·
+        head_dim].
+        """
         local_heads = self.heads[self.exchange.rank]
         head_dim = found.shape[1] // (local_heads[1] - local_heads[0])
         if route.travelling is not None:
@@ -369,7 +331,7 @@ class RankShare:
         return torch.cat([x.view(n, w) for x, w in zip(parts, widths, strict=True)], dim=1)
 
     def gather(self, x: Tensor, route: RankRoute) -> Tensor:
-        """[N, c] of all tokens, in the order of their packing, from [n, c] of each rank's own."""
+        """Return [N, c] of all tokens, in the order of their packing, from each rank's [n, c]."""
         wide = x.shape[1]
         received = self.exchange.all_to_all(
             [x] * self.exchange.count, [n * wide for n in route.counts]
@@ -378,12 +340,7 @@ class RankShare:
 
 
 def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = ()) -> Tensor:
-    """`forward` by several ranks, each of which calls it.
-
-    Args:
-        model: at this step, with vectors of all rows.
-        share: of this rank.
-        kinds: as of `forward`.
+    """Run `forward` on several ranks, each of which calls this.
 
     Returns:
         [N, out_channels] of all rows, the same bytes on each rank.
@@ -396,8 +353,6 @@ def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = 
 
 
 class _SharedState(State):
-    """`State` of a rank's share."""
-
     def __init__(self, model: Transformer, share: RankShare, kinds: Sequence[str]) -> None:
         self.share, self._behind = share.alone if model.alone else share, share
         super().__init__(model, share.packed, kinds)
@@ -408,7 +363,6 @@ class _SharedState(State):
 
     @property
     def _of_all(self) -> Packing:
-        """Where all ranks' tokens lie in attention."""
         layout = self.share.whole.layout
         return layout.wide if self._widened else layout.narrow
 
@@ -424,23 +378,25 @@ class _SharedState(State):
         fill: FillRest | None,
         capture: CaptureKeys | None,
     ) -> Tensor:
-        """Of the rank's own tokens: `packing` is theirs."""
+        """Attend with the rank's heads; `packing` holds the rank's tokens."""
         route = self.share.routes["wide rows" if self._widened else "rows"]
         qkv = self.share.to_heads((qk, v[:, None]), route)
         attended = super().attend(qkv[:, :2], qkv[:, 2], self._of_all, fill, capture)
         return self.share.to_tokens(attended, route)
 
     def room_for(self) -> None:
-        """None: keys come from other ranks, too."""
+        """Return None: keys also come from other ranks."""
 
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
-        """Projected from the rank's own tokens, all heads; exchanged as the computed ones are."""
+        """Project the rank's tokens, all heads, then exchange as for the computed tokens."""
         k, v = super().rest_keys(index)
         kv = self.share.to_heads((k[:, None], v[:, None]), self.share.routes["rest"])
         return kv[:, 0], kv[:, 1]
 
     def capture(self, index: int) -> CaptureKeys:
-        """Each rank records the hidden states of all tokens, and keys and values of its heads."""
+        """Record hidden states of all tokens, and keys and values of the rank's heads, on each
+        rank.
+        """
         image = self.packing.image_of(self.image) if self.joined else self.image
         route = self.share.routes["wide image" if self._widened else "image"]
         image = self.share.gather(image, route)

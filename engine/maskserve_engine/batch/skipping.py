@@ -1,8 +1,8 @@
-"""FirstBlockCache's rule, row by row; for whole batches diffusers has it (first_block_cache.py).
+"""FirstBlockCache's rule, row by row (diffusers has it for whole batches: first_block_cache.py).
 
-A step whose first block adds nearly what it added when the other blocks were last computed leaves
-these out, and adds what they added then. Each row decides for itself: the others of its batch go on
-without it.
+If the first block adds nearly what it added when the other blocks were last computed, the step
+skips these and adds their last result again. Each row decides for itself, whatever rows share its
+batch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from maskserve_engine.batch.packing import Packed
 
 @dataclass(slots=True, eq=False)
 class FirstBlockCache:
-    """What a row that may skip remembers between its steps."""
-
     threshold: float
-    """Relative change of what the first block adds, below which the others are left out."""
+    """Relative change of the first block's residual below which the other blocks are skipped."""
     heads: list[Tensor] = field(default_factory=list)
-    """[n, width] per pass: what the first block added when the others were last computed."""
+    """[n, width] per pass: the first block's residual when the others were last computed."""
     tails: list[Tensor] = field(default_factory=list)
-    """[n, width] per pass: what the others added then."""
+    """[n, width] per pass: the others' residual at that step."""
     skipped: int = 0
-    """Steps that left them out."""
 
     def change(self, heads: Sequence[Tensor]) -> Tensor:
-        """Of the pass that changed most; infinite where there is nothing to compare with."""
+        """Return the relative change of the pass that changed most; infinite if there is nothing to
+        compare.
+        """
         if [head.shape for head in heads] != [last.shape for last in self.heads]:
             return torch.full((), torch.inf, device=heads[0].device)
         changes = [
@@ -43,11 +42,9 @@ class FirstBlockCache:
 
 
 class Skipper(NamedTuple):
-    """A row that may skip, and where it is packed."""
-
     cache: FirstBlockCache
     passes: tuple[int, ...]
-    """Its places among the packed rows: one, or a second for its negative prompt."""
+    """Places of the row among the packed rows: one, or two with a negative prompt."""
 
 
 def forward_skipping(
@@ -56,7 +53,7 @@ def forward_skipping(
     kinds: Sequence[str],
     skippers: Sequence[Skipper],
 ) -> Tensor:
-    """As `forward`, but `skippers` leave all blocks but the first out where little has changed."""
+    """Run `forward`, but skip all blocks behind the first for `skippers` whose change is small."""
     state = State(model, packed, kinds)
     initial, lengths = state.image, state.stream.lengths
     state.run(0, 1)
@@ -82,12 +79,8 @@ def forward_skipping(
 
 
 def _finish(state: State, firsts: Sequence[Tensor], skipping: Sequence[Skipper]) -> list[Tensor]:
-    """[n, width] per packed row after all blocks.
-
-    Args:
-        state: of all rows after the first block.
-        firsts: [n, width] per packed row: its computed image tokens there.
-        skipping: the rows that leave the other blocks out.
+    """Return [n, width] per packed row after all blocks; `firsts` are its tokens behind the first
+    block.
     """
     tails = {
         i: tail

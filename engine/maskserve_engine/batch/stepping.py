@@ -17,23 +17,21 @@ from maskserve_engine.planning.two_stream import Plan
 
 
 class Row(Protocol):
-    """State between steps of whatever the batch computes: an edit, or a template being primed."""
-
     request_id: str
     step: int
-    """Model calls done; the adapter's step counts them."""
+    """Number of completed model calls; the adapter's step counts them."""
 
     @property
     def steps(self) -> int: ...
 
 
 class ReadingRow(Row, Protocol):
-    """A row that is told what its next step reads."""
+    """A row that may read an entry in its next step."""
 
     entry: Entry | None
-    """None: the step computes all its tokens."""
+    """Entry that the next step reads; None: it computes all tokens."""
     adapters: Adapters
-    """That change what its steps compute; it may get others between two steps."""
+    """LoRAs of the row; they may change between two steps."""
 
 
 R = TypeVar("R", bound=ReadingRow)
@@ -41,12 +39,6 @@ M = TypeVar("M")
 
 
 class KeptBatch(ABC, Generic[R, M]):
-    """Some rows, and what does not change between their steps.
-
-    Args:
-        rows: of equal `batch_key`.
-    """
-
     def __init__(self, rows: Sequence[R]) -> None:
         self.rows = tuple(rows)
         self._reads = tuple([row.entry is not None for row in rows])
@@ -54,11 +46,11 @@ class KeptBatch(ABC, Generic[R, M]):
 
     @classmethod
     def of(cls, rows: Sequence[R], last: Self | None) -> Self:
-        """The batch of these rows: the last one, if it holds for them still."""
+        """Return `last` if it still holds for these rows, else a new batch."""
         return last if last is not None and last.holds(rows) else cls(rows)
 
     def holds(self, rows: Sequence[R]) -> bool:
-        """Whether it was packed for just these rows and their next step."""
+        """Return whether the batch was packed for exactly these rows and their next step."""
         return (
             len(rows) == len(self.rows)
             and all(map(is_, rows, self.rows))
@@ -70,29 +62,21 @@ class KeptBatch(ABC, Generic[R, M]):
     def step(self, model: M, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
         """Take one step of every row: the model, then the sampler.
 
-        No row has moved if it raises, so that the rows can be tried again one by one.
+        If it raises, no row has moved, so the rows can be retried one by one.
 
         Args:
-            model: of the family.
+            model: the family's model.
             kinds: `dense`, `project` or `kv` per block, for rows that read entries.
-            exchange: with the ranks that take the step of the same rows at the same time; None:
-                there are none.
+            exchange: connects the ranks that take the step together; None: one rank takes it
+                alone.
 
         Raises:
-            ValueError: these rows' steps are not shared.
+            ValueError: these rows' steps cannot be shared among ranks.
         """
 
 
 class Stepping(Generic[R, M]):
-    """The half of an adapter (`adapter.Adapter`) that steps rows.
-
-    Args:
-        batches: the family's.
-        stepped: the model that its steps are given.
-    """
-
     device: torch.device
-    """Of the model; the adapter sets it."""
 
     def __init__(self, batches: type[KeptBatch[R, M]], stepped: M) -> None:
         self._batches, self._stepped = batches, stepped

@@ -1,4 +1,4 @@
-"""Between host memory and the device, both ways, without waiting for it."""
+"""Transfers between host memory and the device that the caller does not wait for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from torch import Tensor
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
 _ALIGN = 16
-"""Bytes that each tensor's beginning is a multiple of, as kernels like it."""
+"""Alignment of each packed tensor, in bytes, for the kernels that read it."""
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same tensors on `device`.
+    """Return the tensors on `device`.
 
-    To another device they go packed, in one transfer from pinned memory that nobody waits for; what
-    is queued on the device afterwards finds them there.
-
-    Args:
-        tensors: in host memory, of any shapes and dtypes.
-        device: where they shall be.
+    They travel packed, in one asynchronous transfer from pinned memory; work queued on the device
+    afterwards sees them.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -50,8 +46,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """For a thread that brings something to the device beside the steps: what it asks for is done
-    when this ends, and no step has waited for it.
+    """Run a thread's transfers on a side stream, so that no step waits for them; they are complete
+    when the block ends.
     """
     if device.type != "cuda":
         yield
@@ -64,8 +60,8 @@ def beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all: torch has 32 and gives them out in turn, so that of many some would be the
-    loader's own.
+    """Return the side stream of a device. All threads share one: torch hands out 32 streams in
+    turn, and one of many could be the loader's.
     """
     return torch.cuda.Stream(device)
 
@@ -74,8 +70,8 @@ Tree = TypeVar("Tree")
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:
-    """Dataclasses, tuples and mappings, nested, with every tensor in them on `device`: in one
-    transfer (`to_device`).
+    """Return nested dataclasses, tuples and dicts with all tensors moved to `device`, in one
+    transfer.
     """
     if device.type == "cpu":
         return tree
@@ -84,7 +80,6 @@ def moved(tree: Tree, device: torch.device) -> Tree:
 
 
 def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """The same tree with every tensor in it changed, in the order in which they stand."""
 
     def rebuild(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -102,7 +97,7 @@ def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def copy_tensors(to: Tree, source: Tree) -> None:
-    """Write a tree's tensors into those of another that has as many, of the same shapes."""
+    """Copy a tree's tensors into another tree's tensors of the same shapes."""
     targets = list(_tensors(to))
     if targets:
         torch._foreach_copy_(targets, list(_tensors(source)))
@@ -123,13 +118,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 class HostCopy:
-    """What a tensor holds once the device has done what it was asked for so far.
+    """Asynchronous host copy of a float32 tensor, as it is when the work queued so far is done.
 
-    Made by the thread that asks the device, which goes on at once; `array` may be called by another
-    one, which waits.
-
-    Args:
-        tensor: float32; nothing else writes to it.
+    One thread makes it and goes on at once; another may call `array`, which waits.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -141,18 +132,16 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def arrived(self) -> bool:
-        """Whether `array` would return at once."""
         return self._event is None or self._event.query()
 
     def array(self) -> NDArray[np.float32]:
-        """The same numbers in host memory; waits for them."""
         if self._event is not None:
             self._event.synchronize()
         array: NDArray[np.float32] = self._host.numpy()
         return array
 
     def finite(self) -> bool:
-        """Whether all of them are numbers; waits as `array` does, and asks nothing of the device:
-        it goes on with its steps.
+        """Return whether all numbers are finite. Waits as `array` does; the device is not asked for
+        more work.
         """
         return bool(np.isfinite(self.array()).all())

@@ -1,4 +1,4 @@
-"""A thread for what may take long and nobody waits for: files and networks."""
+"""A thread for slow work that nobody waits for: files and networks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs jobs one after the other; a job that fails is logged and costs no other.
-
-    Args:
-        name: of the thread.
-        idle: called when nothing has come for `idle_s`.
-        idle_s: seconds.
+    """Runs jobs one after the other. A job that fails is logged and does not affect the others.
+    `idle` is called when no job has come for `idle_s` seconds.
     """
 
     def __init__(
@@ -29,7 +25,6 @@ class Background:
 
     @property
     def pending(self) -> int:
-        """Jobs that wait."""
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], object]) -> None:
@@ -40,13 +35,12 @@ class Background:
         self._jobs.put(job)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until what was submitted so far is done; False if that takes longer."""
+        """Wait until the jobs submitted so far are done; return False after `timeout_s`."""
         done_event = threading.Event()
         self.submit(done_event.set)
         return done_event.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was submitted, for at most so long."""
         if self._started:
             self._jobs.put(None)
             self._thread.join(timeout_s)

@@ -23,8 +23,9 @@ _FLOAT8_MAX = 448.0
 _STEPS = torch.arange(16, dtype=torch.float32) - 8
 _PAIRS = torch.stack((_STEPS.repeat(16), _STEPS.repeat_interleave(16)), dim=-1)
 _PAIRS = _PAIRS.view(torch.float64).flatten()
-"""[256] what a byte of int4 means: two numbers, seen as one. To look them up takes a CPU half of
-the time of cutting bytes apart."""
+"""[256] the two numbers of each int4 byte, seen as one float64. On a CPU the look-up takes half the
+time of splitting bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Coded:
         return self.nbytes_of(len(self.data))
 
     def nbytes_of(self, tokens: int) -> int:
-        """Bytes of so many of its tokens."""
+        """Return the bytes that `tokens` tokens take."""
         by_token = self.data.nbytes + (0 if self.groups is None else self.groups.nbytes)
         fixed = 0 if self.scale is None else self.scale.nbytes
         return fixed + by_token * tokens // max(1, len(self.data))
@@ -65,7 +66,6 @@ class Coded:
         return replace(self, data=tokens(self.data), scale=scale, groups=groups)
 
     def take(self, index: Tensor) -> Coded:
-        """The tokens at `index`, as a copy."""
 
         def taken(t: Tensor) -> Tensor:
             # float8 has no index_select on every backend: bytes have.
@@ -106,10 +106,10 @@ class Coded:
 
 
 def cut_at(width: int, begin: int, end: int, of: int) -> tuple[int, int]:
-    """[begin, end) among `width` numbers of what is `begin` to `end` of `of`.
+    """Return the bounds, among `width` numbers, of the parts `begin` to `end` of `of` equal parts.
 
     Raises:
-        ValueError: that is no whole number.
+        ValueError: a bound is no whole number.
     """
     first, last = divmod(width * begin, of), divmod(width * end, of)
     if first[1] or last[1]:
@@ -146,8 +146,8 @@ def encode(x: Tensor, format: str) -> Coded:
 
 
 PARTS = ("h", "kv", "end", "map")
-"""What a block may keep: hidden states at its input, keys and values, its stack's output; and what
-is kept behind the blocks, a feature map of a UNet.
+"""Parts of an entry: a block's input hidden states, its keys and values, its stack's output, and a
+feature map that a UNet keeps behind its blocks.
 """
 
 
@@ -181,7 +181,6 @@ class BlockEntry:
         return () if coded is None else (coded,)
 
     def each(self, change: Callable[[Coded], Coded]) -> BlockEntry:
-        """The same with every tensor changed."""
         tensors = (self.hidden, self.keys, self.values, self.end, self.map)
         return BlockEntry(*(coded and change(coded) for coded in tensors))
 
@@ -195,7 +194,7 @@ class AnchorEntry:
     """In the order they run. Behind them, where they are kept: the feature maps, in the order they
     are read, and last the means and variances of all maps' groups."""
     memory: Block | None = field(default=None, repr=False, compare=False)
-    """Where its tensors lie, if in the reserve."""
+    """The reserve's block that holds its tensors; None: they lie elsewhere."""
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +202,6 @@ class AnchorEntry:
 
     @property
     def room(self) -> int:
-        """Bytes of the block that `within` fills."""
         return sum(
             padded(tensor.nbytes)
             for block in self.blocks
@@ -213,7 +211,7 @@ class AnchorEntry:
         )
 
     def within(self, block: Block) -> AnchorEntry:
-        """The same in a block of the reserve, copied by as few kernels as may be."""
+        """Return a copy in a block of the reserve, made by as few kernels as possible."""
         sources: list[Tensor] = []
         copies: list[Tensor] = []
 
@@ -231,7 +229,7 @@ class AnchorEntry:
 
     @property
     def broken(self) -> bool:
-        """Whether it can no longer be read, as may become of a file."""
+        """Whether the entry can no longer be read; only entries in files can break."""
         return False
 
 
@@ -260,7 +258,7 @@ class Recorder:
         self.kinds, self.format, self.maps, self._shown = kinds, format, maps, shown
         self._text = shown + words
         self.text = shown > 0
-        """Whether entries are of text tokens, too."""
+        """Whether entries hold text tokens too."""
         self._hidden: dict[int, Coded] = {}
         self._keys: dict[int, tuple[Coded, Coded]] = {}
         self._ends: dict[int, Coded] = {}

@@ -42,7 +42,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FIELDS = ("hidden", "keys", "values", "end", "map")
 _ALIGN = 64
 _PIECE = 2**18
-"""Bytes that are read at once: they stay in a core's own cache."""
+"""Bytes per read: small enough to stay in a core's own cache."""
 
 
 class BadEntry(ValueError):
@@ -71,14 +71,17 @@ class EntryFile:
         self.nbytes = len(self._head) + sum(t.nbytes for t in self._tensors.values())
 
     def write(self, file: BinaryIO) -> None:
-        """Raises OSError as the medium says."""
+        """Write the file.
+
+        Raises:
+            OSError: the medium refuses.
+        """
         file.write(self._head)
         for tensor in self._tensors.values():
             file.write(_bytes(tensor))
 
 
 def dump_entry(entry: AnchorEntry, note: Note) -> bytes:
-    """An entry as the bytes of its file."""
     file = io.BytesIO()
     EntryFile(entry, note).write(file)
     return file.getvalue()
@@ -89,7 +92,7 @@ def read_note(read: Callable[[int, int], bytes], nbytes: int) -> Note:
 
     Args:
         read: gives the file's bytes [begin, end).
-        nbytes: of the file.
+        nbytes: size of the file.
 
     Raises:
         BadEntry: there is none.
@@ -136,7 +139,7 @@ class OpenFile:
         self.nbytes = os.fstat(self.descriptor).st_size
         self.broken = False
         self.registered: Registered | None = None
-        """All of it, where a device reads it by itself."""
+        """The whole file registered for a device that reads it by itself; None: it is not."""
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, out: Any, offset: int) -> None:
@@ -175,7 +178,9 @@ class FileTensor:
     shape: tuple[int, ...]
     nbytes: int
     cut: tuple[FileTensor, int] | None = None
-    """What it is some columns of, and the first byte of these in each token."""
+    """The tensor of which this is a range of columns, and the first byte of that range in each
+    token.
+    """
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -242,12 +247,10 @@ class StoredCoded:
         return sum(t.nbytes for t in (self.data, self.scale, self.groups) if t is not None)
 
     def nbytes_of(self, tokens: int) -> int:
-        """Bytes of so many of its tokens."""
         fixed = 0 if self.scale is None else self.scale.nbytes
         return fixed + (self.nbytes - fixed) * tokens // max(1, len(self.data))
 
     def columns(self, begin: int, end: int, of: int) -> StoredCoded:
-        """See `Coded.columns`."""
 
         def cut(t: FileTensor) -> FileTensor:
             return t.columns(*cut_at(t.shape[1], begin, end, of))
@@ -263,7 +266,6 @@ class StoredCoded:
         tokens: Callable[[FileTensor], Tensor],
         channels: Callable[[Tensor], Tensor] | None = None,
     ) -> Coded:
-        """See `Coded.map`."""
         scale = self.scale if self.scale is None or channels is None else channels(self.scale)
         groups = None if self.groups is None else tokens(self.groups)
         return Coded(self.format, tokens(self.data), scale, groups)
@@ -282,7 +284,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """`AnchorEntry` in an open file that was checked; its tokens are read when they travel."""
+    """`AnchorEntry` in an open, checked file; its tokens are read when a loader moves them."""
 
     anchor: Anchor
     blocks: tuple[StoredBlock, ...]
@@ -290,7 +292,6 @@ class StoredEntry:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
         return self.file.nbytes
 
     @property
@@ -299,7 +300,11 @@ class StoredEntry:
         return self.file.broken
 
     def write(self, file: BinaryIO) -> None:
-        """Copy the file. Raises OSError as the media say."""
+        """Copy the file.
+
+        Raises:
+            OSError: a medium refuses.
+        """
         for piece in self.file.pieces(0, self.file.nbytes):
             file.write(piece)
 
@@ -311,7 +316,7 @@ class EntrySource:
     entry: AnchorEntry | StoredEntry
     tier: str
     came: str
-    """Where it was found: that tier is said to have served its first reader."""
+    """Tier where the entry was found; its first reader counts as served from there."""
 
 
 def open_entry(path: str | os.PathLike[str]) -> tuple[StoredEntry, Note]:
@@ -383,7 +388,7 @@ def _coded_tensors(entry: AnchorEntry) -> list[tuple[str, Coded]]:
 
 
 def _tensors(entry: AnchorEntry) -> dict[str, Tensor]:
-    """In the order in which a step reads them."""
+    """Return the entry's tensors by name, in the order in which a step reads them."""
     return {
         f"{name}.{part}": tensor
         for name, coded in _coded_tensors(entry)
@@ -400,7 +405,7 @@ def _digest(
     contents: Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[Any]]],
     metadata: dict[str, str],
 ) -> str:
-    """Of metadata and, by name, each tensor's dtype, shape and bytes, in pieces."""
+    """Return the XXH3 digest of the metadata and of each tensor's name, dtype, shape and bytes."""
     digest = xxhash.xxh3_128()
     for key in sorted(set(metadata) - {"digest"}):
         digest.update(f"{key}={metadata[key]};".encode())

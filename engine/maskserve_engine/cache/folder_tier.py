@@ -39,11 +39,10 @@ class FolderTier(StoredTier):
     """Entries in a folder of a tmpfs (tier `host`) or of a disk (tier `disk`).
 
     Args:
-        name: of the tier.
         folder: made if it is not there.
-        budget_bytes: of all files of the folder, whoever wrote them.
+        budget_bytes: most bytes of all files in the folder, whoever wrote them.
         rebuild: seconds to have a template again.
-        clock: of the file system, seconds.
+        clock: seconds of the file system's clock.
         opened: told each file that is opened and whole.
     """
 
@@ -149,7 +148,6 @@ class FolderTier(StoredTier):
         return self.folder / key / anchor_name(anchor)
 
     def _files(self, folder: Path) -> dict[Anchor, int]:
-        """Bytes of each entry in a template's folder."""
         sizes = {}
         with contextlib.suppress(OSError), os.scandir(folder) as files:
             for file in files:

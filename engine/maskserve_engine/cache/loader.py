@@ -1,12 +1,10 @@
-"""The loader: entries on their way to the device, part by part, beside the step that reads them.
+"""The loader moves entries to the device, part by part, beside the step that reads them.
 
-The step begins on block 0 while later blocks arrive; it waits where it meets a part that is not
-there yet (FlashPS §4.2). Parts travel in the order of their turn (the step that reads them), and
-within it in the order in which the step comes to them, block by block for all rows: what is read
-later never delays what is read sooner. Tokens that a row reads are
-gathered before they travel, so that as few bytes travel as are read: by a copy in host memory, or
-over a CUDA device's link. A CUDA device that reads the file by itself is given whole tensors where
-that is sooner, and gathers there.
+The step begins on block 0 while later blocks arrive, and waits where it meets a part that is not
+there yet (FlashPS §4.2). Parts travel in the order of the steps that read them, and within a step
+block by block for all rows, so that a later read never delays an earlier one. The tokens that a row
+reads are gathered before they travel, by a copy in host memory or over a CUDA device's link. A CUDA
+device that reads the file by itself gets whole tensors where that is faster, and gathers there.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ class Selection:
     """Token ids per level of the model; blocks of one level read the same tokens.
 
     Args:
-        levels: [n] int64 ids each, in the order in which the row has its inactive tokens.
+        levels: [n] int64 ids of each level, in the order of the row's cached tokens.
         of_block: level of each block; empty where the model has one level.
-        heads: first and last (exclusive) of so many heads, whose keys and values alone are read;
-            None: of all.
+        heads: first and last (exclusive) head, and the number of all heads, whose keys and values
+            are read; None: all.
     """
 
     def __init__(
@@ -58,10 +56,10 @@ class Selection:
             digest.update(ids.tobytes())
         self._sent: dict[tuple[int, torch.device], Tensor] = {}
         self.digest = digest.digest()
-        """Equal for equal ids: rows of one mask share what is loaded for them."""
+        """Digest of the ids: equal for rows of one mask, which share what is loaded."""
 
     def of_heads(self, begin: int, end: int, of: int) -> Selection:
-        """The same tokens, and of their keys and values heads `begin` to `end` of `of`."""
+        """Return the same tokens with keys and values of heads `begin` to `end` of `of` alone."""
         cut = Selection(self.levels, self._of_block, (begin, end, of))
         cut._sent = self._sent
         return cut
@@ -76,7 +74,7 @@ class Selection:
             self._sent[level, ids.device] = ids
 
     def on(self, block: int, device: torch.device) -> Tensor:
-        """`of` as a tensor of the device, kept."""
+        """Return `of(block)` as a tensor on the device; it is kept."""
         level = self._of_block[block] if self._of_block else 0
         if (level, device) not in self._sent:
             self._sent[level, device] = torch.from_numpy(self.levels[level]).to(device)
@@ -89,14 +87,13 @@ Travelling = tuple[Coded, ...] | tuple[StoredCoded, ...]
 
 @dataclass(slots=True)
 class Arrival:
-    """A part on the device, or on its way there in the device's own order. One stream reads it, the
-    model's.
+    """A part on the device, or on its way in the device's own order. One stream, the model's, reads
+    it.
     """
 
     parts: tuple[Coded, ...]
     event: torch.cuda.Event | None = None
-    """Passed when the copy is done; None: nobody has to wait for it, or the stream that reads it
-    does already."""
+    """Event behind the copy; None: nobody has to wait, or the reading stream already does."""
 
     def ready(self) -> bool:
         return self.event is None or self.event.query()
@@ -125,7 +122,9 @@ class Mover(Protocol):
         ...
 
     def register(self, file: OpenFile) -> None:
-        """A file in memory was opened: the device may read it by itself. Of any thread."""
+        """Let the device read a file in memory by itself; called from any thread
+        when it is opened.
+        """
         ...
 
     def move(
@@ -135,7 +134,7 @@ class Mover(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is moved any more."""
+        """End all moves."""
         ...
 
 
@@ -196,40 +195,40 @@ def _raw(tensor: Tensor) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bytes per second of both ways to a CUDA device, as they are assumed or were tried."""
+    """Bytes per second of both ways to a CUDA device, assumed or measured."""
 
     gathered: float = 10e9
-    """Of tokens that this process gathers: about what one core moves."""
+    """Rate of tokens that this process gathers: about what one core moves."""
     direct: float = 50e9
-    """Of whole tensors that the device reads by itself, and gathers there; 0: it reads none."""
+    """Rate of whole tensors that the device reads by itself and gathers there; 0: it reads none."""
 
     def best(self, share: float) -> float:
-        """Bytes that arrive per second, of tensors of which so many are read, 0 to 1."""
+        """Return the bytes per second of the faster way, for tensors of which `share` (0 to 1) is
+        read.
+        """
         return max(self.gathered, self.direct * share)
 
     def text(self) -> str:
-        """In words, for the log."""
         direct = f"{self.direct / 1e9:.1f} GB/s" if self.direct else "not at all"
         return f"gathered {self.gathered / 1e9:.1f} GB/s, by the device itself {direct}"
 
 
 class CudaMover:
-    """For a model on a CUDA device: two ways, on a stream of its own, without the host waiting.
+    """Moves entries to a CUDA device by two ways, on a stream of its own, without the host waiting.
 
         gathered   file, or memory ─► tokens in a ring of pinned buffers ═► device
         direct     file that is registered ═► whole tensor on the device ─► tokens of it
 
-    The first moves fewer bytes, at the pace of one core, the second more, at the link's: whichever
-    is done sooner by `rates` is taken. A buffer of the ring is used again once its copy has left.
-    No more than `_AHEAD` direct copies are on their way, so that what is needed sooner is never far
-    behind, and so that the seconds of a move are those of its way.
+    The first way moves fewer bytes, at the pace of one core, the second more, at the link's;
+    `rates` decides which is faster. A buffer is used again once its copy has left. At most `_AHEAD`
+    direct copies are under way, so that urgent parts never wait long and the seconds of a move are
+    those of its way.
 
     Args:
-        device: the model's.
-        buffer_bytes: of one pinned buffer.
-        buffers: in the ring: one is filled while the others travel.
-        registrar: of files that the device may read by itself; None: it reads none.
-        rates: of both ways.
+        buffer_bytes: size of one pinned buffer.
+        buffers: number of buffers: one is filled while the others travel.
+        registrar: registers files that the device may read by itself; None: it reads none.
+        rates: rates of both ways.
     """
 
     reads_device = True
@@ -251,12 +250,12 @@ class CudaMover:
         self._bytes, self._next = buffer_bytes, 0
         self._registrar = registrar
         self._ahead: deque[torch.cuda.Event] = deque()
-        """Of the last direct copies."""
+        """Events behind the latest direct copies."""
         self._ids: deque[tuple[NDArray[np.int64], Tensor]] = deque(maxlen=_IDS)
-        """Ids as they are on the device: blocks of one level have the same."""
+        """Token ids on the device; blocks of one level share them."""
 
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:
-        """On a stream of its own, behind what the device was asked to compute so far."""
+        """Copy the entry on a stream of its own, behind the work queued so far."""
 
         def down(tensor: Tensor) -> Tensor:
             return tensor.to("cpu")
@@ -310,7 +309,6 @@ class CudaMover:
     def _gathered(
         self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor
     ) -> None:
-        """Through the ring, a buffer's fill of tokens at a time."""
         count = len(arrived)
         token_bytes = source.nbytes // max(1, len(source))
         step = max(1, self._bytes // max(1, token_bytes))
@@ -380,11 +378,11 @@ Want = tuple[int, str]
 """A block and one of PARTS."""
 
 _LOOK_S = 0.2
-"""How often who waits looks whether the loader's thread is alive."""
+"""Seconds between two checks that the loader's thread is alive."""
 _AHEAD = 2
-"""Direct copies that are on their way at once: while one is, the next is asked for."""
+"""Most direct copies under way at once: while one travels, the next is queued."""
 _IDS = 8
-"""Lists of ids that stay on the device: those of some rows, at some levels each."""
+"""Lists of ids that stay on the device: those of a few rows, at a few levels each."""
 
 
 class EntryLost(Exception):
@@ -392,12 +390,12 @@ class EntryLost(Exception):
 
 
 class Load:
-    """One entry's tokens on the device: those of a selection, or all of them.
+    """Tokens of one entry on the device: those of a selection, or all.
 
     Args:
-        entry: where the parts come from; held until the load is dropped.
-        tier: that it lies in.
-        selection: tokens and heads that travel; None: all, and each row takes its own on the
+        entry: source of the parts; held until the load is dropped.
+        tier: tier of the entry.
+        selection: tokens and heads that are moved; None: all, and each row takes its own on the
             device.
     """
 
@@ -406,31 +404,29 @@ class Load:
     ) -> None:
         self.entry, self.tier, self.selection = entry, tier, selection
         self.sizes = np.array([self._sizes(block) for block in range(len(entry.blocks))])
-        """[blocks, len(PARTS)] bytes that travel; `inf` for what is not kept."""
+        """[blocks, len(PARTS)] bytes to move; `inf` for parts that are not kept."""
         self.missing = self.sizes.copy()
-        """The same of what has not arrived."""
+        """[blocks, len(PARTS)] bytes that have not arrived yet."""
         self.moved = 0
-        """Bytes that have travelled and were not accounted for."""
+        """Bytes that have arrived and are not accounted for yet."""
         self.arrived: dict[Want, Arrival] = {}
         self.asked: dict[Want, int] = {}
-        """Parts on their way, and the turn they are wanted for."""
+        """Parts on their way, with the turn (step number) that needs each."""
         self.lost: BaseException | None = None
         self.memory: Block | None = None
-        """Of the reserve, where its parts go; None: each has memory of its own."""
+        """Block of the reserve that receives its parts; None: each part has memory of its own."""
 
     @property
     def room(self) -> int:
-        """Bytes of the block in which all of it fits."""
+        """Bytes of the reserve's block that fits all parts."""
         tensors = 3 * sum(len(b.part(part)) for b in self.entry.blocks for part in PARTS)
         return self.nbytes + ALIGN * tensors
 
     @property
     def nbytes(self) -> int:
-        """Of everything that may travel."""
         return int(self.sizes[np.isfinite(self.sizes)].sum())
 
     def keeps(self, want: Want) -> bool:
-        """Whether the entry has this part."""
         return bool(np.isfinite(self.sizes[want[0], PARTS.index(want[1])]))
 
     def arrive(self, want: Want, arrival: Arrival) -> None:
@@ -441,7 +437,7 @@ class Load:
         self.missing[at] = 0.0
 
     def parts(self, block: int, part: str) -> Travelling:
-        """What of a part travels, all tokens."""
+        """Return the tensors to move for a part, with all tokens and the selected heads."""
         coded_parts = self.entry.blocks[block].part(part)
         if part != "kv" or self.selection is None or self.selection.heads is None:
             return coded_parts
@@ -481,11 +477,13 @@ class Loader:
         self._thread: threading.Thread | None = None
 
     def ask(self, load: Load, wants: Iterable[Want], turn: int) -> None:
-        """Have parts brought in; those there or on their way for an earlier turn stay as they are.
+        """Queue parts to be moved to the device; parts that have arrived, or are on their way for
+        an earlier turn, stay as they are.
 
         Args:
-            load: of these parts.
-            wants: in the order in which the step reads them; parts that are not kept are skipped.
+            load: owner of the parts.
+            wants: parts in the order in which the step reads them; those that are not kept are
+                skipped.
             turn: number of the step that reads them.
         """
         with self._changed:
@@ -522,7 +520,7 @@ class Loader:
             return load.arrived[want]
 
     def drop(self, load: Load) -> None:
-        """Forget what is still on its way."""
+        """Forget the parts of a load that are still on their way."""
         with self._changed:
             load.asked.clear()
             load.arrived.clear()
@@ -531,7 +529,7 @@ class Loader:
             heapq.heapify(self._tasks)
 
     def take_moves(self) -> list[tuple[str, float, float]]:
-        """(tier, bytes, seconds) of the moves since this was asked last."""
+        """Return and clear the (tier, bytes, seconds) of the moves since the last call."""
         return [self._moves.popleft() for _ in range(len(self._moves))]
 
     def close(self) -> None:

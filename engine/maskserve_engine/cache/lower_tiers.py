@@ -1,7 +1,7 @@
-"""The tiers below the device, and what is open of them.
+"""The tiers below the device, and their open files.
 
-Files are read and written on one thread, what is far away on another. The engine's thread asks and
-never waits: "not now" is an answer.
+One thread reads and writes files, another the remote tier. The engine's thread asks and never
+waits: "not now" is an answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from maskserve_engine.cache.tier import Held, Note
 
 ToHost = Callable[[AnchorEntry], AnchorEntry]
 _PROBE_S = 30.0
-"""How long "not there" is believed."""
+"""Seconds for which a failed search is believed."""
 _UPLOADS = 16
-"""Entries that wait for the network at most; what comes beyond stays here."""
+"""Most entries that wait for the network; further ones are not uploaded."""
 _REMEMBERED = 1024
-"""Searches that are remembered at most, of each kind; the oldest are forgotten."""
+"""Most searches remembered of each kind; the oldest are forgotten."""
 _FILES = 2**16
-"""Open files that are enough for any worker."""
+"""Upper bound of open files."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -63,28 +63,28 @@ class LowerTiers:
         self._patience_s = patience_s
         self._most_open = _most_open_files()
         self._lock = threading.Lock()
-        """Of everything below but the two threads."""
+        """Guards all attributes below but the two threads."""
         self._version = 0
         self._seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
         self._open: dict[tuple[str, Anchor], EntrySource] = {}
-        """The one that was used last comes last."""
+        """Open entries by key and anchor, the most recently used last."""
         self._busy: dict[str, int] = {}
-        """Fetches and writes under way, by key."""
+        """Number of fetches and writes under way, by key."""
         self._awaited: set[str] = set()
-        """Keys that are fetched from far away, and not in vain yet."""
+        """Keys being fetched from the remote tier whose patience has not run out."""
         self._lost: dict[tuple[str, Anchor], float] = {}
-        """Entries that were looked for and are nowhere, and when."""
+        """When each entry was looked for and found in no tier."""
         self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
-        """What the remote tier was found to have, and when."""
+        """Anchors that the remote tier has of each key, and when it was asked."""
         self._files = Background("entry files", self._look)
         self.network = Background("remote entries")
-        """What is under way to and from the remote tier."""
+        """Transfers to and from the remote tier."""
         if folders:
             self._files.submit(self._look)
 
     @property
     def version(self) -> int:
-        """Grows when `seen` has changed."""
+        """Grows when `seen` changes."""
         return self._version
 
     @property
@@ -120,7 +120,7 @@ class LowerTiers:
             return key in self._busy
 
     def source(self, key: str, anchor: Anchor) -> EntrySource | None:
-        """An entry that is open; None: not now."""
+        """Return an open entry; None: not now."""
         with self._lock:
             source = self._open.pop((key, anchor), None)
             if source is None or source.entry.broken:
@@ -129,12 +129,11 @@ class LowerTiers:
             return source
 
     def lost(self, key: str, anchor: Anchor) -> bool:
-        """Whether the entry was looked for in vain not long ago."""
         with self._lock:
             return time.monotonic() - self._lost.get((key, anchor), -_PROBE_S) <= _PROBE_S
 
     def fetch(self, key: str, anchors: Sequence[Anchor]) -> None:
-        """Open entries, brought nearer where there is room; `on_change` tells."""
+        """Open entries, and copy them to a nearer tier where there is room; `on_change` is told."""
         with self._lock:
             if key in self._busy:
                 return
@@ -142,13 +141,8 @@ class LowerTiers:
         self._files.submit(partial(self._fetch, key, anchors))
 
     def write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
-        """Put an entry into every tier that can keep it; `on_change` tells.
-
-        Args:
-            key: of the template.
-            entry: on the device.
-            note: of the template.
-            to_host: the entry in host memory.
+        """Put an entry of the device into every lower tier that can keep it; `on_change` is told.
+        `to_host` copies the entry to host memory.
         """
         if self.folders or self.remote:
             with self._lock:
@@ -157,7 +151,6 @@ class LowerTiers:
             self._files.submit(partial(self._write, key, entry, note, to_host))
 
     def touch(self, key: str) -> None:
-        """The template was of use."""
         for tier in self.folders:
             self._files.submit(partial(tier.touch, key))
 
@@ -166,7 +159,7 @@ class LowerTiers:
             tier.pin(key, pinned=pinned)
 
     def evict(self, key: str) -> int:
-        """Drop a template; returns the bytes given back by files."""
+        """Evict a template; return the bytes freed in files."""
         freed = sum(tier.evict(key) for tier in self.folders)
         with self._lock:
             self._open = {name: source for name, source in self._open.items() if name[0] != key}
@@ -181,7 +174,7 @@ class LowerTiers:
         return freed
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until what is under way to and from files is done; False if that takes longer."""
+        """Wait until file operations under way are done; return False after `timeout_s`."""
         return self._files.settle(timeout_s)
 
     def close(self) -> None:
@@ -218,11 +211,11 @@ class LowerTiers:
                 patience.start()
 
     def _give_up(self, key: str, anchors: Sequence[Anchor]) -> None:
-        """Who waits for a fetch from far away that is not done goes on without it."""
+        """Let waiting edits go on without a remote fetch that is not done."""
         self._settle(key, anchors, late=True)
 
     def _settle(self, key: str, anchors: Sequence[Anchor], *, late: bool = False) -> None:
-        """A fetch from far away has ended or counts as such, whichever is first."""
+        """Account for a remote fetch that has ended or run out of patience, whichever is first."""
         with self._lock:
             awaited = key in self._awaited
             self._awaited.discard(key)
@@ -232,7 +225,6 @@ class LowerTiers:
             self._end(key, anchors)
 
     def _open_file(self, key: str, anchor: Anchor) -> None:
-        """Open an entry that lies in files, brought nearer if there is room."""
         for number, tier in enumerate(self.folders):
             entry, note = tier.open(key, anchor), tier.note(key)
             if entry is None or note is None:
@@ -289,7 +281,7 @@ class LowerTiers:
             self._end(key)
 
     def _look(self) -> None:
-        """See what the files hold now, and let go of what is open and is no longer there."""
+        """List what the file tiers hold now, and close entries that are gone."""
         templates: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
         present_keys = {key for by_key in templates.values() for key in by_key}
         with self._lock:
@@ -302,7 +294,7 @@ class LowerTiers:
 
 
 def _remember(held: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
-    """Set it, as the newest; forget the oldest beyond so many (0: _REMEMBERED)."""
+    """Set a record as the newest; forget the oldest beyond `most` (0: _REMEMBERED)."""
     held.pop(key, None)
     held[key] = value
     while len(held) > (most or _REMEMBERED):
@@ -310,8 +302,8 @@ def _remember(held: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
 
 
 def _most_open_files() -> int:
-    """Entries whose files may be open: half of what this process may have at all. What a row holds
-    stays open beyond that.
+    """Return the most entries whose files may be open: half of the process's limit of descriptors.
+    Files that rows read stay open beyond that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:  # many systems begin with 1024 and allow far more

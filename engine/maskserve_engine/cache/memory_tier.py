@@ -1,4 +1,4 @@
-"""The nearest tier: entries in the device's memory, and the books of everything there."""
+"""The nearest tier: entries in the device's memory, and the account of all cache bytes there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class MemoryTier:
     evicted while a row reads them, and tokens that were loaded for rows.
 
     Args:
-        budget_bytes: of all that.
         rebuild: seconds to have a template again.
         clock: seconds.
     """
@@ -41,9 +40,9 @@ class MemoryTier:
         self._kept = 0
         self._pins: set[str] = set()
         self._lent: Counter[int] = Counter()
-        """Readers of an entry, by its id."""
+        """Number of readers of an entry, by its id()."""
         self._gone: dict[int, AnchorEntry] = {}
-        """Entries no longer kept that rows still read, by id; booked."""
+        """Evicted entries that rows still read, by id(); their bytes stay booked."""
         self._lock = threading.Lock()
 
     @property
@@ -52,12 +51,11 @@ class MemoryTier:
 
     @property
     def lent(self) -> int:
-        """Entries that rows read."""
         return len(self._lent)
 
     @property
     def pinned(self) -> frozenset[str]:
-        """Keys that are pinned, held or not."""
+        """Pinned keys, cached or not."""
         return frozenset(self._pins)
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
@@ -106,7 +104,7 @@ class MemoryTier:
             return dict(self._held)
 
     def lend(self, entry: AnchorEntry) -> None:
-        """A row reads a kept entry: its bytes stay booked until it is given back."""
+        """Count a row as a reader of a kept entry: its bytes stay booked until it is returned."""
         with self._lock:
             self._lent[id(entry)] += 1
 
@@ -119,12 +117,12 @@ class MemoryTier:
                     self.booked -= entry.nbytes
 
     def book(self, nbytes: int, *, force: bool = False, spare: bool = False) -> bool:
-        """Count bytes that rows are going to hold; False when there is no room for them.
+        """Book bytes that rows are going to hold; return False when there is no room for them.
 
         Args:
-            nbytes: of the tokens.
+            nbytes: bytes of the tokens.
             force: book them in any case.
-            spare: only where no template has to go for them.
+            spare: book them only if no template has to be evicted for them.
         """
         with self._lock:
             if spare and self.nbytes + nbytes > self.budget_bytes:
@@ -135,7 +133,7 @@ class MemoryTier:
             return fits or force
 
     def make_way(self, keep: frozenset[str] = frozenset()) -> bool:
-        """Evict the template that is worth least beside those of `keep`; False: none may go."""
+        """Evict the template of least worth outside `keep`; return False if none may go."""
         with self._lock:
             chosen = self._victims(1, keep)
             for key in chosen or ():

@@ -1,4 +1,4 @@
-"""What one cached row reads over its steps: this step's entry, and the next one ahead of time."""
+"""The entries that one cached row reads: this step's, and the next one ahead of time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle, Store
 
 Heads = tuple[int, int, int]
-"""First and last (exclusive) of so many."""
+"""First and last (exclusive) head, and the number of all heads."""
 
 
 class EntryReader:
-    """The row's way to its template's entries.
+    """Gives a row its template's entries, step by step.
 
-    It holds the entries from the start, so that an eviction cannot take them from under the row;
-    what is not there yet (a file that is being fetched) is asked for again at each step.
+    It holds the entries from the start, so that an eviction cannot take them from the row. Entries
+    that are not open yet (a file that is being fetched) are asked for again at each step.
 
     Args:
-        store: of the entries.
-        key: of the template.
-        anchors: per step of the row; None where no anchor is near enough.
-        selection: the row's inactive tokens.
-        sure: whether a step may not go without its entry for want of room (`reproducible`).
+        store: cache of the entries.
+        key: cache key of the template.
+        anchors: anchor of each step of the row; None where no anchor is near enough.
+        selection: the row's cached tokens.
+        sure: whether steps read their entries even if there is no room for them (`reproducible`).
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class EntryReader:
     ) -> None:
         self.key, self.anchors = key, tuple(anchors)
         self._selections: dict[Heads | None, Selection] = {None: selection}
-        """By what is read of keys and values."""
+        """Selections by the heads whose keys and values are read."""
         self.heads: Heads | None = None
         self.loaded: dict[str, int] = {}
-        """Bytes that travelled for it, by the tier in which they were found."""
+        """Bytes moved for the row, by the tier in which they were found."""
         self.now: Handle | None = None
-        """What this step reads."""
+        """Entry that this step reads."""
         self.next: Handle | None = None
-        """What is being brought in for a later step."""
+        """Entry being loaded for a later step."""
         self._stalls: list[Span] = []
         self._steps = Counter(self.anchors)
         self._store, self._sure = store, sure
@@ -61,19 +61,19 @@ class EntryReader:
 
     @property
     def stalled(self) -> float:
-        """Seconds that steps have waited for what it has let go by now."""
+        """Seconds that steps have waited for entries that are released by now."""
         return sum(stall.seconds() or 0.0 for stall in self._stalls)
 
     def turn_to(
         self, step: int, *, whole: bool = False, heads: Heads | None = None
     ) -> Handle | None:
-        """What `step` reads; None: it computes all tokens.
+        """Return the entry that `step` reads; None: the step computes all tokens.
 
         Args:
-            step: of the row.
-            whole: as of `Store.request`.
-            heads: whose keys and values alone it reads; None: those of all. What was brought in for
-                others is let go.
+            step: number of the row's step.
+            whole: whether all tokens are moved, once for all rows that ask so.
+            heads: heads whose keys and values are read; None: all. Entries loaded for other heads
+                are released.
         """
         if heads != self.heads:
             self._let_go()
@@ -90,7 +90,9 @@ class EntryReader:
         return self.now
 
     def look_ahead(self, step: int) -> tuple[Handle, int] | None:
-        """What is read after this step's entry, and by which step; None: nothing, or not now."""
+        """Return the next entry after this step's and the step that reads it; None: there is none,
+        or not now.
+        """
         at = next(
             (
                 n
@@ -110,11 +112,11 @@ class EntryReader:
         return None if self.next is None else (self.next, at)
 
     def stays(self, step: int) -> int:
-        """Steps of the row that read the same entry."""
+        """Return the number of the row's steps that read the same entry."""
         return self._steps[self.anchors[step]]
 
     def lose(self) -> None:
-        """Go without the rest of this step's entry: it will not come."""
+        """Do without the rest of this step's entry: it will not arrive."""
         if self.now is not None:
             anchor = self.now.anchor
             self._finish(self.now)
@@ -129,7 +131,7 @@ class EntryReader:
         self._hold_all()
 
     def release(self) -> None:
-        """The row has ended."""
+        """Release all entries; the row has ended."""
         self._let_go()
         for source in self._sources.values():
             self._store.let_go(source)

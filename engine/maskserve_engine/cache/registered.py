@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class HostRegister(Protocol):
-    """What of the CUDA runtime registers memory (`torch.cuda.cudart()`); both answer 0, or an
-    error's number.
+    """Functions of the CUDA runtime that register memory (`torch.cuda.cudart()`). Both return 0 or
+    an error number.
     """
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any: ...  # noqa: N802
@@ -38,8 +38,6 @@ class HostRegister(Protocol):
 
 
 class Passing(Protocol):
-    """A CUDA event."""
-
     def synchronize(self) -> None: ...
 
 
@@ -50,7 +48,7 @@ class _Mapping:
 
 
 class Registered:
-    """A whole file as the device reads it, for as long as this is held."""
+    """A file that a device can read, registered while this object lives."""
 
     def __init__(self, mapping: _Mapping) -> None:
         self._mapping = mapping
@@ -61,7 +59,7 @@ class Registered:
         return self._mapping.memory
 
     def copied(self, event: Passing) -> None:
-        """The device reads it until `event` has passed; events pass in the order of these calls."""
+        """Note that the device reads the file until `event` passes; events pass in call order."""
         self._mapping.last = event
 
 
@@ -69,8 +67,8 @@ class Registrar:
     """Registers files with one device; none any more once it refused one.
 
     Args:
-        device: that reads them.
-        runtime: of CUDA; None: torch's.
+        device: device that reads the files.
+        runtime: CUDA runtime; None: torch's.
     """
 
     def __init__(self, device: torch.device, runtime: HostRegister | None = None) -> None:
@@ -78,28 +76,23 @@ class Registrar:
         self._runtime: HostRegister = runtime or torch.cuda.cudart()
         self._live: set[_Mapping] = set()
         self._left: queue.SimpleQueue[_Mapping | None] = queue.SimpleQueue()
-        """Mappings that nobody holds. Finalizers put them here, at any moment and on any thread:
-        this queue takes no lock that they could meet."""
+        """Mappings that nobody holds. Finalizers add to it at any moment and on any thread, so this
+        queue must take no lock.
+        """
         self._lock = threading.Lock()
-        """Of the books, and of whether there is a thread."""
+        """Guards the registrations and the thread's start."""
         self._thread: threading.Thread | None = None
         self._off = False
 
     @property
     def nbytes(self) -> int:
-        """Registered now."""
         with self._lock:
             return sum(
                 mapping.memory.nbytes for mapping in self._live if mapping.memory is not None
             )
 
     def register(self, descriptor: int, nbytes: int) -> Registered | None:
-        """A file on a tmpfs, mapped and registered; None: it is to be read as others are.
-
-        Args:
-            descriptor: of the open file.
-            nbytes: of all of it.
-        """
+        """Map and register an open file on a tmpfs; None: it has to be read as other files are."""
         if self._off or not nbytes:
             return None
         try:
@@ -123,7 +116,7 @@ class Registrar:
         return registered
 
     def close(self) -> None:
-        """End every registration, also of what is still held; nothing is copied any more."""
+        """End every registration, also of files in use; nothing may be copied any more."""
         self._off = True
         if self._thread is not None:
             self._left.put(None)
@@ -162,8 +155,8 @@ class Registrar:
         )
 
     def _forget_error(self) -> None:
-        """CUDA tells a refusal once more, behind the next kernel that this thread launches: here it
-        harms nobody.
+        """Clear CUDA's pending error: a refusal is reported again behind the next kernel of this
+        thread.
         """
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device).add_(1)

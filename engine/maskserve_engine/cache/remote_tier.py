@@ -27,8 +27,7 @@ class RemoteTier(StoredTier):
     Recency and pins are this process's: an object store has no clock of uses.
 
     Args:
-        url: of the folder; the file system's own options come from its usual environment.
-        budget_bytes: of all objects under the URL.
+        url: URL of the folder; the file system reads its options from the environment.
         rebuild: seconds to have a template again.
         clock: seconds.
     """
@@ -103,7 +102,6 @@ class RemoteTier(StoredTier):
         return f"{self._root}/{key}/{anchor_name(anchor)}"
 
     def _listed(self) -> dict[str, dict[Anchor, int]]:
-        """Bytes of each entry, by key."""
         try:
             self._files.invalidate_cache()
             objects: dict[str, dict[str, Any]] = self._files.find(self._root, detail=True)

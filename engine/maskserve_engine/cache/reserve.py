@@ -47,7 +47,7 @@ class _Span:
     begin: int
     end: int
     events: list[Any] = field(default_factory=list)
-    """CUDA events behind the last work that used it, as far as these have not passed."""
+    """CUDA events behind the last work on this span that have not passed yet."""
 
 
 class Reserve:
@@ -57,7 +57,7 @@ class Reserve:
     Blocks are taken by one thread, and may be let go by any.
 
     Args:
-        nbytes: of it.
+        nbytes: size of the reserve.
         device: where it is.
         loads: the stream that brings loads; None: not on a CUDA device. Entries are written, and
             all blocks read, on the device's default one.
@@ -70,14 +70,16 @@ class Reserve:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._streams = () if loads is None else (torch.cuda.default_stream(device), loads)
         self._free = [_Span(0, nbytes)] if nbytes else []
-        """In the order of their places."""
+        """Free spans by address."""
         self._left: deque[_Span] = deque()
-        """Let go, and not free yet: who lets go may be anywhere in the program, even in `take`."""
+        """Spans released and not free yet. A finalizer may add to it anywhere in the program, even
+        in `take`.
+        """
         self._lock = threading.Lock()
 
     @property
     def free(self) -> int:
-        """Bytes that no block has."""
+        """Bytes that belong to no block."""
         with self._lock:
             self._collect()
             return sum(span.end - span.begin for span in self._free)
@@ -87,7 +89,7 @@ class Reserve:
         still done with the memory, the host does not.
 
         Args:
-            nbytes: of all its tensors, each `padded`.
+            nbytes: bytes of all its tensors, each `padded`.
             stays: it is for an entry that is kept, not for a load.
         """
         nbytes = max(ALIGN, padded(nbytes))
@@ -124,7 +126,6 @@ class Reserve:
         self._left.append(_Span(begin, end, events))
 
     def _collect(self) -> None:
-        """Join what was let go to what is free."""
         while self._left:
             new = self._left.popleft()
             at = next(
@@ -140,5 +141,5 @@ class Reserve:
 
 
 def padded(nbytes: int) -> int:
-    """What a tensor of so many bytes takes of a block."""
+    """Return `nbytes` rounded up to what a tensor takes in a block."""
     return -(-nbytes // ALIGN) * ALIGN

@@ -1,4 +1,4 @@
-"""How large templates are, and what the tiers can hold of them."""
+"""Sizes of templates, and how many of them the tiers hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kinds = tuple[frozenset[str], ...]
 
 _KEPT = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
 _TYPICAL = 0.2
-"""Mask ratio for which `auto` chooses."""
+"""Mask ratio for which `auto` chooses the kinds."""
 _FILES_SHARE = 0.5
 _GIB = 2**30
 
@@ -36,14 +36,14 @@ def choose_kinds(
     text: float,
     halves: int = 1,
 ) -> Kinds:
-    """What is kept of each block.
+    """Choose the activations that are kept of each block.
 
     Args:
-        wanted: `[cache] entry_kind`.
-        work: of the model at its native size.
+        wanted: value of `[cache] entry_kind`.
+        work: counted work of the model at its native size.
         fmt: storage format.
-        costs: of the worker.
-        text: tokens of a prompt.
+        costs: cost model of the worker.
+        text: number of prompt tokens.
         halves: entries kept per token (`Adapter.entry_halves`).
     """
     if wanted in _KEPT:
@@ -57,8 +57,8 @@ def choose_kinds(
 
 
 def _of_use(work: ModelWork, kinds: Kinds) -> Kinds:
-    """Without the hidden states of blocks that begin a UNet's stack: those are at hand, from the
-    convolutions before it.
+    """Remove the hidden states of blocks that begin a UNet's stack: the convolutions before it
+    compute these at every step.
     """
     if not work.restore_ends:
         return kinds
@@ -71,7 +71,7 @@ class TemplateSize:
     """Bytes of a template at the model's native size."""
 
     side: int
-    """Pixels."""
+    """Width and height in pixels."""
     anchors: int
     anchor_bytes: int
     still_bytes: int = 0
@@ -83,11 +83,10 @@ class TemplateSize:
 
     @property
     def step_bytes(self) -> int:
-        """That a row's step reads, at most."""
         return self.anchor_bytes + self.still_bytes
 
     def in_words(self, unit: int) -> str:
-        """What it has, in bytes or so many of them."""
+        """Describe the entries; `unit` is the number of bytes that sizes are divided by."""
         digits = 0 if unit == 1 else 3
         entries = f"{self.anchors} entries of {self.anchor_bytes / unit:.{digits}f}"
         shared_text = f", {self.still_bytes / unit:.{digits}f} once" if self.still_bytes else ""
@@ -119,7 +118,7 @@ def check_sizes(
 
     Args:
         config: `[cache]`.
-        size: of a template.
+        size: size of a template.
         budgets: (tier, bytes), the device's first.
 
     Raises:

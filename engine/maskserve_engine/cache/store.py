@@ -1,16 +1,10 @@
-"""The store: entries in tiers, and the way from there to the rows that read them.
+"""The store: entries in tiers, and their way to the rows that read them.
 
-Rows that read the same tokens of an entry share one load of them, for as long as any of them reads
-it; each has a handle of its own.
-
-    device    memory_tier.py    whole entries, and the books of what rows hold
-    host      folder_tier.py    files on a tmpfs, shared by the host's workers
-    disk      folder_tier.py    files
-    remote    remote_tier.py    objects under a URL
-
-New entries go to the device at once and to the files behind it. An edit that finds its template
-in files has it opened, and brought nearer, while it queues. The engine's thread asks and never
-waits for a file: "not now" is an answer, and the row computes all its tokens until it is not.
+Rows that read the same tokens of an entry share one load while any of them reads it; each row has a
+handle of its own. Entries go to the device at once (`memory_tier`), and to files on a tmpfs or a
+disk (`folder_tier`) and objects under a URL (`remote_tier`) behind it. An edit that finds its
+template in files has it opened, and brought nearer, while it queues. The engine's thread never
+waits for a file: "not now" is an answer, and the row then computes all its tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +32,8 @@ class Handle:
     """One entry as one row reads it; valid until released.
 
     Args:
-        anchor: of the entry.
         load: shared by the rows that read the same.
-        loader: that brings it in.
+        loader: loader of the entry.
         selection: the row's own tokens.
         release: told once, when the row lets go.
     """
@@ -55,7 +48,7 @@ class Handle:
     ) -> None:
         self.anchor, self.load = anchor, load
         self.stalls: list[Span] = []
-        """Where steps have waited for a part."""
+        """Spans in which steps waited for a part."""
         self._loader, self._selection, self._release = loader, selection, release
         self._released = False
 
@@ -95,19 +88,19 @@ class Handle:
         return parts, self._selection.on(block, parts[0].data.device)
 
     def release(self) -> None:
-        """Let go; what nobody else reads is dropped."""
+        """Release the handle; the load ends when no other handle shares it."""
         if not self._released:
             self._released = True
             self._release()
 
 
 _Name = tuple[str, Anchor, bytes]
-"""Template, anchor, and which tokens; of whole entries no bytes."""
+"""Template, anchor and digest of the tokens; whole entries have an empty digest."""
 
 
 @dataclass(slots=True)
 class _Shared:
-    """A load and how many handles there are of it."""
+    """A load and the number of its handles."""
 
     load: Load
     source: EntrySource
@@ -119,13 +112,12 @@ class Store:
     """All tiers of one worker; used by the engine's thread.
 
     Args:
-        memory: of the device.
         folders: tiers in files, the nearest first.
         remote: or None.
         loader: brings entries to the device.
-        on_change: of `LowerTiers`, as `patience_s`.
+        on_change: see `LowerTiers`.
         patience_s: seconds.
-        reserve: of the device's memory, for entries and loads; None: they take what they need.
+        reserve: memory for entries and loads; None: each allocates its own.
     """
 
     def __init__(
@@ -141,7 +133,7 @@ class Store:
         self.memory, self.loader, self.reserve = memory, loader, reserve
         self.lower = LowerTiers(folders, remote, on_change, patience_s)
         self.tiers: tuple[Tier, ...] = (memory, *self.lower.tiers)
-        """The nearest first."""
+        """All tiers, the nearest first."""
         self._shared: dict[_Name, _Shared] = {}
         self._travelled: Counter[str] = Counter()
         """Bytes accounted for, by the tier in which they were found."""
@@ -151,7 +143,7 @@ class Store:
 
     @property
     def version(self) -> int:
-        """Grows when what `held` says has changed."""
+        """Grows when the store's templates change."""
         return self._changes + self.lower.version
 
     # Where a template lies.
@@ -164,7 +156,9 @@ class Store:
         return self.lower.locate(key, missing) if missing else self.memory.name
 
     def fetch(self, key: str, anchors: Iterable[Anchor]) -> bool:
-        """Have entries ready to be read; True when they are, else `on_change` tells."""
+        """Prepare entries for reading; return True once they are ready, else
+        `on_change` is told.
+        """
         missing = [anchor for anchor in anchors if self._source(key, anchor) is None]
         if missing:
             self.lower.fetch(key, missing)
@@ -182,15 +176,15 @@ class Store:
         whole: bool = False,
         force: bool = False,
     ) -> Handle | None:
-        """A hold on the tokens of one entry; None: not now.
+        """Return a handle of the tokens of one entry; None: not now.
 
         Args:
-            key: of the template.
-            anchor: of the entry.
+            key: cache key of the template.
+            anchor: anchor of the entry.
             selection: the row's tokens.
-            source: of the entry, held by the row.
-            whole: have all tokens travel, once for all rows that ask so.
-            force: do not refuse for want of room.
+            source: the entry, held by the row.
+            whole: whether all tokens are moved, once for all rows that ask so.
+            force: whether to read the entry even if there is no room.
         """
         self.memory.touch(key)
         self.lower.touch(key)
@@ -205,7 +199,7 @@ class Store:
         return Handle(anchor, shared.load, self.loader, selection, lambda: self._release(name))
 
     def hold(self, key: str, anchor: Anchor) -> EntrySource | None:
-        """Keep an entry readable until `let_go`, evicted or not; None: not now."""
+        """Keep an entry readable until `let_go`, even if it is evicted; None: not now."""
         source = self._source(key, anchor)
         if source is None:
             if not self.lower.lost(key, anchor):
@@ -219,8 +213,8 @@ class Store:
             self.memory.give_back(source.entry)
 
     def account(self, handle: Handle) -> tuple[str, int]:
-        """(tier, bytes) that have travelled for the handle's load and were not told before; the
-        tier is where its entry was found, of the first reader, and where it lies now, of others.
+        """Return (tier, bytes) moved for the handle's load since the last call. For the first
+        reader the tier is where the entry was found, for others where it lies now.
         """
         load = handle.load
         shared = next(candidate for candidate in self._shared.values() if candidate.load is load)
@@ -230,13 +224,13 @@ class Store:
         return origin_tier, moved
 
     def travelled_elsewhere(self, tier: str, nbytes: float) -> None:
-        """Bytes that were brought to a device of another process from files of this store's."""
+        """Count bytes that another process moved to its device from this store's files."""
         self._travelled[tier] += int(nbytes)
 
     # What comes and goes.
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
-        """Keep an entry in every tier that can; False when none is going to."""
+        """Keep an entry in every tier that can; return False when none will."""
         is_stored = True
         if self.reserve is not None:
             block = self._block(self.reserve, entry.room, frozenset({key}))
@@ -252,7 +246,7 @@ class Store:
         self.lower.pin(key, pinned=pinned)
 
     def evict(self, key: str) -> int:
-        """Drop a template from every tier; returns bytes. Rows that run keep what they hold."""
+        """Evict a template from every tier; return its bytes. Running rows keep their entries."""
         self._changes += 1
         self.on_evict(key)
         return self.memory.evict(key) + self.lower.evict(key)
@@ -262,7 +256,6 @@ class Store:
         return {self.memory.name: self.memory.held(), **self.lower.seen}
 
     def keys_of(self, template_id: str) -> list[str]:
-        """Keys of a template's entries, in whatever tier."""
         entries_key = entries_id(template_id)
         keys = {
             key: None
@@ -273,14 +266,14 @@ class Store:
         return list(keys)
 
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes per tier; of the device what rows hold, too."""
+        """Bytes per tier; those of the device include what rows hold."""
         files = {
             t: sum(h.nbytes for h in templates.values()) for t, templates in self.lower.seen.items()
         }
         return {self.memory.name: self.memory.nbytes, **files}
 
     def counters(self) -> dict[str, float]:
-        """Totals per tier; the name of the tier behind a dot."""
+        """Totals per tier, named `counter.tier`."""
         counters: dict[str, float] = {}
         for tier in self.tiers:
             counters[f"cache_evictions_total.{tier.name}"] = tier.evictions
@@ -290,7 +283,7 @@ class Store:
         return counters
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Wait until what is under way to and from files is done; False if that takes longer."""
+        """Wait until file operations under way are done; return False after `timeout_s`."""
         return self.lower.settle(timeout_s)
 
     def close(self) -> None:
@@ -298,13 +291,13 @@ class Store:
         self.lower.close()
 
     def check_integrity(self, *, files: bool = True) -> None:
-        """Of an idle store.
+        """Check the accounts of a store that no row reads.
 
         Args:
-            files: look into them too, which takes their locks.
+            files: check file tiers too, which takes their locks.
 
         Raises:
-            AssertionError: something is held that nobody holds, or books do not match.
+            AssertionError: something is still held, or accounts do not match.
         """
         assert not self._shared, f"{len(self._shared)} loads that were not released"
         assert not self.memory.lent, f"{self.memory.lent} entries lent to nobody"
@@ -344,13 +337,14 @@ class Store:
         return _Shared(load, source, booked)
 
     def _block(self, reserve: Reserve, nbytes: int, keep: frozenset[str] | None) -> Block | None:
-        """Of the reserve; templates are evicted where no span is long enough. None: that did not
-        help.
+        """Take a block of the reserve; evict templates while no free span is long enough. Return
+        None if that does not help.
 
         Args:
-            reserve: whose it is.
-            nbytes: of it.
-            keep: for an entry, which then stays: of its template; None: for a load.
+            reserve: reserve to take it from.
+            nbytes: size of the block.
+            keep: keys that must stay while room is made for an entry; None: the block is for a
+                load.
         """
         stays = keep is not None
         while True:

@@ -1,4 +1,4 @@
-"""What the tiers outside of this process share: counts, notes, and whom to evict."""
+"""Base of the tiers outside this process: counts, notes and the choice of templates to evict."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class StoredTier(ABC):
     """Entries as files or objects `<place>/<key>/<anchor>.safetensors`.
 
     Args:
-        name: of the tier.
         place: where it is, in words.
-        budget_bytes: of all entries there, whoever wrote them.
+        budget_bytes: most bytes of all entries there, whoever wrote them.
         rebuild: seconds to have a template again.
         clock: seconds.
     """
@@ -35,7 +34,7 @@ class StoredTier(ABC):
         self._place, self._rebuild, self._clock = place, rebuild, clock
         self._notes: dict[str, Note] = {}
         self._refused = ""
-        """What the medium said last; logged when it changes."""
+        """Last error text of the medium; it is logged when it changes."""
 
     @property
     def nbytes(self) -> int:
@@ -49,11 +48,11 @@ class StoredTier(ABC):
 
     @abstractmethod
     def _remove(self, key: str) -> int:
-        """Drop a template and count it as evicted; returns bytes."""
+        """Remove a template and count it as evicted; return its bytes."""
 
     @abstractmethod
     def _part(self, key: str, anchor: Anchor, begin: int, end: int) -> bytes:
-        """Some bytes of an entry's file."""
+        """Return bytes [begin, end) of an entry's file."""
 
     def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
         """Evict until an entry fits; nothing is evicted when it cannot."""
@@ -71,7 +70,9 @@ class StoredTier(ABC):
         return chosen is not None
 
     def _note_of(self, key: str, files: Mapping[Anchor, int]) -> Note:
-        """Of a template with these entries; where none can be read, one that is never whole."""
+        """Return a template's note, read from one of its entries; if none can be read, a note that
+        demands one entry more than there are.
+        """
         note = self._notes.get(key)  # another thread may evict the template at any time
         if note is None:
             try:
@@ -86,12 +87,10 @@ class StoredTier(ABC):
         return note
 
     def _dropped(self, path: object, error: Exception) -> None:
-        """An entry was bad: count it."""
         self.corrupt += 1
         _log.warning("tier %s: %s is dropped: %s", self.name, path, error)
 
     def _refuse(self, error: Exception) -> None:
-        """Say once what the medium will not do, and count it."""
         self.failures += 1
         number = getattr(error, "errno", None)
         reason = errno.errorcode.get(number or 0, type(error).__name__)
@@ -101,7 +100,7 @@ class StoredTier(ABC):
 
 
 def anchor_name(anchor: Anchor) -> str:
-    """A name that gives every bit of the anchor back."""
+    """Return a file name that encodes the anchor exactly."""
     return "_".join(x.hex() for x in (anchor.sigma, anchor.timestep, anchor.input_scale)) + SUFFIX
 
 

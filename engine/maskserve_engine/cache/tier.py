@@ -1,4 +1,4 @@
-"""What every tier of the store does, whether it keeps entries in memory, in files or far away."""
+"""The protocol of all tiers, whether entries lie in memory, in files or under a URL."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from maskserve_engine.cache.entries import AnchorEntry
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What an entry's template is called and worth; kept beside every entry."""
+    """Identity and worth of an entry's template; stored beside every entry."""
 
     template_id: str
-    """Of the first that was primed of those that share it (`contracts.keys.entries_id`)."""
+    """Id of the first template primed among those that share the entries
+    (`contracts.keys.entries_id`).
+    """
     anchors: int
-    """Entries that the whole template has."""
+    """Number of entries of the complete template."""
     rebuild_s: float
     """Seconds to compute the whole template anew."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A template in a tier."""
-
     note: Note
     anchors: dict[Anchor, int]
     """Bytes of each entry."""
     used: float = 0.0
-    """When it was last of use, in seconds of the tier's clock."""
+    """Time of last use, in seconds of the tier's clock."""
     pinned: bool = False
 
     @property
@@ -43,12 +43,14 @@ class Held:
         return len(self.anchors) >= self.note.anchors
 
     def eviction_score(self, now: float, rebuild_s: float) -> float:
-        """Grows with its age and bytes and falls with what it costs to have it again."""
+        """Return the score by which templates are evicted, highest first: age times bytes by
+        rebuild seconds.
+        """
         return max(now - self.used, 1e-3) * self.nbytes / max(rebuild_s, 1e-6)
 
 
 Rebuild = Callable[[str, Held], float]
-"""Seconds to have a template again in a tier: from the tier below, or computed."""
+"""Returns the seconds to have a template again in a tier: from the tier below, or computed."""
 
 
 def computed_anew(key: str, held: Held) -> float:
@@ -60,9 +62,9 @@ class Tier(Protocol):
     """Keeps entries by (key, anchor) within a byte budget.
 
     Whole templates are evicted, the highest `Held.eviction_score` first: one with anchors
-    missing serves no row. What was handed out stays valid after its eviction. Nothing here raises
-    for what a disk, a network or a full memory does: that is logged, counted, and answered with
-    "not there" or "not kept".
+    missing serves no row. Entries in use stay valid after their eviction. Errors of disks, networks
+    and memory are not raised: they are logged, counted, and answered with "not there" or "not
+    kept".
     """
 
     name: str
@@ -90,23 +92,23 @@ class Tier(Protocol):
         ...
 
     def touch(self, key: str) -> None:
-        """The template was of use."""
+        """Mark the template as used now."""
         ...
 
     def pin(self, key: str, *, pinned: bool) -> None:
-        """Keep a template that is held from eviction, or no longer."""
+        """Protect a template from eviction, or end that."""
         ...
 
     def evict(self, key: str) -> int:
-        """Drop a template, pinned or not; returns the bytes given back."""
+        """Evict a template, pinned or not; return the bytes freed."""
         ...
 
     def held(self) -> Mapping[str, Held]:
-        """All templates, parts of templates too, by key."""
+        """All templates by key, incomplete ones included."""
         ...
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not match what is held."""
+        """Raise AssertionError when the accounts do not match what is stored."""
         ...
 
 
@@ -119,8 +121,8 @@ def chosen_victims(
         held: templates of the tier.
         missing: bytes over the budget.
         keep: keys that must stay, beside the pinned ones.
-        now: of the tier's clock.
-        rebuild: of the tier.
+        now: time of the tier's clock.
+        rebuild: rebuild seconds of the tier's templates.
     """
     if missing <= 0:
         return []

@@ -1,1 +1,1 @@
-"""Between a denoiser and a ControlNet service: what they tell one another, and by which way."""
+"""Messages and transports between a denoiser and a ControlNet service."""

@@ -27,25 +27,23 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 _ALIGNED = 256
 _REST_S = 10.0
-"""Longer than a device takes for what it has been told to do."""
+"""Seconds that places of a lost session rest: longer than a device takes for queued work."""
 _ELSEWHERE = "residuals pass host memory: %s"
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """What a denoiser opens a block with."""
+    """Descriptor with which a denoiser opens the service's block."""
 
     handle: tuple[int, bytes, int, int, bytes, int, bytes, bool]
-    """Torch's (`UntypedStorage._share_cuda_`)."""
+    """Torch's handle of the memory (`UntypedStorage._share_cuda_`)."""
     check: bytes
-    """The block's first bytes: some devices open one another's memory and read something else."""
+    """The block's first bytes, which detect devices that open one another's memory but read other
+    data.
+    """
 
 
 class LentBlock:
     """A service's; one thread writes, any opens and closes rows.
-
-    Args:
-        nbytes: of the whole block.
-        device: of the nets.
 
     Raises:
         RuntimeError: it cannot be had there.
@@ -58,11 +56,11 @@ class LentBlock:
         _at(self._block, 0, check.shape, check.dtype).copy_(check)
         self.flush()
         self._free = [(_ALIGNED, nbytes)]
-        """Where places begin and end, in order."""
+        """Free ranges (begin, end), in order."""
         self._held: dict[str, dict[int, list[tuple[int, int]]]] = {}
         """Places by row and slot."""
         self._resting: list[tuple[float, list[tuple[int, int]]]] = []
-        """Until when."""
+        """Ranges that rest, each with the time at which it becomes free."""
         self._door = threading.Lock()
 
     def open(self, row: str) -> None:
@@ -70,7 +68,9 @@ class LentBlock:
             self._held[row] = {}
 
     def put(self, row: str, slot: int, x: Tensor) -> int | None:
-        """Where a residual comes to lie; None: there is no room, or the row is closed."""
+        """Copy a residual into the block and return its offset; None: there is no room, or the row
+        is closed.
+        """
         nbytes = -(-max(x.nbytes, 1) // _ALIGNED) * _ALIGNED
         with self._door:
             self._wake()
@@ -84,11 +84,11 @@ class LentBlock:
         return begin
 
     def flush(self) -> None:
-        """Wait until all that was put is there."""
+        """Wait until all residuals that were put are written."""
         _flush(self._block.device)
 
     def clear(self, row: str, slot: int) -> None:
-        """What lies there has been read."""
+        """Free the slot's places: its residuals have been read."""
         with self._door:
             self._give(self._held.get(row, {}).pop(slot, []))
 
@@ -102,7 +102,6 @@ class LentBlock:
                 self._resting.append((time.monotonic() + _REST_S, places))
 
     def free(self) -> int:
-        """Bytes that have no place, or none that is read."""
         with self._door:
             self._wake()
             return sum(end - begin for begin, end in self._free)
@@ -126,8 +125,7 @@ class OpenedBlock:
     """A denoiser's view of the block.
 
     Args:
-        lent: as the service has told.
-        device: of the base.
+        lent: the service's descriptor of the block.
 
     Raises:
         RuntimeError: it cannot be read from there.
@@ -140,18 +138,18 @@ class OpenedBlock:
         self._read = torch.cuda.Event()
 
     def read(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A copy of a residual, in the order of the device's work."""
+        """Return a copy of a residual, in the order of the device's work."""
         residual = _at(self._block, begin, shape, dtype).clone()
         self._read.record()
         return residual
 
     def settle(self) -> None:
-        """Wait until all that was read has been copied; from any thread."""
+        """Wait until all reads have been copied; may be called from any thread."""
         self._read.synchronize()
 
 
 def lent_block(nbytes: int, device: torch.device) -> LentBlock | None:
-    """Of a service; None: it lends none, and the log says why if it was to."""
+    """Allocate a service's block; None: none is configured, or it failed and the log says why."""
     try:
         return LentBlock(nbytes, device) if nbytes else None
     except (RuntimeError, ValueError) as error:
@@ -160,7 +158,9 @@ def lent_block(nbytes: int, device: torch.device) -> LentBlock | None:
 
 
 def opened_block(lent: Lent | None, device: torch.device) -> OpenedBlock | None:
-    """Of a denoiser, likewise."""
+    """Open a service's block at a denoiser; None: there is none, or it failed and
+    the log says why.
+    """
     try:
         return None if lent is None else OpenedBlock(lent, device)
     except (RuntimeError, ValueError) as error:
@@ -190,7 +190,7 @@ def _lend(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
 
 
 def _open(handle: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Also of a device that this process does not see: to torch it is of the own one."""
+    """Open the block, even of a device that this process does not see: torch maps it to its own."""
     if device.type != "cuda":
         raise RuntimeError(f"{device} is no CUDA device")
     view = torch.empty(0, dtype=torch.uint8, device=device)

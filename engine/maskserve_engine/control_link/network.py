@@ -46,12 +46,14 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _SILENT_S = 8
-"""After which a peer that does not acknowledge what it was sent, or that it is there, is gone; and
-one that stops in the middle of a message."""
+"""Seconds after which a peer is lost that acknowledges nothing, or stops in the middle of a
+message.
+"""
 _MOST_NAME = 200
 _MOST_SAMPLE, _MOST_ADDED = 2**26, 2**31
-"""Bytes of one row's tensor in an ask, and of one residual: hundreds of times FLUX's at 1024x1024,
-and eighty times."""
+"""Most bytes of one row's tensor in an ask, and of one residual: hundreds of times FLUX's at
+1024x1024, and eighty times.
+"""
 _STALL = struct.pack("ll", _SILENT_S, 0)
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -79,10 +81,10 @@ class Wire:
         self._messages = Connection(os.dup(connected.fileno()))
 
     def introduce(self, session: str, key: str) -> None:
-        """As the denoiser of a session.
+        """Open the connection as the denoiser of a session; both ends prove that they know `key`.
 
         Raises:
-            Lost: the other end is not the service that has named it.
+            Lost: the other end is not the service that named the session.
         """
         try:
             self._messages.send_bytes(session.encode())
@@ -92,13 +94,13 @@ class Wire:
             raise Lost(f"it does not know this session ({error})") from error
 
     def welcome(self, key_of: Callable[[str], str]) -> str:
-        """The session of the denoiser at the other end.
+        """Return the session of the denoiser at the other end, once it has proved its key.
 
         Args:
-            key_of: a session; raises for one that is not known.
+            key_of: returns a session's key; raises for an unknown session.
 
         Raises:
-            Lost: it has none.
+            Lost: the other end has no such session.
         """
         try:
             session = self._messages.recv_bytes(_MOST_NAME).decode()
@@ -110,7 +112,11 @@ class Wire:
         return session
 
     def send(self, message: bytes, tensors: Sequence[Tensor] = ()) -> None:
-        """Raises Lost: the other end has ended, or takes nothing."""
+        """Send a message and the bytes of its tensors.
+
+        Raises:
+            Lost: the other end has ended, or takes nothing.
+        """
         try:
             self._messages.send_bytes(message)
             for tensor in tensors:
@@ -119,10 +125,10 @@ class Wire:
             raise Lost(f"it has ended or reads nothing ({error.strerror or error})") from error
 
     def receive(self) -> bytes:
-        """The next message, for as long as it takes.
+        """Return the next message; wait without limit.
 
         Raises:
-            Lost: the other end has ended, or sends what is no message.
+            Lost: the other end has ended, or sends no valid message.
         """
         try:
             self._messages.poll(None)
@@ -131,7 +137,7 @@ class Wire:
             raise Lost(f"it has ended ({error})" if str(error) else "it has ended") from error
 
     def fill(self, x: Tensor) -> None:
-        """With the bytes behind a message.
+        """Fill `x` with the bytes behind a message.
 
         Raises:
             Lost: they do not come.
@@ -147,12 +153,11 @@ class Wire:
             remaining = remaining[count:]
 
     def end(self) -> None:
-        """Both ends are told, and whoever waits here; from any thread."""
+        """End the connection and wake whoever waits at either end; may be called on any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody uses it any more."""
         self._messages.close()
         self._socket.close()
 
@@ -162,14 +167,14 @@ def _bytes(x: Tensor) -> memoryview:
 
 
 def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
-    """Where a row's tensor comes to lie that a message announces.
+    """Return memory for the tensor that a message announces for a row.
 
     Args:
-        part: of the message.
-        slots: of the row; None: it is closed, and nobody reads it.
+        part: the row's part of the message.
+        slots: the row's slots; None: the row is closed and nobody reads the tensor.
 
     Raises:
-        Lost: it is none, or too large.
+        Lost: the part describes no tensor, or one that is too large.
         OSError: there is no room.
     """
     dtype, is_sample = getattr(torch, part.dtype, None), isinstance(part, AskedRow)
@@ -191,7 +196,6 @@ class NetworkMessages:
     """A denoiser's end (`transport.Messages`).
 
     Args:
-        host: of the service.
         attached: what it has said.
 
     Raises:
@@ -214,9 +218,9 @@ class NetworkMessages:
             self._wire.close()
             raise
         self._slots: WeakValueDictionary[str, RowSlots] = WeakValueDictionary()
-        """Of the rows that are open."""
+        """Slots of the open rows, by name."""
         self._came: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
-        """None: nothing follows."""
+        """Answers received; None: nothing follows."""
         self._over = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="controlnets", daemon=True)
         self._receiver.start()
@@ -274,7 +278,7 @@ def connection_to(service: str, device: torch.device) -> Callable[[Attached], Me
 
     Args:
         service: `[controls] service`, HOST:PORT.
-        device: of the base.
+        device: device of the base.
     """
     host = service.rpartition(":")[0].strip("[]")
     if _is_here(host):

@@ -1,4 +1,4 @@
-"""What a ControlNet service is told of a row once, before its first step."""
+"""The data of a row that a ControlNet service gets once, before the row's first step."""
 
 from __future__ import annotations
 
@@ -33,38 +33,42 @@ class OpenedControl(msgspec.Struct, frozen=True):
 
     @property
     def input(self) -> ControlInput:
-        """As rows have it, without the picture."""
+        """The control as rows use it, without the picture."""
         return ControlInput(self.net, _NO_PICTURE, self.scale, self.start, self.end, self.mode)
 
 
 class OpeningFacts(msgspec.Struct, frozen=True):
-    """All but the arrays; travels as JSON."""
+    """Everything but the arrays; sent as JSON."""
 
     controls: tuple[OpenedControl, ...]
-    """Those that act."""
+    """ControlNets that act on the row."""
     timesteps: tuple[float, ...]
-    """Of all steps."""
+    """Timesteps of all steps."""
     own: OwnPlan
-    """As `families.control.RowControl` has it."""
+    """Schedule of the row's refresh steps, as in `families.control.RowControl`."""
     active: int = 0
-    """FLUX: image tokens that a step which reads something computes; 0: none does."""
+    """FLUX: image tokens that a step with cached tokens computes; 0: all steps
+    compute all tokens.
+    """
     text: int = 0
     """FLUX: text tokens of the prompt."""
     guidance: float | None = None
     """FLUX: guidance_scale."""
     shallowest: bool = False
-    """FLUX: whether all its ControlNets are taken to be as shallow as one (`common_depth`)."""
+    """FLUX: whether all its ControlNets use the depth of the shallowest (`common_depth`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Of one row; which arrays there are, its family knows."""
+    """Opening of one row; its family defines which arrays there are."""
 
     facts: OpeningFacts
     arrays: dict[str, Tensor]
 
     def on(self, device: torch.device) -> Opening:
-        """With its numbers on a device, in one transfer; ids stay in host memory."""
+        """Return a copy with its numbers on a device, moved in one transfer; ids stay in host
+        memory.
+        """
         host_floats = {
             name: x
             for name, x in self.arrays.items()
@@ -73,16 +77,16 @@ class Opening:
         return Opening(self.facts, {**self.arrays, **moved(host_floats, device)})
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
-        """As JSON's objects, and as safetensors' bytes."""
+        """Return JSON objects and the arrays as safetensors bytes."""
         arrays = {name: x.detach().cpu().contiguous() for name, x in self.arrays.items()}
         return msgspec.to_builtins(self.facts), save(arrays)
 
     @classmethod
     def unpacked(cls, facts: object, arrays: bytes) -> Opening:
-        """`packed` read back.
+        """Read back the result of `packed`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the data is no opening.
         """
         try:
             return cls(msgspec.convert(facts, OpeningFacts), load(arrays))

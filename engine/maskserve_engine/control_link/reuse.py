@@ -12,54 +12,51 @@ from typing import NamedTuple
 
 
 class SentAsk(NamedTuple):
-    """Residuals that were asked for."""
-
     number: int
-    """Of the ask."""
+    """Number of the ask."""
     step: int
-    """Whose timestep and scales the nets were given."""
+    """Step whose timestep and scales the nets were given."""
     computed: int
-    """Tokens that the base was to compute in it."""
+    """Tokens that the base was to compute in that step."""
     slot: int
-    """Where they lie (`slots`)."""
+    """Slot of the residuals (`slots`)."""
     ahead: bool
-    """Whether of extrapolated latents."""
+    """Whether the latents were extrapolated."""
 
 
 class Reuse:
-    """What was asked for one row.
+    """The asks of one row whose residuals some step may still add.
 
     Args:
         fast: whether nets are asked one step ahead; else each step adds residuals of its own
             latents.
-        scales: per step, of each of the row's controls; 0: it adds nothing.
+        scales: scale of each of the row's controls, by step; 0: it adds nothing.
     """
 
     def __init__(self, scales: Sequence[tuple[float, ...]], *, fast: bool) -> None:
         self._fast, self._scales = fast, scales
         self._sent: dict[int, SentAsk] = {}
-        """By their step."""
+        """Asks by their step."""
         self._slot = 0
-        """Of what was asked for last."""
+        """Slot of the latest ask."""
 
     @property
     def numbers(self) -> set[int]:
-        """Of the asks whose answers some step may still add."""
+        """Numbers of the asks whose answers some step may still add."""
         return {ask.number for ask in self._sent.values()}
 
     def acts(self, step: int) -> bool:
-        """Whether any ControlNet adds anything in a step."""
         return any(self._scales[step])
 
     def keep(self, sent: SentAsk) -> None:
         self._sent[sent.step], self._slot = sent, sent.slot
 
     def free_slot(self, step: int, added: SentAsk | None) -> int:
-        """Where there is room for what is asked for a step.
+        """Return a free slot for an ask.
 
         Args:
-            step: asked for: one that begins, or the one after it.
-            added: to the one that begins, and still to be read.
+            step: step that is asked for: one that begins, or the one after it.
+            added: ask whose residuals the beginning step adds and still has to read.
         """
         used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}
         used_slots |= set() if added is None else {added.slot}
@@ -67,14 +64,13 @@ class Reuse:
         return self._slot if other_slot in used_slots else other_slot
 
     def at(self, step: int, computed: int, failed: Callable[[int], bool]) -> SentAsk | None:
-        """What a step may add of what was asked before; None: it needs residuals of its own.
-
-        Controls that have another scale since, or tokens that nobody asked for, are such a need.
+        """Return the earlier ask whose residuals a step may add; None: it needs residuals of its
+        own, as it does when a control's scale has changed or other tokens are computed.
 
         Args:
-            step: that begins; what was asked for those long past is forgotten.
+            step: step that begins; asks of earlier steps are forgotten.
             computed: tokens that the base computes in it.
-            failed: whether it is known of an ask that its answer does not come.
+            failed: whether the answer to an ask is known to have failed.
         """
         self._sent = {at: old_ask for at, old_ask in self._sent.items() if at >= step - 1}
         if not self._fast or not self.acts(step):
@@ -86,11 +82,8 @@ class Reuse:
         return ask if self._scales[step] == self._scales[ask.step] else None
 
     def wants_own(self, step: int, added: SentAsk | None) -> bool:
-        """Whether nets are asked with the latents of a step that begins.
-
-        Args:
-            step: that begins.
-            added: from `at`.
+        """Whether nets are asked with the latents of a step that begins; `added` is the result of
+        `at`.
         """
         return added is None and self.acts(step)
 

@@ -39,14 +39,18 @@ from maskserve_engine.control_link.transport import (
 
 _log = logging.getLogger(__name__)
 _WAITS = 4096
-"""Waits that are kept until they are asked for."""
+"""Most waits recorded between two reads."""
 
 
 class ServiceCalls(Protocol):
     """KServe calls of the service."""
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
-        """Raises MaskserveError: what the service says, or Overloaded where it says nothing."""
+        """Make a KServe call.
+
+        Raises:
+            MaskserveError: the service's error, or Overloaded where it does not answer.
+        """
         ...
 
     def close(self) -> None: ...
@@ -62,27 +66,29 @@ class RowAsk(NamedTuple):
     row: ServedRow
     step: int
     sample: Tensor
-    """What nets are given of it, of any device."""
+    """Input of the nets, on any device."""
     computed: int = 0
-    """As of `transport.AskedRow`."""
+    """Tokens that the base computes (`transport.AskedRow.computed`)."""
     ahead: Callable[[], Tensor | None] = lambda: None
-    """The same of the step after it, extrapolated; None: there is nothing to go by."""
+    """Returns the extrapolated input of the next step; None: there is nothing to
+    extrapolate from.
+    """
     foreseen: ForeseenAsk | None = None
-    """What the row foresees beside it."""
+    """Lookahead that the row computes beside this step; None: there is none."""
 
 
 class ForeseenAsk(NamedTuple):
-    """All tokens of a row, as they are foreseen at an anchor."""
+    """All tokens of a row at a later refresh step, computed by lookahead."""
 
     step: int
-    """Of the anchor."""
+    """The refresh step."""
     sample: Tensor
     computed: int
-    """As of `RowAsk`."""
+    """Tokens that the base computes (`transport.AskedRow.computed`)."""
 
 
 class ServedRow:
-    """A row at the service; what it adds to the base (`batch.packing.Residuals`)."""
+    """A row at the service; gives the residuals that the base adds (`batch.packing.Residuals`)."""
 
     def __init__(
         self, link: Link, name: str, opening: Opening, opened: Future[Any], *, fast: bool
@@ -100,30 +106,33 @@ class ServedRow:
         self.reuse = Reuse(scales, fast=fast)
         self._opened: Future[Any] | None = opened
         self.added: SentAsk | None = None
-        """What the present step adds; None: nothing."""
+        """Ask whose residuals the present step adds; None: none."""
         self.stale = False
-        """Whether that is of other latents than the step's own."""
+        """Whether those residuals are of other latents than the step's own."""
         self.foreseen: SentAsk | None = None
-        """What is added to the anchor that the present step foresees."""
+        """Ask whose residuals the present step's lookahead adds; None: none."""
 
     @property
     def ahead(self) -> ServedAhead:
-        """What it adds to the pass that foresees an anchor."""
+        """Residuals of the lookahead pass."""
         return ServedAhead(self)
 
     def turn_to(self, step: int, added: SentAsk | None) -> None:
-        """Have a step add what was asked for."""
         self.added = added
         self.stale = added is not None and (added.ahead or added.step != step)
 
     def free_slot(self, step: int) -> int:
-        """Of what is asked for a step: what the present step adds, and what a later one will, stay
-        where they are.
+        """Return a slot for the ask of a step; residuals that the present or a later step adds keep
+        theirs.
         """
         return self.reuse.free_slot(step, self.added)
 
     def await_opened(self) -> None:
-        """Raises EngineFailed: the service does not have it."""
+        """Wait until the service has the row.
+
+        Raises:
+            EngineFailed: the service does not have it.
+        """
         if self._opened is not None:
             try:
                 self._opened.result()
@@ -132,7 +141,7 @@ class ServedRow:
             self._opened = None
 
     def after(self, number: int) -> Tensor | None:
-        """What is added at a place of the base; waits for it.
+        """Wait for the residual at a place of the base and return it; None: nothing is added.
 
         Raises:
             EngineFailed: it will not come.
@@ -141,7 +150,7 @@ class ServedRow:
 
     @property
     def numbers(self) -> set[int]:
-        """Of the asks whose answers may still be added."""
+        """Numbers of the asks whose answers may still be added."""
         return self.reuse.numbers | (set() if self.foreseen is None else {self.foreseen.number})
 
     def close(self) -> None:
@@ -149,12 +158,12 @@ class ServedRow:
 
 
 class ServedAhead(NamedTuple):
-    """What a row adds to the pass that foresees an anchor (`batch.packing.Residuals`)."""
+    """Residuals that a row adds to a lookahead pass (`batch.packing.Residuals`)."""
 
     row: ServedRow
 
     def after(self, number: int) -> Tensor | None:
-        """As of `ServedRow`."""
+        """Wait for the residual at a place of the base and return it; None: nothing is added."""
         row = self.row
         return None if row.foreseen is None else row.link.find(row.foreseen, row, number)
 
@@ -163,19 +172,16 @@ _batches = itertools.count(1)
 
 
 def new_batch() -> int:
-    """A number for a batch (`transport.Ask`)."""
     return next(_batches)
 
 
 def ask_service(asks: Sequence[RowAsk], batch: int) -> None:
-    """See `Link.ask`; rows of a session that was lost fail all."""
+    """Ask for each row's residuals through its link; the first lost session fails all rows."""
     for link in dict.fromkeys(ask.row.link for ask in asks):
         link.ask([ask for ask in asks if ask.row.link is link], batch)
 
 
 class _Question(NamedTuple):
-    """A row's part of an ask."""
-
     row: ServedRow
     step: int
     computed: int
@@ -185,13 +191,14 @@ class _Question(NamedTuple):
 
 
 class _Answer:
-    """What has come of the answer to one ask."""
+    """The parts received in answer to one ask."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int], list[AddedPart]] = {}
         self.copied: dict[tuple[str, int], tuple[AddedPart, Tensor]] = {}
-        """Of each row and slot the part that was added last, on the base's device: several places
-        in turn add the same, and each pass."""
+        """Latest part added of each row and slot, copied to the base's device: several places in
+        turn add the same part, and each pass does.
+        """
         self.ended = False
         self.error = ""
 
@@ -213,10 +220,8 @@ class Link:
     Used by the engine's thread only, but for `lost`.
 
     Args:
-        messages: to the service.
-        session: as the service has named it.
-        calls: of the service.
-        device: of the base.
+        messages: transport to the service.
+        session: the service's name of the session.
         patience_s: `[controls] service_timeout_s`.
     """
 
@@ -232,20 +237,20 @@ class Link:
         self._device, self._patience_s = device, patience_s
         self._names, self._numbers = itertools.count(), itertools.count(1)
         self._rows: set[ServedRow] = set()
-        """Those that are open."""
+        """Open rows."""
         self._answers: dict[int, _Answer] = {}
-        """By the number of the ask, of those that some row may still need."""
+        """Answers that some row may still need, by the number of the ask."""
         self._pool = ThreadPoolExecutor(1, "controlnet calls")
         self.lost = ""
-        """Why it is over; empty while it is not."""
+        """Reason why the session is over; empty while it is not."""
         self.waits: list[float] = []
-        """Seconds that steps have waited for residuals; whoever books them clears it."""
+        """Seconds that steps have waited for residuals; whoever books them clears the list."""
 
     def open(self, opening: Opening, *, fast: bool = False) -> ServedRow:
         """A row at the service; its first ask waits until it is there.
 
         Args:
-            opening: of the row.
+            opening: opening of the row.
             fast: whether nets are asked one step ahead.
 
         Raises:
@@ -265,16 +270,16 @@ class Link:
         self.tell({"op": "close", "session": self.session, "row": row.name})
 
     def tell(self, op: dict[str, Any]) -> None:
-        """Have a call made behind those before it, whose answer nobody waits for."""
+        """Queue a call behind the earlier ones; nobody waits for its answer."""
         if not self.lost:
             self._pool.submit(self._call, op)
 
     def ask(self, asks: Sequence[RowAsk], batch: int) -> None:
-        """Have residuals of a step computed, for rows that begin it together; and of the next one,
-        for those that ask ahead.
+        """Ask for the residuals of a step, for rows that begin it together, and of the next step
+        for rows that ask ahead.
 
         Raises:
-            EngineFailed: they will not be.
+            EngineFailed: they will not come.
         """
         current: list[_Question] = []
         ahead: list[_Question] = []
@@ -301,7 +306,6 @@ class Link:
         self._answers = {n: answer for n, answer in self._answers.items() if n in needed}
 
     def _send(self, questions: Sequence[_Question], batch: int) -> None:
-        """Send one ask, for rows whose nets are run together."""
         self._check()
         while self.messages.come():  # rows that leave blocks out read nothing, and it would wait
             self._read(self._patience_s)
@@ -335,7 +339,6 @@ class Link:
         return bool(self._answers[number].error)
 
     def _read(self, patience_s: float) -> None:
-        """The next message."""
         try:
             more = self.messages.next(patience_s)
         except Lost as error:
@@ -344,7 +347,7 @@ class Link:
             self._answers[more.number].add(more)
 
     def find(self, sent: SentAsk, row: ServedRow, place: int) -> Tensor | None:
-        """What is added to a row at a place; None: nothing.
+        """Wait for the residual of a row at a place; None: nothing is added.
 
         Raises:
             EngineFailed: it will not come.
@@ -371,7 +374,7 @@ class Link:
         return cached_copy[1]
 
     def _copy(self, part: AddedPart, row: ServedRow) -> Tensor:
-        """A row's residual, on the base's device.
+        """Copy a row's residual to the base's device.
 
         Raises:
             EngineFailed: it is lost.
@@ -387,13 +390,12 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """From any thread. A service may have ended with nobody waiting for it: where it was frozen
-        as rows were opened, none of them has asked for anything.
+        """Whether the session is over; may be read from any thread. A service can end while nobody
+        waits for it: if it froze as rows were opened, no row has asked yet.
         """
         return bool(self.lost) or self.messages.ended()
 
     def close(self) -> None:
-        """It is over, and nobody is to be told."""
         self.lost = self.lost or "it is closed"
         self.messages.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -404,7 +406,9 @@ class Link:
         self._calls.call(op, arrays, self._patience_s)
 
     def _settle(self) -> None:
-        """Before the service is told something by which it may write what it lends anew."""
+        """Wait for pending copies before a call after which the service may overwrite what it
+        lends.
+        """
         if self.messages.lent is not None:
             self.messages.lent.settle()
 
@@ -443,11 +447,9 @@ class ControlService:
     """A denoiser's service: attached to when it is first needed, and again once it was lost.
 
     Args:
-        calls: of the service.
-        device: of the base.
-        dtype: of the base; the service's must be the same.
+        dtype: data type of the base; the service's must be the same.
         patience_s: `[controls] service_timeout_s`.
-        connect: to what it has said when attached to.
+        connect: connects to an attached session.
     """
 
     def __init__(
@@ -462,23 +464,23 @@ class ControlService:
         self._patience_s, self._connect = patience_s, connect
         self._link: Link | None = None
         self._held: dict[str, tuple[Link, str]] = {}
-        """The ControlNets that the service was told to hold, by version: in which session, and what
-        the service calls each, its content.
+        """ControlNets that the service holds, by version: the session, and the content by which the
+        service names the net.
         """
 
     # Called from the loader's thread.
 
     def load(self, name: str, version: str, content: str, limit_s: float) -> dict[str, Any]:
-        """Have the service hold a ControlNet; what it says of it (`digest`).
+        """Have the service load a ControlNet; return its answer (`digest`).
 
         Args:
-            name: of its folder, here and there.
-            version: that it has here.
-            content: of the folder here (`spec.control_nets.content_of`).
-            limit_s: seconds after which it is given up.
+            name: name of its folder, on both sides.
+            version: its version at this denoiser.
+            content: digest of the folder here (`spec.control_nets.content_of`).
+            limit_s: seconds after which the call is given up.
 
         Raises:
-            MaskserveError: it cannot be had, or the service does not answer.
+            MaskserveError: it cannot be loaded, or the service does not answer.
         """
         link = self._attached()
         op = {"op": "load", "session": link.session, "name": name, "version": content}
@@ -503,12 +505,12 @@ class ControlService:
     # Called from the engine's thread.
 
     def holds(self, version: str) -> bool:
-        """Whether the service has a ControlNet for this denoiser."""
+        """Whether the service holds a ControlNet for this denoiser."""
         link, _ = self._held.get(version, (None, ""))
         return link is not None and not link.over
 
     def drop(self, version: str) -> None:
-        """The ControlNet is not needed any more."""
+        """Release a ControlNet that is not needed any more."""
         link, content = self._held.pop(version, (None, ""))
         other_contents = [
             loaded_content for _, loaded_content in list(self._held.values())
@@ -520,8 +522,8 @@ class ControlService:
         """A row at the service.
 
         Args:
-            opening: of the row.
-            adapters: as the edit asks.
+            opening: opening of the row.
+            adapters: adapter mode of the edit.
 
         Raises:
             ControlLost: the service is not there.
@@ -536,7 +538,7 @@ class ControlService:
         return self._link.open(replace(opening, facts=facts), fast=adapters == "fast")
 
     def take_waits(self) -> list[float]:
-        """Seconds that steps have waited for residuals, since this was asked last."""
+        """Return and clear the seconds that steps have waited for residuals."""
         if self._link is None:
             return []
         waits, self._link.waits = self._link.waits, []

@@ -1,4 +1,4 @@
-"""Which ControlNets a denoiser's service holds for it."""
+"""ControlNets that a service holds for a denoiser."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from maskserve_engine.spec.control_nets import KnownControlNet, content_of
 from maskserve_engine.spec.facts import ModelFacts
 
 _LOAD_S = 300.0
-"""In which a service loads a ControlNet."""
+"""Seconds in which a service loads a ControlNet."""
 
 
 class ServedNetLoader(ControlNetLoader):
-    """Has a service load them, which sees the same folder or has copies.
-
-    Args:
-        config: of the worker.
-        facts: of the served model.
-        bring: not called: nothing comes to the base's device.
-        service: of the worker.
-    """
+    """Lets a service load ControlNets; the service sees the same folder or has copies."""
 
     def __init__(
         self, config: Config, facts: ModelFacts, bring: Bring, service: ControlService

@@ -1,10 +1,10 @@
 """Memory for tensors that go between a denoiser and a ControlNet service.
 
-On one host a slot is a file in memory: one process writes there, the other reads. Where a network
-is between them each end has its own, and messages bring the bytes along (`network`). Nothing in a
-slot says what is there, or whether it is there yet: messages do (`transport`), each with the number
-of what was asked. A row has two slots each way for its steps, so that one step's tensors are
-written while those of the step before are read, and one for what it foresees beside a step.
+On one host a slot is a file in memory: one process writes there, the other reads. Over a network
+each end has its own, and messages carry the bytes (`network`). A slot does not say what it holds,
+or whether that is complete: messages do (`transport`), each with the number of its ask. A row has
+two slots each way for its steps, so that one step's tensors are written while those of the step
+before are read, and one for its lookahead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 _ALIGNED = 64
 FORESEEN = 2
-"""The slot of what a row foresees."""
+"""Slot of a row's lookahead."""
 SLOTS = 3
 
 
 def aligned(nbytes: int) -> int:
-    """Where in a slot a tensor may begin, at or behind this."""
+    """Return the first offset from `offset` on at which a tensor may begin."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
@@ -35,7 +35,7 @@ class Slot(ABC):
     """Tensors, by where in it they begin."""
 
     def write(self, offset: int, x: Tensor) -> None:
-        """Put a tensor of any device there.
+        """Write a tensor of any device.
 
         Raises:
             OSError: there is no room for it.
@@ -45,7 +45,7 @@ class Slot(ABC):
 
     @abstractmethod
     def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Where a tensor will lie, to be filled.
+        """Return memory for a tensor, to be filled.
 
         Raises:
             OSError: there is no room for it.
@@ -53,19 +53,19 @@ class Slot(ABC):
 
     @abstractmethod
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A view of what lies there.
+        """Return a view of a tensor.
 
         Raises:
-            OSError: it does not.
+            OSError: nothing lies there.
         """
 
     @abstractmethod
     def remove(self) -> None:
-        """Views stay good."""
+        """Remove the slot; views stay valid."""
 
 
 class SharedSlot(Slot):
-    """One file, mapped as far as it was needed."""
+    """One file, mapped as far as it is used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +110,7 @@ class SharedSlot(Slot):
 
 
 class HeldSlot(Slot):
-    """Memory of this process."""
+    """Tensors in memory of this process."""
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
@@ -145,20 +145,19 @@ class RowSlots:
 
     @classmethod
     def shared(cls, folder: Path, row: str) -> RowSlots:
-        """Of a row of this name, in a folder in memory."""
+        """Return slots of the row named `row`, in a folder in memory."""
         return cls(lambda name: SharedSlot(folder / f"{row}.{name}"))
 
     @classmethod
     def held(cls) -> RowSlots:
-        """In memory of this process."""
         return cls(lambda name: HeldSlot())
 
     def ask(self, slot: int) -> Slot:
-        """Where the denoiser puts what a step is of."""
+        """Return the slot for the input of a step, which the denoiser writes."""
         return self._asks[slot]
 
     def answer(self, slot: int) -> Slot:
-        """Where the service puts residuals."""
+        """Return the slot for residuals, which the service writes."""
         return self._answers[slot]
 
     def remove(self) -> None:

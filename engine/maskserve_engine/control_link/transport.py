@@ -1,9 +1,9 @@
-"""What a denoiser and a ControlNet service tell one another of steps, and how it goes on one host.
+"""Messages between a denoiser and a ControlNet service, and their transport on one host.
 
-Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): who reads
-it sleeps until something comes, and is told at once when the other process has ended. Tensors lie
-in shared memory (`slots`), residuals also in a device's (`device_memory`); a message says where. To
-another host `network` carries both.
+Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): a reader
+sleeps until one comes, and learns at once that the other process has ended. Tensors lie in shared
+memory (`slots`), residuals also in a device's (`device_memory`); a message says where. `network`
+carries both to another host.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from maskserve_engine.control_link.device_memory import Lent, OpenedBlock, opene
 from maskserve_engine.control_link.slots import RowSlots
 
 MOST_BYTES = 2**20
-"""Of a message, without tensors."""
+"""Most bytes of a message, without tensors."""
 _SEND_S = 1.0
-"""A denoiser that reads nothing for so long is given up: it holds up all others."""
+"""Seconds after which a denoiser that reads nothing is given up, since it holds up all others."""
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """What a service says to a denoiser that attaches."""
+    """A service's answer to a denoiser that attaches."""
 
     session: str
-    """Its name."""
     socket: str
-    """To connect to on the service's host; the slots lie beside it."""
+    """Socket path on the service's host; the slots lie beside it."""
     port: int
-    """To connect to from others; 0: none may."""
+    """Port for denoisers of other hosts; 0: none may connect."""
     key: str
-    """What shows there that it is this session."""
+    """Secret by which both ends prove that they belong to the session."""
     lent: Lent | None = None
     """Device memory for its residuals."""
 
@@ -49,22 +48,21 @@ class AskedRow(msgspec.Struct, array_like=True, frozen=True):
     row: str
     step: int
     computed: int
-    """Tokens that the base computes; of FLUX the first ones."""
+    """Tokens that the base computes; for FLUX these are the first ones."""
     slot: int
-    """Number of the slots that are used."""
     shape: tuple[int, ...]
     dtype: str
     foreseen: int | None = None
-    """The step whose tokens these are, of an anchor that the row foresees; None: its own."""
+    """Refresh step whose lookahead these tokens are; None: they are those of the row's own step."""
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a denoiser that begin a step together: nets run over all of them at once."""
 
     number: int
-    """One more than that of the ask before it."""
+    """One more than the number of the ask before."""
     batch: int
-    """The same for as long as the same rows go on."""
+    """Number that stays while the same rows go on."""
     rows: tuple[AskedRow, ...]
     lent: bool = False
     """Whether residuals may lie in the memory that the service lends."""
@@ -76,57 +74,66 @@ class AddedPart(msgspec.Struct, array_like=True, frozen=True):
     row: str
     first: int
     last: int
-    """The last place at which it is added."""
+    """Last place of the base at which it is added."""
     slot: int
     offset: int
-    """In the row's slot, or in the memory that is lent."""
+    """Offset in the row's slot, or in the lent memory."""
     shape: tuple[int, ...]
     dtype: str
     lent: bool = False
-    """Which of these."""
+    """Whether the offset is one in the lent memory."""
 
 
 class Answered(msgspec.Struct, array_like=True, frozen=True):
-    """More of the answer to an ask."""
+    """A part of the answer to an ask."""
 
     number: int
     parts: tuple[AddedPart, ...] = ()
     ended: bool = False
-    """Nothing follows."""
     error: str = ""
-    """Why nothing follows, if something went wrong."""
+    """Reason of an error after which nothing follows; empty: none."""
 
 
 class Lost(Exception):
-    """Nothing more will come of the other end; in words."""
+    """The other end sends nothing more; the message says why."""
 
 
 class Messages(Protocol):
-    """A denoiser's end. Another transport has this and brings tensors by another way."""
+    """A denoiser's end of a transport."""
 
     @property
     def lent(self) -> OpenedBlock | None:
-        """Where residuals may lie beside the slots."""
+        """Device memory for residuals, beside the slots."""
         ...
 
     def slots(self, row: str) -> RowSlots:
-        """Where its tensors lie: of an ask, before it is sent; residuals, once they have come."""
+        """Return a row's slots: input is written before the ask, residuals are there once
+        announced.
+        """
         ...
 
     def ask(self, ask: Ask) -> None:
-        """Raises Lost."""
+        """Send an ask.
+
+        Raises:
+            Lost: the service has ended.
+        """
         ...
 
     def next(self, patience_s: float) -> Answered:
-        """Raises Lost: the service has ended, or said nothing for so long."""
+        """Return the next answer.
+
+        Raises:
+            Lost: the service has ended, or sent nothing for `patience_s` seconds.
+        """
         ...
 
     def come(self) -> bool:
-        """Whether `next` would not wait."""
+        """Whether `next` would return at once."""
         ...
 
     def ended(self) -> bool:
-        """Whether the other end is gone, seen without waiting; from any thread."""
+        """Whether the other end is gone; does not wait, and may be called from any thread."""
         ...
 
     def close(self) -> None: ...
@@ -137,7 +144,7 @@ class SocketMessages:
 
     Args:
         attached: what the service has said.
-        device: to which residuals go; None: nothing that the service lends is opened.
+        device: device of the residuals; None: lent memory is not opened.
     """
 
     def __init__(self, attached: Attached, device: torch.device | None = None) -> None:
@@ -166,7 +173,7 @@ class SocketMessages:
             raise Lost("it has ended or reads nothing") from error
 
     def next(self, patience_s: float | None) -> Answered:
-        """See `Messages`; None: as long as it takes."""
+        """See `Messages.next`; None: wait without limit."""
         try:
             self._socket.settimeout(None if patience_s is None else max(patience_s, 1e-3))
             message = self._socket.recv(MOST_BYTES)
@@ -193,7 +200,9 @@ class SocketMessages:
         return bool(looks.poll(0))
 
     def end(self) -> None:
-        """Whoever waits in `next` is told that it has ended; from any thread."""
+        """Wake whoever waits in `next`, as if the service had ended; may be called
+        from any thread.
+        """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -206,7 +215,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         self.session = ""
-        """Known with its first message."""
+        """Name of the session, known with its first message."""
         self._socket = connected
         self._socket.setblocking(False)
         self._asks = msgspec.msgpack.Decoder(Ask)
@@ -215,7 +224,7 @@ class Connection:
         return self._socket.fileno()
 
     def read(self) -> Ask | None:
-        """What has come; None: the session's name.
+        """Read one message; None: it was the session's name.
 
         Raises:
             Lost: the denoiser has ended.
@@ -232,7 +241,11 @@ class Connection:
         return self._asks.decode(message)
 
     def send(self, answered: Answered) -> None:
-        """Raises Lost: the denoiser has ended, or has read nothing for long."""
+        """Send an answer.
+
+        Raises:
+            Lost: the denoiser has ended, or has read nothing for long.
+        """
         message, end = msgspec.msgpack.encode(answered), time.monotonic() + _SEND_S
         while True:
             try:

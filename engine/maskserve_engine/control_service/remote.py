@@ -23,12 +23,13 @@ from maskserve_engine.control_service.sessions import DenoiserSessions
 
 _log = logging.getLogger(__name__)
 _MOST_LINKS = 256
-"""When there are so many, whoever has longest not shown its session's key gives way, those of hosts
-that never have first; if all have, who comes is turned away."""
+"""Most links. At this number the one that has longest not proved its session's key is ended, those
+of unknown hosts first; if all have proved theirs, the newcomer is refused.
+"""
 _PROOF_S = 2.0
-"""In which a denoiser shows that it knows its session's key."""
+"""Seconds in which a denoiser must prove that it knows its session's key."""
 _MOST_HOSTS = 1024
-"""That are remembered to have."""
+"""Most hosts remembered."""
 _AGAIN_S = 0.2
 
 
@@ -37,7 +38,6 @@ class RemoteDenoisers:
 
     Args:
         listener: where they come.
-        sessions: of the service.
     """
 
     def __init__(self, listener: socket.socket, sessions: DenoiserSessions) -> None:
@@ -46,9 +46,9 @@ class RemoteDenoisers:
         self._door = threading.Lock()
         self._links: dict[Wire, threading.Thread] = {}
         self._unproven: dict[Wire, str] = {}
-        """Their hosts, the oldest first."""
+        """Hosts of links that have not proved their key, the oldest first."""
         self._hosts: dict[str, None] = {}
-        """From which denoisers have come."""
+        """Hosts from which denoisers have come."""
         self._thread = threading.Thread(target=self._accept, name="other hosts", daemon=True)
         self._thread.start()
 
@@ -96,7 +96,11 @@ class RemoteDenoisers:
         return False
 
     def _welcome(self, wire: Wire) -> str:
-        """A denoiser's session; raises Lost: it is none, or has taken too long to say."""
+        """Return the session of a denoiser that has proved its key.
+
+        Raises:
+            Lost: there is no such session, or the proof has taken too long.
+        """
         limit = threading.Timer(_PROOF_S, wire.end)
         limit.daemon = True
         limit.start()
@@ -115,7 +119,6 @@ class RemoteDenoisers:
         return session
 
     def _serve(self, wire: Wire) -> None:
-        """One denoiser, until it or the service ends."""
         try:
             session = self._welcome(wire)
             messages = SocketMessages(self._sessions.attached(session))
@@ -166,7 +169,7 @@ class RemoteDenoisers:
             wire.end()
 
     def _slots(self, session: str, row: str) -> RowSlots | None:
-        """None: it is closed."""
+        """Return a row's slots; None: the row is closed."""
         try:
             return self._sessions.rows(session, [row])[1][row].slots
         except EngineFailed:

@@ -44,10 +44,10 @@ class ControlNetService:
     """Answers steps of several denoisers' rows; what it holds for them is in `sessions`.
 
     Args:
-        config: of the service: `[model] device` is that of the nets.
+        config: the service's: `[model] device` is the nets' device.
         folder: for the socket and the slots; best in memory. Made anew.
         loader: brings ControlNets from `[controls] folder`.
-        adapter: of the base's family; None: as the configuration says.
+        adapter: adapter of the base's family; None: the configured one.
         connection: of a denoiser; a bench's is as slow as some network.
         ended: called where nobody can be answered any more; by itself it ends the process, which
             the supervisor notices.
@@ -147,7 +147,9 @@ class ControlNetService:
         selector.register(accepted, selectors.EVENT_READ)
 
     def _watch(self) -> None:
-        """In a thread of its own: a service that answers nobody ends, and is started again."""
+        """End a service that answers nobody, so that it is started again; runs in a thread of its
+        own.
+        """
         while not self._stop.wait(_LOOK_S):
             problem = self.problem
             if problem and not self._stop.is_set():
@@ -160,7 +162,6 @@ class ControlNetService:
         self.sessions.end(connection.session)
 
     def _serve(self, connection: Connection) -> None:
-        """Read one message, and answer it."""
         ask = connection.read()
         if ask is None:
             if not self.sessions.connected(connection.session):
@@ -216,10 +217,10 @@ class ControlNetService:
 
 
 def _listener(address: str) -> socket.socket | None:
-    """Of denoisers of other hosts, at HOST:PORT; None: there is no address.
+    """Listen for denoisers of other hosts at HOST:PORT; None: no address is configured.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the address cannot be used.
     """
     if not address:
         return None
@@ -233,7 +234,9 @@ def _listener(address: str) -> socket.socket | None:
 
 
 def _shape_of(config: Config) -> Config:
-    """Of the base: its shape alone, for nets are made to fit it."""
+    """Return the base's configuration with shapes alone (device `meta`), to which
+    nets are fitted.
+    """
     model = replace(
         config.model,
         device="meta",

@@ -41,17 +41,17 @@ from maskserve_engine.spec.control_nets import KnownControlNet, content_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _CONNECT_S = 60.0
-"""In which a denoiser that attached connects, or its session is forgotten."""
+"""Seconds in which an attached denoiser must connect, or its session is forgotten."""
 _MOST_WAITING = 10_000
-"""Loads that denoisers wait for; each has its own in one thread."""
+"""Most loads that denoisers wait for; each has one thread."""
 _ROW_NAME = re.compile(r"[\w-]{1,200}")
 
 
 class ServiceNetLoader(ControlNetLoader):
-    """Of nets that workers name, which may have them from folders of their own."""
+    """Loader of nets that workers name; they may have them in folders of their own."""
 
     def _check(self, net: KnownControlNet, wanted: ResolvedControl) -> None:
-        """By what is in the files: those of another host have times of their own."""
+        """Compare the contents of the files: times of files on another host differ."""
         if content_of(net.path) != wanted.version:
             raise EngineFailed(
                 f"{CONTROL_NETS.setting}: the ControlNet service's host {socket.gethostname()} has "
@@ -62,24 +62,24 @@ class ServiceNetLoader(ControlNetLoader):
 @dataclass(slots=True, eq=False)
 class OpenRow:
     own: Any
-    """The family's."""
+    """The family's row."""
     slots: RowSlots
     nets: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
 class DenoiserSession:
-    """Of one denoiser."""
-
     name: str
     opened: float
     key: str
-    """As of `transport.Attached`."""
+    """Secret of the session (`transport.Attached.key`)."""
     rows: dict[str, OpenRow] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
-    """Versions of ControlNets, which are their contents; each is held for `_owner` of it."""
+    """Contents (versions) of the ControlNets that the session uses; each is held
+    for its `_owner`.
+    """
     batch: tuple[int, NetBatch] | None = None
-    """The number of the last ask's batch, and what was kept of it."""
+    """Number of the last ask's batch, and the state kept of it."""
     connected: bool = False
 
 
@@ -87,13 +87,12 @@ class DenoiserSessions:
     """Rows of several denoisers, and the ControlNets on the device.
 
     Args:
-        config: of the service: `[model] device` is that of the nets.
+        config: the service's: `[model] device` is the nets' device.
         folder: where the slots of rows are.
-        socket: in it, what denoisers of this host connect to.
+        socket: socket in that folder for denoisers of this host.
         port: what those of other hosts connect to; 0: none may.
         loader: brings ControlNets from `[controls] folder`.
-        adapter: of the base's family.
-        lent: to denoisers, for residuals.
+        lent: device memory lent to denoisers, for residuals.
     """
 
     def __init__(
@@ -111,16 +110,16 @@ class DenoiserSessions:
         self._device, self._dtype = device_of(config), dtype_of(config)
         self._loader = loader(config, adapter.facts, self._brought)
         self._door = threading.Lock()
-        """Before sessions and nets."""
+        """Guards sessions and nets."""
         self._sessions: dict[str, DenoiserSession] = {}
         self._own: dict[str, Any] = {}
-        """Version → a ControlNet on the device, as the family's rows take it."""
+        """ControlNets on the device, by version, in the family's form."""
         self._residency = Residency(
             _MOST_WAITING, {CONTROL_NETS.name: config.controls.device_bytes}, self._dropped
         )
         self._nets = EditControlNets(self._residency, self._loader, self._came, Observations())
         self._waiting: dict[str, Done] = {}
-        """By ticket, those whose ControlNet is being loaded."""
+        """Callbacks of pending loads, by ticket."""
         self._names = itertools.count()
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ class DenoiserSessions:
         return self.attached(name)
 
     def attached(self, name: str) -> Attached:
-        """What its denoiser was told.
+        """Return the data that the session's denoiser was given.
 
         Raises:
             EngineFailed: there is no such session.
@@ -172,17 +171,17 @@ class DenoiserSessions:
         done(loaded)
 
     def drop(self, session: str, version: str) -> None:
-        """A denoiser needs a ControlNet no more; it stays until its room is wanted."""
+        """Release a denoiser's ControlNet; it stays loaded until its room is needed."""
         with self._door:
             self._session(session).held.discard(version)
             self._nets.let_go(_owner(session, version))
 
     def open(self, session: str, row: str, opening: Opening) -> None:
-        """Take a row.
+        """Open a row.
 
         Raises:
-            MaskserveError: its name is none, there is no such session, or a ControlNet of it is not
-                held.
+            MaskserveError: its name is invalid, there is no such session, or it names a ControlNet
+                that is not held.
         """
         if not _ROW_NAME.fullmatch(row):  # files have it
             raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
@@ -213,7 +212,7 @@ class DenoiserSessions:
             self._remove(row, closed, read=True)
 
     def counts(self) -> dict[str, Any]:
-        """What `health` says."""
+        """Numbers of sessions, rows and nets, for `health`."""
         with self._door:
             self._forget_unconnected()
             sessions = list(self._sessions.values())
@@ -221,7 +220,7 @@ class DenoiserSessions:
             return {"sessions": len(sessions), "rows": rows, "nets": len(self._own)}
 
     def connected(self, name: str) -> bool:
-        """A denoiser has connected; False if its session is not known."""
+        """Note that a denoiser has connected; return False if its session is not known."""
         with self._door:
             session = self._sessions.get(name)
             if session is not None:
@@ -242,27 +241,30 @@ class DenoiserSessions:
                 raise EngineFailed("a row was asked for that is not open") from None
 
     def end(self, name: str) -> None:
-        """A denoiser has gone, with its rows."""
+        """End the session of a denoiser that has gone, with its rows."""
         with self._door:
             session = self._forget(name)
         for name, row in () if session is None else session.rows.items():
             self._remove(name, row, read=False)
 
     def _remove(self, name: str, row: OpenRow, *, read: bool) -> None:
-        """What a row was given goes; `read`: its denoiser has said that it needs none of it."""
+        """Free the row's slots and lent memory; `read`: its denoiser has said that it reads no more
+        of it.
+        """
         row.slots.remove()
         if self._lent is not None:
             self._lent.close(name, read=read)
 
     def _forget_unconnected(self) -> None:
-        """Where a link was cut, a denoiser may never have heard of its session."""
+        """Forget sessions that nobody connected to: over a broken link a denoiser may never learn
+        its name.
+        """
         last = time.monotonic() - _CONNECT_S
         for session in list(self._sessions.values()):
             if not session.connected and session.opened < last:
                 self._forget(session.name)
 
     def _forget(self, name: str) -> DenoiserSession | None:
-        """A session is over, and what it held may make room."""
         session = self._sessions.pop(name, None)
         for version in () if session is None else session.held:
             self._nets.let_go(_owner(name, version))
@@ -275,14 +277,14 @@ class DenoiserSessions:
         return session
 
     def _brought(self, version: str, folder: NetFolder) -> None:
-        """In the loader's thread."""
+        """Put a loaded ControlNet on the device; called in the loader's thread."""
         with torch.inference_mode():
             device_net = self._adapter.control_net(folder.read().to(self._device))
         with self._door:
             self._own[version] = device_net
 
     def _came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
-        """Likewise."""
+        """Account for a load that has ended; called in the loader's thread."""
         with self._door:
             if isinstance(outcome, Loaded):
                 tickets = self._nets.arrived(control, outcome)
@@ -298,11 +300,11 @@ class DenoiserSessions:
             on_loaded(outcome)
 
     def _dropped(self, resource: Resource) -> None:
-        """It has made room for another."""
+        """Remove a ControlNet that was evicted to make room."""
         self._nets.dropped(resource)
         self._own.pop(resource.name, None)
 
 
 def _owner(session: str, version: str) -> str:
-    """Of what `Holdings` keeps for a session."""
+    """Return the owner's name under which `Holdings` keeps a net for a session."""
     return f"{session} {version}"

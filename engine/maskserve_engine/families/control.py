@@ -1,10 +1,10 @@
-"""ControlNets beside the rows of a batch: what is the same for every family.
+"""ControlNets beside the rows of a batch: the part that all families share.
 
-Before a step each net runs once, over all rows that have it; what its blocks say, times the row's
-scale, is added behind those of the base. Beside a cached row a net computes all tokens at the row's
-anchors (`planning.own_anchors`) and keeps with the edit what the inactive ones are in its blocks,
-for no template's entry knows of the control picture; at the steps between it computes the active
-ones. How a net runs, and what is kept, the family says (`Nets.say`).
+Before a step each net runs once, over all rows that use it; its outputs, times the row's scale, are
+added behind blocks of the base. Beside a cached row a net computes all tokens at the row's refresh
+steps (`OwnPlan`) and keeps a step cache with the edit, because a template's entries do not
+depend on the control picture; at the steps between it computes the base's computed tokens. How a
+net runs, and what it keeps, is the family's (`Nets.say`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from maskserve_engine.control_link.opening import Opening
 
 
 class NetInput(Protocol):
-    """What a net is given of one edit, made once."""
-
     @property
     def control(self) -> ControlInput: ...
 
@@ -36,20 +34,14 @@ I = TypeVar("I", bound=NetInput)  # noqa: E741
 
 
 class KeptOfNet(NamedTuple):
-    """What a net has kept of a cached row's inactive tokens."""
-
     step: int
-    """Of the row, when all tokens were computed."""
     tokens: Sequence[Any]
-    """An `OwnAnchors` of each pass, the family's."""
+    """One `OwnAnchors` of the family's kind for each pass."""
 
 
 @dataclass(slots=True, eq=False)
 class PassResiduals:
-    """What is added to one pass of a row (`batch.packing.Residuals`)."""
-
     added: dict[int, Tensor] = field(default_factory=dict)
-    """By the place in the base."""
 
     def after(self, number: int) -> Tensor | None:
         return self.added.get(number)
@@ -57,85 +49,76 @@ class PassResiduals:
 
 @dataclass(slots=True, eq=False)
 class RowControl(Generic[I]):
-    """The ControlNets of one row, and what they add to its next step."""
+    """The ControlNets of one row, and their residuals for its next step."""
 
     inputs: tuple[I, ...]
     own: OwnPlan
-    """At which steps they compute all tokens though the base does not, and how they keep what they
-    have of those that the steps between leave out. (They do, in any case, where the base does.)"""
+    """Steps at which the nets compute all tokens although the base does not, and the format of
+    their caches. (They also do when the base does.)"""
     exact: bool = False
-    """Whether what is kept may not be computed anew at another step (`reproducible`)."""
+    """Whether the caches must not be recomputed at another step (`reproducible`)."""
     passes: tuple[PassResiduals, ...] = field(default_factory=lambda: (PassResiduals(),))
-    """The prompt's, then the negative prompt's where one model call answers both."""
+    """Residuals of the prompt's pass, then of the negative prompt's if one model call computes
+    both."""
     kept: dict[int, KeptOfNet] = field(default_factory=dict)
-    """By the number of the input, of a cached row."""
     _ahead: RowControl[I] | None = field(init=False, default=None)
 
     @property
     def ahead(self) -> RowControl[I]:
-        """What they add to the pass that foresees the row's next anchor; both keep the same."""
+        """Residuals of the lookahead pass; both share their step caches."""
         if self._ahead is None:
             self._ahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
         return self._ahead
 
     def forget(self) -> None:
-        """What they have added to a step that is over."""
         for residuals in (*self.passes, *(() if self._ahead is None else self._ahead.passes)):
             residuals.added.clear()
 
     def after(self, number: int) -> Tensor | None:
-        """Of a row with one pass."""
         [residuals] = self.passes
         return residuals.after(number)
 
     @property
     def missed(self) -> bool:
-        """Whether the row would be another if it went on without what is kept."""
+        """Whether the result would change if the row continued without its step caches."""
         return self.exact and bool(self.kept)
 
 
 class Controlled(NamedTuple, Generic[I]):
-    """A row with control that is about to take a step."""
-
     control: RowControl[I]
     given: Any
-    """What the base is given of it, as the family's nets read it."""
+    """The base's input, in the form of the family's nets."""
     sparse: bool
-    """Whether the base computes the active tokens alone."""
+    """Whether the base computes only some tokens."""
     idle: bool
-    """Whether other steps leave out tokens that this one computes, or leaves out as they do."""
+    """Whether some steps of this request skip unmasked tokens."""
     timesteps: Sequence[float]
-    """Of this step and of some behind it."""
+    """Timesteps of this step and some later ones."""
     step: int
     steps: int
     foreseen: int | None = None
-    """Where these tokens lie, of a pass in which the row foresees an anchor; None: in the step that
-    it takes."""
+    """Refresh step of a lookahead pass; None: the pass of the present step."""
     before: Sequence[float] = ()
-    """Timesteps of the steps before it that are computed with it where its row is by itself."""
+    """Timesteps of earlier steps whose vectors are computed with it in a batch of one row."""
 
     @property
     def at(self) -> int:
-        """Of which step the nets' scales are."""
+        """Step at which the nets' scales are taken."""
         return self.step if self.foreseen is None else self.foreseen
 
 
 class Asked(NamedTuple, Generic[I]):
-    """A row that a net is run for."""
-
     row: Controlled[I]
     number: int
-    """Of the row's input."""
     own: I
     scale: float
-    """Of the step."""
 
     @property
     def kept(self) -> Sequence[Any] | None:
-        """What the inactive tokens are, at a step between anchors: then the net computes the active
-        ones. None also where there was no memory for it.
+        """Caches that the net reads between refresh steps, when it computes only the base's
+        computed tokens. None elsewhere, and if there was no memory for them.
 
-        A step that is tried again, as one of a batch that failed is, does again what it did.
+        A retried step, after a failed batch, makes the same choice.
         """
         row, cached = self.row, self.last
         if not row.sparse or row.step in row.control.own.anchors or cached is None:
@@ -145,13 +128,12 @@ class Asked(NamedTuple, Generic[I]):
 
     @property
     def last(self) -> KeptOfNet | None:
-        """What was kept last."""
         return self.row.control.kept.get(self.number)
 
     @property
     def keeps(self) -> bool:
-        """Whether this step's inactive tokens are to be kept: it computes them, and the next one
-        may not. What is foreseen goes on from what there is.
+        """Whether this step's cached tokens are kept: it computes them, and the next step may not.
+        A lookahead only continues an existing cache.
         """
         if self.row.foreseen is not None:
             return self.last is not None
@@ -160,39 +142,38 @@ class Asked(NamedTuple, Generic[I]):
         return self.row.idle and self.kept is None and next_is_between
 
     def keep(self, tokens: Sequence[Any]) -> None:
-        """What was foreseen is where it was kept before."""
+        """Keep the caches of this step. A lookahead updates those of its row in place."""
         if self.row.foreseen is None:
             self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)
 
 
 Said = tuple[Sequence[int], Sequence[Sequence[Tensor]]]
-"""Places of the base at which a net's output is added, and it: per row, per pass."""
+"""Places of the base where a net's output is added, and the output per row and pass."""
 Told = Callable[[Sequence[tuple[RowControl[Any], Sequence[int]]]], None]
-"""Takes rows, each with places of the base at which nothing more will be added."""
+"""Receives rows, each with the places that are complete."""
 
 
 class Nets(ABC, Generic[I]):
-    """ControlNets beside a batch, for as long as the same rows go on."""
+    """ControlNets beside a batch, while the same rows go on."""
 
     in_parts: ClassVar[bool]
-    """Whether the base can use what is whole while later blocks of a net still run."""
+    """Whether the base can use complete residuals while later blocks of a net run."""
     stacked: ClassVar[bool]
-    """Whether a service sends a row's passes as one tensor [passes, ...]; else there is one."""
+    """Whether a service sends a row's passes as one tensor [passes, ...]; otherwise a row has one
+    pass."""
 
     @abstractmethod
     def say(self, net: Any, same: Sequence[Asked[I]]) -> Iterator[Said]:
-        """Run a net over its rows, and have them keep (`Asked.keep`) what they are to.
+        """Run a net over its rows, and keep their step caches (`Asked.keep`).
 
         Yields:
-            behind each of its blocks what it says.
+            The output of each block.
         """
 
     def run(self, rows: Sequence[Controlled[I]], told: Told | None = None) -> None:
-        """Have what ControlNets add to the next step of these rows in their `RowControl`.
+        """Compute the residuals of the rows' next step into their `RowControl`.
 
-        Args:
-            rows: of one batch.
-            told: of what is whole while later blocks of the nets still run.
+        `told` receives complete ones while later blocks run.
         """
         requests_by_net: dict[int, list[Asked[I]]] = {}
         for row in rows:
@@ -229,37 +210,35 @@ def _add(added: dict[int, Tensor], places: Sequence[int], sample: Tensor) -> Non
 
 
 class NetRow(Protocol):
-    """A row whose base is elsewhere."""
+    """A row of a ControlNet service, whose base runs elsewhere."""
 
     @property
     def control(self) -> RowControl[Any]: ...
 
     def at(self, step: int, sample: Tensor, computed: int, foreseen: int | None) -> Controlled[Any]:
-        """The row as it is about to take a step; arguments as `NetStep` has them."""
+        """Return the row before a step; arguments as the fields of `NetStep`."""
         ...
 
 
 class OpenedRows(ABC):
-    """Of an adapter: its rows' own ControlNets are made as a service makes them, by what it would
-    be told (`Adapter.opening`).
+    """Mixin of adapters: creates a row's local ControlNets from the same opening as a service does
+    (`Adapter.opening`).
     """
 
     device: torch.device
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
-        """See `Adapter.opening`; of a family without ControlNets none acts."""
+        """See `Adapter.opening`; None for families without ControlNets."""
         return None
 
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> NetRow:
-        """See `Adapter.net_row`."""
         raise AssertionError("nothing was opened")
 
     @abstractmethod
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
-        """Have a row add what its ControlNets say."""
+        """Add the residuals of `control` to a row."""
 
     def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
-        """See `Adapter.control`."""
         with torch.inference_mode():
             opening = self.opening(row, job)
             if opening is not None:
@@ -269,46 +248,36 @@ class OpenedRows(ABC):
 
 
 class NetStep(NamedTuple):
-    """A row that is about to take a step elsewhere."""
+    """The next step of a row whose base runs elsewhere."""
 
     row: Any
-    """A `NetRow`, as the family has made it."""
     step: int
     sample: Tensor
-    """What nets are given of the base's latents."""
+    """The base's latents for the nets."""
     computed: int
-    """Tokens of them that the base computes; of FLUX the first ones."""
+    """Number of tokens that the base computes; in FLUX the first ones."""
     foreseen: int | None = None
-    """As of `Controlled`."""
 
 
 class Residual(NamedTuple):
-    """What is added to a row."""
-
     number: int
-    """Of the row among those that were asked for."""
     first: int
     last: int
-    """At each place of the base from the first to the last."""
+    """The tensor is added at each place of the base from `first` to `last`."""
     added: Tensor
 
 
 Send = Callable[[Sequence[Residual]], None]
-"""Takes what is whole while later blocks of the nets still run."""
+"""Receives complete residuals while later blocks of the nets run."""
 
 
 class NetBatch:
-    """ControlNets beside the rows of one batch, for as long as the same rows go on.
-
-    Args:
-        nets: of the rows' family.
-    """
+    """ControlNets beside the rows of one batch, while the same rows go on."""
 
     def __init__(self, nets: Nets[Any]) -> None:
         self._nets = nets
 
     def run(self, rows: Sequence[NetStep], send: Send) -> None:
-        """Each net runs once, over all rows that have it."""
         controlled_rows = [
             row_step.row.at(row_step.step, row_step.sample, row_step.computed, row_step.foreseen)
             for row_step in rows
@@ -337,7 +306,7 @@ class NetBatch:
     def _residuals(
         self, number: int, control: RowControl[Any], places: Sequence[int]
     ) -> Iterator[Residual]:
-        """What is the same at places one behind the other is one."""
+        """Yield the residuals, with equal ones at consecutive places as one."""
         first, begin = control.passes[0].added, 0
         for i, place in enumerate(places):
             following = places[i + 1] if i + 1 < len(places) else None

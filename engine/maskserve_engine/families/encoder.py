@@ -1,4 +1,4 @@
-"""From pixels and prompt to what a denoiser takes: the part that all families share."""
+"""Encoders of pixels and prompts: the part that all families share."""
 
 from __future__ import annotations
 
@@ -36,17 +36,15 @@ from maskserve_engine.stages.vae_pieces import (
 )
 
 RIM = 1
-"""Latents at a piece's rim that miss too much of what lies beyond to be taken."""
+"""Width, in latents, of a piece's rim, which lacks too much of its surroundings to be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
-    """A text model with its tokenizer."""
-
     tokenizer: Any
     model: Any
     length: int
-    """Tokens of a prompt: shorter ones are padded, longer ones cut, as diffusers does."""
+    """Tokens of a prompt: shorter prompts are padded, longer ones cut, as in diffusers."""
 
     @classmethod
     def load(
@@ -58,18 +56,18 @@ class TextEncoder:
         load: Callable[[Config, str, Any], Any] = load_part,
         tokenizer: str = "tokenizer",
     ) -> TextEncoder:
-        """The text encoder of a folder.
+        """Load a text encoder and its tokenizer.
 
         Args:
             config: names the folder.
-            model: its class.
-            number: what the folder's parts have behind their names: "", or "_2" for the second.
-            length: of prompts; None: the tokenizer's own.
-            load: reads the model.
-            tokenizer: the part of the folder in which that lies.
+            model: class of the model.
+            number: suffix of the folder's parts: "", or "_2" for the second encoder.
+            length: tokens of a prompt; None: the tokenizer's maximum.
+            load: function that reads the model.
+            tokenizer: name of the tokenizer's part.
 
         Raises:
-            ConfigError: a part is missing or cannot be read.
+            ConfigError: a part is missing or unreadable.
         """
         from transformers import AutoTokenizer
 
@@ -80,7 +78,6 @@ class TextEncoder:
         return cls(words, encoder, length or words.model_max_length)
 
     def __call__(self, prompts: Sequence[str], *, hidden_states: bool = False) -> Any:
-        """The model's output for all of them, with every layer's states if asked for."""
         ids = self.tokenizer(
             list(prompts),
             padding="max_length",
@@ -93,7 +90,6 @@ class TextEncoder:
         return self.model(ids, output_hidden_states=hidden_states)
 
     def read_of(self, prompt: str) -> TokensRead:
-        """How much of a prompt is read."""
         whole = len(self.tokenizer(prompt, verbose=False).input_ids)
         used = min(whole, self.length)
         return TokensRead(used, whole - used)
@@ -101,10 +97,10 @@ class TextEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ChatEncoder(TextEncoder):
-    """Whose prompts stand in a chat template."""
+    """A text encoder that puts prompts into a chat template."""
 
     thinking: ClassVar[bool] = False
-    """Whether the template leaves the model room to think."""
+    """Whether the template leaves room for the model's thinking."""
 
     def read_of(self, prompt: str) -> TokensRead:
         messages = [{"role": "user", "content": prompt}]
@@ -120,14 +116,14 @@ class ChatEncoder(TextEncoder):
 
 @dataclass(frozen=True, slots=True)
 class TemplateEncoding:
-    """What is known of a template once it has been encoded. In host memory."""
+    """The cached encoding of a template, in host memory."""
 
     moments: NDArray[np.float32]
-    """[2C, h, w]"""
+    """[2C, h, w]."""
     middle: Tensor | None = None
-    """[1, width, h, w] before the middle of the encoder, where that has attention."""
+    """[1, width, h, w] input of the encoder's middle, if that has attention."""
     sums: CellSums | None = None
-    """None where the masked picture is not encoded in pieces."""
+    """None if masked pictures are not encoded in pieces."""
 
     @property
     def nbytes(self) -> int:
@@ -136,16 +132,6 @@ class TemplateEncoding:
 
 
 class Encoder(ABC):
-    """The VAE's encoder and the text encoders of a model folder.
-
-    The posterior's moments are returned, not a sample: every random number of an edit is drawn in
-    the denoiser from one generator, in the pipeline's own order (design §4).
-
-    Args:
-        facts: what the folder says.
-        vae: of the class that the facts name.
-    """
-
     def __init__(self, facts: ModelFacts, vae: Any) -> None:
         from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D
 
@@ -163,13 +149,13 @@ class Encoder(ABC):
         prompt: str,
         negative_prompt: str | None = None,
     ) -> Encoded:
-        """Encode one edit, all of it anew.
+        """Encode one edit, without any cache.
 
         Args:
             pixels: [H, W, 3] source at model resolution.
             edit_mask: [H, W], above 0 = edit.
-            prompt: any text; what exceeds the text encoders is cut, as diffusers does.
-            negative_prompt: what to lead away from, as `prompt`; None where nothing is.
+            prompt: any text; what exceeds the text encoders is cut, as in diffusers.
+            negative_prompt: any text; None: no negative prompt.
         """
         moments, masked = self.moments(pixels), NO_MOMENTS
         if self.facts.semantics.masked_picture:
@@ -180,27 +166,27 @@ class Encoder(ABC):
         return Encoded(moments, masked, text, away)
 
     def moments(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """[2C, h, w] of the source."""
+        """Return [2C, h, w] of the source."""
         with torch.inference_mode():
             return self._moments(_image(pixels))
 
     def masked_moments(
         self, pixels: NDArray[np.uint8], edit_mask: NDArray[np.uint8]
     ) -> NDArray[np.float32]:
-        """[2C, h, w] of the source with the masked area blanked."""
+        """Return [2C, h, w] of the source with the masked area blanked."""
         [moments] = self.all_masked_moments([(pixels, edit_mask)])
         return moments
 
     def all_masked_moments(
         self, edits: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> list[NDArray[np.float32]]:
-        """The same of several edits' pixels and masks of one size, in one call."""
+        """Return `masked_moments` of several edits of one size, in one call."""
         with torch.inference_mode():
             blanked = [_image(pixels) * torch.from_numpy(mask == 0) for pixels, mask in edits]
             return list(self._all_moments(torch.cat(blanked)))
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
-        """The source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
+        """Return the source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
         factor = self.facts.vae_scale_factor
         size = pixels.shape[0] // factor, pixels.shape[1] // factor
         if not self.has_pieces or is_tiled(self.vae, size, self.facts.latents):
@@ -219,8 +205,8 @@ class Encoder(ABC):
         pieces: Pieces,
         template: TemplateEncoding,
     ) -> NDArray[np.float32]:
-        """The same as `masked_moments`, nearly: the masked picture is encoded in the pieces, which
-        cover the mask, and is the template elsewhere.
+        """Return nearly `masked_moments`: the masked picture is encoded in pieces that cover the
+        mask, and is the template elsewhere.
         """
         assert template.sums is not None
         level = len(pieces.halos) - 1
@@ -242,7 +228,7 @@ class Encoder(ABC):
             return to_numpy(moments_batch[0])
 
     def pieces(self, boxes: Sequence[PixelBox], size: tuple[int, int], halo: int) -> Pieces:
-        """How to encode boxes of latents, with a halo of so many latents."""
+        """Plan how to encode boxes of latents with a halo, in latents."""
         levels = range(len(self.facts.latents.widths))
         return plan_pieces(boxes, size, halos=tuple(halo << k for k in levels), spread=1)
 
@@ -253,8 +239,8 @@ class Encoder(ABC):
 
     @property
     def text_models(self) -> dict[str, Any]:
-        """The text encoders that adapters may change, by their folders' names: CLIP's, as diffusers
-        applies LoRAs to no others (`BaseLayers.fixed`).
+        """Text encoders that LoRAs may change, by folder name: only CLIP's, as in diffusers
+        (`BaseLayers.fixed`).
         """
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -266,24 +252,22 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """Each prompt's arrays, by the family's own names; computed in one call."""
+        """Return each prompt's arrays, by the family's names, computed in one call."""
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """One prompt's arrays.
-
-        Args:
-            prompt: any text.
-            pixels: [H, W, 3] source at model resolution, where it is shown (`ModelFacts.shown`).
+        """Return one prompt's arrays. `pixels`, [H, W, 3] at model resolution, are read by models
+        whose prompts are about a picture (`ModelFacts.shown`).
         """
         [encoded] = self.encode_prompts([prompt])
         return encoded
 
     def priming_prompt(self) -> Conditioning:
-        """What templates are primed with; nothing, where each has its own (`ModelFacts.shown`)."""
+        """Return the prompt that templates are primed with; empty for models whose prompts are
+        about a picture.
+        """
         return {} if self.facts.shown else self.encode_prompt(PRIMING_PROMPT)
 
     def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
-        """What is led away from where `prompt`, which was `encoded`, is the negative one."""
         return encoded
 
     def _moments(self, image: Tensor) -> NDArray[np.float32]:
@@ -297,7 +281,7 @@ class Encoder(ABC):
         return image.to(self._device, self._dtype)
 
     def _down(self, maps: list[Tensor], norm: Norm) -> list[Tensor]:
-        """From the image, [1, 3, H, W] of each piece, down to the latents' resolution."""
+        """Encode images, [1, 3, H, W] per piece, down to the latents' resolution."""
         encoder, level = self.vae.encoder, len(self.facts.latents.widths) - 1
         maps = [encoder.conv_in(x) for x in maps]
         for block in encoder.down_blocks:
@@ -309,7 +293,7 @@ class Encoder(ABC):
         return maps
 
     def _finish(self, maps: list[Tensor], norm: Norm) -> list[Tensor]:
-        """The rest of the encoder, to moments [1, 2C, h, w]."""
+        """Run the rest of the encoder, to moments [1, 2C, h, w]."""
         encoder = self.vae.encoder
         if self._local:
             for block_resnet in encoder.mid_block.resnets:
@@ -322,28 +306,20 @@ class Encoder(ABC):
 
 
 class OneTextEncoder(Encoder):
-    """An encoder with one text model.
-
-    Args:
-        facts: what the folder says.
-        vae: of the class that they name.
-        text: with its tokenizer.
-    """
-
     def __init__(self, facts: ModelFacts, vae: Any, text: TextEncoder) -> None:
         super().__init__(facts, vae)
         self.text = text
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Self:
-        """Raises ConfigError when a part cannot be loaded."""
+        """Load the parts of a model folder. Raises ConfigError if a part cannot be loaded."""
         limit_threads(config)
         return cls(facts, load_vae(config, facts), cls.load_text(facts, config))
 
     @staticmethod
     @abstractmethod
     def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
-        """The folder's, for prompts of up to `max_sequence_length` tokens."""
+        """Load the folder's text encoder, for prompts of up to `max_sequence_length` tokens."""
 
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:
@@ -351,7 +327,7 @@ class OneTextEncoder(Encoder):
 
 
 def _laid(whole: Tensor, maps: list[Tensor], pieces: Pieces) -> Tensor:
-    """`whole` with the pieces laid over it, but for their rims and for probes, in place."""
+    """Copy the pieces into `whole`, in place, without their rims and without probes."""
     for box, part in zip(pieces.wanted, maps, strict=False):
         goes = box.grown(max(0, pieces.halos[0] - RIM), pieces.size)
         inside = goes.within(pieces.outer(box, 0))
@@ -360,11 +336,11 @@ def _laid(whole: Tensor, maps: list[Tensor], pieces: Pieces) -> Tensor:
 
 
 def _image(pixels: NDArray[np.uint8]) -> Tensor:
-    """[1, 3, H, W] in [-1, 1]; float32 until the VAE, as VaeImageProcessor does."""
+    """Return [1, 3, H, W] in [-1, 1]; float32 until the VAE, as in VaeImageProcessor."""
     scaled = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
     return (scaled / 255.0) * 2.0 - 1.0
 
 
 def to_numpy(x: Tensor) -> NDArray[np.float32]:
-    """On the host, in float32."""
+    """Copy to the host as float32."""
     return x.float().cpu().numpy()

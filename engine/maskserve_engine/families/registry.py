@@ -1,7 +1,7 @@
-"""The registry of model families: facts in (core `models/`), the three stages out.
+"""The registry of model families: from a model spec to the loaders of its three stages.
 
-A family is what a model folder names. Its entry says how its encoder, denoiser and decoder are
-loaded; nothing else in the engine or the models knows which family is served.
+A model folder determines its family. Nothing else in the engine or the Triton models depends on
+which family is served.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FamilyLoaders:
-    """How the stages of a family are loaded; each raises ConfigError when a part is missing."""
+    """Loaders of a family's stages; each raises ConfigError when a part is missing."""
 
     load_encoder: Callable[[ModelFacts, Config], Encoder]
     load_adapter: Callable[[ModelFacts, Config], Adapter]
@@ -102,7 +102,7 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "unet": _unet,
     "z_image": _z_image,
 }
-"""By the name in ModelFacts.family; imported when first asked for."""
+"""Loaders by `ModelFacts.family`; a family is imported when first used."""
 
 
 def _of(config: Config) -> tuple[ModelFacts, FamilyLoaders]:
@@ -113,7 +113,7 @@ def _of(config: Config) -> tuple[ModelFacts, FamilyLoaders]:
 
 
 def load_adapter(config: Config) -> Adapter:
-    """The denoiser of the folder that `[model] path` names.
+    """Load the denoiser of the folder in `[model] path`.
 
     Raises:
         ConfigError: no such folder, family or part.
@@ -125,7 +125,7 @@ def load_adapter(config: Config) -> Adapter:
 
 
 def load_encoder(config: Config) -> Encoder:
-    """The same folder's encoder, run once so that the first edit does not pay for it."""
+    """Load the encoder, and warm it up so that the first edit is not slower."""
     facts, family = _of(config)
     encoder = family.load_encoder(facts, config)
     if config.engine.warm_up:
@@ -137,7 +137,7 @@ def load_encoder(config: Config) -> Encoder:
 
 
 def load_decoder(config: Config) -> Decoder:
-    """The same folder's decoder, likewise."""
+    """Load the decoder, and warm it up so that the first edit is not slower."""
     facts, family = _of(config)
     decoder = family.load_decoder(facts, config)
     if config.engine.warm_up:

@@ -1,4 +1,4 @@
-"""The model families that are served. The family is read from the folder, never from a name."""
+"""The model families that are served. The content of a folder determines its family."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ FAMILIES: dict[str, FamilyFacts] = {
     "unet": unet,
     "z_image": z_image,
 }
-"""By the name in ModelFacts.family, which the engine's adapters have, too."""
 
 
 DENSE_ONLY = "this model is served dense only, as its second attentions have no entries"
 
 
 def check_family(config: Config, facts: ModelFacts) -> None:
-    """See that nothing is set that the model does not have.
+    """Check that no setting is made that the model does not have.
 
     Raises:
-        ConfigError: it is a setting of other families, the cache of a model that has none, or
-            other steps than its own.
+        ConfigError: it is a setting of other families, the cache of a model without one, or
+            another number of steps than the model's only one.
     """
     if config.cache.enabled and not facts.caches:
         raise ConfigError(f"[cache] enabled: {DENSE_ONLY}; use false")
@@ -65,11 +64,11 @@ def check_family(config: Config, facts: ModelFacts) -> None:
 
 
 _GROUP = 32
-"""Numbers of a token that share a scale in int4 (`cache.entries` of the engine)."""
+"""Elements of a token that share a scale in int4 (`cache.entries` of the engine)."""
 
 
 def check_widths(config: Config, facts: ModelFacts) -> None:
-    """See that a model's tokens fit the formats in which they are kept.
+    """Check that the widths of a model's tokens fit its storage formats.
 
     Raises:
         ConfigError: they do not.
@@ -93,21 +92,18 @@ def check_widths(config: Config, facts: ModelFacts) -> None:
 
 
 def recorded_rows(facts: ModelFacts, config: Config) -> int:
-    """Dense rows whose tokens a step may have that is recorded as a CUDA graph, on GPUs; 0: none
-    is recorded.
+    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
+    recorded.
     """
     return FAMILIES[facts.family].recorded_rows(config)
 
 
 def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
-    """Read a diffusers-format folder.
-
-    Args:
-        folder: local folder with `model_index.json`.
-        native_resolution: overrides what the model says, in pixels; 0 does not.
+    """Read the model spec of a diffusers-format folder; `native_resolution`, in pixels, overrides
+    its own.
 
     Raises:
-        ConfigError: not a model folder, or a family that is not served.
+        ConfigError: it is no model folder, or its family is not served.
     """
     folder = Path(folder)
     if not (folder / "model_index.json").is_file():
@@ -126,15 +122,7 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
 def counted_work(
     facts: ModelFacts, height: int, width: int, *, halo: int = 0, recorded: bool = False
 ) -> ModelWork:
-    """A model's work on one picture.
-
-    Args:
-        facts: of the model.
-        height: latent rows (pixels / VAE scale).
-        width: latent columns.
-        halo: as `ModelWork.halo`; 0 for families without convolutions.
-        recorded: whether steps are CUDA graphs.
-    """
+    """Return a model's work on one picture, whose size is in latents (pixels / VAE scale)."""
     family = FAMILIES[facts.family]
     return family_work(family, facts, height, width, halo=halo, recorded=recorded)
 
@@ -142,53 +130,40 @@ def counted_work(
 def control_work(
     facts: ModelFacts, config: Mapping[str, Any], height: int, width: int
 ) -> ModelWork:
-    """A ControlNet's work on one picture of the model's.
-
-    Args:
-        facts: of the model.
-        config: the net's config.json.
-        height: latent rows.
-        width: latent columns.
+    """Return a ControlNet's work on one picture; `config` is the net's config.json, the size is in
+    latents.
 
     Raises:
-        KeyError: the config lacks what tells the net's size.
+        KeyError: the config lacks a size.
     """
     return FAMILIES[facts.family].control_work(dict(config), height, width)
 
 
 def lora_work(facts: ModelFacts, base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """What a LoRA adds to a model's work on a picture.
-
-    Args:
-        facts: of the model.
-        base: its work.
-        layers: numbers in the LoRA's factors, by the layer's dotted name in the diffusers model.
+    """Return a LoRA's additional work; `layers` are elements of its factors, by diffusers layer
+    name.
     """
     return FAMILIES[facts.family].lora_work(base, layers)
 
 
 def typical_lora(facts: ModelFacts, base: ModelWork) -> tuple[ModelWork, int]:
-    """A LoRA of rank 1 of every linear layer of a model's blocks: what it adds to the model's work,
-    and the bytes of its file in half precision.
+    """Return the additional work of a rank-1 LoRA on every linear layer of the blocks, and the
+    bytes of its file in half precision.
     """
     layers = FAMILIES[facts.family].lora_layers(facts.denoiser)
     return lora_work(facts, base, layers), 2 * sum(layers.values())
 
 
 _FILLS = 2.0**25
-"""FLOPs that a thread computes of an operation in some 0.3 ms."""
+"""FLOPs of an operation that a thread computes in about 0.3 ms."""
 
 
 def filled_threads(config: Config, facts: ModelFacts) -> int:
-    """CPU threads that the operations of a model's steps keep busy.
+    """Return the number of CPU threads that a model's operations keep busy.
 
-    Of a small model it is one. Each operation ends when its last thread has, and where those of a
-    step take microseconds, threads wait for one another more than they compute, and for their
-    cores, which encoder and decoder want, too.
-
-    Args:
-        config: of the worker.
-        facts: of its model.
+    For a small model it is 1. An operation ends with its last thread. Where operations take
+    microseconds, threads mostly wait for one another and for cores, which encoder and decoder need,
+    too.
     """
     side = facts.native_resolution // facts.vae_scale_factor
     work = counted_work(facts, side, side)

@@ -1,1 +1,1 @@
-"""What fits: the device's memory by count, and the store of entries in what that leaves."""
+"""Counts the device's memory, and sizes the store of entries to what is left."""

@@ -1,4 +1,4 @@
-"""What cards of several sizes hold of a model, in each form of its weights; nothing is loaded.
+"""Table of what cards of several sizes hold of a model, by form of its weights; loads nothing.
 
 `maskserve serve --plan` runs it:
 
@@ -44,11 +44,13 @@ from maskserve_engine.spec.facts import ModelFacts
 CARDS = (16, 24, 40, 48, 80)
 """GB, as cards are sold; nearly GiB."""
 _USABLE = 0.98
-"""Of these, what a program sees: 23.5 GiB of a card of 24 GB."""
+"""Share of these sizes that a program sees: 23.5 GiB of a card of 24 GB."""
 _CONTEXT = 2**29
-"""Bytes that CUDA itself takes for each process of a worker that uses the card; assumed."""
+"""Bytes that CUDA takes for each worker process on the card; assumed."""
 _FEW_ROWS, _FEW_TEMPLATES = 4, 8
-"""Enough: with settings that hold so much, none are tried that leave more of the card free."""
+"""Rows and templates that are enough: once settings hold these, none that leave more memory are
+tried.
+"""
 _NO_WEIGHTS = "meta"
 """torch's device for shapes alone."""
 _GIB = 2**30
@@ -58,21 +60,21 @@ Settings = tuple[tuple[str, str | bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a device holds with some settings. All sizes in bytes."""
+    """Capacity of a device with some settings. All sizes are bytes."""
 
     form: str
-    """Of the denoiser's weights."""
+    """Form of the denoiser's weights."""
     settings: Settings
-    """Beside `weights`, where they differ from what is configured."""
+    """Settings beside `weights` that differ from the configured ones."""
     weights: int
     encoder: int
     decoder: int
     rows: int
     step: int
-    """Of so many rows, with what goes along with any step."""
+    """Memory of a step of these rows, with all that accompanies any step."""
     templates: int
     missing: int
-    """For so many rows and, in the cache, one template; 0: it fits."""
+    """Bytes lacking for these rows and, with a cache, one template; 0: it fits."""
 
     @property
     def enough(self) -> bool:
@@ -80,14 +82,14 @@ class Fit:
 
     @property
     def worth(self) -> tuple[int, int, int, int]:
-        """To compare those that hold less than enough."""
+        """Key that orders fits that hold less than enough."""
         if self.missing:
             return 0, 0, 0, -self.missing
         few = min(self.rows, _FEW_ROWS) * min(self.templates, _FEW_TEMPLATES)
         return few, self.rows, self.templates, 0
 
     def words(self, configured: Config) -> str:
-        """The settings as in a configuration file; empty: as configured."""
+        """Return the settings as in a configuration file; empty: as configured."""
         named = [f"{key} = {json.dumps(value)}" for key, value in self.settings]
         if self.form != configured.model.weights:
             named.insert(0, f'weights = "{self.form}"')
@@ -118,7 +120,6 @@ class Shapes:
 
     @property
     def name(self) -> str:
-        """Of the model, for people."""
         return model_name(self.configured)
 
     @cached_property
@@ -127,13 +128,13 @@ class Shapes:
         return denoiser_bytes(self.config, WEIGHT_FORMS)
 
     def fit(self, form: str, usable: int, *, running: bool = False) -> Fit:
-        """With the first settings by which a device holds what a worker wants; if none do, with
-        those by which it holds most.
+        """Find the first settings with which a device holds the rows and templates that are enough;
+        if none do, those with which it holds most.
 
         Args:
-            form: of the denoiser's weights.
-            usable: bytes.
-            running: whether encoder and decoder may have taken their part of the device already.
+            form: form of the denoiser's weights.
+            usable: bytes of the device.
+            running: whether encoder and decoder may have taken their memory already.
         """
         fits = []
         for settings in self._settings():
@@ -146,7 +147,7 @@ class Shapes:
     def fit_with(
         self, form: str, settings: Settings, rows: int, usable: int, *, running: bool = False
     ) -> Fit:
-        """With these settings; as `fit`."""
+        """Return the capacity with these settings; other arguments are those of `fit`."""
         encoder, decoder, pending_bytes = self._held(settings, running)
         step = self._step(rows)
         free_bytes = usable - self.weights[form] - pending_bytes - step
@@ -163,7 +164,9 @@ class Shapes:
         )
 
     def _settings(self) -> Iterator[Settings]:
-        """Beside the weights' form, from what costs an edit least to what costs it most."""
+        """Yield settings to try beside the weights' form, from the cheapest for an edit to the
+        dearest.
+        """
         yield ()
         if self.configured.stages.service:
             return  # the others are the service's
@@ -177,7 +180,7 @@ class Shapes:
                 yield ("encoder_device", "cpu"), ("decoder_device", "cpu")
 
     def _held_by(self, settings: Settings, running: bool) -> tuple[int, int, int]:
-        """(encoder's, decoder's, what is still to come of them and of CUDA's own)."""
+        """Return (encoder's bytes, decoder's bytes, bytes of these and of CUDA not taken yet)."""
         config = replace(self.config, model=replace(self.config.model, **dict(settings)))
         stage_bytes, pending_bytes = [], 0 if running else _CONTEXT
         stages: tuple[Stage, ...] = ("encoder", "decoder")
@@ -223,7 +226,7 @@ def check_fits(config: Config, free: int) -> None:
     """Raise if a model cannot run on the denoiser's device, before anything of it is loaded.
 
     Args:
-        config: of the worker.
+        config: configuration of the worker.
         free: bytes of the device.
 
     Raises:

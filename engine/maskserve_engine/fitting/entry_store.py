@@ -1,4 +1,4 @@
-"""The store of a worker, as its configuration and model say."""
+"""Builds a worker's store from its configuration and model."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ _PADDING = 64
 _BUFFER = 32 * 2**20
 """Bytes of one pinned buffer."""
 _TRIED, _WIDTH, _LEFT_OUT = 8192, 3072, 9
-"""Tokens whose way to the device is tried, their numbers, and which of them stay: one in so many,
-as at a mask ratio of 0.11."""
+"""Trial of the links: tokens, their width, and the reciprocal share of tokens left out, as at a
+mask ratio of 0.11.
+"""
 _IDS: NDArray[np.int64] = np.flatnonzero(np.arange(_TRIED) % _LEFT_OUT)
 
 
 def open_mover(config: Config) -> Mover:
-    """What brings entries to the denoiser's device. A GPU's ways are tried; where the host tier is
-    memory, it reads that by itself, if it can.
+    """Build the mover of entries to the denoiser's device. On a GPU both ways are measured; it
+    reads a host tier in memory by itself if it can.
     """
     device, cache = device_of(config), config.cache
     if device.type != "cuda":
@@ -70,12 +71,12 @@ def open_mover(config: Config) -> Mover:
 
 
 def tried_rates(mover: CudaMover, seconds: Timer, *, direct: bool) -> LinkRates:
-    """What both ways of a mover reach here; as assumed where a time says nothing.
+    """Measure the rates of a mover's two ways; a rate stays as assumed where timing fails.
 
     Args:
-        mover: whose ways they are.
-        seconds: how long one run of some work takes.
-        direct: try the direct way, too. It has no rate (0) where the device refuses files.
+        mover: mover to time.
+        seconds: returns how long one run of some work takes.
+        direct: whether to try the direct way too. Its rate is 0 where the device refuses files.
     """
     part = encode(torch.ones(_TRIED, _WIDTH), "int8")
     assumed = LinkRates(direct=0.0)
@@ -107,13 +108,13 @@ def memory_file(nbytes: int) -> Iterator[OpenFile]:
 def estimated_costs(
     config: Config, mover: Mover | None = None, rates: Rates | None = None
 ) -> CostModel:
-    """What steps and loads cost before this worker has measured any: as profiled, if they were, or
-    by an estimate.
+    """Return the costs of steps and loads before this worker has measured any: profiled, if there
+    is a profile, or estimated.
 
     Args:
-        config: of the worker.
-        mover: of entries, whose ways to a GPU were tried: loads are planned with the better one.
-        rates: of the device; None: they are probed.
+        config: configuration of the worker.
+        mover: mover whose ways to a GPU were timed: loads are planned at the faster rate.
+        rates: rates of the device; None: they are probed.
     """
     rates = rates or device_rates(config)
     if isinstance(mover, CudaMover) and config.cache.enabled:
@@ -136,7 +137,7 @@ def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> floa
     its link alone does. 0 if the time says nothing.
 
     Args:
-        mover: to the device.
+        mover: mover to the device.
         part: int8, without a scale in a file.
         seconds: how long one run of some work takes.
     """
@@ -170,11 +171,11 @@ def open_store(
     """The tiers that `[cache]` names, and a loader for the device.
 
     Args:
-        config: of the worker.
-        size: of a template.
-        costs: of the worker.
+        config: configuration of the worker.
+        size: size of a template.
+        costs: cost model of the worker.
         budget: bytes of the device; 0: entries are in files only.
-        mover: of entries to the device.
+        mover: mover of entries to the device.
 
     Raises:
         ConfigError: a budget cannot hold one template, or a folder cannot be written to.
@@ -229,7 +230,7 @@ def open_reserve(mover: Mover, budget: int) -> Reserve | None:
 
 
 def _not_registered(file: OpenFile) -> None:
-    """A disk's files are no memory."""
+    """Refuse to register: files on a disk are not memory."""
 
 
 def fetched_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:

@@ -1,4 +1,4 @@
-"""What the device's memory goes to, counted before it is taken, and what that leaves the cache."""
+"""Counts the device's memory before it is taken, and what is left for the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _T5 = "T5EncoderModel"
 """The class in model_index.json of what `[model] t5_weights` and `t5_offload` are about."""
 _DENOISERS = ("transformer", "unet")
 GPU_SHARE, _CPU_SHARE = 0.8, 0.25
-"""Of what is left, the cache's. On a GPU kernels want workspace and the allocator leaves gaps; a
+"""The cache's share of the memory left. GPU kernels need workspace and the allocator leaves gaps; a
 host's memory is not this worker's alone.
 """
 _PICTURE = 3
@@ -45,13 +45,13 @@ DeviceMemory = tuple[int, int]
 def memory_table(
     config: Config, adapter: Adapter, size: TemplateSize, memory: DeviceMemory | None = None
 ) -> MemoryTable:
-    """Of the denoiser's device, once its weights are there.
+    """Count the memory of the denoiser's device, once its weights are there.
 
     Args:
-        config: of the worker.
+        config: configuration of the worker.
         adapter: the model.
-        size: of a template.
-        memory: of the device; None: as it is now.
+        size: size of a template.
+        memory: total and free bytes of the device; None: as they are now.
     """
     device = device_of(config)
     total, free = memory or device_memory(device)
@@ -107,8 +107,8 @@ def memory_table(
 
 
 def step_bytes(config: Config, adapter: Adapter) -> int:
-    """What the largest step takes beside weights and entries: `max_rows` dense rows of the model's
-    native size, each with a negative prompt where the model takes one.
+    """Return the bytes of the largest step beside weights and entries: `max_rows` dense rows of the
+    model's native size, each with a negative prompt where the model takes one.
     """
     facts = adapter.facts
     side = facts.native_resolution // facts.vae_scale_factor
@@ -123,13 +123,13 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
 
 
 def _recorded(config: Config, facts: ModelFacts) -> int:
-    """Dense rows whose tokens a step may have that is a CUDA graph."""
+    """Return the most dense rows of a step that is recorded as a CUDA graph."""
     return recorded_rows(facts, config) if device_of(config).type != "cpu" else 0
 
 
 def _own_bytes(config: Config, adapter: Adapter, device: str) -> int:
-    """What the anchors of an edit without a template leave, of native size and of nearly all its
-    tokens; 0: edits have none.
+    """Return the bytes of the step cache of an edit without a template, at native size and with
+    nearly all tokens cached; 0: edits have no refresh steps.
     """
     facts = adapter.facts
     if not own_stride(config, facts):
@@ -139,8 +139,8 @@ def _own_bytes(config: Config, adapter: Adapter, device: str) -> int:
 
 
 def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str) -> int:
-    """What a row's anchors leave of nearly all its tokens in the model or in a ControlNet of it, in
-    each pass.
+    """Return the bytes of a row's step cache with nearly all tokens cached, in the model or one of
+    its ControlNets, for one pass.
     """
     rule = own_rule(config, facts, device)
     text = rule.text * facts.text_tokens(config.model.max_sequence_length)
@@ -151,10 +151,9 @@ def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str)
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:
-    """What ControlNets take of the denoiser's device: their own budget, and what every row of
-    native size keeps of the largest one there is, in each pass; and what it says of an anchor that
-    one of them foresees. A service has the nets and what they keep of a row (`service_bytes`), and
-    the denoiser what they say.
+    """Return the ControlNets' bytes on the denoiser's device: their budget, each row's step cache
+    in the largest net for each pass, and the residuals of rows and lookahead. With a service the
+    denoiser holds the residuals alone (`service_bytes`).
     """
     controls, works = config.controls, _net_works(config, adapter)
     if not controls.folder:
@@ -168,8 +167,8 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
 
 
 def service_bytes(config: Config, adapter: Adapter) -> int:
-    """What a ControlNet service of one such worker takes of its own device: the nets' budget, what
-    they keep of the worker's rows, what the largest step of them takes, and what the service lends.
+    """Return the bytes of a ControlNet service's device for one such worker: the nets' budget, the
+    step caches of the worker's rows, the largest step, and the memory that it lends.
     """
     facts, works = adapter.facts, _net_works(config, adapter)
     text, rows = facts.text_tokens(config.model.max_sequence_length), config.engine.max_rows
@@ -181,7 +180,7 @@ def service_bytes(config: Config, adapter: Adapter) -> int:
 
 
 def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
-    """Of the ControlNets that there are, at the model's native size."""
+    """Return the work of each usable ControlNet at the model's native size."""
     facts = adapter.facts
     side = facts.native_resolution // facts.vae_scale_factor
     return [
@@ -192,17 +191,18 @@ def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
 
 
 def _passes(facts: ModelFacts) -> int:
-    """Of a row, at most."""
     return 2 if facts.two_passes else 1
 
 
 def _said_bytes(config: Config, works: Iterable[ModelWork]) -> int:
-    """What the largest net says of one pass, and has of its picture."""
+    """Return the bytes of the largest net's residuals in one pass, and of what it keeps of its
+    picture.
+    """
     return int(dtype_of(config).itemsize * max((work.beside for work in works), default=0.0))
 
 
 def _kept_bytes(config: Config, facts: ModelFacts, works: Iterable[ModelWork]) -> int:
-    """What the nets' anchors leave, of all rows."""
+    """Return the bytes of all rows' step caches in the largest net."""
     if not config.cache.enabled:
         return 0
     device = device_of(config).type
@@ -223,9 +223,9 @@ def still_values(work: ModelWork) -> float:
 
 
 def weight_bytes(config: Config, stage: Stage) -> int:
-    """Of the parts of the model folder that a stage loads, in the form that it loads them in. By
-    their files' headers; by their classes where no such file is there, or T5 is quantised. A T5
-    that goes to the device layer by layer takes its largest one.
+    """Return the bytes of the parts of the model folder that a stage loads, in the form in which it
+    loads them. They are read from the headers of files; without such files, or with a quantised T5,
+    they follow from the classes. A T5 that is moved layer by layer counts its largest layer.
     """
     total, folder = 0, Path(config.model.path)
     for part, named in read_json(folder / "model_index.json").items():
@@ -243,7 +243,11 @@ def weight_bytes(config: Config, stage: Stage) -> int:
 
 
 def _files(config: Config, part: str) -> tuple[Path, ...]:
-    """Of the part's weights; ConfigError: which, the configuration has to say."""
+    """Return the files of a part's weights.
+
+    Raises:
+        ConfigError: the configuration has to name the variant.
+    """
     folder = Path(config.model.path) / part
     try:
         return weight_files(folder, config.model.variant).files
@@ -252,9 +256,8 @@ def _files(config: Config, part: str) -> tuple[Path, ...]:
 
 
 def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
-    """Of the denoiser in each form that it can be brought to, by its config.json. A folder that is
-    quantised already has the one form in which it is, as the headers of its files say; so has a
-    GGUF file.
+    """Return the denoiser's bytes in each form it can take, by its config.json. A folder that is
+    already quantised has one form, as the headers of its files say; so has a GGUF file.
     """
     if config.model.gguf:
         return {"bf16": gguf_bytes(config)}
@@ -267,10 +270,10 @@ def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
 
 
 def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
-    """What the VAE takes beside its weights for one image of the model's native size: in its layers
-    of full resolution, where a ResNet holds what its level and it itself were given and three
-    tensors of its output's size. In tiles, that of a tile, beside all tiles and what is made of
-    them.
+    """Return the VAE's bytes beside its weights for one image of the model's native size. Its
+    layers of full resolution are the largest: a ResNet holds its level's input, its own input and
+    three tensors of its output's size. In tiles it holds those of one tile, beside all tiles and
+    the result.
     """
     channels = facts.latents.widths
     if not channels:
@@ -294,12 +297,10 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def _numbers(file: Path) -> int:
-    """Numbers in a file of the safetensors format."""
     return sum(prod(tensor.shape) for tensor in header_of(file).tensors.values())
 
 
 def _file_bytes(file: Path) -> int:
-    """Of all tensors in such a file, as they lie there."""
     return sum(tensor.nbytes for tensor in header_of(file).tensors.values())
 
 

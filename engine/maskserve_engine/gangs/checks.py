@@ -1,4 +1,4 @@
-"""What a worker of several devices cannot be, each in a sentence before a process is started."""
+"""Checks the configuration of a worker with several devices before a process is started."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from maskserve_engine.scheduling.policies import is_static, policy_of
 
 
 def check_devices(config: Config, gpus: int) -> None:
-    """See that a worker can have so many devices.
-
-    Args:
-        config: of the worker.
-        gpus: that this process sees; 0: the model runs on the CPU, where a device is a process.
+    """Check that a worker can have its configured devices. `gpus` is the number of GPUs that this
+    process sees; at 0 the model runs on the CPU, where a device is a process.
 
     Raises:
         ConfigError: it cannot.

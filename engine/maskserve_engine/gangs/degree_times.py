@@ -1,4 +1,4 @@
-"""What an edit's step takes on several devices, as the worker's steps so far foretell it."""
+"""Predicts what an edit's step takes on several devices from the worker's steps so far."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from maskserve_engine.requests.state import RequestState
 
 
 class DegreeTimes:
-    """Seconds by degree, for tickets.
+    """Predicts seconds of a step by degree, for tickets.
 
     Args:
-        adapter: the model.
-        costs: of a device's share of the worker's steps.
-        exchange: what ranks' exchanges cost, as they were measured.
-        devices: of the worker.
+        costs: measured costs of one device's share of the worker's steps.
+        exchange: returns the measured costs of exchanges between ranks.
     """
 
     def __init__(
@@ -38,11 +36,9 @@ class DegreeTimes:
         self._exchange, self._devices = exchange, devices
 
     def prices(self, text: int) -> tuple[DegreePrice, ...]:
-        """Of 2, 4 and 8 devices, of what a row of the model's native size takes beside what every
-        step takes, 1 where they gain nothing; a cached row at a fifth of its tokens.
-
-        Args:
-            text: tokens of its prompt.
+        """Return, for 2, 4 and 8 devices, a row's seconds beside those that every step takes, as a
+        share of its seconds on one device; 1 where they gain nothing. The row has the model's
+        native size and `text` prompt tokens; a cached row computes a fifth of its tokens.
         """
         facts = self._adapter.facts
         if facts.guidance == "cfg":
@@ -62,10 +58,10 @@ class DegreeTimes:
         return tuple([DegreePrice(dense, cached) for dense, cached in pairs])
 
     def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
-        """Of one step of the edit by itself on 1, 2, 4 and 8 devices, as far as it may have them;
-        and what of each is that of a step, whatever its rows.
+        """Return the seconds of one step of the edit alone on 1, 2, 4 and 8 devices, as far as it
+        may have them, and the part of each that a step costs whatever its rows.
 
-        A reproducible one keeps to one: products of other shapes round differently.
+        A reproducible edit keeps to one device: products of other shapes round differently.
         """
         job = edit.job
         most = min(self._devices, self._adapter.most_ranks(job))
@@ -87,8 +83,8 @@ class DegreeTimes:
         return tuple(of_passes), line.fixed
 
     def beside_shares(self, edits: Sequence[RequestState], ranks: int) -> float:
-        """Seconds of a step of these edits that so many ranks share, beside what even shares of its
-        FLOPs take: in which they exchange, once for all rows, and wait for the one with most heads.
+        """Return the seconds of a step of these edits on `ranks` ranks beside an even share of its
+        FLOPs: ranks exchange once for all rows, and wait for the rank with most heads.
         """
         exchange, counted = self._exchange(), [self._counted(edit) for edit in edits]
         work, row = counted[0]
@@ -102,7 +98,7 @@ class DegreeTimes:
         return exchanged + self._costs.model.compute.per_unit * uneven
 
     def _counted(self, edit: RequestState) -> tuple[ModelWork, RowTokens]:
-        """The model at the edit's size, and the tokens that a step of it computes."""
+        """Return the model's work at the edit's size, and the tokens that its step computes."""
         _, height, width = edit.job.moments.shape
         work = self._adapter.work(height, width)
         cached = edit.mode == "cached"

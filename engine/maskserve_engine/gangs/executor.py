@@ -49,18 +49,18 @@ from maskserve_engine.scheduling.step_scheduler import Devices
 
 _log = logging.getLogger(__name__)
 _LOSSES = 3
-"""Ranks that a row may lose; behind that the row is taken for the cause."""
+"""Ranks that a row may lose; at one more, the row counts as the cause."""
 _STARTS = 3
-"""Starts in a row that may fail of each rank while none is left."""
+"""Failed starts in a row that each rank may have while none is left."""
 _SILENT_S = 5.0
-"""After which a rank that is asked between two steps counts as lost."""
+"""Seconds after which a rank that does not answer between two steps counts as lost."""
 _AGAIN_S = 2.0
-"""After which a rank that could not be started is started again."""
+"""Seconds after which a rank that failed to start is started again."""
 
 
 def _meeting_place() -> Any:
-    """The store at which gangs meet, on this host's loopback alone: by itself it would listen on
-    every interface, and takes whatever it is sent.
+    """Open the store at which gangs meet, on this host's loopback alone: torch's default listens on
+    every interface and accepts anything.
     """
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -76,17 +76,17 @@ def _meeting_place() -> Any:
 @dataclass(eq=False, slots=True)
 class _Row:
     name: str
-    """On the ranks; no other row ever has it."""
+    """Unique name of the row on the ranks; it is never used again."""
     spec: RowSpec
     adapters: tuple[tuple[str, float], ...] = ()
     """See `Executor.attach`."""
     steps: int = 0
     carried: tuple[Any, ...] | None = None
-    """What a rank needs to go on behind `steps`."""
+    """State that a rank needs to continue after `steps`; None: the row begins anew."""
     there: dict[RankProcess, int] = field(default_factory=dict)
-    """Who has it, and after how many steps; -1: not known."""
+    """Steps done in each rank that has the row; -1: unknown."""
     after: RowAfter | None = None
-    """Of its last step."""
+    """Outcome of its last step."""
     losses: int = 0
 
 
@@ -100,16 +100,16 @@ class _UnderWay:
 
 
 class GangExecutor:
-    """See `Executor`.
+    """Steps rows in the processes of several devices; see `Executor`.
 
     Args:
-        ranks: that hold the rows.
-        adapter: the model, asked about edits only.
-        store: of the process that schedules; the ranks have stores of their own over its files.
-            None: there are no entries.
-        post: has the engine's thread run a command.
-        most: ranks that are to take a step together; their gangs meet now, and again when a rank
-            is back.
+        ranks: processes that hold the rows.
+        adapter: the model, used for questions about edits only.
+        store: store of the scheduling process; ranks have stores of their own over its files. None:
+            there are no entries.
+        post: runs a command on the engine's thread.
+        most: most ranks that take a step together; their gangs meet at once, and again when a rank
+            has returned.
         deals: whether ranks that take a step together deal its passes (`batch.cfg_parallel`).
     """
 
@@ -132,12 +132,12 @@ class GangExecutor:
         self._under_way: list[_UnderWay] = []
         self._names = count()
         self._adapters: dict[str, Mapping[str, Factors]] = {}
-        """That every rank has."""
+        """Adapters that every rank has."""
         self._nets: dict[str, NetFolder] = {}
-        """Likewise, ControlNets."""
+        """ControlNets that every rank has."""
         self._moves: list[tuple[str, float, float]] = []
         self._starts: dict[int, int] = {}
-        """Of ranks that are lost, how often they were started since."""
+        """Starts of each lost rank since its loss."""
         self._idle = True
         self._meeting = _meeting_place()
         self._gangs: dict[tuple[RankProcess, ...], str] = {}
@@ -150,7 +150,7 @@ class GangExecutor:
             store.on_evict = self._evict
         self._most = min(most, len(ranks.processes))
         self.exchange = ExchangeCosts()
-        """What exchanges between two ranks cost, once they have met."""
+        """Costs of exchanges between two ranks; measured once they have met."""
         for met in self._meet():
             self.exchange = met.result()
 
@@ -204,7 +204,9 @@ class GangExecutor:
             process.call("read", gang_row.name, key, gang_row.spec.anchors)
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
-        """A rank makes it with its first step there; what goes wrong then fails the row."""
+        """Register a row. A rank makes it with its first step there, and an error then fails the
+        row.
+        """
         assert row not in self._rows, f"there is a row {row}"
         self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
         # Rows of one mask and ring read the same tokens; which these are, ranks know.
@@ -288,7 +290,9 @@ class GangExecutor:
         self._ranks.close()
 
     def _on_all(self, verb: str, *arguments: object) -> None:
-        """Wait for every rank to have it; from a thread that is not the engine's."""
+        """Call a method of every rank and wait for the answers; may not be called from the engine's
+        thread.
+        """
         answers = [process.call(verb, *arguments) for process in list(self._living.values())]
         for answer in answers:
             with suppress(RankLostError):
@@ -297,13 +301,15 @@ class GangExecutor:
     # A step's way.
 
     def _gang(self, rows: Sequence[_Row], devices: Sequence[int]) -> tuple[RankProcess, ...]:
-        """Which of the devices take a step of these rows: the first alone if they cannot share."""
+        """Return the ranks that take a step of these rows: the first alone if the rows cannot be
+        shared.
+        """
         gang = tuple([self._living[device] for device in devices])
         return gang if all(self._may_share(row, len(gang)) for row in rows) else gang[:1]
 
     def _may_share(self, row: _Row, count: int) -> bool:
-        """Whether so many ranks can take steps of a row together. What is primed they would each
-        have a part of; what is to be reproducible keeps to one.
+        """Whether `count` ranks can take steps of a row together. Priming rows would be recorded in
+        parts, and reproducible ones keep to one rank.
         """
         settings = row.spec.job.request.settings
         if count == 1:
@@ -317,15 +323,14 @@ class GangExecutor:
         return self._adapter.most_ranks(row.spec.job) >= count
 
     def _share_tokens(self, reading: Sequence[_Row], count: int) -> bool:
-        """Whether a step of these rows, and perhaps others, is shared by its tokens and not by its
-        passes (`families.mmdit.batch`).
+        """Whether a step of these rows, and perhaps others, is shared by tokens and not by passes
+        (`families.mmdit.batch`).
         """
         if count == 1 or self._deals or not all(self._may_share(row, count) for row in reading):
             return False
         return count > 2 or any(row.spec.job.negative is None for row in reading)
 
     def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
-        """Have rows on a rank, and where they are."""
         places = []
         for row in rows:
             if process in row.there and row.there[process] == row.steps:
@@ -343,7 +348,7 @@ class GangExecutor:
             process.call("place", places)
 
     def _begin_anew(self, row: _Row) -> None:
-        """Where its state is lost with its rank."""
+        """Start a row over: its state was lost with its rank."""
         for process in row.there:
             process.call("release", row.name)
         row.name, row.steps = f"{row.name.partition('#')[0]}#{next(self._names)}", 0
@@ -381,7 +386,6 @@ class GangExecutor:
             self._try_again(step)
 
     def _end(self, step: _UnderWay, said: StepAnswer | Exception) -> None:
-        """All its ranks have taken the step."""
         assert isinstance(said, StepAnswer)
         for item in step.answers.values():
             assert isinstance(item, StepAnswer)
@@ -413,8 +417,8 @@ class GangExecutor:
         )
 
     def _try_again(self, step: _UnderWay) -> None:
-        """A rank was lost, or ranks have parted: where rows are is not known. Of several, one that
-        is left takes the step alone; else rows wait until they are given another.
+        """Recover from a lost rank, or from ranks that disagree: the rows' places are unknown. One
+        rank that is left takes the step alone; without one, rows wait for another.
         """
         for process in step.gang:
             for row in step.rows:
@@ -442,8 +446,8 @@ class GangExecutor:
             step.done(StepResult((), Span(0.0, 0.0), failed=failed))
 
     def _awaited(self, process: RankProcess, answer: Future[Any]) -> Any:
-        """What an idle rank answers at once; None: it failed, or is lost, as is one that is silent:
-        the engine's thread waits for nobody.
+        """Return an idle rank's answer; None: it failed or was lost. A rank silent for `_SILENT_S`
+        seconds is killed, since the engine's thread must not wait.
         """
         try:
             return answer.result(_SILENT_S)
@@ -457,8 +461,8 @@ class GangExecutor:
     # Gangs.
 
     def _meet(self) -> list[Future[ExchangeCosts]]:
-        """Have all gangs of living ranks meet that have not; the answers, those of two ranks last.
-        All ranks are told in one order, so that none waits for one that waits for it.
+        """Have the gangs of living ranks meet that have not met; return the answers, those of pairs
+        last. All ranks get the calls in one order, so that no two wait for one another.
         """
         answers, count = [], self._most
         while count > 1:
@@ -478,7 +482,7 @@ class GangExecutor:
         ]
 
     def _joined(self, gang: tuple[RankProcess, ...]) -> str:
-        """The name under which ranks know their gang; empty: it is one rank."""
+        """Return the gang's name among its ranks; empty for one rank."""
         if len(gang) == 1:
             return ""
         if gang not in self._gangs:  # they have parted
@@ -532,5 +536,4 @@ class GangExecutor:
             process.call("evict", key)
 
     def _when_done(self, future: Future[Any], command: Callable[[Future[Any]], None]) -> None:
-        """Run a command on the engine's thread once a future is there."""
         future.add_done_callback(lambda done: self._post(partial(command, done)))

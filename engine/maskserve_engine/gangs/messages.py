@@ -1,4 +1,4 @@
-"""What goes through the pipe between the engine's process and a rank's."""
+"""Messages in the pipe between the engine's process and a rank's."""
 
 from __future__ import annotations
 
@@ -21,44 +21,38 @@ from maskserve_engine.requests.executor import RowStep, StepResult
 
 
 class DeviceFacts(NamedTuple):
-    """What a rank says of its device."""
-
     costs: CostModel
     memory: MemoryTable
 
 
 class Hello(NamedTuple):
-    """A rank's first message: it can take steps."""
+    """A rank's first message: it is ready for steps."""
 
     device: DeviceFacts
     dtype: str
-    """Of the model, as `[model] dtype` names it."""
+    """Data type of the model, as `[model] dtype` names it."""
     revision: str
     """Digest of the served weights."""
 
 
 class RankCall(NamedTuple):
-    """What a rank is to do."""
-
     number: int
-    """One more than that of the call before."""
+    """One more than the number of the call before."""
     verb: str
     """Name of a method of `rank.Rank`."""
     arguments: tuple[Any, ...]
 
 
 class RankAnswer(NamedTuple):
-    """To the call of the same number."""
-
     number: int
     value: Any
     error: str = ""
-    """In one sentence; empty: there is none."""
+    """Error in one sentence; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryLoad:
-    """`LoadState` at the time of asking."""
+    """A `LoadState` as it was when the rank answered."""
 
     tier: str
     sizes: Floats
@@ -74,7 +68,7 @@ class EntryLoads:
 
 
 class RowPlace(NamedTuple):
-    """Where a row is, for a rank that has it elsewhere."""
+    """A row's state, for a rank that does not have it yet."""
 
     row: str
     steps: int
@@ -87,33 +81,30 @@ class RowAfter(NamedTuple):
 
     step: RowStep
     carried: tuple[Any, ...] | None
-    """See `Adapter.carried`; None: it has taken its last step, or another rank tells."""
+    """See `Adapter.carried`; None: the row has taken its last step, or another rank tells."""
     result: Tensor | None = None
-    """[C, h, w] of one that has taken its last step, and is let go."""
+    """[C, h, w] latents of a row that has taken its last step and was released."""
     loads: EntryLoads | None = None
-    """Of the same, where it read entries."""
+    """Loads of that row; None: it read no entries."""
     estimate: Tensor | None = None
-    """[C, h, w] where its client is shown one after this step."""
+    """[C, h, w] preview latents, if the client gets one after this step."""
     kept: bool = False
-    """Of one that primes: whether what it has recorded is in files."""
+    """Whether the entry that a priming row recorded is in files."""
 
 
 class StepAnswer(NamedTuple):
-    """What a rank says of a step."""
-
     result: StepResult
     rows: dict[str, RowAfter]
-    """By name; of a gang's ranks only the first tells them."""
+    """Outcomes by row name; in a gang only the first rank sends them."""
     moves: list[tuple[str, float, float]]
     """See `Executor.take_moves`."""
 
 
 class RankLostError(Exception):
-    """The rank has ended."""
+    """The rank's process has ended."""
 
 
 def packed(message: object) -> bytes:
-    """As it goes through the pipe."""
     # Not by `Connection.send`: torch would have it share tensors' memory by files that stay open.
     written = io.BytesIO()
     pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
@@ -123,8 +114,8 @@ def packed(message: object) -> bytes:
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's numbers alone, which are in host memory on the other side. torch would write an
-    archive of all that it is a view of, in ten times as long.
+    """Reduce a tensor to its numbers, in host memory on the other side. torch would archive the
+    whole storage that it is a view of, which takes ten times as long.
     """
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return _rebuilt, (raw.numpy(), tensor.dtype, tuple(tensor.shape))
@@ -138,10 +129,19 @@ _WAYS = copyreg.dispatch_table | {Tensor: _reduced}
 
 
 def send(pipe: Connection, message: object) -> None:
-    """Raises OSError when nobody is at the other end."""
+    """Send a message.
+
+    Raises:
+        OSError: nobody is at the other end.
+    """
     pipe.send_bytes(packed(message))
 
 
 def receive(pipe: Connection) -> Any:
-    """Raises EOFError or OSError when nobody is at the other end."""
+    """Return the next message.
+
+    Raises:
+        EOFError: nobody is at the other end.
+        OSError: nobody is at the other end.
+    """
     return pickle.loads(pipe.recv_bytes())

@@ -32,15 +32,14 @@ from maskserve_engine.stages.loader import device_of
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _LOAD_S = 900.0
-"""In which a rank loads the model."""
+"""Seconds in which a rank loads the model."""
 
 
 class RankProcess:
     """One rank. It does calls in their order.
 
     Args:
-        config: of the worker.
-        device: of the worker's, the one that it has.
+        device: number of the worker's device that it has.
         on_lost: told once, on another thread, when the process has ended.
     """
 
@@ -49,10 +48,10 @@ class RankProcess:
         self._process, self._pipe = start_child("maskserve_engine.gangs.rank", _visible(device))
         self._door = threading.Lock()
         self._number = 0
-        """Of the last call."""
+        """Number of the last call."""
         self.hello: Future[Hello] = Future()
         self._open: dict[int, Future[Any]] = {0: self.hello}
-        """Calls that were not answered."""
+        """Calls without an answer yet."""
         self.ended = False
         send(self._pipe, _rank_config(config))
         threading.Thread(target=self._read, name=f"rank {device}", daemon=True).start()
@@ -62,7 +61,9 @@ class RankProcess:
         return self._process.pid
 
     def call(self, verb: str, *arguments: object) -> Future[Any]:
-        """Have a method of `rank.Rank` run; RankLostError when the process ends before it has."""
+        """Call a method of `rank.Rank`; the future fails with RankLostError if the process ends
+        first.
+        """
         future: Future[Any] = Future()
         with self._door:
             number = self._number + 1
@@ -84,12 +85,11 @@ class RankProcess:
         return future
 
     def kill(self) -> None:
-        """At once; `on_lost` is told."""
+        """Kill the process; `on_lost` is told."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
     def close(self) -> None:
-        """Have it end, and wait for that."""
         self.kill()
         self._process.wait()
 
@@ -118,9 +118,6 @@ class RankProcess:
 class RankProcesses:
     """All ranks of a worker, each of which has said hello.
 
-    Args:
-        config: of the worker.
-
     Raises:
         ConfigError: one of them could not be started.
     """
@@ -134,7 +131,7 @@ class RankProcesses:
             config = replace(config, cache=replace(config.cache, host_dir=self._folder))
         self._config = config
         self.on_lost: Callable[[RankProcess], None] = lambda process: None
-        """Told on another thread of a process that has ended."""
+        """Called on another thread with each process that has ended."""
         self._closed = threading.Event()
         self.processes = [self.start(device) for device in range(config.engine.devices)]
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
@@ -147,8 +144,8 @@ class RankProcesses:
 
     @property
     def scheduling_config(self) -> Config:
-        """Of the process that only schedules: the model's shape without weights, and what follows
-        from the device that the ranks have.
+        """Configuration of the process that only schedules: the model's shape without weights, with
+        the settings that follow from the ranks' device.
         """
         model, cache = self._config.model, self._config.cache
         shape = replace(
@@ -163,7 +160,7 @@ class RankProcesses:
         return replace(self._config, model=shape, engine=engine, cache=cache)
 
     def start(self, device: int) -> RankProcess:
-        """A process for a device; it says hello later."""
+        """Start a process for a device; its hello comes later."""
         process = RankProcess(self._config, device, lambda: self._lost(process))
         return process
 
@@ -188,8 +185,8 @@ class RankProcesses:
 
 
 def _rank_config(config: Config) -> Config:
-    """As a rank has it: the only device that it sees is the first, and it has a share of the
-    threads.
+    """Return the configuration of a rank: the first device is the only one that it sees, and it
+    gets its share of the threads.
     """
     model = config.model
     threads = max(1, (model.torch_threads or cores()) // config.engine.devices)
@@ -199,7 +196,7 @@ def _rank_config(config: Config) -> Config:
 
 
 def _visible(device: int) -> dict[str, str]:
-    """The environment in which a process sees one GPU of this one's."""
+    """Return environment variables with which a process sees one GPU of this process's."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:  # all, if there are any: naming one that is not there is an error
         return {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.device_count() else {}

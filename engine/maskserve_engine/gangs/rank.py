@@ -75,10 +75,10 @@ from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 
 _log = logging.getLogger(__name__)
 _EXCHANGE_S = 20.0
-"""After which an exchange with other ranks has failed."""
+"""Seconds after which an exchange with other ranks has failed."""
 _PROBES, _PROBE_BYTES = 9, 2**22
 _OPEN_S = 2.0
-"""In which a template's files are open, or the row does without."""
+"""Seconds that a row waits for its template's files to open; then it does without them."""
 
 
 class Rank:
@@ -109,25 +109,25 @@ class Rank:
             warm_up(config, adapter, cache_parts, planner)
         self._specs: dict[str, RowSpec] = {}
         self._unmade: dict[str, EngineFailed] = {}
-        """Rows that could not be made."""
+        """Errors of rows that could not be made."""
         self._primed_s: dict[str, float] = {}
-        """Of priming rows, the seconds of their steps so far."""
+        """Seconds of the steps so far of each priming row."""
         self._gangs: dict[str, GangExchange] = {}
         self._nets: dict[str, Future[None]] = {}
-        """ControlNets that are here or on their way, which no step waits for."""
+        """Loads of ControlNets, done or under way; no step waits for them."""
         self._net_reader = ThreadPoolExecutor(1, "controlnets")
         revision = model_revision(config.model.path, served_form(config))
         dtype = str(dtype_of(config)).removeprefix("torch.")
         self.hello = Hello(DeviceFacts(costs, memory), dtype, revision)
 
     def join(self, gang: str, rank: int, count: int, port: int) -> ExchangeCosts:
-        """Meet the other ranks of a gang; what exchanging with them costs.
+        """Meet the other ranks of a gang; return the measured costs of exchanges with them.
 
         Args:
-            gang: a name that no other gang has had.
-            rank: of this one in it.
-            count: of all.
-            port: of the store where ranks meet.
+            gang: name that no other gang has had.
+            rank: this rank's number in the gang.
+            count: number of ranks in the gang.
+            port: port of the store at which ranks meet.
         """
         stores: Any = distributed  # of which torch's stubs know little
         store = stores.PrefixStore(gang, stores.TCPStore("127.0.0.1", port))
@@ -172,7 +172,7 @@ class Rank:
         self._local.drop(adapter)
 
     def bring_net(self, net: str, folder: NetFolder) -> Future[None]:
-        """Answered when it is here."""
+        """Load a ControlNet; the future is done when it is on the device."""
         self._nets[net] = self._net_reader.submit(self._local.bring_net, net, folder)
         return self._nets[net]
 
@@ -191,7 +191,7 @@ class Rank:
         self._change(row, turn_over)
 
     def place(self, places: Sequence[RowPlace]) -> None:
-        """Have rows where other ranks have brought them."""
+        """Set rows to the state that other ranks have computed."""
         for row, steps, carried in places:
             self._change(row, partial(self._local.place, row, steps, moved(carried, self.device)))
 
@@ -219,12 +219,7 @@ class Rank:
         return {row: entry_loads[id(load)] for row, load in loads.items()}
 
     def step(self, step: StepInput, gang: str) -> StepAnswer:
-        """One step.
-
-        Args:
-            step: by the names that rows have here.
-            gang: that takes it; empty: this rank alone.
-        """
+        """Take one step; `gang` names the ranks that share it, and is empty for this rank alone."""
         absent = EngineFailed("its row could not be brought to a device")
         unmade = {
             row: self._unmade.get(row, absent)
@@ -274,7 +269,9 @@ class Rank:
         self._local.idle()
 
     def _after(self, step: RowStep, took: Span, *, tells: bool) -> RowAfter:
-        """What the others need of a row that has taken a step; one that is done is let go."""
+        """Return what the engine's process needs of a row after its step; release a row that is
+        done.
+        """
         row, spec = step.row, self._specs[step.row]
         if isinstance(spec, PrimingRowSpec):
             self._primed_s[row] += took.seconds() or 0.0
@@ -293,8 +290,8 @@ class Rank:
         return RowAfter(step, carried, None, None, preview)
 
     def _keep(self, step: RowStep, spec: PrimingRowSpec) -> bool:
-        """Store what a priming row has recorded. Its file is written when this returns: other
-        ranks read it.
+        """Store the entry that a priming row has recorded; return once its file is written, since
+        other ranks read it.
         """
         whole_s = self._primed_s[step.row] / step.done * len(spec.anchors)
         note = Note(spec.job.request.template_id, len(spec.anchors), whole_s)
@@ -304,14 +301,14 @@ class Rank:
         return self._store.lower.locate(spec.key, [spec.anchors[step.done - 1]]) is not None
 
     def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
-        """Have a template's files open before its row is made, which then holds them."""
+        """Open a template's files before a row is made that reads them."""
         static_anchors = [STILL] if self.adapter.facts.semantics.exact else []
         required = dict.fromkeys((*static_anchors, *anchors))
         if not self._store.fetch(key, [anchor for anchor in required if anchor is not None]):
             self._store.settle(_OPEN_S)
 
     def _exchange_seconds(self, exchange: GangExchange, nbytes: int) -> float:
-        """Median of a few exchanges of so many bytes with each rank."""
+        """Return the median seconds of a few exchanges of `nbytes` bytes with each rank."""
         parts = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device)] * exchange.count
         took = []
         for _ in range(_PROBES):
@@ -323,7 +320,7 @@ class Rank:
         return sorted(took)[_PROBES // 2]
 
     def _change(self, row: str, change: Callable[[], None]) -> None:
-        """Of a row that is here; where that fails it counts as not made."""
+        """Change a row of this rank; on an error it counts as not made."""
         try:
             if self._is_made(row):
                 change()
@@ -335,7 +332,7 @@ class Rank:
         return row in self._specs and row not in self._unmade
 
     def _agree(self, exchange: GangExchange, number: int) -> None:
-        """See that all ranks of a gang begin the same."""
+        """Check that all ranks of a gang begin the same step."""
         numbers = torch.full((exchange.count,), number, dtype=torch.int64, device=self.device)
         received = exchange.all_to_all(list(numbers.split(1)), [1] * exchange.count)
         if not bool((received == number).all()):
@@ -386,7 +383,7 @@ def main(pipe: Connection) -> None:
 
 
 def _do(rank: Rank, call: RankCall, tell: Callable[[RankAnswer], None]) -> None:
-    """Answer a call: at once, or when the future that it gives is done."""
+    """Run a call and answer it: at once, or when the future that it returned is done."""
     try:
         value = getattr(rank, call.verb)(*call.arguments)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""What models are made of, over packed rows: linear, attention, modulation, cached keys."""
+"""Building blocks of models over packed rows: linear, attention, modulation, cached keys."""

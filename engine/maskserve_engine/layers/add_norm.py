@@ -10,13 +10,7 @@ from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 
 
 def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Sum x + y, and what `norm` makes of it.
-
-    Args:
-        x: [N, D] tokens.
-        y: [N, D]
-        norm: over D, with weight and bias.
-    """
+    """Return x + y, and the sum through `norm`; both tensors are [N, D]."""
     if has_kernels(x.device):
         sum_and_norm: tuple[Tensor, Tensor] = torch.ops.maskserve.add_norm(
             x, y, norm.weight, norm.bias, norm.eps

@@ -1,15 +1,13 @@
 """Attention over packed rows: each row's queries see that row's keys and no others.
 
-Rows are packed along the first axis without padding. Which kernel runs follows from their lengths:
+Rows are packed along the first axis without padding. Their lengths decide which kernel runs. Rows
+of equal lengths take one `scaled_dot_product_attention` call; where torch does not choose cuDNN for
+it, only if they compute all their tokens. On CUDA all others take one variable-length call, unless
+each row keeps the device busy and cuDNN is faster (`cudnn_is_sooner`); then rows run one by one.
+Elsewhere, or without that kernel, there is one call per row.
 
-- all rows alike: one `scaled_dot_product_attention` call. Where torch's own choice for that is not
-  cuDNN, only of rows that compute all of their tokens;
-- on CUDA, anything else: one variable-length call, unless rows that keep the device busy by
-  themselves are sooner done by cuDNN (`cudnn_is_sooner`), one after the other;
-- elsewhere, or where that kernel is missing: one call per row.
-
-cuDNN makes a plan for each new pair of lengths, in some 40 ms of the host. Rows compute as many
-tokens as a bucket has (base/buckets.py), so there are few.
+cuDNN needs about 40 ms on the host to plan each new pair of lengths. Rows compute a bucket's number
+of tokens (base/buckets.py), so there are few.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ Span = tuple[int, int]
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH = {"FA3": (9,), "FA4": (9, 10)}
-"""FlashAttention of packages, by torch's names, and the compute capabilities they are made for;
-those before others are faster, or proven longer."""
+"""Packaged FlashAttention versions by torch's name, and their compute capabilities; the preferred
+ones, faster or better proven, come first."""
 _OWN = "torch's own FlashAttention"
 _CUDNN = (9, 10)
 """Compute capabilities for which torch's `scaled_dot_product_attention` prefers cuDNN."""
 _FILLS = 64 * 128
-"""Queries times heads that rows must have on average to be sooner done by cuDNN one by one than all
-together by FlashAttention 2: half of what an H200's multiprocessors take at once."""
+"""Queries times heads, on average per row, from which cuDNN row by row is faster than
+FlashAttention 2 for all rows: half of what an H200's multiprocessors take at once."""
 _log = logging.getLogger(__name__)
 
 
 def spans(lengths: Sequence[int]) -> tuple[Span, ...]:
-    """[begin, end) of each row in a stream packed from rows of these lengths."""
+    """Return [begin, end) of each row in a packed stream."""
     out, begin = [], 0
     for length in lengths:
         out.append((begin, begin + length))
@@ -51,20 +49,18 @@ def spans(lengths: Sequence[int]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class Segments:
-    """Whose queries see which keys; made once for as long as the same rows go on."""
+    """Spans of queries and keys by row; made once while the same rows go on."""
 
     q_spans: tuple[Span, ...]
-    """[begin, end) of each row's queries."""
     k_spans: tuple[Span, ...]
-    """[begin, end) of each row's keys."""
     q_ends: Tensor
-    """[R + 1] int32, on the device: 0 and the end of each row's queries."""
+    """[R + 1] int32 on the device: 0, then the end of each row's queries."""
     k_ends: Tensor
     """[R + 1] int32, of the keys."""
     q_uniform: int
-    """Queries of each row where all have as many, else 0."""
+    """Common number of queries, or 0."""
     k_uniform: int
-    """Keys of each row, likewise."""
+    """Common number of keys, or 0."""
 
     @property
     def q_longest(self) -> int:
@@ -76,29 +72,27 @@ class Segments:
 
 
 def ends(of: Sequence[Span]) -> Tensor:
-    """[R + 1] int32 on the host: 0 and the end of each span."""
+    """Return [R + 1] int32 on the host: 0, then the end of each span."""
     return torch.from_numpy(np.array([0, *(end for _, end in of)], np.int32))
 
 
 def uniform(lengths: Sequence[int]) -> int:
-    """The common length of all rows, or 0."""
     return lengths[0] if len(set(lengths)) == 1 else 0
 
 
 def segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
-    """Of rows with so many of each, on the host."""
     q_spans, k_spans = spans(queries), spans(keys)
     return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
-    """Scaled dot-product attention, row by row.
+    """Compute scaled dot-product attention, row by row.
 
     Args:
-        query: [Nq, heads, head_dim], rows packed at `rows.q_spans`.
-        key: [Nk, heads, head_dim], rows packed at `rows.k_spans`.
-        value: as `key`.
-        rows: where each row's queries and keys lie.
+        query: [Nq, heads, head_dim], packed at `rows.q_spans`.
+        key: [Nk, heads, head_dim], packed at `rows.k_spans`.
+        value: [Nk, heads, head_dim], packed as `key`.
+        rows: spans of the rows.
 
     Returns:
         [Nq, heads, head_dim] in the order of `query`.
@@ -121,7 +115,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
 
 
 def _together(query: Tensor, rows: Segments, *, alike: bool) -> bool:
-    """Whether one variable-length call takes all rows, on CUDA."""
     if missing_varlen(query.device, query.dtype) is not None:
         return False
     if alike and rows.q_uniform == rows.k_uniform:
@@ -133,9 +126,9 @@ def _together(query: Tensor, rows: Segments, *, alike: bool) -> bool:
 
 @cache
 def cudnn_is_sooner(device: torch.device) -> bool:
-    """Whether a row by itself is sooner done by cuDNN, which torch's `scaled_dot_product_attention`
-    takes there, than by the variable-length kernel that there is: FlashAttention 2, which knows
-    nothing of what Hopper has, takes twice as long (docs/gpu.md). Others (`choose_flash`) do not.
+    """Return whether cuDNN computes a lone row faster than the available variable-length kernel. It
+    does against FlashAttention 2, which does not use Hopper's features and takes twice as long
+    (docs/gpu.md), and not against the others (`choose_flash`).
     """
     major, _ = torch.cuda.get_device_capability(device)
     uses_flash = choose_flash(major).startswith(_OWN)
@@ -144,7 +137,7 @@ def cudnn_is_sooner(device: torch.device) -> bool:
 
 @cache
 def missing_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the variable-length kernel cannot be used there; None if it can. Logged once."""
+    """Return why the variable-length kernel cannot be used; None if it can. Logged once."""
     reason = None
     major, minor = torch.cuda.get_device_capability(device)
     if dtype not in _HALF:
@@ -161,19 +154,15 @@ def missing_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _activate(name: str) -> None:
-    """Raises AttributeError in a torch that knows no such packages."""
+    """Raises AttributeError in versions of torch without such packages."""
     from torch.nn import attention as kernels
 
     kernels.activate_flash_attention_impl(name)
 
 
 def choose_flash(major: int, activate: Callable[[str], object] = _activate) -> str:
-    """Have torch use the first FlashAttention made for a device that is installed; in words, which,
-    and why none that comes before it.
-
-    Args:
-        major: of the device's compute capability.
-        activate: has torch use one, by its name.
+    """Make torch use the first installed FlashAttention made for a device; return its name, with
+    the reasons against preferred ones.
     """
     missed = ""
     for name, made_for in _FLASH.items():
@@ -188,7 +177,6 @@ def choose_flash(major: int, activate: Callable[[str], object] = _activate) -> s
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[B, N, heads, head_dim] in and out."""
     return F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     ).transpose(1, 2)

@@ -1,8 +1,7 @@
 """Products in FP8: weights with a scale per output, tokens with one each (`torch._scaled_mm`).
 
-The numbers are the library's (torchao quantises the weights, and tokens by the same rule); what is
-our own is that tokens are quantised by the kernel that has made them, where that is one of ours,
-and that layers with the same input are joined.
+The numbers are torchao's, which quantises the weights, and tokens by the same rule. This module
+lets our kernels quantise the tokens that they compute, and joins layers with the same input.
 """
 
 from __future__ import annotations
@@ -19,34 +18,29 @@ from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Of its numbers."""
 LEAST = 1e-12
-"""What the largest number of a token counts as, at least."""
+"""Lower bound for the largest absolute number of a token."""
 
 
 class Fp8Tokens(NamedTuple):
-    """Tokens in FP8."""
-
     data: Tensor
     """[N, D] FP8."""
     scale: Tensor
-    """[N, 1] float32, with which numbers are to be multiplied."""
+    """[N, 1] float32 factor of the stored numbers."""
 
 
 Tokens = Tensor | Fp8Tokens
 
 
 class Fp8Linear(NamedTuple):
-    """A `Linear` whose weights are in FP8."""
+    """A `Linear` with FP8 weights."""
 
     weight: Tensor
     """[out, in] FP8."""
     scale: Tensor
     """[out, 1] float32."""
     bias: Tensor | None
-    """[out]"""
     dtype: torch.dtype
-    """Of what it answers."""
 
     @property
     def out_features(self) -> int:
@@ -61,7 +55,7 @@ class Fp8Linear(NamedTuple):
         return self.write(tokens, None)
 
     def write(self, tokens: Fp8Tokens, out: Tensor | None) -> Tensor:
-        """The product of one token or more, written into `out` [N, out] if given."""
+        """Multiply one token or more, into `out` [N, out] if given."""
         return torch._scaled_mm(
             tokens.data,
             self.weight.t(),
@@ -80,7 +74,7 @@ class Fp8Linear(NamedTuple):
 
 
 def in_fp8(module: nn.Module) -> bool:
-    """Whether a layer is torchao's, with weights in FP8, that quantises each token, too."""
+    """Return whether a layer is torchao's with FP8 weights and dynamic quantisation per token."""
     weight: Any = getattr(module, "weight", None)
     return (
         type(weight).__name__ == "Float8Tensor"
@@ -90,8 +84,8 @@ def in_fp8(module: nn.Module) -> bool:
 
 
 def fp8_linear(modules: Sequence[Any]) -> Fp8Linear:
-    """The product of such layers with the same input, one beside the other. Their weights are then
-    parts of the joined ones, and nothing is held twice.
+    """Join layers with the same input. Their weights become parts of the joined tensor, so nothing
+    is stored twice.
     """
     if len(modules) == 1:
         weight: Any = modules[0].weight
@@ -111,14 +105,14 @@ def fp8_linear(modules: Sequence[Any]) -> Fp8Linear:
 
 
 def quantised(x: Tensor) -> Fp8Tokens:
-    """Tokens [N, D] in FP8, each by its largest number."""
+    """Quantise tokens [N, D], each by its largest number."""
     if has_kernels(x.device):
         return Fp8Tokens(*torch.ops.maskserve.quantise(x, x[:, :0]))
     return _plain(x)
 
 
 def quantised_gelu(up: Tensor, beside: Tensor | None = None) -> Fp8Tokens:
-    """GELU (tanh) of tokens `up` [N, D] in FP8, behind the numbers `beside` [N, E] if given."""
+    """Return GELU (tanh) of `up` [N, D] in FP8, behind the columns of `beside` [N, E] if given."""
     if has_kernels(up.device):
         prefix_tokens = up[:, :0] if beside is None else beside
         return Fp8Tokens(*torch.ops.maskserve.quantise(prefix_tokens, up))

@@ -8,13 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def scale_of(largest):
-    """What numbers of a token are to be multiplied with again, by the largest of them."""
+    """Return a token's scale from its largest absolute number."""
     return tl.maximum(largest, 1e-12) / 448.0
 
 
 @triton.jit
 def in_fp8(wide, scale):
-    """Numbers in float32, in FP8."""
     return tl.minimum(tl.maximum(wide / scale, -448.0), 448.0).to(tl.float8e4nv)
 
 
@@ -31,8 +30,8 @@ def quantise_kernel(
     block: tl.constexpr,
     more_block: tl.constexpr,
 ):
-    """Grid: (tokens,). A token's `width` numbers of `x`, and behind them GELU (tanh) of its `more`
-    numbers of `up`; either may have none.
+    """Grid: (tokens,). Writes `width` numbers of `x`, then GELU (tanh) of `more` numbers of `up`;
+    either may be 0.
     """
     token = tl.program_id(0).to(tl.int64)
     out_row = out + token * (width + more)

@@ -1,4 +1,4 @@
-"""The activation of a gated feed-forward part: one half of its product times GELU of the other."""
+"""GEGLU: one half of a gated feed-forward product times GELU of the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from maskserve_engine.layers.kernels import has_kernels, operation, stand_in
 
 
 def geglu(x: Tensor) -> Tensor:
-    """[N, D] of tokens [N, 2 · D]: the first half times GELU (exact) of the second."""
+    """Return [N, D] from [N, 2 · D]: the first half times GELU (exact) of the second."""
     if has_kernels(x.device):
         activated: Tensor = torch.ops.maskserve.geglu(x)
         return activated

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Numbers that one program makes: eight for each of its threads, 16 bytes at once."""
+"""Numbers per program: eight for each thread, loaded as 16 bytes."""
 
 
 @triton.jit
 def geglu_kernel(x, out, width: tl.constexpr, block: tl.constexpr):
     """Grid: (tokens, blocks of `width`). GELU is rounded to the dtype of `x` before the product, as
-    it is where the two are operations of their own.
+    if the two were separate operations.
     """
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)

@@ -1,4 +1,4 @@
-"""Whether kernels written in the Triton language can be used."""
+"""Registration of Triton-language kernels, and whether they can be used."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ _ours = torch.library.Library("maskserve", "FRAGMENT")
 def operation(
     name: str, mutates_args: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make what launches a kernel `torch.ops.maskserve.NAME`, so that tensors of no memory can
-    stand in for a device's (`stand_in`).
+    """Register a kernel launcher as `torch.ops.maskserve.NAME`, so that tensors without memory can
+    be traced (`stand_in`).
 
-    As torch's decorator of custom operations does, without what that looks at in each call: it took
-    15 us of the host, three times what the dispatch itself takes, and a step has some 280 of them.
-
-    Args:
-        name: of it.
-        mutates_args: arguments that are written to.
+    torch's own decorator for custom operations takes 15 us of the host per call, three times the
+    dispatch itself, and a step has about 280 calls.
     """
 
     def registered(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,20 +41,20 @@ def operation(
 
 
 def stand_in(name: str) -> Callable[[F], F]:
-    """Answer an operation for tensors of no memory."""
+    """Register an operation's result for tensors without memory."""
     registered: Callable[[F], F] = torch.library.register_fake(f"maskserve::{name}")
     return registered
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether they do the work on a device; else plain operations do."""
+    """Return whether kernels run on a device; elsewhere plain operations do."""
     return device.type == "cuda" and missing_triton() is None
 
 
 @cache
 def missing_triton(package: str = "triton") -> str | None:
-    """Why they cannot; None if they can. Logged once."""
+    """Return why Triton cannot be used; None if it can. Logged once."""
     if importlib.util.find_spec(package) is None:
         reason: str | None = f"the package {package} is not installed"
     else:
@@ -69,7 +65,7 @@ def missing_triton(package: str = "triton") -> str | None:
 
 
 def missing_for_launches(headers: Path | None = None) -> str | None:
-    """What the package triton lacks to launch a kernel: what does it is C, made at the first."""
+    """Return what is missing to compile Triton's launcher, which is C code; None if nothing is."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler (gcc, clang, or another that CC names)"
     headers = headers or Path(sysconfig.get_path("include", "posix_prefix"))
@@ -78,7 +74,7 @@ def missing_for_launches(headers: Path | None = None) -> str | None:
 
 @operation("addresses")
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """[n] int64 in host memory: where they lie."""
+    """Return [n] int64 addresses of the tensors, in host memory."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 

@@ -1,9 +1,9 @@
-"""Products of packed tokens with a layer's weights, whatever form these have.
+"""Linear layers over packed tokens, whatever the form of their weights.
 
-Nothing else that computes a step of FLUX, or of the transformer blocks of a UNet, reads a layer's
-weights. A batch tells each product where its rows lie (in a UNet: its passes), so that a product
-may treat every row differently (`low_rank.LowRank`). Another form of weights, or one device's share
-of them, is another class with the methods of `Linear`.
+Nothing else in a step of FLUX, or of a UNet's transformer blocks, reads a layer's weights. A batch
+passes the spans of its rows (in a UNet: its passes), so that a product may differ by row
+(`low_rank.LowRank`). Another form of weights, or a device's share of them, is another class with
+the methods of `Linear`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,17 @@ class Linear(Protocol):
     def out_features(self) -> int: ...
 
     def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
-        """[…, N, out] of x […, N, in].
-
-        Args:
-            x: tokens; not written to.
-            rows: [begin, end) of each packed row's tokens along N. May be left out where no row
-                has weights of its own.
+        """Return […, N, out] from x […, N, in], which is not written to. `rows`, [begin, end) of
+        each row along N, may be omitted where no row has its own weights.
         """
         ...
 
-    def columns(self, begin: int, end: int) -> Linear:
-        """The product that computes outputs `begin` to `end` alone."""
-        ...
+    def columns(self, begin: int, end: int) -> Linear: ...
 
 
 class PlainLinear(NamedTuple):
-    """Weights in the model's dtype."""
-
     weight: Tensor
-    """[out, in]"""
     bias: Tensor | None
-    """[out]"""
 
     @property
     def out_features(self) -> int:
@@ -60,7 +50,6 @@ class PlainLinear(NamedTuple):
         return onednn.linear(x, self.weight, self.bias)
 
     def in_epilogue(self, device: torch.device) -> bool:
-        """See `in_epilogues`."""
         return device.type == "cuda" and self.bias is not None
 
     def columns(self, begin: int, end: int) -> PlainLinear:
@@ -69,9 +58,9 @@ class PlainLinear(NamedTuple):
 
 
 def in_epilogues(*products: Linear, device: torch.device) -> bool:
-    """Whether torch's products on the device do what `gelu_of` and `sum_of_parts` need beside a
-    product: cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and where weights have a form of
-    their own, each is an operation of its own.
+    """Return whether `gelu_of` and `sum_of_parts` can be fused with these products on the device:
+    cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and for other forms of weights, they are
+    separate operations.
     """
     return all(
         isinstance(product, PlainLinear) and product.in_epilogue(device) for product in products
@@ -79,7 +68,7 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
 
 
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
-    """[N, out] GELU (tanh) of a product of `x` [N, in]."""
+    """Return [N, out] GELU (tanh) of a product of `x` [N, in]."""
     inside = isinstance(product, PlainLinear) and product.in_epilogue(x.device)
     if inside:
         assert isinstance(product, PlainLinear)
@@ -89,8 +78,8 @@ def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
 
 
 def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
-    """A product of `x` [N, in], written into `out` [N, out], of weights that are `in_epilogues` or
-    in FP8.
+    """Write a product of `x` [N, in] to `out` [N, out]; the weights must be `in_epilogues` or in
+    FP8.
     """
     if isinstance(x, Fp8Tokens):
         assert isinstance(product, Fp8Linear)
@@ -102,9 +91,7 @@ def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
 
 
 def sum_of_parts(product: PlainLinear, parts: Sequence[Tensor]) -> Tensor:
-    """The product of tokens whose numbers lie in several tensors [N, …], one beside the other, and
-    are not joined for it.
-    """
+    """Multiply tokens whose columns lie in several tensors [N, …], without joining them."""
     out, bias = None, product.bias
     begin = 0
     for part in parts:
@@ -121,12 +108,12 @@ def sum_of_parts(product: PlainLinear, parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleLinear:
-    """A library's layer, with weights in a form that only the library knows."""
+    """A library's layer, with weights in the library's own form."""
 
     module: nn.Module
     out_features: int
     begin: int = 0
-    """Of the module's outputs, the first one that is asked for."""
+    """First output of the module that is returned."""
 
     def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
         if not x.shape[-2]:  # which not every library takes
@@ -140,7 +127,7 @@ class ModuleLinear:
 
 @dataclass(frozen=True, slots=True)
 class JoinedLinear:
-    """Several layers with the same input, one beside the other, whose weights cannot be joined."""
+    """Several layers with the same input whose weights cannot be joined."""
 
     parts: tuple[Linear, ...]
 
@@ -162,13 +149,10 @@ class JoinedLinear:
 
 
 def linear(*modules: Any) -> Linear:
-    """The product of a layer, or of several with the same input, one beside the other.
+    """Return the product of one layer, or of several with the same input, side by side.
 
-    Plain layers become one: their parameters are then parts of the joined ones, and nothing is held
-    twice.
-
-    Args:
-        modules: torch's Linear, or a library's layer that has `out_features` and is called alike.
+    Plain layers are joined: their parameters become parts of the joined tensor, so nothing is
+    stored twice.
     """
     if all(in_fp8(module) for module in modules):
         return fp8_linear(modules)
@@ -188,8 +172,8 @@ def linear(*modules: Any) -> Linear:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its weights are numbers in the model's dtype. (Libraries quantise by another class
-    of layers, or by a tensor made of tensors in torch's own.)
+    """Return whether the weights are plain numbers in the model's dtype. (Libraries quantise with
+    another layer class, or with a tensor subclass.)
     """
     return type(module) is nn.Linear and not hasattr(module.weight, "__tensor_flatten__")
 
@@ -213,12 +197,12 @@ Tree = TypeVar("Tree")
 
 
 def map_linears(tree: Tree, change: Callable[[str, Linear], Linear], at: str = "") -> Tree:
-    """Weights with other products, as a batch needs them whose rows have adapters.
+    """Return weights with replaced products, for a batch whose rows have LoRAs.
 
     Args:
-        tree: dataclasses and (named) tuples, nested, with products in them; not changed.
-        change: is given each product's place in the tree, such as `double_blocks.3.image.qkv`, and
-            the product; answers what is to stand there.
+        tree: nested dataclasses and (named) tuples with products in them; not changed.
+        change: maps a product's place, such as `double_blocks.3.image.qkv`, and the product to
+            its replacement.
         at: place of the tree itself.
     """
 

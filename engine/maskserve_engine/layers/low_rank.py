@@ -1,8 +1,8 @@
 """Low-rank updates of single rows: LoRAs that share a batch, and a step, with other rows (Katz §3).
 
-    y = W x + Σ scale · B (A x)        on the tokens of the row that has the adapter
+    y = W x + Σ scale · B (A x)        on the tokens of the row that has the LoRA
 
-Weights are never written, so any mix of adapters runs in one batch and nothing is to be undone.
+Weights are never written, so any mix of LoRAs runs in one batch and nothing has to be undone.
 """
 
 from __future__ import annotations
@@ -23,29 +23,27 @@ from maskserve_engine.layers.shrink_expand import Part, Slices, slices_of
 
 
 class Factors(NamedTuple):
-    """What an adapter's file holds for one layer of the model; alpha / rank is part of `up`."""
+    """A LoRA's factors for one layer of the model; `up` includes alpha / rank."""
 
     down: Tensor
-    """A, [rank, in]; of a convolution [rank, in, kh, kw]"""
+    """A, [rank, in]; for a convolution [rank, in, kh, kw]."""
     up: Tensor
-    """B, [out, rank]; of a convolution [out, rank, 1, 1]"""
+    """B, [out, rank]; for a convolution [out, rank, 1, 1]."""
 
     @property
     def numbers(self) -> int:
-        """In both."""
         return self.down.numel() + self.up.numel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """One adapter's part of a product; of joined layers each may have its own."""
+    """One LoRA's part of a product; each of several joined layers may have its own."""
 
     down: Tensor
-    """[ranks, in] A of all parts, one below the other"""
+    """[ranks, in] A of all parts, concatenated."""
     parts: tuple[Part, ...]
 
     def columns(self, begin: int, end: int) -> Update:
-        """For the product that computes outputs `begin` to `end` alone."""
         chosen = []
         for up, first, rank in self.parts:
             low, high = max(begin, first), min(end, first + len(up))
@@ -59,7 +57,7 @@ class Update:
         return Update(self.down[least:most], tuple(moved))
 
     def add_to(self, out: Tensor, x: Tensor, scale: float) -> None:
-        """Add to `out` [..., n, out] what the adapter makes of `x` [..., n, in]."""
+        """Add the update for `x` [..., n, in] to `out` [..., n, out]."""
         if not self.parts:
             return
         low = F.linear(x, self.down)
@@ -74,15 +72,15 @@ class Update:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvUpdate:
-    """One adapter's part of a convolution."""
+    """One LoRA's part of a convolution."""
 
     down: Tensor
-    """[rank, in, kh, kw]; the inputs of a position lie side by side."""
+    """[rank, in, kh, kw], channels last."""
     up: Tensor
-    """[out, rank, 1, 1]"""
+    """[out, rank, 1, 1]."""
 
     def flat(self) -> tuple[Tensor, tuple[Part, ...]]:
-        """As `Update` has them: A [rank, kh · kw · in] and its one part."""
+        """Return it in the form of `Update`: A [rank, kh · kw · in] and one part."""
         down = self.down.permute(0, 2, 3, 1)
         return down.view(len(down), -1), (Part(self.up.flatten(1), 0, 0),)
 
@@ -92,7 +90,7 @@ ConvUpdates: TypeAlias = tuple[tuple[ConvUpdate, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class LowRankConv:
-    """A convolution to which each of some passes [p, C, h, w] adds updates of its own."""
+    """A convolution with separate updates for each pass [p, C, h, w]."""
 
     base: nn.Conv2d
     updates: tuple[ConvUpdates, ...]
@@ -102,12 +100,12 @@ class LowRankConv:
         return self._added(out, x, self.base.padding)
 
     def valid(self, x: Tensor) -> Tensor:
-        """Where all that is read beyond the result is in `x`."""
+        """Convolve without padding: `x` includes the border."""
         base = self.base
         return self._added(F.conv2d(x, base.weight, base.bias, base.stride), x, 0)
 
     def take(self, passes: slice) -> LowRankConv | None:
-        """For some of the passes; None: nothing is added to them."""
+        """Return the convolution for some of the passes; None: they have no updates."""
         pass_updates = self.updates[passes]
         return LowRankConv(self.base, pass_updates) if any(pass_updates) else None
 
@@ -122,29 +120,28 @@ class LowRankConv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankSet:
-    """An adapter on the model's device: its updates by their places in a family's weights."""
+    """A LoRA on the model's device: updates by place in a family's weights."""
 
     updates: Mapping[str, Update]
     convolutions: Mapping[str, ConvUpdate]
     nbytes: int
     slices: Mapping[str, Slices] = field(default_factory=dict)
-    """Of the updates, for kernels; empty where there are none."""
+    """Slices of the updates for kernels; empty without kernels."""
 
 
 Adapters: TypeAlias = tuple[tuple[LowRankSet, float], ...]
-"""Of a row, each with its scale; none is 0."""
+"""LoRAs of a row, each with its nonzero scale."""
 
 Updates: TypeAlias = tuple[tuple[Update, float], ...]
-"""What a row adds to one product."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A product to which each packed row adds updates of its own; `base` is never written."""
+    """A product with separate updates for each packed row; `base` is never written."""
 
     base: Linear
     updates: tuple[Updates, ...]
-    """Of each row; a row without any has the outputs of `base` bit for bit."""
+    """Updates by row; a row without any gets the outputs of `base` bit for bit."""
 
     @property
     def out_features(self) -> int:
@@ -170,18 +167,17 @@ class LowRank:
         return LowRank(self.base.columns(begin, end), tuple(column_updates))
 
     def take(self, rows: Sequence[int]) -> LowRank:
-        """For some of the packed rows."""
         return LowRank(self.base, tuple([self.updates[row] for row in rows]))
 
 
 def low_rank(place: str, base: Linear, rows: Sequence[Adapters]) -> Linear:
-    """The product at a place of a family's weights, with what each packed row's adapters add."""
+    """Return the product at a place, with the updates of each row's LoRAs."""
     updates = updates_at(place, rows)
     return LowRank(base, updates) if any(updates) else base
 
 
 def low_rank_conv(place: str, base: nn.Conv2d, passes: Sequence[Adapters]) -> LowRankConv | None:
-    """A convolution with what each pass's adapters add; None where they add nothing."""
+    """Return the convolution at a place with the updates of each pass; None: there are none."""
     updates = tuple(
         [
             tuple(
@@ -198,7 +194,6 @@ def low_rank_conv(place: str, base: nn.Conv2d, passes: Sequence[Adapters]) -> Lo
 
 
 def updates_at(place: str, rows: Sequence[Adapters]) -> tuple[Updates, ...]:
-    """What each row adds at a place."""
     return tuple(
         [
             tuple(
@@ -214,18 +209,18 @@ def updates_at(place: str, rows: Sequence[Adapters]) -> tuple[Updates, ...]:
 
 
 class Place(NamedTuple):
-    """Where a layer of the model lies in a family's weights."""
+    """Place of a model's layer in a family's weights."""
 
     name: str
-    """Of the product, as `map_linears` has it, or of the layer itself."""
+    """Name of the product (`map_linears`), or of the layer itself."""
     begin: int
-    """Of the product's outputs, the layer's first one."""
+    """Output of the product at which the layer begins."""
     shape: tuple[int, ...]
-    """Of the layer's weight: [out, in], or [out, in, kh, kw]."""
+    """Shape of the layer's weight: [out, in], or [out, in, kh, kw]."""
     convolves: bool = False
-    """Whether it is run over a feature map, and not over tokens."""
+    """Whether the layer runs over a feature map instead of tokens."""
     swapped: bool = False
-    """Whether the halves of its outputs have changed places there."""
+    """Whether the two halves of its outputs are swapped in the product."""
 
 
 def low_rank_set(
@@ -234,16 +229,10 @@ def low_rank_set(
     device: torch.device,
     dtype: torch.dtype,
 ) -> LowRankSet:
-    """Put an adapter where a family's weights want it.
-
-    Args:
-        factors: by the layer's name in the diffusers model.
-        places: of all layers that an adapter may change.
-        device: to bring them to.
-        dtype: of the model.
+    """Move a LoRA to the device, in the layout of a family's weights.
 
     Raises:
-        ValueError: a layer that is not there, or of another shape; in one sentence.
+        ValueError: a layer does not exist or has another shape.
     """
     joined: dict[str, list[tuple[int, Factors]]] = {}
     convolutions: dict[str, ConvUpdate] = {}
@@ -302,13 +291,13 @@ def _joined(parts: Sequence[tuple[int, Factors]]) -> Update:
 
 
 def is_layer(module: object) -> bool:
-    """Whether an adapter may change it: it has a weight of two or four dimensions."""
+    """Return whether a LoRA may change a module: its weight has two or four dimensions."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() in (2, 4)
 
 
 def layer_shape(module: object) -> tuple[int, ...]:
-    """Of a layer's weight, also of one that a library has quantised."""
+    """Return the shape of a layer's weight, even if a library has quantised it."""
     out, inner = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if isinstance(out, int) and isinstance(inner, int):
         return (out, inner)

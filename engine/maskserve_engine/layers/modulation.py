@@ -1,4 +1,4 @@
-"""Shifts, scales and gates: what a timestep and a prompt do to the tokens of a row (AdaLN)."""
+"""Shifts, scales and gates: modulation of a row's tokens by timestep and prompt (AdaLN)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,30 @@ EPS = 1e-6
 
 
 class PerRow(NamedTuple):
-    """A vector of each row."""
-
     values: Tensor
-    """[R, D]; parts of wider vectors, maybe."""
+    """[R, D]; may be a slice of wider vectors."""
     row_of: Tensor
     """[N] row of each token."""
 
     def spread(self) -> Tensor:
-        """[N, D]: each token's own."""
+        """Return [N, D], the vector of each token."""
         return self.values.index_select(0, self.row_of)
 
 
 Vector = Tensor | PerRow
-"""A shift, scale or gate: [D] for all tokens, what broadcasts with them, or of each row."""
+"""A shift, scale or gate: [D] for all tokens, a broadcastable tensor, or one per row."""
 
 
 class Norm(NamedTuple):
-    """The norm before a product."""
-
     shift: Vector
     scale: Vector
     fp8: bool = False
-    """Whether the product takes tokens in FP8."""
+    """Whether the product takes FP8 tokens."""
 
 
 def modulate(x: Tensor, shift: Vector, scale: Vector, fp8: bool = False) -> Any:
-    """Tokens [N, D], or [R, n, D], through their norm, scaled and shifted: [N, D] as a product
-    takes them, `Fp8Tokens` if it is one in FP8. The last three are those of `Norm`.
+    """Normalise, scale and shift tokens [N, D] or [R, n, D]; return [N, D], or `Fp8Tokens` if
+    `fp8`.
     """
     if fp8:
         return modulate_fp8(x, shift, scale)
@@ -60,7 +56,7 @@ def modulate(x: Tensor, shift: Vector, scale: Vector, fp8: bool = False) -> Any:
 
 
 def modulate_fp8(x: Tensor, shift: Vector, scale: Vector) -> Fp8Tokens:
-    """What `modulate` makes of tokens, in FP8."""
+    """Run `modulate` with FP8 output."""
     if has_kernels(x.device) and x.dim() == 2:
         (shifts, row_of), (scales, _) = _looked_up(shift), _looked_up(scale)
         return Fp8Tokens(*torch.ops.maskserve.modulate_fp8(x, shifts, scales, row_of))
@@ -68,14 +64,8 @@ def modulate_fp8(x: Tensor, shift: Vector, scale: Vector) -> Fp8Tokens:
 
 
 def add_gated(x: Tensor, gate: Vector, y: Tensor, norm: Norm | None = None) -> tuple[Tensor, Any]:
-    """Sum x + gate · y, and the sum as `modulate` gives it to the product that reads it next; None
-    without a `norm`. As one kernel, where there are any: the sum is not read again for its norm.
-
-    Args:
-        x: tokens as in `modulate`.
-        gate: of `y`.
-        y: as many tokens, [N, D].
-        norm: before that product.
+    """Return x + gate · y, and with `norm` also the modulated sum for the next product. With
+    kernels it is one launch: the sum is not read again.
     """
     if has_kernels(x.device):
         if norm is not None and x.dim() == 2:
@@ -91,7 +81,6 @@ def add_gated(x: Tensor, gate: Vector, y: Tensor, norm: Norm | None = None) -> t
 
 
 def _looked_up(vector: Vector) -> tuple[Tensor, Tensor | None]:
-    """[R, D] and the row of each token; None: all have the first."""
     return vector if isinstance(vector, PerRow) else (vector.view(1, -1), None)
 
 
@@ -133,7 +122,7 @@ def _modulate_fp8(
 
 
 def _new_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Not written yet: as `Fp8Tokens` of `x`."""
+    """Allocate the fields of `Fp8Tokens` for `x`."""
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
@@ -201,5 +190,5 @@ def _(x: Tensor, *_: Tensor) -> Tensor:
 
 
 def _by_row(vectors: Tensor) -> Tensor:
-    """[R, D] with the numbers of a row one behind the other."""
+    """Make the last axis of [R, D] contiguous."""
     return vectors if vectors.stride(1) == 1 else vectors.contiguous()

@@ -1,7 +1,7 @@
 """The kernels of `modulation`, in the Triton language (the package `triton`; not the server).
 
-One program has one token, [width] numbers one behind the other. Its row's vectors are read where
-they lie: spread over the tokens first, they would be as large as six streams of them.
+One program handles one token of `width` contiguous numbers. It reads its row's vectors in place:
+spread over the tokens they would be as large as six streams of tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from maskserve_engine.layers.fp8_kernels import in_fp8, scale_of
 
 @triton.jit
 def _wide(at, inside):
-    """What lies there, in float32; 0 outside."""
+    """Load as float32; 0 outside."""
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _normed(wide, inside, eps, width: tl.constexpr):
-    """A token [block], 0 outside, through its norm."""
+    """Normalise a token [block], 0 outside."""
     centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
     variance = tl.sum(centred * centred, axis=0) / width
     return centred * (1.0 / tl.sqrt(variance + eps))
@@ -38,7 +38,7 @@ def _store(
     dtype: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """A token, as it is or in FP8."""
+    """Store a token, quantised if `fp8`."""
     out_at = out + token * width + at
     if fp8:
         made = tl.where(inside, made, 0.0).to(dtype).to(tl.float32)
@@ -65,7 +65,7 @@ def modulate_kernel(
     one_row: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Grid: (tokens,). Strides of vectors are from row to row. `one_row`: all tokens have the first
+    """Grid: (tokens,). Strides of vectors are between rows. `one_row`: all tokens use the first
     vectors, and `row_of` is not read. `fp8`: tokens are quantised, each with a scale.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -93,7 +93,7 @@ def add_gated_kernel(
     width: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Grid: (tokens,). The stride of gates is from row to row."""
+    """Grid: (tokens,). The stride of gates is between rows."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(row_of + token)
     at = tl.arange(0, block)
@@ -124,7 +124,7 @@ def add_gated_modulate_kernel(
     one_row: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """As both; the tokens before the norm are written, too."""
+    """Both kernels in one; the tokens before the norm are written, too."""
     token = tl.program_id(0).to(tl.int64)
     row = token * 0
     if not one_row:

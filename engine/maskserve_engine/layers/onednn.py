@@ -1,10 +1,9 @@
-"""Products of many tokens on a CPU by oneDNN, where that is faster than the BLAS of torch.
+"""Products of many tokens on a CPU by oneDNN, where it is faster than torch's BLAS.
 
-That BLAS is MKL, which leaves AVX-512 to Intel's CPUs; oneDNN uses it wherever it is, and AMD's
-compute with it at twice the rate. But it compiles a product for each number of tokens and keeps
-it, some 0.6 MB. So tokens are padded to few numbers (`bucket`), which costs a step some 2 %: a
-layer has eight products for each octave of tokens, and oneDNN drops those that were not used for
-the longest time behind 1,024 in all.
+That BLAS is MKL, which uses AVX-512 on Intel's CPUs only; oneDNN uses it on AMD's, too, at twice
+the rate. But it compiles and keeps about 0.6 MB for each number of tokens. So tokens are padded to
+buckets (`bucket`), which costs about 2 % of a step: a layer has eight products per octave of
+tokens, and oneDNN evicts the least recently used beyond 1,024.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from maskserve_engine.base.buckets import bucket
 
 _LEAST_TOKENS = 16
 _LEAST_WORK = 1 << 23
-"""Multiply-adds; below them padding and a slower call cost as much as the rate gives."""
+"""Multiply-adds below which padding and the slower call cost more than they gain."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[…, out] of x […, in]: `F.linear`, by what is faster on this CPU."""
+    """Return […, out] from x […, in], as `F.linear`, by the faster library on this CPU."""
     if x.numel() * weight.shape[0] >= _LEAST_WORK and _may_pad(x):
         return padded_linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -36,13 +35,8 @@ def _may_pad(x: Tensor) -> bool:
 
 
 def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by oneDNN, of a bucket's tokens. Each token's numbers depend on it alone, and
-    within rounding on the bucket.
-
-    Args:
-        x: […, in] float32, with one token or more.
-        weight: [out, in]
-        bias: [out]
+    """Compute […, out] from x […, in] float32 by oneDNN, with a bucket's number of tokens. A
+    token's result depends on the token alone and, within rounding, on the bucket.
     """
     tokens, width = x.shape[:-1].numel(), x.shape[-1]
     length = bucket(tokens)
@@ -58,24 +52,21 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def is_faster() -> bool:
-    """Whether oneDNN's products are faster on this host."""
+    """Return whether oneDNN's products are faster on this host."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return has_both and beats_mkl(vendor(), torch.backends.cpu.get_cpu_capability())
 
 
 def beats_mkl(vendor: str, capability: str) -> bool:
-    """Told by the kind of CPU and not measured: all processes that serve a model compute alike, and
-    do so again when they are started anew.
-
-    Args:
-        vendor: as of `vendor`.
-        capability: the newest vector instructions that torch uses, such as AVX2.
+    """Decide by the kind of CPU, without a measurement, so that all processes of a model compute
+    alike, after restarts, too. `capability` is the newest vector instruction set that torch uses,
+    such as AVX2.
     """
     return vendor == "AuthenticAMD" and capability == "AVX512"
 
 
 def vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Who made the CPU, as Linux says; empty where it does not."""
+    """Return the CPU's vendor from /proc/cpuinfo; empty if unknown."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Queries and keys before attention: each head through its norm, then rotary embedding."""
+"""Queries and keys before attention: a norm per head, then rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from maskserve_engine.layers.modulation import EPS
 
 
 def norm_heads(x: Tensor, norms: Tensor, epsilon: float = EPS) -> Tensor:
-    """`x` [N, P, heads, head_dim], each head through its norm: float32, as `rotate` takes it."""
+    """Normalise each head of `x` [N, P, heads, head_dim]; return float32, for `rotate`."""
     return F.rms_norm(x, x.shape[-1:], None, epsilon) * norms
 
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `qk_norm_rope`."""
+    """Apply rotary embedding to `x` [N, P, heads, head_dim]; `cis` as in `qk_norm_rope`."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
 
@@ -30,14 +30,14 @@ def qk_norm_rope(
     stream_of: Tensor | None = None,
     epsilon: float = EPS,
 ) -> None:
-    """`norm_heads`, then `rotate`, in place.
+    """Apply `norm_heads`, then `rotate`, in place.
 
     Args:
-        x: [N, P, heads, head_dim] queries and keys, or keys alone: P is 2 or 1. Written to.
-        norms: [P, 1, head_dim] weights, float32, or [S, P, 1, head_dim] of each stream.
+        x: [N, P, heads, head_dim] queries and keys (P = 2), or keys (P = 1); written to.
+        norms: [P, 1, head_dim] weights, float32, or [S, P, 1, head_dim] by stream.
         cis: [N, head_dim / 2] complex rotary factors.
-        stream_of: [N] of each token, where `norms` are of streams.
-        epsilon: of the norms.
+        stream_of: [N] stream of each token, if `norms` are by stream.
+        epsilon: epsilon of the norms.
     """
     if has_kernels(x.device) and x.shape[-1].bit_count() == 1:
         fused(x, norms, cis, stream_of, epsilon)
@@ -59,7 +59,9 @@ def fused(
     stream_of: Tensor | None = None,
     epsilon: float = EPS,
 ) -> None:
-    """`qk_norm_rope` as one kernel; a token's heads are adjacent, head_dim is a power of two."""
+    """Run `qk_norm_rope` as one kernel; a token's heads must be adjacent, and head_dim a power of
+    two.
+    """
     torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis), stream_of, epsilon)
 
 

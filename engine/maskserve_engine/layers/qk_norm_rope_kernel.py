@@ -1,8 +1,8 @@
 """The kernel of `qk_norm_rope`, in the Triton language (the package `triton`; not the server).
 
-One program turns all heads of one token's queries, or of its keys. As operations of torch the same
-are five kernels, and between them every number goes through the device's memory in float32. They
-are written where they were read: what the products made of one row lies among all its keys already.
+One program handles all heads of one token's queries, or of its keys. As operations of torch the
+same takes five kernels, which pass every number through device memory in float32. Results replace
+the inputs, because a lone row's products already lie among all its keys.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def qk_norm_rope_kernel(
     block: tl.constexpr,
     streams: tl.constexpr,
 ):
-    """Grid: (tokens, 1 or 2 parts). The stride is from token to token; a part's heads lie one
-    behind the other. `head_dim` is a power of two. `streams`: norms are of streams, and each
-    token's is told.
+    """Grid: (tokens, 1 or 2 parts). The stride is between tokens; a part's heads are adjacent.
+    `head_dim` is a power of two. `streams`: norms are by stream, and `stream_of` is read.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

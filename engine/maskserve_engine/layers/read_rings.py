@@ -1,5 +1,5 @@
-"""What is read round a tile, of all feature maps of an entry, in one kernel: the positions of each
-map's ring, and the means and variances of its groups outside of the box.
+"""Reads the surroundings of a tile from all feature maps of an entry, in one kernel: the positions
+of each map's ring, and the moments of its groups outside the box.
 """
 
 from __future__ import annotations
@@ -15,38 +15,35 @@ from maskserve_engine.cache.entries import GROUP, Coded
 from maskserve_engine.layers.kernels import addresses, operation, stand_in
 
 FIELDS = 14
-"""Of a map: addresses of data, scales, groups, ids, ring and own; positions in the region, the ring
-and the box; channels; where its ring and its moments go; its number; and positions of the whole
-map."""
+"""Fields of a map: addresses of data, scales, groups, ids, ring and box positions; numbers of
+positions in the region, the ring and the box; channels; offsets of its ring and its moments; its
+number; positions of the whole map."""
 POSITIONS, BLOCK = 64, 16
-"""Positions and channels that a program has at once."""
+"""Positions and channels that a program handles at once."""
 
 
 class RingMap(NamedTuple):
-    """One map, and where what is read of it goes."""
-
     coded: Coded
-    """[tokens, channels], both halves one behind the other."""
+    """[tokens, channels], both halves concatenated."""
     ids: Tensor | None
-    """[halves · region] tokens of it that lie in the region; None: they are just these."""
+    """[halves · region] tokens that lie in the region; None: exactly these tokens are stored."""
     region: int
     """Positions of a half."""
     ring: Tensor
-    """[n] positions of the region."""
+    """[n] ring positions in the region."""
     own: Tensor | None
-    """[box] positions of the region; None: no norm reads the map."""
+    """[box] box positions in the region; None: no norm reads the map."""
     whole: int
     """Positions of the whole map."""
     number: int
-    """Of the map."""
     to_ring: int
-    """In the buffer of rings, where its [halves, C, n] begin."""
+    """Offset of its [halves, C, n] in the buffer of rings."""
     to_moments: int
-    """In the buffer of moments, where its [2, halves, groups] begin: means, then variances."""
+    """Offset of its [2, halves, groups], means then variances, in the buffer of moments."""
 
 
 def ring_table(maps: Sequence[RingMap]) -> Tensor:
-    """[maps, FIELDS] int64 in host memory: what the kernel is told of maps, all of one format. The
+    """Return the kernel's [maps, FIELDS] int64 table, in host memory, for maps of one format. The
     tensors that it points to must outlive it.
     """
     map_tensors = [
@@ -86,12 +83,12 @@ def read_rings(
     """Read all maps of a table.
 
     Args:
-        rings: the buffer of rings, in the model's dtype; written to.
-        moments: the buffer of moments, float32; written to.
+        rings: buffer of rings, in the model's dtype; written to.
+        moments: buffer of moments, float32; written to.
         totals: [maps · halves, 2 · groups] float32 of the whole maps: means, then variances.
         table: `ring_table`, on the device.
-        halves: of the entry.
-        format: of the maps.
+        halves: halves of the entry.
+        format: storage format of the maps.
     """
     from maskserve_engine.layers.read_rings_kernel import read_rings_kernel
 

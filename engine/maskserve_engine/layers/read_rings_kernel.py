@@ -1,7 +1,7 @@
 """The kernel of `read_rings`, in the Triton language (the package `triton`; not the server).
 
-One program has one group of channels of one half of one feature map. Where each map lies is a table
-on the device, so all maps of an entry go in one launch.
+One program handles one group of channels of one half of one feature map. A table on the device
+gives the maps' addresses, so all maps of an entry take one launch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def _values(
     kind: tl.constexpr,
     group: tl.constexpr,
 ):
-    """[positions, channels] of a map, decoded and rounded as the plain path does.
+    """Load [positions, channels] of a map, decoded and rounded as in the plain path.
 
-    `data` to `ids` are addresses; `ids` is 0 where the map's tokens are just those of the region.
+    `data` to `ids` are addresses; `ids` is 0 if exactly the region's tokens are stored.
     """
     token = begin + of_region
     if ids != 0:
@@ -75,9 +75,8 @@ def _sum(
     kind: tl.constexpr,
     group: tl.constexpr,
 ):
-    """Of a group in the box: how far its values are from `mean`, or (`power` 2) the squares of it.
-
-    `given`: what `_values` takes first.
+    """Sum a group's deviations from `mean` in the box, or their squares if `power` is 2; `given`
+    are the first arguments of `_values`.
     """
     sums = tl.zeros((positions, block), tl.float32)
     for at in range(0, own, positions):
@@ -108,9 +107,8 @@ def read_rings_kernel(
     kind: tl.constexpr,
     group: tl.constexpr,
 ):
-    """Grid: (maps, halves, groups of the norms). `table`: of each map the fields that
-    `read_rings.FIELDS` lists. `positions` and `block`: positions and channels that a program has at
-    once.
+    """Grid: (maps, halves, groups of the norms). `table` has the fields of `read_rings.FIELDS` for
+    each map. `positions` and `block`: positions and channels that a program handles at once.
     """
     half, norm_group = tl.program_id(1), tl.program_id(2)
     row = table + tl.program_id(0) * fields

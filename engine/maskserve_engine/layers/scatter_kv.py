@@ -1,4 +1,4 @@
-"""Cached activations of inactive tokens, from where they lie to their slots among the others."""
+"""Copies cached activations to their tokens' slots."""
 
 from __future__ import annotations
 
@@ -18,60 +18,55 @@ from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import missing_triton, operation, stand_in
 
 _VECTOR = 16
-"""Bytes that a thread reads or writes at once."""
 _TILE, _LEAST, _WARPS = 1024, 128, 2
-"""Numbers that a program of the kernel writes, those of a token that it takes at least, and its
-threads by 32: of six pairs the soonest on an H200."""
+"""Numbers that a program writes, minimum number per token, and warps: the fastest of six
+combinations on an H200."""
 _log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """What is added to a row's cached activations of a block."""
+    """A term added to a row's cached activations of a block."""
 
     parts: tuple[Coded, ...]
-    """Of each of theirs."""
+    """One tensor for each part of the activations."""
     weight: float
-    """How many times it is added."""
     ids: Tensor | None = None
-    """[m] tokens of it that the row reads; None: it is of just these."""
+    """[m] tokens of it that the row reads; None: all, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where one row's cached activations of a block lie."""
+    """Location of one row's cached activations of a block."""
 
     parts: tuple[Coded, ...]
-    """Keys and values, or hidden states alone; all of one format."""
+    """Keys and values, or hidden states only; all in one format."""
     ids: Tensor | None = None
-    """[m] tokens of them that the row reads; None: they are just these."""
+    """[m] tokens that the row reads; None: all, in order."""
     changes: tuple[Change, ...] = ()
-    """None: the parts hold."""
 
     def taken(self) -> tuple[Coded, ...]:
-        """The parts, of just the tokens that the row reads."""
         return self.parts if self.ids is None else tuple([c.take(self.ids) for c in self.parts])
 
 
 @dataclass(frozen=True, slots=True)
 class KvSlots:
-    """Where all rows' inactive tokens go; made once per packing, on the device."""
+    """Slots of all rows' cached tokens; made once per packing, on the device."""
 
     spans: tuple[Span, ...]
-    """Per source, [begin, end) in the buffer; or, with `apart`, in `to`."""
+    """Per source, [begin, end) in the buffer; in `to` if `apart`."""
     row_of: Tensor
     """[M] source of each token."""
     local: Tensor
-    """[M] number of each token in its source."""
+    """[M] index of each token in its source."""
     to: Tensor
-    """[M] its place in the buffer."""
+    """[M] slot in the buffer."""
     numbers: Tensor
-    """[M] 0, 1, …"""
+    """[M] 0, 1, …."""
     apart: bool = False
-    """Whether the places of a row do not follow one another."""
 
 
 def slots_of(spans: Sequence[Span]) -> KvSlots:
-    """Those of rows whose tokens lie in these spans of a buffer; on the host."""
+    """Return the slots of rows that occupy these spans of a buffer, on the host."""
     lengths = [end - begin for begin, end in spans]
     positions = [np.arange(begin, end) for begin, end in spans]
     return KvSlots(
@@ -87,10 +82,10 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
     """Write every row's cached activations to their slots.
 
     Args:
-        sources: per row; None where it has none.
-        outs: a buffer for each of their parts, [tokens, …], a token's numbers one behind the other
-            and the same way from token to token in each; written to.
-        slots: of the rows' tokens in each buffer.
+        sources: source per row; None for a row without any.
+        outs: a buffer [tokens, …] for each part, with contiguous tokens and equal strides;
+            written to.
+        slots: slots of the rows' tokens in each buffer.
     """
     device = outs[0].device
     if device.type == "cuda":
@@ -116,7 +111,6 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
 
 
 def _decode(source: KvSource, number: int, out: Tensor) -> None:
-    """A part of a row, with its changes."""
     coded_part = _of(source.parts[number], source.ids)
     added = [
         (_of(kv_change.parts[number], kv_change.ids), kv_change.weight)
@@ -139,7 +133,7 @@ def _of(coded: Coded, ids: Tensor | None) -> Coded:
 
 @cache
 def missing_kernel(device: torch.device, format: str) -> str | None:
-    """Why rows are placed one by one; None if one kernel does it. Logged once."""
+    """Return why one kernel cannot place all rows; None if it can. Logged once."""
     reason = missing_triton()
     if reason is None and format == "float8" and torch.cuda.get_device_capability(device) < (8, 9):
         reason = "this device has no float8"
@@ -148,8 +142,8 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
 
 
 def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
-    """`scatter_kv` as one kernel for each format; where a row's parts are in one and their changes
-    in another, with a kernel more for these.
+    """Run `scatter_kv` as one kernel per format, and one more for terms whose format differs from
+    their parts'.
     """
     runs = [[] if source is None else _runs(source) for source in sources]
     for number in range(max(map(len, runs), default=0)):
@@ -162,12 +156,12 @@ def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvS
 
 
 Terms = tuple[Change, ...]
-"""What a row's cached activations are the sum of, all of one format; the first one once."""
+"""Terms of one format that a row's activations are the sum of; the first term has weight 1."""
 _NOTHING = Change((), 0.0)
 
 
 def _runs(source: KvSource) -> list[Terms]:
-    """A row's parts and their changes; those that follow one another in one format together."""
+    """Group a row's parts and terms into consecutive runs of one format."""
     terms = (Change(source.parts, 1.0, source.ids), *source.changes)
     return [tuple(run) for _, run in groupby(terms, key=lambda term: term.parts[0].format)]
 
@@ -180,15 +174,7 @@ def _launch(
     *,
     adds: bool,
 ) -> None:
-    """Write, or add, what was chosen of each row; rows of which there is nothing stay as they are.
-
-    Args:
-        chosen: per row; of one or two parts, all of `format`, or none.
-        outs: as of `scatter_kv`.
-        slots: likewise.
-        format: of what was chosen.
-        adds: each row's are added, times their weight.
-    """
+    """Write, or with `adds` add, each row's weighted terms; rows without terms are not changed."""
     nothing = slots.to[:0]
     most = max(map(len, chosen))
     # Of every row the first term, then the second, …
@@ -199,7 +185,7 @@ def _launch(
     ]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
-        """Of all first parts, then of all second ones."""
+        """Collect a tensor of all first parts, then of all second parts."""
         of_parts = [
             take(term.parts[number]) if term.parts else None
             for number in range(len(outs))
@@ -294,8 +280,8 @@ def _scatter_kv(
 
 
 def _block(width: int) -> int:
-    """Numbers of a token that a program takes: a power of two, and if it is not small for that,
-    such as leaves no thread without one.
+    """Return the numbers of a token that a program handles: a power of two, chosen so that no
+    thread is idle, unless that would be too small.
     """
     import triton
 

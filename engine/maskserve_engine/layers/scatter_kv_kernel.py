@@ -1,8 +1,8 @@
 """The kernel of `scatter_kv`, in the Triton language (the package `triton`; not the server).
 
-One program writes some tokens, or a part of their numbers, into one buffer: keys, values or hidden
-states, with all that is added to them. Which row a token belongs to is known on the device; where
-that row's tensors lie comes with the launch, so nothing has to be copied there for a block.
+One program writes some tokens, or a part of their numbers, to one buffer of keys, values or hidden
+states, with all added terms. The row of a token is known on the device; addresses of that row's
+tensors are launch arguments, so no table has to be copied for a block.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
-    """Where that address is; an address that was chosen among several is not known to be a multiple
-    of anything.
+    """Cast an address to a pointer. The compiler cannot derive the alignment of an address selected
+    from several, so `aligned` states it.
     """
     at = tl.cast(address, dtype)
     if aligned:
@@ -24,7 +24,6 @@ def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
 
 @triton.jit
 def _of(numbers, row, term: tl.constexpr, rows: tl.constexpr):
-    """A row's, of the numbers of a term."""
     value = numbers[term * rows]
     for i in tl.static_range(1, rows):
         value = tl.where(row == i, numbers[term * rows + i], value)
@@ -47,8 +46,8 @@ def _decoded(
     group: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """[tokens, block] numbers of stored tokens, from the number `begin` of each on and up to
-    `here`, rounded as `like`'s are; 0 for those that are not `mine`.
+    """Load [tokens, block] numbers of stored tokens, from number `begin` of each up to `here`,
+    rounded as `like`; 0 for tokens that are not `mine`.
     """
     dtype: tl.constexpr = like.dtype.element_ty
     at = begin + tl.arange(0, block)
@@ -108,12 +107,12 @@ def scatter_kv_kernel(
     aligned: tl.constexpr,
     adds: tl.constexpr,
 ):
-    """Grid: (inactive tokens of all rows, `count`, by `tokens`; numbers of one, `width`, by
-    `block`; buffers: 1 or 2). A token is the sum of its row's terms, times their weights. `ids` to
-    `weights` have `rows` numbers of each term, some more than there are rows; a term of weight 0 is
-    none, and a row that has none is left as it is. `step`: from token to token in the buffers.
-    `aligned`: all addresses and steps are multiples of 16 bytes, so that threads may read and write
-    as many at once. `adds`: the sum is added to what lies there; else the first term's weight is 1.
+    """Grid: (cached tokens of all rows, `count`, by `tokens`; numbers of a token, `width`, by
+    `block`; buffers: 1 or 2). A token is the weighted sum of its row's terms. `ids` to `weights`
+    have `rows` numbers per term, padded beyond the actual rows; a term of weight 0 is absent, and a
+    row without terms is not changed. `step`: stride between tokens in the buffers. `aligned`: all
+    addresses and strides are multiples of 16 bytes, which a thread may access at once. `adds`: the
+    sum is added to the buffer; otherwise the first term's weight is 1.
     """
     begin = tl.program_id(0) * tokens
     first_number = tl.program_id(1) * block

@@ -1,11 +1,11 @@
-"""Low-rank updates of all packed rows as two kernels, whatever LoRAs each row has (S-LoRA's and
-Punica's SGMV: a table says which row reads which factors).
+"""Low-rank updates of all packed rows as two kernels, whatever LoRAs each row has (SGMV of S-LoRA
+and Punica: a table says which row reads which factors).
 
-An update is cut into *slices* of up to RANKS ranks that add to the same outputs. `shrink` makes
-x · Aᵀ of each slice of each row, `expand` adds Σ scale · (x · Aᵀ) · Bᵀ to the outputs. Which slices
-a row has is a table on the device (`batch.row_updates`); factors are read where they lie.
+An update is cut into slices of up to RANKS ranks that add to the same outputs. `shrink` computes x
+· Aᵀ of each slice of each row, `expand` adds Σ scale · (x · Aᵀ) · Bᵀ to the outputs. A table on the
+device lists a row's slices (`batch.row_updates`); factors are read in place.
 
-Of a convolution `shrink_map` reads each position's square of the feature map where it lies, as an
+For a convolution `shrink_map` reads each position's square of the feature map in place, as an
 implicit product; a pass's positions are its tokens.
 """
 
@@ -22,34 +22,30 @@ from torch import Tensor
 from maskserve_engine.layers.kernels import addresses, operation, stand_in
 
 RANKS = 16
-"""Of a slice, the most; the least that a tensor core multiplies."""
+"""Largest number of ranks in a slice; the smallest size that a tensor core multiplies."""
 TOKENS = 32
-"""Of one row, that a program has."""
 FIELDS = 6
-"""Of a slice: addresses of A and B, ranks, numbers from one output of B to the next, and its
-outputs' begin and end."""
+"""Fields of a slice: addresses of A and B, ranks, stride between outputs of B, begin and end of its
+outputs."""
 
 Slices = NDArray[np.int64]
 """[S, FIELDS] of an update; the tensors that it points to must outlive it."""
 
 
 class Part(NamedTuple):
-    """What is added to some of a product's outputs."""
+    """Update of a range of a product's outputs."""
 
     up: Tensor
-    """B, [out, rank]"""
+    """B, [out, rank]."""
     begin: int
-    """Of the outputs, the first one."""
+    """First output of the range."""
     rank_begin: int
-    """Of the rows of the update's A, the first one of its own."""
+    """First of its rows in the update's A."""
 
 
 def slices_of(updates: Mapping[str, tuple[Tensor, Sequence[Part]]]) -> dict[str, Slices]:
-    """The slices of an adapter's updates, by their places.
-
-    Args:
-        updates: at each place A [ranks, in] of all parts, one below the other, and the parts; in
-            the device's memory.
+    """Return the slices of a LoRA's updates, by place. `updates` has at each place A [ranks, in] of
+    all parts, concatenated, and the parts, on the device.
     """
     tensors = [
         tensor for down, parts in updates.values() for tensor in (down, *(p.up for p in parts))
@@ -80,17 +76,17 @@ def add_slices(
     most: int,
     first: int = 0,
 ) -> None:
-    """Add to `out` what the rows' slices make of `x`, as two kernels.
+    """Add the rows' updates of `x` to `out`, by two kernels.
 
     Args:
-        out: [N, out], written to; of the product's outputs those from `first` on.
-        x: [N, in]
-        tiles: [T, 3] int64, each up to TOKENS tokens of one row: the row, first token, end.
-        slices: [S, FIELDS] int64 of all rows, one behind the other.
-        ends: [R + 1] int64: 0, and behind each row's last slice.
-        scales: [S] float32
-        most: slices of a row.
-        first: see `out`.
+        out: [N, out], written to; the product's outputs from `first` on.
+        x: [N, in].
+        tiles: [T, 3] int64, up to TOKENS tokens of one row each: row, first token, end.
+        slices: [S, FIELDS] int64 of all rows, concatenated.
+        ends: [R + 1] int64: 0, then the end of each row's slices.
+        scales: [S] float32.
+        most: largest number of slices of a row.
+        first: first output in `out`.
     """
     low = torch.ops.maskserve.shrink(x, tiles, slices, ends, first, out.shape[1], most)
     # Tokens are places of one pass, and outputs its channels.
@@ -110,19 +106,19 @@ def add_map_slices(
     padding: int,
     most: int,
 ) -> None:
-    """The same of a convolution's passes.
+    """Add the updates of a convolution's passes.
 
     Args:
-        out: [P, out, h, w], written to; its positions lie side by side.
-        x: [P, in, h, w] of another size.
-        tiles: as `add_slices`; pass p has the tokens from p · h · w on, row by row.
-        slices: likewise, with A as [rank, side, side, in].
-        ends: likewise.
-        scales: likewise.
-        side: of the convolution's square.
-        stride: of its steps.
+        out: [P, out, h, w] with contiguous positions; written to.
+        x: [P, in, h, w], perhaps of another size.
+        tiles: tiles of `add_slices`; pass p has the tokens from p · h · w on, row by row.
+        slices: slices of `add_slices`, with A as [rank, side, side, in].
+        ends: ends of `add_slices`.
+        scales: scales of `add_slices`.
+        side: side of the convolution's kernel.
+        stride: stride of the convolution.
         padding: zeros round `x`.
-        most: slices of a row.
+        most: largest number of slices of a row.
     """
     args = side, stride, padding, most
     low = torch.ops.maskserve.shrink_map(x, tiles, slices, ends, *out.shape[2:], *args)

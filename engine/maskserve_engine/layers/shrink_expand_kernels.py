@@ -1,6 +1,6 @@
 """The kernels of `shrink_expand`, in the Triton language (the package `triton`; not the server).
 
-One program has up to `tokens` tokens of one row, so a row's results do not depend on its batch.
+One program handles up to `tokens` tokens of one row, so a row's results do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def shrink_kernel(
     fields: tl.constexpr,
 ):
     """Grid: (tiles, most slices of a row). `low` [tiles, tokens, most, ranks] is x · Aᵀ; slices
-    that add to no output from `first` to `last` are left out.
+    that add to no output from `first` to `last` are skipped.
     """
     tile, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(tiles + tile * 3)
@@ -85,9 +85,9 @@ def shrink_map_kernel(
     fields: tl.constexpr,
     side: tl.constexpr,
 ):
-    """`shrink_kernel` of convolutions: each position of the result reads a square of the map, and
-    A is [rank, side, side, channels]. `places` is the positions of a pass's result; grid and `low`
-    are the same.
+    """`shrink_kernel` for convolutions: each result position reads a square of the map, and A is
+    [rank, side, side, channels]. `places` is the number of result positions of a pass; grid and
+    `low` are the same.
     """
     tile, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(tiles + tile * 3)
@@ -148,9 +148,9 @@ def expand_kernel(
     block: tl.constexpr,
     fields: tl.constexpr,
 ):
-    """Grid: (tiles, blocks of outputs). Adds all slices of a row to its outputs, summed in
-    float32; `out` begins with the product's output `first`. Tokens lie in passes of `places` each;
-    a tile is of one pass.
+    """Grid: (tiles, blocks of outputs). Adds all slices of a row to its outputs, summed in float32;
+    `out` begins at output `first` of the product. A pass has `places` tokens; a tile belongs to one
+    pass.
     """
     tile, least = tl.program_id(0).to(tl.int64), tl.program_id(1) * block
     row = tl.load(tiles + tile * 3)

@@ -49,8 +49,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine is made of."""
-
     adapter: Adapter
     executor: Executor
     manager: RequestManager
@@ -63,19 +61,18 @@ class Parts:
     counters: dict[str, float]
     memory: MemoryTable
     cache: TemplateCache | None
-    """None: `[cache] enabled` is false."""
+    """Template cache; None: `[cache] enabled` is false."""
     lora_loader: LoraSource | None
-    """None: no edit has any."""
+    """Loader of LoRAs; None: edits have none."""
     net_loader: ControlNetSource | None
-    """Likewise."""
+    """Loader of ControlNets; None: edits have none."""
 
 
 class Engine:
     """Runs edits of one model on its worker's devices.
 
     Args:
-        config: of this worker.
-        parts: that it is made of; it closes them.
+        parts: components of the engine, which closes them.
     """
 
     def __init__(self, config: Config, parts: Parts) -> None:
@@ -98,7 +95,7 @@ class Engine:
         self._thread.start()
 
     def warm_up(self) -> None:
-        """Take a first step of every sort, if so configured.
+        """Take a first step of every kind, if configured.
 
         Raises:
             ConfigError: the model cannot take one.
@@ -116,8 +113,8 @@ class Engine:
         _log.info("the denoiser was warmed up in %.2f s", time.perf_counter() - begin)
 
     def rows_per_s(self, count: int, seconds: float) -> float:
-        """How many rows are stepped in a second by cached steps of `count` rows, tried for so many
-        seconds before there are edits.
+        """Measure the rows per second of cached steps with `count` rows, for `seconds` seconds;
+        call it before there are edits.
         """
         planner = self._step_runner.planner
         return self.ask(
@@ -125,7 +122,7 @@ class Engine:
         ).result()
 
     def submit(self, job: EditJob, sink: Sink) -> None:
-        """Take an edit; its answer, an error included, comes through `sink`."""
+        """Take an edit; its answer, or its error, goes to `sink`."""
         try:
             stride = own_rule(self.config, self.adapter.facts).stride
             edit = RequestState.of(
@@ -143,8 +140,8 @@ class Engine:
             sink(Failed(EngineFailed("the engine has stopped")))
 
     def prepared(self, job: EditJob) -> EditJob:
-        """In the thread of who hands it in: the engine's own makes a row without computing what
-        the steps of the others would wait for.
+        """Prepare an edit on the caller's thread: the engine's thread then makes the row without
+        computing while other rows wait.
         """
         with one_cpu_thread():
             ready = self.adapter.prepare(job)
@@ -153,11 +150,11 @@ class Engine:
             return self.adapter.prepare_template(ready, job.request.template_noise_seed)
 
     def cancel(self, request_id: str) -> None:
-        """Withdraw an edit, if one of that name is held; its sink gets CANCELLED."""
+        """Cancel an edit, if it is held; its sink gets CANCELLED."""
         self._inbox.put(lambda: self.manager.cancel(request_id))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Have the engine thread answer between two steps."""
+        """Run `question` on the engine's thread between two steps."""
         return self._inbox.ask(question)
 
     def heartbeat(self) -> Future[dict[str, Any]]:
@@ -166,7 +163,7 @@ class Engine:
         )
 
     def templates(self) -> Future[list[dict[str, object]]]:
-        """What is held of each template, and what is known of its drift."""
+        """List cached templates with their tiers and their audited drift."""
         cache = self._cache
         if cache is None:
             return self.ask(list)
@@ -183,24 +180,24 @@ class Engine:
         return self.ask(lambda: self.manager.prime(ready))
 
     def pin(self, template_id: str, owner: str = NO_SCOPE) -> Future[bool]:
-        """Pin for a client; whether there was something to do it to."""
+        """Pin a template for a client; return whether it has entries now."""
         cache = self._cache
         if cache is None:
             return self.ask(lambda: False)
         return self.ask(lambda: cache.pins.pin(template_id, owner))
 
     def unpin(self, template_id: str) -> Future[bool]:
-        """Undo it; whether there was something to undo."""
+        """Unpin a template; return whether it was pinned."""
         cache = self._cache
         return self.ask(lambda: False if cache is None else cache.pins.unpin(template_id))
 
     def evict(self, template_id: str) -> Future[int]:
-        """Bytes given back."""
+        """Evict a template; return the bytes freed."""
         cache = self._cache
         return self.ask(lambda: 0 if cache is None else cache.evict(template_id))
 
     def drain(self) -> None:
-        """Refuse new edits from now on; accepted ones go on."""
+        """Refuse new edits from now on; accepted ones continue."""
 
         def drain() -> None:
             self.manager.refusal = Overloaded(
@@ -210,7 +207,7 @@ class Engine:
         self._inbox.put(drain)
 
     def close(self, grace_s: float) -> None:
-        """Drain, wait at most `grace_s` for accepted edits, and end both threads."""
+        """Drain, wait at most `grace_s` seconds for accepted edits, and end both threads."""
         self.drain()
         end = time.monotonic() + grace_s
         while self.manager.edits and self._thread.is_alive() and time.monotonic() < end:
@@ -229,12 +226,12 @@ class Engine:
 
     @property
     def cache(self) -> TemplateCache:
-        """Of a worker that has one (`[cache] enabled`)."""
+        """The template cache of a worker that has one (`[cache] enabled`)."""
         assert self._cache is not None, "[cache] enabled is false"
         return self._cache
 
     def _kept(self) -> tuple[Store, Kinds] | None:
-        """Where entries go and what is kept of each block."""
+        """Return the store and the kinds of activations kept per block; None: there is no cache."""
         return None if self._cache is None else (self._cache.store, self._cache.kinds)
 
     @property
@@ -264,7 +261,7 @@ class Engine:
             self._shut()
 
     def turn(self) -> None:
-        """Once around: commands, a decision, and a step if there is something to step."""
+        """Run one iteration: commands, a scheduling decision, and a step if there are rows."""
         self._take_commands()
         for run in self.manager.schedule():
             for _ in range(run.steps):
@@ -277,7 +274,7 @@ class Engine:
                 self._step_runner.step(running, run.devices)
 
     def _take_commands(self) -> None:
-        """Run what came in; wait for something when no row is there to run."""
+        """Run queued commands; wait for one when there is no row."""
         idle = len(self.manager.scheduler) == 0
         if idle:
             self.executor.idle()
@@ -293,7 +290,7 @@ class Engine:
         self._check_cache()
 
     def _check_cache(self) -> None:
-        """With no row left, the cache's books must match; log where they do not."""
+        """Check the cache's accounts when no row is left; log a mismatch."""
         steps_taken = self.counters["steps_total"]
         if self._cache is None or len(self.manager.scheduler) or self._checked == steps_taken:
             return
@@ -310,8 +307,8 @@ class Engine:
         self.manager.end_all(Overloaded("the worker is stopping; send the edit to another"))
 
     def _shut(self) -> None:
-        """Take no more commands; answer those that came in meanwhile. Whatever fails, the record
-        says that it is over.
+        """Close the inbox and run its last commands. The status record says that the engine has
+        ended, whatever fails.
         """
         try:
             self._inbox.close()

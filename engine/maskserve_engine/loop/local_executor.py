@@ -49,14 +49,13 @@ _LOST = (
 )
 _NO_STORE = "only a cache asks for rows that read or make entries"
 _FAILED_STEPS = 3
-"""Steps in a row in which every row failed, after which the executor gives itself up."""
+"""Steps in a row without a successful row after which the executor gives up."""
 
 
 class LocalExecutor:
     """See `Executor`.
 
     Args:
-        adapter: the model.
         store: of the entries; None: no row reads or makes any.
         service: runs the rows' ControlNets; None: they run here.
     """
@@ -70,22 +69,21 @@ class LocalExecutor:
         self._adapter, self._store, self._service = adapter, store, service
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader | OwnReader] = {}
-        """Of the cached rows."""
+        """Readers of the cached rows, by row."""
         self._still: dict[str, EntryReader] = {}
-        """Of rows that read their references' entry of a template."""
+        """Readers of rows that take their references from a template's entry, by row."""
         self._jobs: dict[str, EditJob] = {}
-        """Of all rows."""
+        """Jobs of all rows."""
         self._own_bytes: dict[str, int] = {}
-        """Booked for what rows keep of their own."""
+        """Bytes booked for rows' step caches."""
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
         self._served: dict[str, ServedRow] = {}
-        """Rows whose ControlNets the service runs."""
         self._failed_steps = 0
 
     @property
     def devices(self) -> Devices:
-        """A step has ended when `step` returns."""
+        """No device is ever busy between calls: a step has ended when `step` returns."""
         return ALL_FREE
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
@@ -148,13 +146,13 @@ class LocalExecutor:
         return RowMade(reader.complete and references_ready, selection.digest, refresh_schedule)
 
     def _read_still(self, row: str, key: str, *, sure: bool = False) -> bool:
-        """Have a row read its references, if it has any that see nothing of it, of a template;
-        whether they can be read now. Otherwise it makes its own.
+        """Let a row read its references from a template, if its references see nothing of the row;
+        return whether they can be read now. Otherwise the row makes its own.
 
         Args:
-            row: just made.
-            key: of the template; empty: of none.
-            sure: as of `EntryReader`.
+            row: name of a new row.
+            key: cache key of the template; empty: there is none.
+            sure: see `EntryReader`.
         """
         references = getattr(self._rows[row], "references", None)
         if references is None or not key or self._store is None:
@@ -166,7 +164,7 @@ class LocalExecutor:
         return self._still[row].complete
 
     def _turn_to_still(self, row: str, turn: int) -> None:
-        """Have a row's references be what its template has of them, if that can be read now."""
+        """Take a row's references from its template, if they can be read now."""
         row_state = self._rows[row]
         if getattr(row_state, "references", None) is None:
             return
@@ -178,14 +176,14 @@ class LocalExecutor:
             row_state.references.entry = handle
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
-        """Whether there is room for what a row keeps of its own; as of `MemoryTier.book`."""
+        """Book bytes for a row's step cache; return whether there is room (`MemoryTier.book`)."""
         assert self._store is not None, _NO_STORE
         if nbytes and self._store.memory.book(nbytes, spare=spare):
             self._own_bytes[row] = nbytes
         return row in self._own_bytes
 
     def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
-        """A row that is made; if it cannot be, its room is given back."""
+        """Make a row; on an error free the bytes booked for it."""
         try:
             return make()
         except Exception:
@@ -209,7 +207,7 @@ class LocalExecutor:
         return RowMade(selection=row.encode())
 
     def _control(self, row: str, made: Any, job: EditJob) -> None:
-        """Have a row add what its ControlNets say, wherever they run."""
+        """Let a row add the residuals of its ControlNets, wherever these run."""
         if self._service is None:
             self._adapter.control(made, job, self._nets)
         elif job.controls:
@@ -225,15 +223,15 @@ class LocalExecutor:
     def load_shared(
         self, reads: Sequence[Read], heads: Heads | None, *, dealt: bool
     ) -> dict[str, LoadState]:
-        """As `load`, for a step that ranks share.
+        """Find what rows read, for a step that ranks share (see `load`).
 
         Args:
-            reads: as of `load`.
-            heads: whose keys and values a rank of those that share tokens reads; None: of all.
-            dealt: whether they deal passes.
+            reads: rows that read entries in this step.
+            heads: heads whose keys and values this rank reads when ranks share tokens; None: all.
+            dealt: whether ranks deal the passes.
 
         Raises:
-            ValueError: these heads cannot be cut out of what is stored.
+            ValueError: these heads cannot be cut out of the storage format.
         """
         loads: dict[str, LoadState] = {}
         for read in reads:
@@ -253,12 +251,12 @@ class LocalExecutor:
         done(self.run(step))
 
     def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
-        """As `step`.
+        """Take one step and return its result.
 
         Args:
-            step: its `devices` are this one, or those of `exchange`.
-            exchange: with the ranks that take the same step; None: there are none. What goes wrong
-                is then raised: these ranks must not part.
+            step: input whose `devices` are this one, or those of `exchange`.
+            exchange: exchange with the ranks that take the same step; None: there are none. With
+                one, errors are raised, since the ranks must not part.
         """
         running = list(step.rows)
         entries: dict[str, Entry] = {}
@@ -334,21 +332,20 @@ class LocalExecutor:
     # For who carries rows from one executor to another.
 
     def position(self, row: str) -> tuple[int, tuple[Any, ...] | None]:
-        """(steps taken, what else to give `place`): see `Adapter.carried`."""
+        """Return (steps taken, further arguments of `place`); see `Adapter.carried`."""
         row_state = self._rows[row]
         return row_state.step, self._adapter.carried(row_state)
 
     def is_done(self, row: str) -> bool:
-        """Whether it has taken its last step."""
         row_state = self._rows[row]
         return bool(row_state.step == row_state.steps)
 
     def place(self, row: str, steps: int, carried: tuple[Any, ...]) -> None:
-        """Have a row where another executor has brought it."""
+        """Set a row to the state that another executor has computed."""
         self._adapter.follow(self._rows[row], carried, steps)
 
     def _ask(self, step: StepInput, entries: dict[str, Entry]) -> None:
-        """Have brought in what the plan reads, and behind it what later steps will read."""
+        """Load the parts that the plan reads, and behind them those of later steps."""
         if step.plan is None or step.ahead is None:
             return
         wants = wants_of(step.plan, step.maps)
@@ -371,7 +368,7 @@ class LocalExecutor:
         failed: dict[str, EngineFailed],
         exchange: Exchange | None,
     ) -> None:
-        """The step; again without the entries that turned out to be lost, as often as some do."""
+        """Run the step; run it again, without them, while entries turn out to be lost."""
         while running:
             try:
                 rows = [self._rows[row] for row in running]
@@ -396,7 +393,7 @@ class LocalExecutor:
                 lost.append(read.row)
 
     def _lose_still(self, running: Sequence[str]) -> bool:
-        """Have rows whose template lost its references make their own; whether any did."""
+        """Let rows whose template lost its references make their own; return whether any did."""
         lost = [row for row in running if row in self._still and _is_lost(self._still[row].now)]
         for row in lost:
             self._still.pop(row).release()

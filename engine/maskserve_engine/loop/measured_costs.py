@@ -1,6 +1,6 @@
-"""What steps and loads cost on this worker: an estimate at first, refined as it runs.
+"""Costs of steps and loads on this worker: an estimate at first, fitted to measurements as it runs.
 
-What a step took is booked when the device has done it: no step waits for the one before.
+A step's seconds are booked when the device has done it: no step waits for the one before.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _EVERY = 32
 """Samples between two fits."""
 _HOST_BOUND = 1.2
 _VARIED = 0.1
-"""Below this coefficient of variation a line through the samples has no slope to speak of."""
+"""Coefficient of variation below which a line through the samples has no usable slope."""
 
 
 class MeasuredCosts:
     """A cost model that follows what was measured.
 
     Args:
-        model: to begin with.
+        model: initial cost model.
     """
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.sequence = 0
-        """Grows with every fit: plans made for another one are stale."""
+        """Number of fits; plans made for an earlier one are stale."""
         self._steps = _Samples()
         self._moves: dict[str, _Samples] = {}
 
@@ -44,8 +44,8 @@ class MeasuredCosts:
         """A step of so many FLOPs took so long, waiting for loads apart.
 
         Args:
-            flops: of the step.
-            seconds: of the device.
+            flops: FLOPs of the step.
+            seconds: seconds on the device.
             host: of launching its kernels. A step that took hardly longer says nothing of FLOPs.
         """
         if seconds <= _HOST_BOUND * host:
@@ -56,7 +56,7 @@ class MeasuredCosts:
             self.sequence += 1
 
     def moves(self, moved: Iterable[tuple[str, float, float]]) -> None:
-        """Parts travelled: (tier, bytes, seconds) each."""
+        """Account for moves: (tier, bytes, seconds) each."""
         for tier, size, seconds in moved:
             samples = self._moves.setdefault(tier, _Samples())
             if samples.add(size, seconds):
@@ -73,7 +73,7 @@ class _Samples:
         self._new = 0
 
     def add(self, x: float, seconds: float) -> bool:
-        """Whether it is time to fit again."""
+        """Add a sample; return whether it is time to fit again."""
         self._kept.append((x, seconds))
         self._new += 1
         if self._new < _EVERY:
@@ -101,23 +101,24 @@ class _Samples:
 
 
 class TakenStep(NamedTuple):
-    """A step that the device was asked for."""
+    """A step that was queued on the device."""
 
     span: Span
     stalls: tuple[Span, ...]
-    """Of it, where it waited for entries."""
+    """Spans of the step in which it waited for entries."""
     flops: float | None
-    """Of each rank that took it; None: its rows have done less than is counted."""
+    """FLOPs of each rank that took it; None: its rows have done less than is counted."""
     predicted: float | None
     """Seconds that its plan expected; None: it read no entries."""
     rows: int
     primings: tuple[Priming, ...]
     """Templates of its priming rows."""
     host: float = 0.0
-    """Seconds in which the host launched its kernels, as they are counted."""
+    """Counted seconds in which the host launched its kernels."""
     beside_share: float = 0.0
-    """Seconds of it in which ranks that share it did other than an even share of its FLOPs, as they
-    are counted (`DegreeTimes.beside_shares`)."""
+    """Counted seconds beside an even share of the FLOPs among its ranks
+    (`DegreeTimes.beside_shares`).
+    """
 
 
 class StepTimes:
@@ -126,8 +127,6 @@ class StepTimes:
     Args:
         costs: follow what is measured.
         moves: what has travelled since this was asked last, which they follow, too.
-        counters: of the worker.
-        observations: of the worker.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class StepTimes:
         self.book()
 
     def book(self) -> None:
-        """Book the steps that are done by now."""
+        """Book the steps that the device has done by now."""
         while self._open:
             step = self._open[0]
             seconds, stalls = step.span.seconds(), [stall.seconds() for stall in step.stalls]

@@ -36,10 +36,7 @@ class PriceList:
     """Prices of rows of the model's native size.
 
     Args:
-        config: of this worker.
-        adapter: the model.
         costs: of this worker; prices follow them.
-        anchors: of a template.
         degrees: what edits on several devices gain, given the text tokens of a prompt; None: they
             have one.
     """
@@ -78,7 +75,7 @@ class PriceList:
 
     @property
     def pricing(self) -> Pricing:
-        """By what the worker costs now."""
+        """Prices at the worker's present costs."""
         if self._made != self._costs.sequence:
             self._made, self._pricing = self._costs.sequence, self._price()
         return self._pricing
@@ -90,12 +87,11 @@ class PriceList:
         return replace(pricing, degrees=self._degrees(self._text))
 
     def measured(self) -> Pricing | None:
-        """The same; None while it is an estimate, and follows no steps that were taken."""
+        """Prices at measured costs; None while costs are an estimate."""
         return self.pricing if self._costs.model.source == "measured" else None
 
 
 def new_counters() -> dict[str, float]:
-    """The engine's totals since its start, by metric; the cache has counters of its own."""
     return {
         "steps_total": 0,
         "step_tokens_total": 0,
@@ -120,13 +116,9 @@ class StatusPublisher:
     Without a runtime folder it writes nothing.
 
     Args:
-        config: of this worker.
-        facts: of the served model.
-        prices: of this worker.
         manager: whose rows are published.
         cache: whose templates are; None: there is none.
         counters: the engine's.
-        memory: of the device.
     """
 
     def __init__(
@@ -195,9 +187,8 @@ class StatusPublisher:
         self._writer.write(status)
 
     def end(self, state: State) -> None:
-        """Write the last record. Where the engine's parts cannot be told, or it is they that have
-        failed, it has the state alone; where no record can be written, none is left that says that
-        the engine is well.
+        """Write the last record. It has the state alone if the engine's parts cannot be read; if no
+        record can be written, the old one is removed, so that none says that the engine is well.
         """
         if self._writer is None:
             return

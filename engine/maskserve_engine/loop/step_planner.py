@@ -27,36 +27,30 @@ from maskserve_engine.requests.executor import LoadState
 
 CHOICES = ("here", "steady", "arrived", "fixed")
 _LATE = 1.02
-"""The steady plan keeps up while its step takes at most so many times its steady time."""
+"""The steady plan keeps up while its step takes at most this many times its steady time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A row that reads an entry in this step."""
-
     totals: Totals
-    """What the row's step costs."""
+    """Sums of the row's step, as its cost depends on them."""
     load: LoadState
     stays: int
-    """Steps that read this entry."""
+    """Number of the row's steps that read this entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What to do now, and what to bring in for the steps to come."""
+    """The plan of this step, and the plan by which entries of later steps are loaded."""
 
     plan: Plan
     ahead: Plan
     choice: str
-    """One of CHOICES; `here`: nothing has to travel."""
+    """One of CHOICES; `here`: nothing has to be loaded."""
 
 
 class StepPlanner:
-    """Makes the plan of each step; used by the engine's thread.
-
-    Args:
-        costs: of this worker.
-    """
+    """Makes the plan of each step; used by the engine's thread."""
 
     def __init__(self, costs: MeasuredCosts) -> None:
         self.costs = costs
@@ -74,11 +68,11 @@ class StepPlanner:
         """The plan of a step.
 
         Args:
-            work: of the model at the rows' size.
-            rows: that read entries; at least one.
+            work: work of the model at the rows' size.
+            rows: rows that read entries; at least one.
             dense: sums over the rows that read none; None: there are no such rows.
             fixed: take every block's entry whatever that costs (`reproducible`).
-            ranks: that share the rows' tokens: each computes its part, and loads its own heads.
+            ranks: ranks that share the rows' tokens; each loads its own heads.
         """
         model = _of_rank(self.costs.model, ranks)
         totals = Totals.sum_of(row.totals for row in rows)
@@ -111,8 +105,8 @@ class StepPlanner:
 
 
 def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
-    """The parts that a plan's step reads, in the order in which it does: what is kept of blocks,
-    the feature maps between them, and before those what is known of all maps.
+    """Return the parts that a plan's step reads, in order: moments of all feature maps first, then
+    those of blocks and the maps between them.
     """
     ends, blocks = set(plan.end_restores), len(plan.kinds)
     wants: list[Want] = [(blocks + len(maps), "map")] if maps else []
@@ -130,7 +124,6 @@ def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
 
 
 def _of_rank(model: CostModel, ranks: int) -> CostModel:
-    """Costs of a step that so many ranks share."""
     if ranks == 1:
         return model
     compute = replace(model.compute, per_unit=model.compute.per_unit / ranks)
@@ -151,21 +144,20 @@ class _Bytes:
 
     @property
     def kept(self) -> bytes:
-        """Which parts all loads have."""
+        """Which parts all loads have, as bytes."""
         return self._finite.tobytes()
 
     @property
     def pattern(self) -> bytes:
-        """Which parts have something to travel."""
+        """Which parts have bytes to load, as bytes."""
         return np.greater(self._sum, 0).tobytes()
 
     @property
     def totals(self) -> dict[str, float]:
-        """Bytes per tier."""
         return {t: float(sizes[self._finite].sum()) for t, sizes in sorted(self._tiers.items())}
 
     def all_loaded(self) -> list[str]:
-        """Kinds that take what is kept of every block."""
+        """Return block kinds that use the kept part of every block."""
         return ["kv" if kv else "project" for kv in self._finite[: len(self._work.blocks), 1]]
 
     def costs(self, totals: Totals, model: CostModel, dense: Totals | None) -> StepCosts:
@@ -183,8 +175,8 @@ class _Bytes:
         )
 
     def _of_blocks(self, sizes: Floats) -> Floats:
-        """[blocks, 2] of `h` and `kv`. Feature maps travel with the keys and values of the block
-        behind them: rows that read any take every block's.
+        """Return [blocks, 2] bytes of `h` and `kv`. Feature maps count with the keys and values of
+        the block behind them: rows that read any map take every block's.
         """
         blocks = len(self._work.blocks)
         block_sizes = sizes[:blocks, :2]

@@ -36,22 +36,15 @@ Running = list[RequestState | PrimingState]
 
 
 class StepRunner:
-    """Decides how rows are stepped, and books what came of it; used by the engine thread only.
+    """Takes steps and books their results; used by the engine thread only.
 
-    What goes wrong with one row ends that row, and costs nobody else.
+    An error of one row ends that row alone.
 
     Args:
-        config: of this worker.
-        adapter: the model, asked for its work only.
-        executor: steps the rows.
-        manager: whose rows they are.
-        planner: of rows that read entries.
-        output: takes events.
-        times: takes what steps took.
-        counters: of the worker.
-        observations: of the worker.
-        beside_shares: of a step of these edits that so many ranks share, the seconds beside those
-            of an even share of its work.
+        adapter: the model, used for its counted work only.
+        planner: planner of rows that read entries.
+        beside_shares: returns the seconds of a step of these edits on so many ranks beside an even
+            share of its work.
     """
 
     def __init__(
@@ -72,7 +65,7 @@ class StepRunner:
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
         self._pair = policy_of(config.engine).deals
-        """Whether all devices take every step: the worker is as one that is faster."""
+        """Whether all devices take every step: the worker is then like a faster one."""
         # Of what a text encoder was shown there are keys and values alone.
         keys_only = config.cache.conv_halo > 0 or adapter.facts.shown is not None
         self._fixed = config.cache.plan == "fixed" or keys_only
@@ -85,7 +78,7 @@ class StepRunner:
 
         Args:
             running: at least one row.
-            devices: that compute them.
+            devices: devices that compute them.
 
         Raises:
             RuntimeError: nothing but failures for several steps.
@@ -108,7 +101,7 @@ class StepRunner:
     def _load(
         self, running: Running, devices: tuple[int, ...]
     ) -> tuple[list[Read], Mapping[str, LoadState]]:
-        """Have each cached row turn to what its step reads, as far as that can be read now."""
+        """Let each cached row turn to the entry of its step, if it can be read now."""
         cached = [(edit, edit.reads) for edit in running if isinstance(edit, RequestState)]
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
         if not readers:
@@ -130,7 +123,7 @@ class StepRunner:
     def _plan(
         self, running: Running, devices: int, work: ModelWork, loads: Mapping[str, LoadState]
     ) -> StepPlan | None:
-        """Decide how the rows that read entries run on so many devices."""
+        """Plan how rows that read entries run on `devices` devices; None: no row reads any."""
         if not loads:
             return None
         reading, dense_totals, fixed = [], list[Totals](), self._fixed
@@ -174,7 +167,6 @@ class StepRunner:
         )
 
     def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
-        """Book what the step waited for a ControlNet service."""
         for seconds in waits:
             self.observations.add("controlnet_stall_seconds", seconds)
         for edit in running:
@@ -193,10 +185,10 @@ class StepRunner:
 
         Args:
             running: its rows that are still held.
-            count: of all its rows.
-            work: of the model at the rows' size.
-            result: of the step.
-            planned: how it ran.
+            count: number of all its rows.
+            work: work of the model at the rows' size.
+            result: result of the step.
+            planned: plan by which it ran; None: no row read an entry.
         """
         ranks = 1 if self._pair else result.ranks
         edits = [edit for edit in running if isinstance(edit, RequestState)]
@@ -224,15 +216,15 @@ class StepRunner:
         )
 
     def _share_tokens(self, running: Running) -> bool:
-        """Whether several devices of a step share its tokens; else they deal the rows' passes."""
+        """Whether devices share the step's tokens; otherwise they deal the rows' passes."""
         edits = [edit for edit in running if isinstance(edit, RequestState)]
         return not self._pair and all(edit.work.passes == 1 for edit in edits)
 
     def _flops(
         self, running: Running, work: ModelWork, result: StepResult, planned: StepPlan | None
     ) -> float | None:
-        """Counted work of the step just taken. None: its rows have done less, since they failed or
-        left blocks out, or more, since they made their references.
+        """Return the counted FLOPs of the step just taken; None if its rows did less (they failed
+        or skipped blocks) or more (they made their references).
         """
         surviving = [edit for edit in running if edit.request_id not in result.failed]
         if not surviving or any(map(_uncounted, surviving, result.rows)):
@@ -251,7 +243,6 @@ class StepRunner:
         ) + sum(map(_control_flops, surviving, result.rows))
 
     def _update(self, running: Running, result: StepResult, kinds: tuple[str, ...]) -> None:
-        """Book what became of each row."""
         steps = {step.row: step for step in result.rows}
         for edit in running:
             error = result.failed.get(edit.request_id)
@@ -269,7 +260,6 @@ class StepRunner:
                 self._drop(edit, reason)
 
     def _drop(self, edit: RequestState | PrimingState, error: EngineFailed) -> None:
-        """End what cannot go on."""
         if isinstance(edit, PrimingState):
             assert self.manager.primings is not None, "only primings have such rows"
             self.manager.primings.end(edit, complete=False, unfit=True)
@@ -279,7 +269,7 @@ class StepRunner:
     def _count(
         self, edit: RequestState | PrimingState, step: RowStep, rows: int, kinds: tuple[str, ...]
     ) -> None:
-        """Count, tell the client how far it is, and let a finished row leave."""
+        """Count a row's step, report progress to the client, and release a finished row."""
         if isinstance(edit, PrimingState):
             self.counters["priming_rows_total"] += 1
             assert self.manager.primings is not None, "only primings have such rows"
@@ -325,49 +315,48 @@ class StepRunner:
             self.output.send(edit.sink, ProgressEvent(step, steps))
 
     def _host_seconds(self, work: ModelWork, planned: StepPlan | None) -> float:
-        """Launching a step's kernels."""
         launch = self.planner.costs.model.launch
         if planned is not None or not launch:
             return 0.0 if planned is None else planned.plan.host
         return launch * work.batch_launches(("dense",) * len(work.blocks))
 
     def _work(self, first: RequestState | PrimingState) -> ModelWork:
-        """Of the first row's size: rows of a batch are as large, or their blocks cost alike."""
+        """Return the work at the first row's size: rows of a batch have the same size, or their
+        blocks the same costs.
+        """
         job = first.priming.job if isinstance(first, PrimingState) else first.job
         _, height, width = job.moments.shape
         return self.adapter.work(height, width)
 
 
 def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
-    """What ControlNets computed in the step just taken."""
     if not isinstance(edit, RequestState) or edit.work.controls is None:
         return 0.0
     return edit.work.controls.at(step.done - 1, cached=step.read, foresaw=step.foresaw)
 
 
 def _counted(edit: RequestState | PrimingState, step: RowStep) -> Totals:
-    """What the step just taken costs of a row beside others."""
+    """Return the sums of a row's tokens in the step just taken."""
     if step.read and isinstance(edit, RequestState):
         return edit.work.reading(text=step.text)
     return edit.counted
 
 
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:
-    """Whether the step just taken left blocks of this row out."""
     return isinstance(edit, RequestState) and step.skipped > edit.tally.skipped
 
 
 def _uncounted(edit: RequestState | PrimingState, step: RowStep) -> bool:
-    """Whether the step just taken left blocks out, or made references, which no step counts."""
+    """Whether the step just taken skipped blocks or made references, which no step counts."""
     if isinstance(edit, PrimingState) and edit.priming.anchors[step.done - 1] == STILL:
         return True
     return step.made or _skipped(edit, step)
 
 
 def _anchors_in_turn(running: Running) -> Running:
-    """The rows that take this step: some whose own anchor is due wait for a later one, so that no
-    step has all of them. About as many have theirs as there are per step on average, those first
-    that have waited longest. A row that waits stays as it is: no picture depends on its batch.
+    """Return the rows that take this step: some whose refresh step is due wait, so that refresh
+    steps spread evenly over steps. Those that have waited longest go first. A waiting row stays as
+    it is: no picture depends on its batch.
     """
     edits = [edit for edit in running if isinstance(edit, RequestState)]
     refreshing = [(edit, edit.reads) for edit in edits if edit.reads is not None and edit.reads.own]
@@ -381,10 +370,8 @@ def _anchors_in_turn(running: Running) -> Running:
 
 
 def _shared(rows: list[tuple[EntryReads, int, float]]) -> set[tuple[str, Anchor | None]]:
-    """Entries that are better brought in whole, once: rows read more of them than there is.
-
-    Args:
-        rows: what each reads, its step and its mask ratio.
+    """Return the entries that are cheaper to load whole: rows read more tokens of them than they
+    have. `rows` gives each row's reads, its step and its mask ratio.
     """
     share: dict[tuple[str, Anchor | None], float] = {}
     counted_reads: set[tuple[str, Anchor | None, bytes]] = set()

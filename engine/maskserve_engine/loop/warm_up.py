@@ -27,15 +27,9 @@ from maskserve_engine.stages.loader import device_of, warm_up_side
 def warm_up(
     config: Config, adapter: Adapter, cache: tuple[Store, Kinds] | None, planner: StepPlanner
 ) -> None:
-    """Take a dense step and, where templates are cached, a priming and a cached one. A GPU's
-    kernels are chosen and made by shape: dense and cached steps there have 1, 2, 4 to `max_rows`
-    rows. Nothing is kept of them.
-
-    Args:
-        config: of the worker.
-        adapter: the model.
-        cache: where entries go and what is kept of each block; None: templates are not cached.
-        planner: of cached steps.
+    """Take a dense step and, where templates are cached, a priming and a cached one. A GPU chooses
+    and compiles kernels by shape: dense and cached steps there have 1, 2, 4 to `max_rows` rows.
+    Nothing is kept of them.
     """
     counts = row_counts(config)
     jobs = [_blank(config, adapter, number) for number in range(counts[-1])]
@@ -58,8 +52,8 @@ def rows_per_s(
     count: int,
     seconds: float,
 ) -> float:
-    """How many rows are stepped in a second by steps of `count` rows, tried for so many seconds:
-    cached rows, or dense ones where templates are not cached. The rest as of `warm_up`.
+    """Measure the rows per second of steps with `count` rows, for `seconds` seconds: cached rows,
+    or dense ones where templates are not cached. The other arguments are those of `warm_up`.
     """
     jobs = [_blank(config, adapter, number) for number in range(count)]
     if cache is None:
@@ -79,7 +73,6 @@ def rows_per_s(
 
 
 def row_counts(config: Config) -> list[int]:
-    """Rows of the steps to warm up with, ascending."""
     if device_of(config).type != "cuda":
         return [1]
     most = config.engine.max_rows
@@ -129,7 +122,7 @@ def _cached(
 
 
 def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
-    """An edit of a corner of an empty picture; they differ in what they are called."""
+    """Return an edit of a corner of an empty picture, with a name of its own."""
     facts, model = adapter.facts, config.model
     side = warm_up_side(config, facts)
     mask = np.zeros((side, side), np.uint8)

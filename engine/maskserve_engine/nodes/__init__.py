@@ -1,1 +1,1 @@
-"""Nodes of workflows that run a model of their own."""
+"""Workflow nodes that run their own model."""

@@ -1,4 +1,4 @@
-"""Pictures with twice the sides: Swin2SR, from a folder as transformers saves one."""
+"""Doubles the sides of pictures: Swin2SR, from a folder saved by transformers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from maskserve_workflows.asked import AskedNode, one_by_one
 from maskserve_workflows.pictures import read_picture
 
 MOST_PIXELS: Final = 2**21
-"""Of a picture: the model takes some gigabytes for it."""
+"""Maximum pixels of a picture, for which the model takes some gigabytes."""
 
 
 class EnlargeNodes:
-    """`enlarge`.
-
-    Args:
-        config: of the node server; `[nodes] enlarge` is the folder.
-    """
+    """The node `enlarge`; `[nodes] enlarge` is the folder."""
 
     def __init__(self, config: Config) -> None:
         most = min(config.limits.max_pixels, MOST_PIXELS)
@@ -34,7 +30,6 @@ class EnlargeNodes:
         self._model = model.to(self._device).eval()
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call its outputs."""
         return one_by_one(self._run, calls)
 
     @torch.inference_mode()

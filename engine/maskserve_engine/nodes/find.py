@@ -1,4 +1,4 @@
-"""Masks by name: CLIPSeg, from a folder as transformers saves one."""
+"""Masks by name: CLIPSeg, from a folder saved by transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ from maskserve_workflows.values import Judgement
 
 
 class FindNodes:
-    """`find` and `shows`.
-
-    Args:
-        config: of the node server; `[nodes] find` is the folder.
-    """
+    """The nodes `find` and `shows`; `[nodes] find` is the folder."""
 
     def __init__(self, config: Config) -> None:
         self._limits, self._device = config.limits, device_of(config)
@@ -33,7 +29,7 @@ class FindNodes:
         self._model = model.to(self._device).eval()
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call its outputs; each picture is seen once, whatever is looked for in it."""
+        """Yield each call's outputs; each picture is encoded once."""
         features_by_picture: dict[bytes, Any] = {}
         return one_by_one(lambda asked: self._run(asked, features_by_picture), calls)
 
@@ -53,7 +49,7 @@ class FindNodes:
 
     @torch.inference_mode()
     def seen(self, pixels: Pixels) -> Any:
-        """What the decoder takes of a picture [H, W, 3]: activations of some layers."""
+        """Return the decoder's input for a picture [H, W, 3]: activations of some layers."""
         picture = Image.fromarray(pixels)  # of an array three rows would be taken for channels
         processed = self._processor.image_processor(images=[picture], return_tensors="pt")
         states = self._model.clip.vision_model(
@@ -63,7 +59,7 @@ class FindNodes:
 
     @torch.inference_mode()
     def found(self, seen: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
-        """Where the named thing is, [H, W]."""
+        """Return the mask [H, W] of the named thing."""
         # The tokenizer's own limit of words; what is beyond it is left out.
         words = self._processor.tokenizer(
             [name], return_tensors="pt", padding=True, truncation=True

@@ -1,5 +1,5 @@
-"""Masks by name: GroundingDINO finds boxes, SAM what of each is the thing; from folders as
-transformers saves them.
+"""Masks by name: GroundingDINO finds boxes, SAM the thing in each; from folders saved by
+transformers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from maskserve_workflows.pictures import Grey, Pixels
 
 
 class GroundedNodes(FindNodes):
-    """`find` and `shows`.
+    """The nodes `find` and `shows`.
 
     Args:
-        config: of the node server; `[nodes] find` is GroundingDINO's folder.
-        loaded: models by name; whenever a call runs, `segment` is one of them.
+        config: configuration of the node server; `[nodes] find` is GroundingDINO's folder.
+        loaded: models by name; it contains `segment` whenever a call runs.
     """
 
     def __init__(self, config: Config, loaded: Mapping[str, SegmentNodes]) -> None:
@@ -35,12 +35,14 @@ class GroundedNodes(FindNodes):
         self._model = detector.to(self._device).eval()
 
     def seen(self, pixels: Pixels) -> Any:
-        """The picture itself: GroundingDINO reads it together with the name."""
+        """Return the picture: GroundingDINO reads it together with the name."""
         return pixels
 
     @torch.inference_mode()
     def found(self, seen: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
-        """Where the named thing is, [H, W]: all boxes whose score is over the threshold."""
+        """Return the mask [H, W] of the named thing: all boxes whose score is above the
+        threshold.
+        """
         words = f"{name.lower().strip().rstrip('.')}."  # as it was trained
         processed = self._processor(
             images=[Image.fromarray(seen)], text=[words], return_tensors="pt", truncation=True

@@ -1,4 +1,4 @@
-"""How much a picture is like a text: CLIP, from a folder as transformers saves one."""
+"""Similarity of a picture and a text: CLIP, from a folder saved by transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from maskserve_workflows.values import Judgement
 
 
 class LikenessNodes:
-    """`resembles`.
-
-    Args:
-        config: of the node server; `[nodes] likeness` is the folder.
-    """
+    """The node `resembles`; `[nodes] likeness` is the folder."""
 
     def __init__(self, config: Config) -> None:
         self._limits, self._device = config.limits, device_of(config)
@@ -31,7 +27,6 @@ class LikenessNodes:
         self._model = model.to(self._device).eval()
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call its outputs."""
         return one_by_one(self._run, calls)
 
     @torch.inference_mode()

@@ -1,5 +1,5 @@
-"""Who runs the nodes of a model. Libraries are imported with the first model that needs them: a
-node server that only composes pictures has no torch.
+"""Opens the nodes of a model. Libraries are imported with the first model that needs them: a node
+server that only composes pictures has no torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from maskserve_workflows.asked import Nodes
 
 
 def open_nodes(kind: str, config: Config, loaded: Mapping[str, Any]) -> Nodes:
-    """The nodes of a model of `[nodes]`, loaded; see `OpenNodes`.
+    """Load the nodes of a model of `[nodes]`; see `OpenNodes`.
 
     Raises:
         KeyError: there is no such class.
-        OSError: its folder is none of its class.
+        OSError: its folder is not of that class.
     """
     match kind:
         case "grounding-dino":
@@ -47,7 +47,7 @@ def open_nodes(kind: str, config: Config, loaded: Mapping[str, Any]) -> Nodes:
 
 
 def thread_of(config: Config) -> None:
-    """What a thread does before it runs such nodes."""
+    """Prepare a thread that runs such nodes."""
     from maskserve_engine.stages.cpu_threads import limit_threads
 
     limit_threads(config)

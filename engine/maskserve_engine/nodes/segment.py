@@ -1,4 +1,4 @@
-"""Masks by clicks and boxes: SAM or SAM 2, from a folder as transformers saves one."""
+"""Masks by clicks and boxes: SAM or SAM 2, from a folder saved by transformers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_picture
 from maskserve_workflows.values import Judgement
 
 Points: TypeAlias = Sequence[tuple[float, float, int]]
-"""(x, y, 1 or 0) of clicks; 0: it is not of the thing."""
+"""(x, y, 1 or 0) of clicks; 0: not part of the thing."""
 _BOXES_AT_A_TIME = 16
 _SIZES = ("original_sizes", "reshaped_input_sizes")
-"""What a processor says of its picture for itself."""
+"""Keys of a processor's output that describe its picture."""
 
 
 class SegmentNodes:
-    """`segment`.
-
-    Args:
-        config: of the node server; `[nodes] segment` is the folder.
-    """
+    """The node `segment`; `[nodes] segment` is the folder."""
 
     def __init__(self, config: Config) -> None:
         self._limits, self._device = config.limits, device_of(config)
@@ -47,7 +43,6 @@ class SegmentNodes:
         )
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call its outputs."""
         return one_by_one(self._run, calls)
 
     def _run(self, asked: AskedNode) -> dict[str, Any]:
@@ -61,11 +56,10 @@ class SegmentNodes:
 
     @torch.inference_mode()
     def found(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:
-        """What lies under clicks and in a box, bool [H, W], and how well the model says that it
-        fits: of the masks that it answers the best.
+        """Return the best of the model's masks for clicks and a box, bool [H, W], and its score.
 
         Args:
-            pixels: [H, W, 3]
+            pixels: [H, W, 3].
             points: clicks.
             box: left, top, right and bottom; empty: none.
         """
@@ -83,7 +77,7 @@ class SegmentNodes:
 
     @torch.inference_mode()
     def in_boxes(self, pixels: Pixels, boxes: Sequence[Sequence[float]]) -> Grey:
-        """The things in all of these boxes, bool [H, W]."""
+        """Return one mask of the things in all boxes, bool [H, W]."""
         model_inputs = self._given(pixels, {"input_boxes": [boxes]})
         image_embeddings = self._model.get_image_embeddings(model_inputs.inputs["pixel_values"])
         white: Grey = np.zeros(pixels.shape[:2], np.bool_)
@@ -96,7 +90,11 @@ class SegmentNodes:
         return white
 
     def _given(self, pixels: Pixels, asked: dict[str, Any]) -> _Given:
-        """Raises InvalidRequest: of a picture so thin the model would see nothing."""
+        """Return the model's inputs.
+
+        Raises:
+            InvalidRequest: the picture is so thin that the model would see nothing.
+        """
         height, width = pixels.shape[:2]
         longest = self._processor.image_processor.size.get("longest_edge")  # SAM 2 has squares
         if longest and 2 * longest * min(height, width) < max(height, width):
@@ -107,8 +105,8 @@ class SegmentNodes:
         return _Given(processed.to(self._device, torch.float32), partial(self._whole, sizes))
 
     def _whole(self, sizes: Mapping[str, Any], mask: torch.Tensor) -> Grey:
-        """A mask as the model says it, at the picture's size: bool [H, W]. One at a time: of a
-        photograph of 12 megapixels each is 48 MB on its way.
+        """Scale one of the model's masks to the picture's size, bool [H, W]. One at a time: for 12
+        megapixels each takes 48 MB.
         """
         [masks] = self._processor.post_process_masks(mask[None, None, None].cpu(), **sizes)
         whole: Grey = masks[0, 0].numpy()
@@ -116,7 +114,7 @@ class SegmentNodes:
 
 
 class Sam2Pictures(ViTImageProcessorPil):
-    """What `Sam2Processor` asks of its part for pictures; transformers' own needs torchvision."""
+    """The image part of `Sam2Processor`; transformers' own needs torchvision."""
 
     size: ClassVar = {"height": 1024, "width": 1024}
     image_mean, image_std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -124,7 +122,7 @@ class Sam2Pictures(ViTImageProcessorPil):
     def preprocess(
         self, images: Sequence[Image.Image], segmentation_maps: None = None, **asked: Any
     ) -> Any:
-        """`pixel_values` of pictures, and their sizes."""
+        """Return `pixel_values` of pictures, and their sizes."""
         features = super().preprocess(images, **asked)
         features["original_sizes"] = [(picture.height, picture.width) for picture in images]
         return features
@@ -132,21 +130,25 @@ class Sam2Pictures(ViTImageProcessorPil):
     def post_process_masks(
         self, masks: torch.Tensor, sizes: Sequence[tuple[int, int]], *_: Any
     ) -> list[torch.Tensor]:
-        """Of each picture its masks, bool [N, M, H, W]."""
+        """Return each picture's masks, bool [N, M, H, W]."""
         pairs = zip(masks, sizes, strict=True)
         return [torch.nn.functional.interpolate(*pair, mode="bilinear") > 0 for pair in pairs]
 
 
 class _Given(NamedTuple):
-    """A picture and what is asked of it, as the model takes them."""
+    """A picture and its prompts as the model's input."""
 
     inputs: Any
     whole: Callable[[torch.Tensor], Grey]
-    """One of its masks at the picture's size."""
+    """Scales one of its masks to the picture's size."""
 
 
 def check_clicks(points: Points, box: Sequence[float], width: int, height: int) -> None:
-    """Raises InvalidRequest: they are not of a picture of this size."""
+    """Check that clicks and box lie in a picture of this size.
+
+    Raises:
+        InvalidRequest: they do not.
+    """
     size = f"within {width}x{height} pixels"
     for at, (x, y, _) in enumerate(points):
         if not (0 <= x < width and 0 <= y < height):

@@ -1,7 +1,7 @@
-"""Verdicts of a vision-language model behind the operator's own URL, by OpenAI's chat API.
+"""Verdicts of a vision-language model at the operator's URL, by OpenAI's chat API.
 
-The URL is the operator's, so it may be of any network; but nothing is followed from there, no proxy
-is used, and an answer is bounded in time and bytes.
+The operator chooses the URL, so any network is allowed; but redirects and proxies are not used, and
+answers are bounded in time and bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ _MOST_BYTES: Final = 2**20
 
 
 class VerifyNodes:
-    """`agrees`.
-
-    Args:
-        config: of the node server; `[nodes] verify_url` is `…/v1`.
-    """
+    """The node `agrees`; `[nodes] verify_url` is `…/v1`."""
 
     def __init__(self, config: Config) -> None:
         nodes, self._limits = config.nodes, config.limits
@@ -52,7 +48,7 @@ class VerifyNodes:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "verify")
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call its outputs; all are asked at once."""
+        """Yield each call's outputs; all calls run concurrently."""
         return self._threads.map(self._told, calls)
 
     def _told(self, asked: AskedNode) -> dict[str, Any] | Exception:

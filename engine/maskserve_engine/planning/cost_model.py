@@ -21,15 +21,15 @@ SOURCES = ("measured", "estimate")
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a worker publishes in its status record.
+    """Costs that a worker publishes in its status record.
 
     Args:
-        device: name of the device the numbers are of.
-        compute: seconds of a step against its FLOPs.
-        loads: seconds of one transfer against its bytes, per tier.
+        device: name of the device.
+        compute: seconds of a step by its FLOPs.
+        loads: seconds of one transfer by its bytes, per tier.
         source: `measured` or `estimate`.
-        launch: seconds of the host per kernel that it asks the device for: a step takes at least
-            as long as its kernels take to be launched. 0 where the device is the host.
+        launch: host seconds per kernel: a step takes at least as long as launching its kernels. 0
+            where the device is the host.
     """
 
     device: str
@@ -62,7 +62,6 @@ class CostModel:
         return self.loads[tier].seconds(size) if size else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `from_json` reads it back."""
         lines = {"compute": self.compute, **{f"load.{t}": n for t, n in self.loads.items()}}
         return {
             "version": VERSION,
@@ -100,7 +99,7 @@ def from_json(values: Mapping[str, Any] | str | bytes) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does at most, published or probed: what an estimate stands on."""
+    """Peak rates of a device, published or probed; estimates start from them."""
 
     device: str
     product_flops: float
@@ -108,25 +107,22 @@ class Rates:
     link_bytes: float
     """Bytes/s of large pinned copies from the host's memory."""
     step_share: float
-    """Of `product_flops`, what a whole step reaches."""
+    """Share of `product_flops` that a whole step reaches."""
     step_fixed: float = 5e-3
-    """Seconds of a step however small."""
+    """Seconds that every step takes beside its FLOPs."""
     transfer_fixed: float = 3e-5
-    """Seconds of a copy however small."""
+    """Seconds that every copy takes beside its bytes."""
     launch: float = 0.0
-    """Seconds of the host per kernel."""
+    """Host seconds per kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProperties:
-    """What a GPU says of itself."""
-
     name: str
     multiprocessors: int
     clock_hz: float
-    """At most."""
+    """Highest clock."""
     capability: tuple[int, int]
-    """Compute capability."""
 
 
 # Compute capability from which on: FLOPs per multiprocessor and cycle of 16-bit products summed in
@@ -175,7 +171,7 @@ def gpu_rates(gpu: GpuProperties, dtype: str = "bfloat16") -> Rates:
 
 
 def cpu_rates(cores: int = 1) -> Rates:
-    """Of so many CPU cores, in float32."""
+    """Return the rates of `cores` CPU cores, in float32."""
     return Rates("cpu", _CPU_FLOPS_PER_CORE * cores, _CPU_COPY, EFFICIENCY, 1e-3, 0.0)
 
 

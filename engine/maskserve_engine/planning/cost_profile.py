@@ -1,5 +1,5 @@
-"""What steps and exchanges take on some devices, measured before a worker serves on them:
-`scripts/bench profile_costs` writes it, and a worker starts with it (`[engine] costs`).
+"""Times of steps and exchanges, measured before a worker serves: `scripts/bench profile_costs`
+writes the file, and a worker starts with it (`[engine] costs`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from maskserve_engine.planning.degree_costs import ExchangeCosts
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Of one kind of device, and of what is between several of it."""
+    """Measured costs of one kind of device, and of the links between several."""
 
     costs: CostModel
-    """Of one, while the others are busy, too."""
+    """Costs of one device while the others are busy too."""
     exchange: ExchangeCosts
 
     def text(self) -> str:
-        """As JSON; `read_profile` reads it back."""
+        """Return the profile as JSON; `read_profile` reads it back."""
         return json.dumps(
             {"costs": self.costs.to_json(), "exchange": asdict(self.exchange)}, indent=1
         )
 
 
 def read_profile(file: str) -> CostProfile:
-    """What `CostProfile.text` said.
+    """Read the text of a `CostProfile`.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such profile.
+        ConfigError: the file cannot be read, or is no profile.
     """
     try:
         raw = json.loads(Path(file).read_text(encoding="utf-8"))

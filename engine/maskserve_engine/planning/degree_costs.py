@@ -15,23 +15,23 @@ DEGREES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCosts:
-    """What an all-to-all costs."""
-
     bytes_per_second: float = 450e9
-    """That a device sends; NVLink 4 in one direction."""
+    """Bytes that one device sends per second; the default is NVLink 4 in one direction."""
     call_seconds: float = 20e-6
-    """Of one call, however small."""
+    """Seconds that every call takes beside its bytes."""
     value_bytes: int = 2
-    """Of a number that is sent."""
+    """Bytes per number sent."""
 
     def seconds(self, work: ModelWork, row: RowTokens, degree: int) -> float:
-        """Of all calls of a step; each lasts as long as the device that sends or gets most."""
+        """Return the seconds of all calls of a step; each lasts as long as the device that sends or
+        receives most.
+        """
         bytes_sent = sent_bytes(work, row, degree, self.value_bytes) * busiest(work.heads, degree)
         return bytes_sent / self.bytes_per_second + calls(work, degree) * self.call_seconds
 
 
 def calls(work: ModelWork, degree: int) -> int:
-    """All-to-alls of a step."""
+    """Return the number of all-to-all calls of a step."""
     return 2 * len(work.blocks) * work.copies if degree > 1 else 0
 
 
@@ -46,16 +46,19 @@ def sent_bytes(work: ModelWork, row: RowTokens, degree: int, value_bytes: int = 
 
 
 def most_heads(heads: int, degree: int) -> float:
-    """Of attention, the share of the device with most heads; 1 / `degree` where they divide."""
+    """Return the share of attention heads on the device with most; 1 / `degree`
+    where they divide.
+    """
     return math.ceil(heads / degree) / heads if heads else 1 / degree
 
 
 def busiest(heads: int, degree: int) -> float:
-    """What the device that sends or gets most does, in `sent_bytes`: 1 where heads divide.
+    """Return how many times the mean of `sent_bytes` the busiest device sends or receives: 1 where
+    heads divide.
 
     A device has the share s of the heads and 1 / degree of the tokens. It sends 3 (1 - s) numbers
-    of each of its tokens before attention and s of each other token behind it, and gets s and 1 - s
-    instead, in units of the model's width.
+    of each of its tokens before attention and s of each other token behind it, and receives s and 1
+    - s instead, in units of the model's width.
     """
     if not heads or degree == 1:
         return 1.0
@@ -67,7 +70,9 @@ def busiest(heads: int, degree: int) -> float:
 
 
 def uneven_flops(work: ModelWork, row: RowTokens, kind: str, degree: int) -> float:
-    """What the device with most heads computes of a row's step beyond an even share of it."""
+    """Return the FLOPs that the device with most heads computes beyond an even share of a row's
+    step.
+    """
     beyond = most_heads(work.heads, degree) - 1 / degree
     return beyond * work.attention_flops(row, kind) if beyond else 0.0
 

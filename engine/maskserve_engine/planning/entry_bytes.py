@@ -21,7 +21,6 @@ class EntryFormat:
     """Bytes of a channel's scale; 0: no scales."""
 
     def bytes_of(self, tokens: float, channels: int) -> float:
-        """Bytes of `[tokens, channels]`."""
         scales = self.scale_bytes if tokens else 0
         return channels * (tokens * self.bits / 8 + scales)
 
@@ -35,7 +34,7 @@ FORMATS = {
     # A byte holds two values; each token has a 16-bit scale per 32 channels.
     "int4": EntryFormat("int4", 4.5, scale_bytes=4),
 }
-"""`model` in the configuration stands for the model's dtype."""
+"""Formats by name; `model` in the configuration stands for the model's data type."""
 
 
 def block_bytes(
@@ -45,7 +44,7 @@ def block_bytes(
 
     Args:
         work: the model at the image's size.
-        inactive: inactive tokens per level, for each row that needs an entry of its own (rows of
+        inactive: cached tokens per level, for each row that needs an entry of its own (rows of
             one template and anchor may share one, then given once).
         fmt: storage format.
         copies: activations kept per token: 2 if both halves of a CFG pair are cached apart.
@@ -58,28 +57,25 @@ def block_bytes(
 
 
 def end_bytes(work: ModelWork, loads: Floats) -> Floats:
-    """Bytes of the `h` entry that restores each stack's inactive output, `[stacks]`.
+    """Return the bytes of the `h` entries that restore each stack's output of cached tokens,
+    `[stacks]`.
 
-    Zeros where the model needs none (FLUX: the last inactive output is never used).
-
-    Args:
-        work: the model at the image's size.
-        loads: what `block_bytes` gave; a stack is as wide at its end as at its last block.
+    Zeros where the model needs none (FLUX: the last output of cached tokens is never used). `loads`
+    is the result of `block_bytes`; a stack is as wide at its end as at its last block.
     """
     return loads[work.ends, 0] if work.restore_ends else np.zeros(len(work.ends))
 
 
 def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1) -> float:
-    """Bytes that one anchor of one template takes in the store, all tokens, stack ends included.
+    """Return the bytes of one anchor's entry of one template, with all tokens and stack ends.
 
-    A UNet's stack begins with all tokens at hand, from its convolutions: no `h` of its first block
-    is kept.
+    A UNet's stack begins with all tokens at hand, so `h` of its first block is not kept.
 
     Args:
         work: the model at the image's size.
         kind: `h` or `kv`.
         fmt: storage format.
-        copies: as in `block_bytes`.
+        copies: activations kept per token (see `block_bytes`).
     """
     loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
     block_sizes = loads[:, ("h", "kv").index(kind)].copy()
@@ -91,13 +87,13 @@ def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1
 
 
 def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
-    """Bytes of the feature maps that one anchor keeps for rows that convolve tiles, and of their
-    groups' means and variances (float32).
+    """Return the bytes of the feature maps that one anchor keeps for rows that convolve tiles, with
+    the means and variances of their groups (float32).
 
     Args:
         work: the model at the image's size.
         fmt: storage format.
-        copies: as in `block_bytes`.
+        copies: activations kept per token (see `block_bytes`).
     """
     return sum(
         fmt.bytes_of(copies * work.tokens[feature_map.level], feature_map.width)
@@ -107,8 +103,8 @@ def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
 
 
 def still_bytes(work: ModelWork, fmt: EntryFormat) -> float:
-    """Bytes of what a template keeps once for all its anchors: keys and values of the pictures that
-    see nothing of a row.
+    """Return the bytes that a template keeps once for all its anchors: keys and values of pictures
+    that see nothing of a row.
     """
     return float(block_bytes(work, [(float(work.still),)], fmt)[:, 1].sum()) if work.still else 0.0
 
@@ -116,7 +112,7 @@ def still_bytes(work: ModelWork, fmt: EntryFormat) -> float:
 def kept_bytes(
     work: ModelWork, kinds: Sequence[frozenset[str]], fmt: EntryFormat, *, copies: int = 1
 ) -> float:
-    """As `entry_bytes`, where block i keeps `kinds[i]`: any of "h" and "kv"."""
+    """Return `entry_bytes` where block i keeps `kinds[i]`: any of "h" and "kv"."""
     loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
     block_sizes = [
         ("h" in kind) * h + ("kv" in kind) * kv for kind, (h, kv) in zip(kinds, loads, strict=True)

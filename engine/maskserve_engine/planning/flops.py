@@ -10,7 +10,7 @@ product however many rows it holds:
     row      rows                           modulation, once per row
     token    image tokens computed          projections, feed-forward
     text     text tokens                    the text stream, or K and V of cross-attention
-    spare    inactive image tokens          K and V projected from `h` (kind `project` alone)
+    spare    cached image tokens            K and V projected from `h` (kind `project` alone)
     pair     (query, key) pairs             self-attention scores and values
     cross    (image query, text key) pairs  cross-attention
 """
@@ -76,15 +76,14 @@ class FixedWork:
 
 @dataclass(frozen=True, slots=True)
 class FeatureMap:
-    """What a GroupNorm or a strided convolution of a UNet reads. A row whose convolutions run on a
-    tile reads the template's round it.
+    """Input of a GroupNorm or a strided convolution of a UNet. A row whose convolutions run on a
+    tile reads the template's map round the tile.
     """
 
     level: int
     width: int
-    """Channels."""
     groups: int
-    """Of the model's norms."""
+    """Number of groups of the model's norms."""
     strided: bool
     """Whether the convolution that reads it leads to the next level."""
     block: int
@@ -93,13 +92,13 @@ class FeatureMap:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What one row computes when it runs cached.
+    """Tokens of one cached row.
 
     Args:
-        active: active image tokens per level; floats are allowed for limits.
-        text: text tokens.
+        active: computed image tokens per level; floats are allowed for limits.
+        text: computed text tokens.
         convolved: positions per level that its convolutions compute; None: all.
-        text_read: further text tokens, of which it reads keys and values.
+        text_read: further text tokens whose keys and values it reads.
     """
 
     active: tuple[float, ...]
@@ -110,7 +109,9 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """FLOPs that the LoRAs of a batch's rows add to its step, where the model's own are."""
+    """FLOPs that the LoRAs of a batch's rows add to its step, at the places of the model's own
+    FLOPs.
+    """
 
     blocks: Floats
     """`[blocks, len(KINDS)]`"""
@@ -119,7 +120,7 @@ class Added:
 
     @classmethod
     def by(cls, loras: Iterable[ModelWork], totals: Totals) -> Added:
-        """What these add to all rows of `totals`; there is at least one."""
+        """Return what these LoRAs, at least one, add to all rows of `totals`."""
         parts = [
             cls(
                 lora.block_flops(totals),
@@ -134,7 +135,7 @@ class Added:
 
     @property
     def cached(self) -> float:
-        """Of rows whose blocks all load their keys and values."""
+        """FLOPs added to rows whose blocks all load their keys and values."""
         return float(self.blocks[:, KV].sum() + self.fixed[1].sum())
 
 
@@ -151,10 +152,10 @@ class Totals:
     convolved: tuple[float, ...]
     """Positions that all rows' convolutions compute when they run cached, per level."""
     added: Added | None = None
-    """By the rows' LoRAs; None: they have none."""
+    """FLOPs that the rows' LoRAs add; None: there are none."""
 
     def __add__(self, other: Totals) -> Totals:
-        """Of both batches together."""
+        """Return the sums of both batches."""
         added = [part for part in (self.added, other.added) if part is not None]
         return Totals(
             self.rows + other.rows,
@@ -167,13 +168,13 @@ class Totals:
         )
 
     def with_loras(self, loras: Sequence[ModelWork]) -> Totals:
-        """The same rows, all with these LoRAs and no others (`lora_work`)."""
+        """Return the same rows with these LoRAs and no others (`lora_work`)."""
         bare = replace(self, added=None)
         return replace(bare, added=Added.by(loras, bare)) if loras else bare
 
     @staticmethod
     def sum_of(totals: Iterable[Totals]) -> Totals:
-        """Of all batches together; there is at least one."""
+        """Return the sums of all batches, of which there is at least one."""
         return reduce(add, totals)
 
 
@@ -184,15 +185,14 @@ class ModelWork:
     family: str
     blocks: tuple[BlockWork, ...]
     tokens: tuple[int, ...]
-    """Image tokens per level, the context's among them."""
+    """Image tokens per level, those of reference pictures included."""
     joint: bool
     """Whether text tokens sit in self-attention (FLUX) or only in cross-attention (UNets)."""
     before: tuple[FixedWork, ...]
     """Work before each stack; as many as stacks."""
     after: FixedWork
-    """Work after the last stack."""
     restore_ends: bool
-    """Whether inactive outputs are needed at the end of each stack (UNets)."""
+    """Whether outputs of cached tokens are needed at the end of each stack (UNets)."""
     peak_row: float
     """Numbers that one evaluation of a row holds at once where it holds most, all tokens computed,
     text apart; what kernels keep for themselves is not counted."""
@@ -201,10 +201,11 @@ class ModelWork:
     peak_once: float = 0.0
     """The same of the whole batch, however many rows it has."""
     beside: float = 0.0
-    """Of a ControlNet, numbers that one evaluation of a row has from step to step: what it has read
-    of the picture, and what it says to its base."""
+    """ControlNets: numbers that one evaluation of a row carries from step to step, those read of
+    the picture and the residuals.
+    """
     context: int = 0
-    """Of the image tokens, those of pictures that are only looked at: no mask covers them."""
+    """Image tokens of reference pictures, which no mask covers."""
     still: int = 0
     """Tokens of pictures that see nothing of a row: its own read their keys and values, which are
     made once and no step computes. They are not among `tokens`."""
@@ -212,22 +213,23 @@ class ModelWork:
     """Whether text, too, is computed once: steps read its keys and values."""
     copies: int = 1
     heads: int = 0
-    """Of attention, which devices that share a row's tokens share; 0: none do (UNets)."""
+    """Attention heads, which devices that share a row's tokens divide; 0: tokens cannot be shared
+    (UNets).
+    """
     halo: int = 0
     """Positions round a mask's box, at each level, that a cached row's convolutions compute; 0: it
     convolves the whole picture."""
     maps: tuple[FeatureMap, ...] = ()
-    """Of the template, kept for rows that convolve tiles, in the order they are read; none without
-    a halo."""
+    """Feature maps kept of a template for rows that convolve tiles, in reading order; empty without
+    a halo.
+    """
     coefficients: Floats = field(init=False, repr=False, compare=False)
     levels: NDArray[np.intp] = field(init=False, repr=False, compare=False)
     widths: Floats = field(init=False, repr=False, compare=False)
     fixed: Floats = field(init=False, repr=False, compare=False)
     """FLOPs per row, token, text token and position of each level: `[stacks + 1, 3 + levels]`."""
     ends: NDArray[np.intp] = field(init=False, repr=False, compare=False)
-    """Index of the last block of each stack."""
     starts: NDArray[np.intp] = field(init=False, repr=False, compare=False)
-    """Index of the first block of each stack."""
     launches: Floats = field(init=False, repr=False, compare=False)
     """Kernels of each block: `[blocks, len(KINDS)]`."""
     fixed_launches: float = field(init=False, repr=False, compare=False)
@@ -261,7 +263,9 @@ class ModelWork:
         return self.square_row(tuple(mask_ratio * (n - self.context) for n in self.tokens), text)
 
     def square_row(self, active: tuple[float, ...], text: float) -> RowTokens:
-        """A row whose active tokens are a square in the middle of the picture, at each level."""
+        """Return a row whose computed tokens are a square in the middle of the picture, at each
+        level.
+        """
         if not self.halo:
             return RowTokens(active, text)
         convolved = [
@@ -271,7 +275,7 @@ class ModelWork:
         return RowTokens(active, text, tuple(convolved))
 
     def looking_at(self, tokens: int) -> ModelWork:
-        """The same with so many further tokens that are only looked at."""
+        """Return the work with `tokens` more tokens of reference pictures."""
         [base_tokens] = self.tokens
         peak = self.peak_row * (base_tokens + tokens) / base_tokens
         context = self.context + tokens
@@ -311,7 +315,7 @@ class ModelWork:
 
     @property
     def still_flops(self) -> float:
-        """Of making the keys and values of `still` tokens, once."""
+        """FLOPs of making the keys and values of the `still`, once."""
         reference_work = replace(self, tokens=(self.still,), still=0)
         return (
             reference_work.step_flops([reference_work.row_at(1.0, 0.0)], "dense")
@@ -363,14 +367,14 @@ class ModelWork:
         after: Mapping[str, float],
         positions: Sequence[float] = (),
     ) -> ModelWork:
-        """What a LoRA adds to this model, by the numbers in its factors: each takes part in one
-        multiply-add per token.
+        """Return the work that a LoRA adds to this model, by the numbers in its factors: each takes
+        part in one multiply-add per token.
 
         Args:
-            blocks: of each block, numbers by the term that they are counted for.
-            before: what the first stack is fed by, by the fields of `FixedWork`.
-            after: what is behind the last stack, likewise.
-            positions: of convolutions, per level.
+            blocks: numbers of each block, by the term that they count for.
+            before: numbers in the input of the first stack, by field of `FixedWork`.
+            after: numbers behind the last stack, by field of `FixedWork`.
+            positions: numbers in convolutions, per level.
         """
         block_work = []
         for block, numbers in zip(self.blocks, blocks, strict=True):
@@ -393,7 +397,6 @@ class ModelWork:
         return replace(self, blocks=tuple(block_work), before=(first, *other_stacks), after=last)
 
     def batch_launches(self, kinds: Sequence[str]) -> float:
-        """Kernels of one step whose block i runs as `kinds[i]`."""
         of_kinds = [KINDS.index(kind) for kind in kinds]
         return float(self.launches[np.arange(len(of_kinds)), of_kinds].sum()) + self.fixed_launches
 
@@ -404,15 +407,13 @@ class ModelWork:
         return float(blocks + self.fixed_flops(totals, dense=kind == "dense").sum())
 
     def attention_flops(self, row: RowTokens, kind: str) -> float:
-        """Of those of a row's step, what self-attention's scores and values are."""
+        """Return the FLOPs of self-attention's scores and values in a row's step."""
         totals = self.totals([row])
         pairs = (totals.dense if kind == "dense" else totals.cached)[self.levels, _PAIR]
         return float(self.coefficients[:, _PAIR] @ pairs)
 
 
 class _Batch(NamedTuple):
-    """All that a step's work follows from."""
-
     counted: Sequence[Totals]
     reads: Sequence[bool]
     kinds: Sequence[str]
@@ -426,7 +427,7 @@ class _Batch(NamedTuple):
 
 
 class BatchFlops:
-    """The FLOPs of a batch's steps, kept for as long as the same rows go on in the same way."""
+    """Caches the FLOPs of a batch's steps while the same rows run in the same way."""
 
     def __init__(self) -> None:
         self._way, self._flops = _Batch((), (), ()), 0.0
@@ -438,13 +439,13 @@ class BatchFlops:
         reads: Sequence[bool],
         kinds: Sequence[str],
     ) -> float:
-        """Of one step.
+        """Return the FLOPs of one step.
 
         Args:
-            work: of the model at the rows' size.
-            counted: what each row costs.
-            reads: whether each reads an entry.
-            kinds: per block, of the rows that do.
+            work: work of the model at the rows' size.
+            counted: sums of each row.
+            reads: whether each row reads an entry.
+            kinds: kind of each block, for rows that read.
         """
         way = _Batch(counted, reads, kinds)
         if not way.same(self._way):

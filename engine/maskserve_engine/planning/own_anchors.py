@@ -1,8 +1,8 @@
-"""At which steps an edit's row renews what it keeps of its own: its anchors, the row's one clock.
+"""The schedule of refresh steps, at which an edit's row renews its step cache.
 
-An edit that reads no template computes all tokens there, and leaves what the steps between read;
-one that reads a template its text and ring. What ControlNets find beside a template is renewed by
-a clock of theirs.
+An edit that reads no template computes all tokens there, and the steps between read what these
+leave. An edit that reads a template renews its text and margin there. What ControlNets keep beside
+a template is renewed at steps of its own (`clock_steps`).
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from maskserve_engine.planning.flops import ModelWork
 
 
 class OwnRule(NamedTuple):
-    """How rows of a worker keep what is their own."""
+    """How rows of a worker fill their step caches."""
 
     stride: float = 0.35
-    """Of ControlNets beside a template: from one step where they compute all tokens to the next, as
-    a share of the schedule."""
+    """ControlNets beside a template: share of the schedule between two steps at which they compute
+    all tokens.
+    """
     format: str = "int8"
-    """Storage format."""
     text: bool = True
-    """Whether steps between anchors leave the text out, too."""
+    """Whether steps between refresh steps leave the text out too."""
     ring: bool = False
-    """Whether those that do leave out a ring round the mask, too."""
+    """Whether steps that leave the text out leave out a margin round the mask too."""
     power: float = 1.0
-    """Of sigma: what these nets have found goes on along a line over that."""
+    """Power of sigma over which ControlNet results are extrapolated linearly."""
 
 
 OWN_RULE = OwnRule()
-"""Where nothing says another."""
+"""Default rule."""
 
 
 def own_steps(
     count: int, sigmas: Sequence[float], evenly_over: float, *, growth: float = 0.0
 ) -> frozenset[int]:
-    """Of which steps so many anchors are: the first, and those nearest to equal parts of the way.
+    """Return the refresh steps: the first step, and those nearest to equal parts of the way.
 
     Args:
-        count: of the anchors, at least one.
-        sigmas: of the edit's steps, falling.
-        evenly_over: the power of sigma that the parts are equal of. A sampler that is shifted to
-            large sigmas goes most of the way in its last steps, so anchors lie there, too. 0: parts
-            of equally many steps.
-        growth: where steps lie between anchors and not behind them: how many times as long each
-            part is as the one before. Then the last part, behind them all, is half as long as the
-            others on average, and the second step, which foresees, is none. 0: they lie behind.
+        count: number of refresh steps, at least one.
+        sigmas: sigmas of the edit's steps, falling.
+        evenly_over: power of sigma of which the parts are equal. A sampler shifted to large sigmas
+            goes most of the way in its last steps, so refresh steps lie there too. 0: parts have
+            equally many steps.
+        growth: ratio of each part's length to the one before, for rows with lookahead, whose steps
+            lie between refresh steps. The last part, behind all refresh steps, is then half as long
+            as the others on average, and the second step, which computes the lookahead, is no
+            refresh step. 0: steps lie behind refresh steps.
     """
     steps, parts = len(sigmas), np.ones(count)
     if growth and count > 1:
@@ -69,15 +70,16 @@ def own_steps(
 
 
 def foreseen_at(anchors: frozenset[int]) -> frozenset[int]:
-    """Steps that compute these anchors, of a row that foresees all but the first: where it arrives
-    at the one before, and from its second step on, as its first one shows where it goes.
+    """Return the steps that compute these refresh steps, in a row with lookahead for all but the
+    first: each refresh step but the last computes the next one, but no earlier than the second
+    step, as the first one shows the direction.
     """
     return frozenset({0} | {max(1, anchor) for anchor in anchors - {max(anchors)}})
 
 
 def clock_steps(steps: int, stride: float) -> frozenset[int]:
-    """Those at which a row that reads a template has its ControlNets compute all tokens: however
-    few the steps are.
+    """Return the steps at which the ControlNets of a row that reads a template compute all tokens,
+    however few steps there are.
     """
     return frozenset(range(0, steps, max(2, round(stride * steps))))
 
@@ -85,15 +87,15 @@ def clock_steps(steps: int, stride: float) -> frozenset[int]:
 def own_bytes(
     work: ModelWork, kept: Sequence[tuple[float, ...]], fmt: EntryFormat, changes: int
 ) -> int:
-    """Bytes of what an edit's anchors leave, at most: keys and values of each block, and the ends
-    of stacks where the model needs them.
+    """Return the most bytes of an edit's step cache: keys and values of each block, and stack ends
+    where the model needs them.
 
     Args:
-        work: of the model at the edit's size.
-        kept: tokens of each pass per level, the text among them if it is left out.
+        work: work of the model at the edit's size.
+        kept: tokens of each pass per level, with the text if it is left out.
         fmt: storage format.
-        changes: that are kept beside them: how they lie on a line from the second anchor on, and
-            how that bends from the third one on.
+        changes: differences kept beside them: the slope from the second refresh step on, and the
+            curvature from the third on.
     """
     loads = block_bytes(work, kept, fmt)
     of_one = float(loads[:, 1].sum() + end_bytes(work, loads).sum())

@@ -6,9 +6,9 @@ per sort and kind would matter. Those numbers are few enough to look at all of t
 the kinds evenly over the step then usually reaches that bound, which proves the plan optimal.
 
 What is loaded follows from the counts: within a stack whose entries are equally large, loading
-`h` for a dense block is paid back by the next `project` block, which finds its inactive states
+`h` for a dense block is paid back by the next `project` block, which finds its cached states
 present, or by the stack's end. Only a stack that needs nothing at its end keeps the gift of its
-start, where inactive states are present: one `h`.
+start, where cached states are present: one `h`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def counted(
     every sort the same mixture, because a stretch of one kind makes one stream wait.
 
     Args:
-        items: of the step.
-        sorts: of the items.
+        items: items of the step.
+        sorts: sorts of the items.
         fixed: seconds of compute outside the blocks.
         tolerance: share of the optimum that may be given away for evenness.
 
@@ -120,15 +120,15 @@ def counted(
 
 
 def best_weight(sorts: Sequence[Sort], fixed: float, start: float) -> float:
-    """The weight on the load stream's clock, 0 to 1, whose bound on a step is highest, by golden
-    section: the bound is concave in it.
+    """Return the weight of the load stream's clock, 0 to 1, that gives a step's highest lower
+    bound, by golden section: the bound is concave in it.
 
-    Presence is left out here (a dense block loads nothing), which costs a little sharpness.
+    Presence is ignored (a dense block loads nothing), so the bound is a little less sharp.
 
     Args:
-        sorts: of the step.
+        sorts: sorts of the step's blocks.
         fixed: seconds of compute outside the blocks.
-        start: of the load stream's clock.
+        start: start of the load stream's clock.
     """
     terms = [(len(s.blocks), s.h, s.kv, *s.compute) for s in sorts]
 

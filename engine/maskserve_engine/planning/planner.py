@@ -2,9 +2,9 @@
 
 FlashPS Algorithm 1 walks the blocks once and keeps the cheaper of two choices at each. This
 planner is exact over unequal blocks and three kinds. It walks the blocks too, but keeps, for
-inactive hidden states present and absent apart, every pair of clocks (load stream, compute
-stream) that no other pair beats on both: later blocks only add and take maxima of the clocks, so
-a pair that is beaten stays beaten. Lower bounds on what the rest of the step costs, from
+cached tokens' hidden states present and absent separately, every pair of clocks (load stream,
+compute stream) that no other pair beats on both: later blocks only add and take maxima of the
+clocks, so a pair that is beaten stays beaten. Lower bounds on what the rest of the step costs, from
 Lagrangian weights on the two clocks, cut the pairs that can no longer win.
 
 Two questions are answered:
@@ -62,11 +62,11 @@ def plan(
     """The best plan.
 
     Args:
-        costs: of the step.
+        costs: costs of the step.
         lead: seconds of loads done before the step begins; `None` plans for the same step
             repeated (the steady state of a row set that stays).
         tolerance: a plan within this share of the optimum will do; 0 finds the optimum (to 1e-9).
-        intervals: of leads to look at before a steady search settles for what it has.
+        intervals: most intervals of leads that a steady search looks at.
 
     Returns:
         A plan whose `bound` proves it: `latency <= (1 + tolerance) * bound`, unless the
@@ -271,7 +271,7 @@ class _Search:
         return _Found(value, kinds[::-1])
 
     def _rest(self, weight: float, offset: float) -> list[tuple[float, float]]:
-        """Per place in the step, for inactive states (absent, present): a lower bound on what
+        """Per place in the step, for cached states (absent, present): a lower bound on what
         the rest adds to weight * F + (1 - weight) * t, streams not waiting for one another.
         """
         compute_weight = 1 - weight
@@ -316,11 +316,11 @@ _INTERVALS = 2
 def plan_totals(
     cached: Totals, tier_tokens: Mapping[str, float], dense: Totals | None = None
 ) -> tuple[float, ...]:
-    """What a plan depends on for one model, image size, cost model and budget.
+    """Return the numbers that a plan depends on, for one model, image size, cost model and budget.
 
     Args:
         cached: sums over the cached rows.
-        tier_tokens: inactive tokens to load per tier, summed over the rows and in a fixed order.
+        tier_tokens: cached tokens to load per tier, summed over the rows, in a fixed order.
         dense: sums over the dense rows of the step.
     """
     dense_terms = (float(dense.rows), dense.text) if dense is not None else (0.0, 0.0)
@@ -370,14 +370,15 @@ class PlanCache:
         build: Callable[[], StepCosts],
         lead: float | None = None,
     ) -> Plan:
-        """The plan for `totals`.
+        """Return the plan for `totals`.
 
         Args:
-            what: everything else the costs depend on (model, size, cost model's sequence number,
-                budget, format, what has arrived), compared as it is.
-            totals: finite numbers of at least 0, as `plan_totals` gives them.
+            what: everything else that costs depend on (model, size, cost model's sequence
+                number, budget, format, what has arrived), compared as it is.
+            totals: finite numbers of at least 0, made by `plan_totals`.
             build: makes the costs; called on a miss alone.
-            lead: as in `plan`; None: the same step repeated.
+            lead: seconds of loads done before the step begins (see `plan`); None: the same step
+                repeated.
         """
         steps, log2 = self.steps, math.log2
         key = (what, lead, *(round(log2(x) * steps) if x > 0 else None for x in totals))

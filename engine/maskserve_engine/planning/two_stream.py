@@ -33,7 +33,7 @@ from maskserve_engine.planning.entry_bytes import end_bytes
 from maskserve_engine.planning.flops import DENSE, KINDS, KV, Floats, ModelWork, Totals
 
 NO_RESTORE = -1.0
-"""In `StepCosts.ends`: nothing needs the block's inactive output."""
+"""Value in `StepCosts.ends` where nothing needs the block's output of cached tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class StepCosts:
         loads: `[blocks, 2]`: loading the `h` and the `kv` entries of the block's input.
         before: `[blocks]`: fixed compute right before a block (convolutions, dense rows).
         after: fixed compute after the last block.
-        ends: `[blocks]`: loading the block's inactive output where a stack ends and needs it,
+        ends: `[blocks]`: loading the block's cached output where a stack ends and needs it,
             NO_RESTORE elsewhere.
         ahead: how far loads may run ahead of the block being computed, in seconds of loading;
             the byte budget of the prefetch buffers times the seconds per byte. `inf`: no bound.
         launching: `[blocks, 3]`: of the host, launching the block's kernels.
-        launching_fixed: of the host, launching the kernels outside the blocks.
+        launching_fixed: host seconds for launching the kernels outside the blocks.
     """
 
     compute: Floats
@@ -104,11 +104,11 @@ def step_costs(
     Args:
         work: the model at the image's size.
         totals: sums over the cached rows.
-        model: of the worker.
+        model: cost model of the worker.
         load_bytes: per tier, what `block_bytes` gives for the rows whose entries lie there; 0 for
             what has arrived, `inf` for what was not kept. One transfer per tier and block is
             assumed.
-        end_loads: per tier, the bytes of the entry that restores each stack's inactive output;
+        end_loads: per tier, the bytes of the entry that restores each stack's cached output;
             None: as many as `h` of the stack's last block.
         budget_bytes: bytes that may be loaded ahead of their block.
         dense: sums over the dense rows of the same step; they run beside the plan and give the
@@ -148,7 +148,7 @@ def step_costs(
 
 
 def _seconds(line: Line, moved: Floats) -> Floats:
-    """Of one transfer each; nothing takes no time, what is not there never comes."""
+    """Return the seconds of each transfer; 0 bytes take none, and infinite bytes never arrive."""
     is_finite = np.isfinite(moved)
     seconds = line.fixed + line.per_unit * np.where(is_finite, moved, 0.0)
     return np.where(is_finite, np.where(moved > 0, seconds, 0.0), math.inf)
@@ -173,31 +173,32 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every cached row of a step does, and what that should take. Seconds."""
+    """How the cached rows of a step run each block, and the seconds that this takes."""
 
     kinds: tuple[str, ...]
     """Per block, of KINDS."""
     loads: tuple[str, ...]
     """Per block, of LOADS: what comes from the cache before it. A `project` block loads nothing
-    where inactive hidden states are present: after a dense block or at the start of a stack."""
+    where cached hidden states are present: after a dense block or at the start of a stack."""
     restores: tuple[int, ...]
-    """Dense blocks whose inactive hidden states were not kept and are loaded (`h`)."""
+    """Dense blocks whose hidden states of cached tokens were not kept and are loaded (`h`)."""
     end_restores: tuple[int, ...]
-    """Blocks at the end of a stack whose inactive output is loaded."""
+    """Blocks at the end of a stack whose output of cached tokens is loaded."""
     compute: float
     load: float
     host: float
-    """Launching the step's kernels."""
+    """Host seconds for launching the step's kernels."""
     latency: float
-    """One step: from the given lead, or repeated for ever if none was given; at least `host`."""
+    """Seconds of one step: from the given lead, or repeated for ever if none was given; at least
+    `host`.
+    """
     lead: float
-    """Loading done before the step begins; at most the whole step's."""
+    """Seconds of loads done before the step begins; at most the whole step's."""
     bound: float = 0.0
-    """No plan has a smaller latency than this (the planner's proof; 0 if nobody looked)."""
+    """Lower bound of any plan's latency, proved by the planner; 0 without a search."""
 
     @property
     def stall(self) -> float:
-        """Seconds the compute stream waits for loads."""
         return max(0.0, self.latency - max(self.compute, self.host))
 
 
@@ -287,7 +288,7 @@ def evaluate(
     """The plan that runs block i as `kinds[i]`.
 
     Args:
-        costs: of the step.
+        costs: costs of the step.
         kinds: one of KINDS per block.
         lead: loading done before the step begins; `None`: the steady state.
         bound: passed on to the plan.
@@ -307,7 +308,7 @@ def plan_of(
     lead: float | None,
     bound: float,
 ) -> Plan:
-    """As `evaluate`, from what the planner has at hand."""
+    """Evaluate a plan as `evaluate` does, from the planner's items."""
     steps, ahead = actions(items, kinds), ahead_of(costs)
     load = sum(s[1] for s in steps)
     if lead is None:

@@ -41,13 +41,13 @@ class Audit:
     """A cached edit that is to be made again."""
 
     key: str
-    """Of its template's entries."""
+    """Key of the template's entries."""
     job: EditJob
     latents: HostCopy
-    """[C, h, w] as the cached row ended."""
+    """[C, h, w] final latents of the cached row."""
 
     def again(self) -> EditJob:
-        """The edit once more: under a name of its own, behind all others, and for nobody."""
+        """Return the edit under a name of its own, behind all others and without a client."""
         settings = structs.replace(
             self.job.request.settings,
             deadline_ms=None,
@@ -64,19 +64,17 @@ class Audit:
 
 @dataclass(slots=True)
 class _Drift:
-    """What is known of one template."""
-
     audits: int = 0
     total: float = 0.0
     largest: float = 0.0
 
 
 class Audits:
-    """Which edits are made again, and what came of it.
+    """Chooses the edits that are made again, and judges templates by the result.
 
     Args:
         config: `[cache]`.
-        observations: where the drift of each audited edit goes.
+        observations: histograms that get the drift of each audited edit.
     """
 
     def __init__(self, config: CacheConfig, observations: Observations) -> None:
@@ -85,24 +83,24 @@ class Audits:
         self._random = random.Random()
         self._waiting: deque[Audit] = deque(maxlen=_WAITING)
         self._made: deque[tuple[Audit, HostCopy]] = deque()
-        """Made again, but for their latents, which are on their way."""
+        """Audits made again whose latents are still on their way to the host."""
         self._drifts: OrderedDict[str, _Drift] = OrderedDict()
         self._labels: set[str] = set()
         self.done = 0
         self.distrusted = 0
-        """Templates that passed the limit."""
+        """Number of templates beyond the limit."""
 
     def offer(self, key: str, job: EditJob, latents: HostCopy) -> None:
-        """A cached edit has ended: keep it, if the die says so; the oldest kept makes room."""
+        """Sample a cached edit that has ended; the oldest kept edit makes room."""
         if self._random.random() < self._share:
             self._waiting.append(Audit(key, job, latents))
 
     def next(self) -> Audit | None:
-        """The edit to make again now, if there is any."""
+        """Return the next edit to make again; None: there is none."""
         return self._waiting.popleft() if self._waiting else None
 
     def compare(self, audit: Audit, dense: HostCopy) -> None:
-        """An edit was made again: judge it once both its latents have arrived."""
+        """Add the dense result of an edit; it is judged once both latents are on the host."""
         self._made.append((audit, dense))
         self.judge_arrived()
 
@@ -143,7 +141,7 @@ class Audits:
         return drift
 
     def over_limit(self, key: str) -> float | None:
-        """The largest drift of a template whose edits are not to be cached; None of any other."""
+        """Return the largest drift of a template beyond the limit; None for any other."""
         drift_record = self._drifts.get(key)
         return (
             drift_record.largest
@@ -152,7 +150,7 @@ class Audits:
         )
 
     def of(self, key: str) -> dict[str, float | int | bool]:
-        """What is known of a template, for people; empty before its first audit."""
+        """Return a template's audit figures, for people; empty before its first audit."""
         drift_record = self._drifts.get(key)
         if drift_record is None:
             return {}
@@ -167,8 +165,8 @@ class Audits:
         return {"audits_total": self.done, "cache_distrusts_total": self.distrusted}
 
     def _label(self, template_id: str) -> str:
-        """The template's own label for the first ones, `other` for those to come: a page of
-        metrics must not grow with what clients send.
+        """Return the template's label, or `other` beyond the first ones: the metrics page must not
+        grow with what clients send.
         """
         label = template_id[:12]
         if label not in self._labels and len(self._labels) >= _LABELLED:

@@ -1,4 +1,4 @@
-"""The engine's books: every edit that has not ended, in the queue, in a row, or waiting.
+"""The request table: every edit that has not ended, in the queue, in a row, or waiting.
 
 Used by the engine thread only.
 """
@@ -15,8 +15,8 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy, Ticket
 
 StepSeconds = Callable[[RequestState], tuple[tuple[float, ...], float]]
-"""Of an edit: seconds of a step by the number of devices, and what of each a step costs whatever
-its rows.
+"""Returns an edit's seconds of a step by the number of devices, and the part of each that a step
+costs whatever its rows.
 """
 
 
@@ -24,9 +24,9 @@ class Books:
     """Edits by id.
 
     Args:
-        scheduler: decides whose turn it is.
-        residency: knows what edits wait for.
-        step_seconds: what tickets say of an edit's steps.
+        scheduler: queue of the edits that need a row.
+        residency: resource cache, which knows what edits wait for.
+        step_seconds: predicts an edit's seconds per step for its ticket.
     """
 
     def __init__(
@@ -37,15 +37,13 @@ class Books:
         self.edits: dict[str, RequestState] = {}
 
     def running(self) -> list[RequestState]:
-        """Edits that the scheduler has admitted."""
         return self._of(self.scheduler.running)
 
     def waiting(self) -> list[RequestState]:
-        """Edits that are queued."""
         return self._of(self.scheduler.waiting)
 
     def queue(self, edit: RequestState) -> None:
-        """Have it take its turn.
+        """Queue an edit for a row.
 
         Raises:
             MaskserveError: another edit has its id, or the queue is full.
@@ -57,7 +55,7 @@ class Books:
         self.edits[edit.request_id] = edit
 
     def wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
-        """Have it wait until these are here.
+        """Let an edit wait until these resources are ready.
 
         Raises:
             MaskserveError: another edit has its id, or no more edits may wait.

@@ -22,7 +22,7 @@ from maskserve_engine.spec.facts import ModelFacts
 
 
 class ControlNetSource(Source[ResolvedControl], Protocol):
-    """What brings ControlNets to the executor: `ControlNetLoader`."""
+    """Loads ControlNets for the executor; implemented by `ControlNetLoader`."""
 
     def device_bytes(self, control: ResolvedControl) -> int: ...
 
@@ -33,18 +33,18 @@ class ControlNetSource(Source[ResolvedControl], Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ControlWork:
-    """What the ControlNets of an edit compute in its steps."""
+    """Counted work of an edit's ControlNets in its steps."""
 
     controls: tuple[ResolvedControl, ...]
     flops: tuple[tuple[float, float], ...]
-    """Of each, of a step that computes all tokens and of one that computes the active ones."""
+    """FLOPs of each net in a step that computes all tokens, and in one with cached tokens."""
     steps: int
     anchors: frozenset[int]
     """Steps at which a net beside a cached row computes all tokens."""
     works: tuple[ModelWork, ...]
-    """Of each, of a pass."""
+    """Work of each net in one pass."""
     own: OwnPlan | None = None
-    """Of the row's own anchors, which take their place."""
+    """Schedule of the row's own refresh steps, which replace `anchors`; None: there is none."""
 
     @classmethod
     def of(
@@ -56,15 +56,15 @@ class ControlWork:
         nets: ControlNetSource,
         anchors: frozenset[int],
     ) -> ControlWork:
-        """Of an edit.
+        """Count the ControlNets of an edit.
 
         Args:
             job: the edit.
-            facts: of the model.
-            counted: what one step of it costs beside others.
-            steps: that it takes.
-            nets: knows the ControlNets.
-            anchors: steps at which they compute all tokens.
+            facts: spec of the model.
+            counted: sums of one step of the edit.
+            steps: number of its steps.
+            nets: source of the ControlNets' configurations.
+            anchors: steps at which the nets compute all tokens.
 
         Raises:
             MaskserveError: one of them is not served, or no longer.
@@ -75,11 +75,11 @@ class ControlWork:
         return cls(controls, flops, steps, anchors, works)
 
     def with_own(self, plan: OwnPlan, between: Totals) -> ControlWork:
-        """The same of an edit with anchors of its own.
+        """Return the work of an edit with refresh steps of its own.
 
         Args:
-            plan: these.
-            between: what a step between them costs beside others.
+            plan: schedule of the refresh steps.
+            between: sums of a step between them.
         """
         active = [_active(work, between) for work in self.works]
         flops = [
@@ -89,12 +89,12 @@ class ControlWork:
         return replace(self, flops=tuple(flops), anchors=plan.dense, own=plan)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
-        """FLOPs of one step, the first being 0.
+        """Return the FLOPs of one step.
 
         Args:
-            step: its number.
-            cached: whether the base reads something in it.
-            foresaw: whether the row computes its next anchor beside it.
+            step: its number, from 0.
+            cached: whether the base reads cached tokens in it.
+            foresaw: whether the row computes a lookahead beside it.
         """
         ahead = self.own.behind(step) if self.own is not None and foresaw else None
         total = 0.0
@@ -108,38 +108,31 @@ class ControlWork:
         return total
 
     def mean(self, *, cached: bool) -> float:
-        """FLOPs of its steps, on average."""
         ahead = self.own.ahead if cached and self.own is not None else ()
         step_flops = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
         return sum(step_flops) / self.steps
 
 
 def _dense(work: ModelWork, counted: Totals) -> float:
-    """FLOPs of a net in a step that computes all tokens."""
     return work.batch_flops(None, (), _convolving_all(work, counted))
 
 
 def _active(work: ModelWork, counted: Totals) -> float:
-    """The same of the active ones."""
     kinds = ("kv",) * len(work.blocks)
     return work.batch_flops(_convolving_all(work, counted), kinds, None)
 
 
 def _convolving_all(work: ModelWork, counted: Totals) -> Totals:
-    """A net convolves the whole picture, also where its base has a tile."""
+    """Return the sums with all positions convolved: a net convolves the whole picture even if its
+    base has a tile.
+    """
     convolved = tuple([float(counted.rows * tokens) for tokens in work.tokens])
     return replace(counted, convolved=convolved)
 
 
 class EditControlNets(Holdings[ResolvedControl]):
-    """The ControlNets of a worker's edits, or of a service's denoisers. An edit waits until they
-    are here, and no step of others waits for it.
-
-    Args:
-        residency: keeps the budget of kind `controlnet`.
-        loader: of folders.
-        came: see `Holdings`.
-        observations: of the worker.
+    """The ControlNets of a worker's edits, or of a service's denoisers. An edit waits until its
+    nets are loaded, and no step of other edits waits for them.
     """
 
     def __init__(
@@ -154,7 +147,7 @@ class EditControlNets(Holdings[ResolvedControl]):
         self._typical_bytes = loader.typical_bytes()
 
     def typical_bytes(self) -> float:
-        """On the device, of one of those that lay in the folder at the start, on average."""
+        """Return the mean device bytes of the ControlNets found in the folder at startup."""
         return self._typical_bytes
 
     def _bytes(self, wanted: ResolvedControl) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What each key has done here before, so that META tells it of its own doings and of no others'."""
+"""Request history of each API key, so that META reveals nothing about other keys' requests."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from maskserve_common.contracts.request import EditRequest
 
 _REMEMBERED = 65_536
 _PRIMED_AT = 2
-"""Edits of a template that a key has to have sent before one may be cached by its own doing: in
-the background a template is primed on its second sight."""
+"""Edits of a template that a key must have sent before one of its own may be cached: the background
+primes a template when it is seen for the second time.
+"""
 TEMPLATE, PROMPT, CACHE = "template", "prompt", "cache"
 
 
 class Doings:
-    """Templates and prompts of late, by the key whose edits had them, and how many; for one thread
-    at a time.
-    """
+    """Counts recent templates and prompts by API key; for one thread at a time."""
 
     def __init__(self) -> None:
         self._done: OrderedDict[tuple[str, ...], int] = OrderedDict()
 
     def new_of(self, edit: EditRequest) -> list[str]:
-        """What of an edit cannot be its key's own doing, of TEMPLATE and PROMPT (they are encoded)
-        and CACHE (the template is primed); from now on this edit counts as done. A template that
-        is named is the key's own, or shared with it. Where keys are not told apart all is one's
-        own.
+        """Record an edit, and return which of TEMPLATE and PROMPT (already encoded) and CACHE
+        (already primed) its key's own requests cannot explain. A template that the edit names
+        belongs to the key or is shared with it. Without separate keys every request counts as the
+        key's own.
         """
         scope, settings = scope_of(edit.request_id), edit.settings
         if scope == NO_SCOPE:
@@ -42,7 +41,6 @@ class Doings:
         return new
 
     def _add(self, thing: tuple[str, ...]) -> int:
-        """Count one more; how many there were before."""
         previous = self._done.get(thing, 0)
         self._done[thing] = previous + 1
         self._done.move_to_end(thing)

@@ -1,4 +1,4 @@
-"""Whether an edit can be done by the time at which it would be dropped, asked as it comes in.
+"""Checks, when an edit arrives, that it can be done before it would be dropped.
 
 One that cannot is refused at once: its client learns of it while there is time for something else,
 and no step is taken for nothing. Edits that go on when they are late are never refused for it.
@@ -29,7 +29,6 @@ class InTime:
     """Judges edits by what the worker's steps have taken so far.
 
     Args:
-        config: of this worker.
         prices: what rows cost, by steps that were taken; None before that is known.
     """
 
@@ -88,10 +87,11 @@ class InTime:
     def level(
         self, edit: RequestState, running: Iterable[RequestState], now: float
     ) -> ReuseLevel | None:
-        """What an edit that gets its row now steps down to; None: it is in time, or may not.
+        """Return the reuse level that an edit steps down to as it gets its row; None: it is in
+        time, or may not step down.
 
         Args:
-            edit: with `levels`.
+            edit: edit with `levels`.
             running: edits that have a row beside it.
             now: time.monotonic().
         """
@@ -116,10 +116,10 @@ class InTime:
         """Whether an edit would be late now, and in time behind its template's priming.
 
         Args:
-            edit: that has missed its template.
+            edit: edit without its template.
             without: how it runs now.
             route: how it runs behind the priming.
-            anchors: that the priming still has to compute, a dense step each.
+            anchors: number of anchors still to prime, a dense step each.
             running: edits that have a row beside it.
         """
         pricing, due_at = self._prices(), edit.make_ticket().due
@@ -141,7 +141,9 @@ class InTime:
         running: Iterable[RequestState],
         waiting: Iterable[RequestState],
     ) -> WorkerView:
-        """What a router would see, were these all that the worker has; entries are at hand."""
+        """Return the worker as a router would see it with these edits alone and
+        all entries loaded.
+        """
         status = WorkerStatus(
             worker=self._worker,
             model="",
@@ -157,7 +159,7 @@ class InTime:
 
 
 def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
-    """As a router would see it, on this route or its own."""
+    """Return the edit as a router would see it, with plan `route` or its own."""
     work, route = edit.work, route or edit.route
     has_refresh = route.own is not None
     return Edit(
@@ -176,6 +178,6 @@ def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
 
 
 def _order(edit: RequestState) -> tuple[int, float]:
-    """Of those that wait for a row the least comes first, as the scheduler has it."""
+    """Order edits that wait for a row as the scheduler does; the least comes first."""
     due_at = edit.make_ticket().due
     return -edit.job.request.settings.priority, math.inf if due_at is None else due_at

@@ -1,5 +1,5 @@
-"""An edit's LoRAs and ControlNets, from when it is accepted until it ends: which of them are here,
-what they add to its work and its name, and when its row gets them.
+"""LoRAs and ControlNets of edits, from acceptance to the end: which are loaded, what they add to an
+edit's work and cache key, and when its row gets them.
 
 Used by the engine thread only.
 """
@@ -29,14 +29,11 @@ from maskserve_engine.requests.state import RequestState
 
 
 class EditAdapters:
-    """What edits ask for beside the model.
+    """Tracks the adapters that edits require beside the model.
 
     Args:
-        config: of this worker.
-        adapter: the model.
-        executor: of the rows.
-        loras: knows which LoRAs are on the device; None: edits have none.
-        nets: the same of ControlNets.
+        loras: LoRAs on the device; None: edits have none.
+        nets: ControlNets on the device; None: edits have none.
     """
 
     def __init__(
@@ -54,15 +51,15 @@ class EditAdapters:
             for resource_set in (loras, nets)
             if resource_set is not None
         }
-        """By kind."""
+        """Loaded resources by kind."""
         self._drop = {LORAS.name: executor.drop, CONTROL_NETS.name: executor.drop_net}
         self._own_entries = config.adapters.entries == "own"
 
     def absent_nets(self, edit: RequestState) -> tuple[Resource, ...]:
-        """Of the edit's ControlNets those that are not on the device; they are brought there.
+        """Return the edit's ControlNets that are not on the device, and start to load them.
 
         Raises:
-            MaskserveError: one of them cannot be had.
+            MaskserveError: one of them cannot be loaded.
         """
         controls = edit.controls
         if not controls.wanted:
@@ -77,10 +74,10 @@ class EditAdapters:
         return absent
 
     def absent_loras(self, edit: RequestState) -> tuple[Resource, ...]:
-        """The same of its LoRAs.
+        """Return the edit's LoRAs that are not on the device, and start to load them.
 
         Raises:
-            MaskserveError: one of them cannot be had.
+            MaskserveError: one of them cannot be loaded.
         """
         if not edit.loras.wanted:
             return ()
@@ -99,7 +96,9 @@ class EditAdapters:
         return edit.loras.without > 0
 
     def name(self, edit: RequestState) -> None:
-        """Its LoRAs are here: from now on its entries are those made with them."""
+        """Set the cache key and the work of an edit whose LoRAs are loaded: from now on it uses
+        entries that were made with them.
+        """
         if not edit.loras.wanted or self.loras is None:
             return
         edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.wanted])
@@ -112,38 +111,38 @@ class EditAdapters:
             edit.job = replace(edit.job, adapters=name)
 
     def hold_for_entries(self, owner: str, job: EditJob) -> None:
-        """Keep the LoRAs that a job's entries are named by, for the priming `owner`.
+        """Hold the LoRAs that are part of a job's cache key, for the priming `owner`.
 
         Raises:
-            MaskserveError: one of them cannot be had.
+            MaskserveError: one of them cannot be loaded.
         """
         if self.loras is not None and job.adapters:
             self.loras.hold(owner, job.request.used_loras)
 
     def works_of_entries(self, job: EditJob) -> Sequence[ModelWork]:
-        """What the LoRAs that a job's entries are named by add to the model's work."""
+        """Return the work that LoRAs in a job's cache key add to the model's."""
         return self._works(job) if job.adapters else ()
 
     def attach(self, row: str, loras: Sequence[Lora]) -> None:
-        """Have a row computed with these from its next step on."""
+        """Compute a row with these LoRAs from its next step on."""
         self._executor.attach(row, [(lora.version, lora.scale) for lora in loras])
 
     def let_go(self, owner: str) -> None:
-        """An edit or a priming has ended: what it held may make room."""
+        """Release what an edit or a priming held, so that it can be evicted."""
         for resource_set in self._held.values():
             resource_set.let_go(owner)
 
     def arrived(self, kind: Kind, wanted: Loadable, loaded: Loaded) -> list[str]:
-        """One is on the device; the edits that wait for nothing more."""
+        """Account for a loaded resource; return the edits that wait for nothing more."""
         return self._held[kind.name].arrived(wanted, loaded)
 
     def failed(self, kind: Kind, wanted: Loadable, error: MaskserveError) -> list[str]:
-        """One will not come; the edits that waited for it."""
+        """Account for a failed load; return the edits that waited for it."""
         self._drop[kind.name](wanted.version)
         return self._held[kind.name].failed(wanted, error)
 
     def waited(self, edit: RequestState, seconds: float) -> None:
-        """Book how long an edit has waited for them."""
+        """Book the seconds that an edit has waited for its adapters."""
         if edit.loras.wanted and self.loras is not None:
             edit.loras.waited_s += seconds
             self.loras.waited(seconds)
@@ -152,12 +151,11 @@ class EditAdapters:
             self.nets.waited(seconds)
 
     def dropped(self, resource: Resource) -> None:
-        """It has to make room."""
         self._held[resource.kind].dropped(resource)
         self._drop[resource.kind](resource.name)
 
     def _works(self, job: EditJob) -> list[ModelWork]:
-        """What its LoRAs, which are here, add to the model's work."""
+        """Return the work that the job's loaded LoRAs add to the model's."""
         assert self.loras is not None
         work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.facts
         loaded = map(self.loras.loaded, job.request.used_loras)

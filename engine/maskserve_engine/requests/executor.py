@@ -1,7 +1,7 @@
-"""What the loop asks of whoever holds the rows, and what it is told: plain data, rows by id.
+"""The protocol between the engine's loop and the holder of the rows: plain data, rows by id.
 
-The loop decides (which rows, which plan, what is read whole), an executor does it. `LocalExecutor`
-runs rows in the engine's own process; another may run them elsewhere.
+The loop decides (which rows, which plan, what is read whole), an executor carries it out.
+`LocalExecutor` runs rows in the engine's own process, `GangExecutor` in others.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ class DenseRowSpec:
 
     job: EditJob
     key: str = ""
-    """Of the template whose references it may read, where they see nothing of a row (`STILL`)."""
+    """Cache key of the template whose references the row may read, where these see nothing of a row
+    (`STILL`).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRowSpec:
-    """A row that computes the active tokens and reads entries for the others."""
+    """A row that reads its cached tokens from a template's entries."""
 
     job: EditJob
     noise_seed: int
-    """Of the template's noise."""
+    """Seed of the template's noise."""
     key: str
-    """Of the template."""
+    """Cache key of the template."""
     anchors: tuple[Anchor | None, ...]
-    """Per step what it reads; None: it computes all tokens."""
+    """Anchor that each step reads; None: the step computes all tokens."""
     sure: bool
-    """Whether a step may not go without its entry for want of room."""
+    """Whether steps read their entries even if there is no room for them."""
     own: OwnPlan | None = None
-    """What it keeps of its own beside them, where there is room; None: nothing."""
+    """Schedule of its own step cache beside the entries, if there is room; None: there is none."""
     nbytes: int = 0
-    """That this takes."""
+    """Bytes of that step cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,78 +65,77 @@ class PrimingRowSpec:
     kinds: tuple[frozenset[str], ...]
     format: str
     key: str
-    """Of the template."""
+    """Cache key of the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnchoredRowSpec:
-    """A row whose own dense steps are the anchors of the others."""
+    """A row that reads, between its refresh steps, what these leave in its step cache."""
 
     job: EditJob
     plan: OwnPlan
     nbytes: int
-    """That its anchors leave."""
+    """Bytes of its step cache."""
     key: str = ""
-    """As of `DenseRowSpec`."""
+    """Cache key of the template whose references it may read."""
 
 
 RowSpec = DenseRowSpec | AnchoredRowSpec | CachedRowSpec | PrimingRowSpec
 
 
 class RowMade(NamedTuple):
-    """A row that was made."""
-
     complete: bool = True
-    """False: some of the entries that it is to read are not there now; or there was no room for
-    what its own anchors leave, and it is a dense row."""
+    """False: some of its entries cannot be read now; or there was no room for its step cache, and
+    it is a dense row.
+    """
     selection: bytes = b""
-    """Of a cached row: equal for rows that read the same tokens."""
+    """Digest of a cached row's selection: equal for rows that read the same tokens."""
     own: OwnPlan | None = None
-    """Of a cached row: what it keeps of its own, if there was room for that."""
+    """Schedule of a cached row's own step cache; None: there was no room for it, or none was
+    planned.
+    """
 
 
 class Read(NamedTuple):
-    """A cached row of a step; the entry is that of its `anchors` at this step."""
+    """A cached row of a step; it reads the entry of its `anchors` at this step."""
 
     row: str
     whole: bool
-    """Bring in all tokens of the entry: rows read more of them than there are."""
+    """Whether to load all tokens of the entry: rows read more of them than it has."""
     required: bool
-    """The row fails where its entry is lost; else it computes all tokens."""
+    """Whether the row fails if its entry is lost; otherwise it computes all tokens."""
     text: bool = True
     """Whether the step computes the row's text."""
 
 
 class LoadState(Protocol):
-    """How far an entry has come in; the same object for all rows that share a load."""
+    """Progress of an entry's load; the same object for all rows that share the load."""
 
     @property
-    def tier(self) -> str:
-        """That it lies in."""
-        ...
+    def tier(self) -> str: ...
 
     @property
     def sizes(self) -> Floats:
-        """[blocks, parts] bytes that travel; `inf` for what is not kept."""
+        """[blocks, parts] bytes to load; `inf` for parts that are not kept."""
         ...
 
     @property
     def missing(self) -> Floats:
-        """The same of what has not arrived."""
+        """[blocks, parts] bytes that have not arrived."""
         ...
 
 
 class RowLoads(Protocol):
-    """What a row has read, once it has ended."""
+    """Loads of a row that has ended."""
 
     @property
     def loaded(self) -> Mapping[str, int]:
-        """Bytes that travelled for it, by the tier in which they were found."""
+        """Bytes moved for the row, by the tier in which they were found."""
         ...
 
     @property
     def stalled(self) -> float:
-        """Seconds that its steps have waited."""
+        """Seconds that its steps have waited for entries."""
         ...
 
 
@@ -143,60 +144,60 @@ class StepInput:
     """One model call."""
 
     number: int
-    """Of the step: what it reads travels before what later steps read."""
+    """Number of the step: its entries are loaded before those of later steps."""
     rows: tuple[str, ...]
     devices: tuple[int, ...] = (0,)
-    """Of the worker, that compute them together."""
+    """Devices of the worker that compute the step together."""
     reads: tuple[Read, ...] = ()
-    """Of the rows that read an entry in this step, as `load` has found them."""
+    """Rows that read an entry in this step, as `load` returned them."""
     maps: tuple[FeatureMap, ...] = ()
-    """That entries have, of the model at the rows' size."""
+    """Feature maps that entries have, at the rows' size."""
     plan: Plan | None = None
     """How rows that read entries run each block; None: no row reads any."""
     ahead: Plan | None = None
-    """By which the entries of the steps to come are brought in."""
+    """Plan by which entries of later steps are loaded."""
 
 
 class RowStep(NamedTuple):
-    """A row that has taken the step."""
+    """The outcome of a step for one row."""
 
     row: str
     done: int
-    """Its steps so far, this one among them."""
+    """Steps of the row so far, this one included."""
     skipped: int
-    """Of those the ones that left all blocks but the first out."""
+    """Steps of the row so far that skipped all blocks but the first."""
     read: bool
     """Whether it read an entry in this step."""
     text: bool = True
     """Whether it computed the row's text in this step."""
     stale: bool = False
-    """Whether it added what a ControlNet service says of other latents than the step's own."""
+    """Whether it added a service's residuals of other latents than the step's own."""
     made: bool = False
     """Whether it made its references before this step."""
     foresaw: bool = False
-    """Whether it computed an anchor of its own beside the step's tokens."""
+    """Whether it computed a lookahead beside the step's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What became of the rows. Each is in `rows` or in `failed`."""
+    """The result of a step. Each row is in `rows` or in `failed`."""
 
     rows: tuple[RowStep, ...]
     span: Span
-    """On the device's clock; known when the device has done the step."""
+    """Span on the device's clock; known when the device has done the step."""
     stalls: tuple[Span, ...] = ()
-    """Where it waited for entries."""
+    """Spans in which the step waited for entries."""
     lost: tuple[str, ...] = ()
-    """Rows that went on without the entry that they were to read; they do not read it again."""
+    """Rows that went on without their entry because it was lost; they do not read it again."""
     failed: Mapping[str, EngineFailed] = field(default_factory=dict)
     control_waits: tuple[float, ...] = ()
-    """Seconds that it waited for what a ControlNet service says, each time."""
+    """Seconds of each wait for a ControlNet service's residuals."""
     ranks: int = 1
-    """That shared it."""
+    """Number of ranks that shared the step."""
 
 
 StepDone = Callable[[StepResult], None]
-"""Takes what became of a step, on the engine's thread."""
+"""Takes the result of a step, on the engine's thread."""
 
 
 class Executor(Protocol):
@@ -204,7 +205,7 @@ class Executor(Protocol):
 
     @property
     def devices(self) -> Devices:
-        """Of the worker, those that can begin no step now."""
+        """Devices of the worker on which no step can begin now."""
         ...
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
@@ -223,7 +224,7 @@ class Executor(Protocol):
         ...
 
     def drop(self, adapter: str) -> None:
-        """Let go of an adapter that no row has; one that is not there may be named."""
+        """Remove an adapter that no row has; an unknown one is ignored."""
         ...
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
@@ -245,7 +246,7 @@ class Executor(Protocol):
         ...
 
     def drop_net(self, net: str) -> None:
-        """Let go of a ControlNet that no row has; one that is not there may be named."""
+        """Remove a ControlNet that no row has; an unknown one is ignored."""
         ...
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
@@ -295,17 +296,15 @@ class Executor(Protocol):
         ...
 
     def release(self, row: str) -> RowLoads | None:
-        """Let go of a row, if there is one; what a cached row has read."""
+        """Release a row, if it exists; return what a cached row has read."""
         ...
 
     def idle(self) -> None:
-        """There is nothing to step: keep nothing of the last step's rows."""
+        """Drop state kept of the last step's rows: there is nothing to step."""
         ...
 
     def take_moves(self) -> list[tuple[str, float, float]]:
-        """(tier, bytes, seconds) of what has travelled to the rows since this was asked last."""
+        """Return and clear the (tier, bytes, seconds) of the moves since the last call."""
         ...
 
-    def close(self) -> None:
-        """There will be no more steps."""
-        ...
+    def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""Gates before the queue: what must be here, or known, before an edit may run.
+"""Admission checks: what an edit needs before it gets a row.
 
-A gate lets an edit pass, says what it lacks, or refuses it. They are asked in order; an edit that
-lacked something is asked from the first one on when that has come.
+A check lets an edit pass, names what it lacks, or refuses it. Checks run in order; an edit that
+lacked something starts again at the first check when that has come.
 
 Used by the engine thread only.
 """
@@ -27,22 +27,23 @@ from maskserve_engine.requests.ways import Ways
 TEMPLATE = "template"
 """The kind of resource."""
 _STARTS_MOST = 5
-"""Times that it is decided how an edit runs: its template may be lost again before it has a row."""
+"""Most plans chosen for one edit: its template may be evicted again before it has a row."""
 
 
 class StartGate(Protocol):
     def lacks(self, edit: RequestState) -> Sequence[Resource]:
-        """What the edit has to wait for; empty: it passes.
+        """Return what the edit has to wait for; empty: it passes.
 
         Raises:
-            MaskserveError: it is refused.
+            MaskserveError: the edit is refused.
         """
         ...
 
 
 class AdaptersHere:
-    """Its ControlNets and LoRAs are on the device; they travel at the same time. With `adapters:
-    fast` it may begin without its LoRAs, but no more such edits than the batch has rows.
+    """Requires the edit's ControlNets and LoRAs on the device; they are loaded at the same time.
+    With `adapters: fast` it may begin without its LoRAs, but no more such edits than the batch has
+    rows.
     """
 
     def __init__(self, adapters: EditAdapters, books: Books, most_without: int) -> None:
@@ -66,11 +67,10 @@ class AdaptersHere:
 
 
 class WayChosen:
-    """It is decided how it runs.
+    """Chooses the edit's execution plan.
 
     Args:
-        ways: of a worker with a cache; None: all edits run dense.
-        adapter: the model.
+        ways: policy of a worker with a cache; None: all edits run dense.
     """
 
     def __init__(self, ways: Ways | None, adapter: Adapter) -> None:
@@ -88,7 +88,7 @@ class WayChosen:
 
 
 class DoneInTime:
-    """It would not be dropped on its way; asked once."""
+    """Refuses an edit that would miss its due time; asked once."""
 
     def __init__(self, in_time: InTime, books: Books) -> None:
         self._in_time, self._books = in_time, books
@@ -101,7 +101,7 @@ class DoneInTime:
 
 
 class TemplateHere:
-    """Its template can be read, if it is to wait for that; priming begins here."""
+    """Waits for the template of an edit whose plan requires it, and starts priming."""
 
     def __init__(self, primings: Primings, ways: Ways, adapter: Adapter) -> None:
         self._cache, self._primings, self._ways = primings.cache, primings, ways

@@ -17,13 +17,10 @@ from maskserve_engine.requests.ways import Ways
 
 
 class LateRows:
-    """Those rows, and how they get their LoRAs.
+    """Rows with LoRAs still to come.
 
     Args:
-        adapters: of the edits.
-        ways: of a worker with a cache; None: all edits run dense.
-        executor: of the rows.
-        adapter: the model.
+        ways: policy of a worker with a cache; None: all edits run dense.
     """
 
     def __init__(
@@ -32,7 +29,7 @@ class LateRows:
         self._adapters, self._ways, self._executor = adapters, ways, executor
         self._adapter = adapter
         self.rows: dict[str, RequestState] = {}
-        """By request id."""
+        """Rows by request id."""
 
     def add(self, edit: RequestState) -> None:
         edit.loras.late = True
@@ -42,15 +39,15 @@ class LateRows:
         self.rows.pop(request_id, None)
 
     def overdue(self) -> list[RequestState]:
-        """Those whose next step needs their LoRAs."""
+        """Return the rows whose next step needs their LoRAs."""
         return [e for e in self.rows.values() if e.tally.done >= e.loras.without]
 
     def waiting_for(self, wanted: Loadable) -> list[RequestState]:
-        """Those that one of their LoRAs is brought for."""
+        """Return the rows that wait for this LoRA."""
         return [edit for edit in self.rows.values() if wanted in edit.loras.wanted]
 
     def attach(self, edit: RequestState) -> None:
-        """LoRAs have come while the row ran: its next steps have them, and their entries."""
+        """Give a running row its loaded LoRAs, and their entries, from its next step on."""
         self._adapters.name(edit)
         edit.loras.from_step, edit.loras.late = edit.tally.done, False
         self.leave(edit.request_id)
@@ -58,7 +55,9 @@ class LateRows:
         edit.go(self._route(edit), self._adapter)
 
     def _route(self, edit: RequestState) -> Route:
-        """By its template's entries that know its LoRAs, if it reads any and there are such."""
+        """Return a plan that reads entries made with the row's LoRAs, if it reads entries and these
+        exist; otherwise its present plan.
+        """
         if edit.route.outcome != "hit" or not edit.job.adapters or self._ways is None:
             return edit.route  # anchors of its own have them from the next one on
         adapter_plan = self._ways.when_adapters_came(edit)

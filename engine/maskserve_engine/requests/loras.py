@@ -29,7 +29,7 @@ _EVICTED_KEPT = 64
 
 
 class LoraSource(Source[Lora], Protocol):
-    """What brings LoRAs to the executor: `LoraLoader`."""
+    """Loads LoRAs for the executor; implemented by `LoraLoader`."""
 
     def file_bytes(self, lora: Lora) -> int: ...
 
@@ -37,15 +37,7 @@ class LoraSource(Source[Lora], Protocol):
 
 
 class Loras(Holdings[Lora]):
-    """The LoRAs of a worker's edits.
-
-    Args:
-        config: of the worker.
-        residency: keeps the budget of kind `lora`.
-        loader: of files.
-        came: see `Holdings`.
-        observations: of the worker.
-    """
+    """The LoRAs of a worker's edits, within the budget of kind `lora`."""
 
     def __init__(
         self,
@@ -58,12 +50,14 @@ class Loras(Holdings[Lora]):
         super().__init__(LORAS, residency, loader, came, observations)
         self._loader, self._bytes_per_weight = loader, dtype_of(config).itemsize
         self._pinned = Shares(config.adapters.device_bytes)
-        """Bytes on the device of what the edits of each key hold, however many hold it."""
+        """Device bytes of the LoRAs that each key's edits hold; a LoRA that several hold counts
+        once.
+        """
         self._holders: dict[tuple[str, Resource], tuple[int, int]] = {}
-        """Key and LoRA → edits that hold it, and its bytes."""
+        """Number of edits of a key that hold a LoRA, and its bytes."""
         self._profiles = read_profiles(config.adapters.profiles)
         self._evicted: dict[str, tuple[str, int]] = {}
-        """Version → name and file's bytes of the last ones that made room and are not here."""
+        """Name and file size of the LoRAs evicted last, by version."""
         self._tiers: Mapping[str, AdapterTierTotal] = {}
 
     def let_go(self, owner: str) -> None:
@@ -81,11 +75,9 @@ class Loras(Holdings[Lora]):
         super().dropped(resource)
 
     def file_bytes(self, loras: Sequence[Lora]) -> int:
-        """Of the files of LoRAs that are here."""
         return sum(self.loaded(lora).file_bytes for lora in loras)
 
     def tiers(self) -> Mapping[str, AdapterTierTotal]:
-        """What each tier holds; as of `listed`."""
         return self._tiers
 
     def listed(self) -> tuple[AdapterStatus, ...]:
@@ -143,7 +135,9 @@ class Loras(Holdings[Lora]):
         return self._device_bytes(file_bytes), file_bytes
 
     def _device_bytes(self, file_bytes: int) -> int:
-        """Of a file in half precision; what it takes is known only once it is read."""
+        """Return the estimated device bytes of a file in half precision; the true number is known
+        once it is loaded.
+        """
         return file_bytes * self._bytes_per_weight // 2
 
     def _load(self, resource: Resource, wanted: Lora, worth: float) -> bool:
@@ -153,8 +147,8 @@ class Loras(Holdings[Lora]):
         return comes
 
     def _bring_back(self) -> None:
-        """One that made room is worth more than one that nobody holds any more: it comes back,
-        before anybody has to wait for it. Only while no other load is on its way.
+        """Load an evicted LoRA again before an edit needs it; only while no other load is under
+        way.
         """
         if self._coming or not self._evicted:
             return
@@ -169,7 +163,9 @@ class Loras(Holdings[Lora]):
 
 
 def adapters_id(loras: Sequence[tuple[str, float]]) -> str:
-    """Names the model that digests and scales of LoRAs make of the base; empty without any."""
+    """Return an id of the base model with these LoRAs (digest and scale each);
+    empty without any.
+    """
     if not loras:
         return ""
     text = json.dumps(sorted(loras))

@@ -1,5 +1,5 @@
-"""The manager: takes edits in, passes each through the gates, and sees that each gets one final
-answer.
+"""The manager: accepts edits, passes each through the admission checks, and sees that each gets one
+final answer.
 
 Plain bookkeeping between the scheduler, the cache and the rows; used by the engine thread only.
 """
@@ -58,7 +58,7 @@ _ONLY_CACHED = "nothing of the kind comes about without a cache"
 
 
 def overflowed(step: int) -> EngineFailed:
-    """An edit's latents after a step are not all numbers."""
+    """Return the error of an edit whose latents are not finite after a step."""
     return EngineFailed(
         f"the edit's numbers overflowed: after step {step} its latents are not all finite (a LoRA "
         "or ControlNet of too large a scale, or weights that float16 does not hold: [model] dtype)"
@@ -66,18 +66,10 @@ def overflowed(step: int) -> EngineFailed:
 
 
 class RequestManager:
-    """Every accepted edit and every template being primed, from acceptance to its end.
+    """Holds every accepted edit and every template being primed, from acceptance to its end.
 
-    Args:
-        config: of this worker.
-        adapter: the model.
-        executor: of the rows.
-        output: takes events.
-        books: of the edits.
-        adapters: LoRAs and ControlNets of edits.
-        audits: of cached edits.
-        in_time: refuses what would be too late.
-        primings: of templates; None: all edits run dense.
+    `adapters` are the edits' LoRAs and ControlNets, `in_time` refuses edits that would be late, and
+    `primings` is None where all edits run dense.
     """
 
     def __init__(
@@ -111,16 +103,16 @@ class RequestManager:
             *(() if primings is None or ways is None else (TemplateHere(primings, ways, adapter),)),
         )
         self.refusal: MaskserveError | None = None
-        """Why no edit is taken in any more."""
+        """Reason why no edit is accepted any more; None: edits are."""
         self.again = math.inf
-        """When `schedule` has something to decide even if nothing happens until then, on
-        time.monotonic's clock."""
+        """time.monotonic() at which `schedule` has something to decide even if nothing happens
+        until then.
+        """
         self._listed: list[RequestState | PrimingState | None] = []
-        """What was held and what ran when `_waiting` was made."""
+        """Edits held and running when `_waiting` was made."""
         self._waiting: tuple[RowStatus, ...] = ()
 
     def accept(self, edit: RequestState) -> None:
-        """Take an edit in, or answer at once why not."""
         try:
             if self.refusal is not None:
                 raise self.refusal
@@ -131,12 +123,11 @@ class RequestManager:
             self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
     def holds(self, edit: RequestState | PrimingState) -> bool:
-        """Whether it has not ended."""
         registry = self.edits if isinstance(edit, RequestState) else self._priming
         return registry.get(edit.request_id) is edit
 
     def schedule(self) -> tuple[Run, ...]:
-        """Decide the next step: tell the expired, make rows for the admitted."""
+        """Decide the next step: answer expired edits, and make rows for admitted ones."""
         now_s = time.monotonic()
         self.audits.judge_arrived()
         late = [r for r, e in self.edits.items() if e.waiting and e.late(now_s)]
@@ -157,7 +148,7 @@ class RequestManager:
         return decision.runs
 
     def running(self, run: Run) -> list[RequestState | PrimingState]:
-        """Of a run those that have a row now."""
+        """Return the edits and primings of a run that have a row now."""
         requests: list[RequestState | PrimingState | None] = [
             self.edits.get(t.request_id) or self._priming.get(t.request_id) for t in run.rows
         ]
@@ -167,10 +158,10 @@ class RequestManager:
         self.end(request_id, Cancelled("the edit was cancelled"))
 
     def prime(self, job: EditJob) -> str:
-        """Prime a template that nobody edits yet; its state: `primed`, `priming` or `absent`.
+        """Prime a template that nobody edits yet; return `primed`, `priming` or `absent`.
 
         Raises:
-            MaskserveError: nothing is taken in any more (`refusal`).
+            MaskserveError: no more requests are accepted (`refusal`).
         """
         if self.refusal is not None:
             raise self.refusal
@@ -181,7 +172,7 @@ class RequestManager:
         return self.primings.cache.wants(job)
 
     def finish(self, edit: RequestState) -> None:
-        """The row has taken its last step: answer."""
+        """Answer an edit whose row has taken its last step."""
         latents = self.executor.result(edit.request_id)
         self._release(edit)
         if edit.audit is not None:
@@ -204,18 +195,17 @@ class RequestManager:
             self.audits.offer(self.primings.cache.key_of(edit.job), edit.job, latents)
 
     def _leave(self, edit: RequestState) -> None:
-        """Its row has ended."""
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
         self._let_go(edit.request_id)
 
     def _let_go(self, request_id: str) -> None:
-        """An edit has ended: its LoRAs and ControlNets may make room."""
+        """Release the LoRAs and ControlNets of an edit that has ended."""
         self.late.leave(request_id)
         self.adapters.let_go(request_id)
 
     def end(self, request_id: str, error: MaskserveError) -> None:
-        """Answer an edit that will not finish; its row and entries are let go."""
+        """Answer an edit that cannot finish; release its row and entries."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
             self._release(edit)
@@ -225,7 +215,7 @@ class RequestManager:
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
     def end_all(self, error: MaskserveError) -> None:
-        """End all edits with an error, and those that are still to come."""
+        """End all edits with an error, and refuse later ones."""
         self.refusal = error
         for request_id in list(self.edits):
             self.end(request_id, error)
@@ -233,15 +223,17 @@ class RequestManager:
             self.primings.end_all()
 
     def arrived(self, key: str) -> None:
-        """Entries of a template were read or written by the tiers in files. While more of it is on
-        its way, those who wait for it go on waiting.
+        """Handle entries that file tiers have read or written. Edits that wait for a template keep
+        waiting while more of it is on its way.
         """
         assert self.primings is not None, _ONLY_CACHED
         if not self.primings.cache.is_coming(key):
             self.template_settled(key)
 
     def template_settled(self, key: str) -> None:
-        """A template can be read now, or will not be: its edits pass the gates again."""
+        """Pass a template's edits through the admission checks again: it can be read now, or will
+        not be.
+        """
         for request_id in self.residency.arrived(Resource(TEMPLATE, key)):
             self._resume(self.edits.pop(request_id))
 
@@ -271,8 +263,8 @@ class RequestManager:
                 self._resume(self.edits.pop(request_id))
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
-        """Status of what runs and of what waits; the latter is the same object for as long as the
-        same edits wait.
+        """Return the status of running and of waiting edits; the latter is the same object while
+        the same edits wait.
         """
         requests: dict[str, RequestState | PrimingState] = {**self.edits, **self._priming}
         running = [
@@ -286,7 +278,7 @@ class RequestManager:
         return tuple([edit.status() for edit in running]), self._waiting
 
     def _start(self, edit: RequestState) -> None:
-        """Queue it, or have it wait at the first gate that it cannot pass.
+        """Queue an edit, or let it wait for what the first failing admission check names.
 
         Raises:
             MaskserveError: it is refused.
@@ -304,7 +296,7 @@ class RequestManager:
             self.adapters.waited(edit, time.monotonic() - edit.stopped)
 
     def _park(self, edit: RequestState) -> None:
-        """Its next step needs its LoRAs: until they are here it has no place in the batch."""
+        """Take a row out of the batch whose next step needs LoRAs that are not loaded."""
         self.late.leave(edit.request_id)
         self.scheduler.cancel(edit.request_id)
         try:
@@ -317,7 +309,7 @@ class RequestManager:
             self.end(edit.request_id, error)
 
     def _unpark(self, edit: RequestState) -> None:
-        """What a parked row has waited for is here: it takes its turn again, as the oldest."""
+        """Return a parked row to the scheduler, as the oldest, once its LoRAs are loaded."""
         self.late.attach(edit)
         try:
             self.scheduler.submit(edit.make_ticket())
@@ -325,7 +317,7 @@ class RequestManager:
             self.end(edit.request_id, error)
 
     def _audit(self) -> None:
-        """Make a cached edit again, now that nothing else is to be done."""
+        """Make a cached edit again; called when there is nothing else to do."""
         audit = self.audits.next()
         if audit is None:
             return
@@ -338,8 +330,8 @@ class RequestManager:
                 self._books.queue(edit)
 
     def _resume(self, edit: RequestState) -> None:
-        """An edit has waited: it passes the gates again. One whose template was to come from files,
-        and did not, has it primed.
+        """Pass an edit that has waited through the admission checks again. If its template was to
+        come from files and did not, prime it.
         """
         tier, edit.waiting = edit.route.tier, False
         try:
@@ -352,7 +344,7 @@ class RequestManager:
             edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
 
     def _admit(self, ticket: Ticket) -> None:
-        """Make the row; an edit whose row cannot be made is answered, and nobody else is hurt."""
+        """Make an admitted edit's row; on an error answer that edit alone."""
         edit = self.edits.get(ticket.request_id)
         if edit is None:
             assert self.primings is not None, _ONLY_CACHED
@@ -372,7 +364,9 @@ class RequestManager:
             self.end(ticket.request_id, guarded(ticket.request_id, error))
 
     def _go_back(self, edit: RequestState) -> None:
-        """Its template was evicted while it queued, and it may not go without."""
+        """Return an edit to the admission checks: its template was evicted while it queued, and it
+        may not run without.
+        """
         self._release(edit)
         edit.running, edit.reads, edit.loads = False, None, None
         edit.times.queued = edit.times.admitted = 0.0
@@ -413,7 +407,7 @@ class RequestManager:
         return row_made
 
     def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:
-        """With anchors of its own; where there is no room for these, dense."""
+        """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
         nbytes = own_bytes(plan, self.adapter, edit.job, self._dtype)
         spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.route.key)
         row_made = self.executor.make(edit.request_id, spec)
@@ -425,7 +419,6 @@ class RequestManager:
         return row_made
 
     def _beside(self, edit: RequestState) -> list[RequestState]:
-        """Edits that have a row, but for this one."""
         return [
             running_edit
             for running_edit in self.edits.values()
@@ -433,7 +426,6 @@ class RequestManager:
         ]
 
     def _release(self, edit: RequestState) -> None:
-        """Let go of its row, if it has one."""
         loads = self.executor.release(edit.request_id)
         if loads is not None:
             edit.loads = loads

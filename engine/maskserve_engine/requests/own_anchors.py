@@ -1,8 +1,8 @@
-"""Which edits run with anchors of their own, with which, and what these take.
+"""Which edits run with refresh steps of their own, at which steps, and what these cost.
 
-A template's entries are made once, for all its edits: an edit that finds them computes no step
-densely. Most pictures are sent once, and most edits have adapters that entries would have to know.
-Such an edit makes what it needs in a few dense steps of its own (`batch.own_anchors`).
+A template's entries are made once for all its edits, which then compute no step densely. Most
+pictures are sent once, and most edits have adapters that entries would have to include. Such an
+edit fills a step cache in a few dense steps of its own (`batch.own_anchors`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from maskserve_engine.stages.loader import device_of
 
 
 def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
-    """How an edit has anchors of its own; None: it cannot, or would gain nothing.
-
-    Args:
-        config: of the worker.
-        adapter: the model.
-        job: the edit.
+    """Return the schedule of an edit's refresh steps; None: it can have none, or would gain
+    nothing.
     """
     return _plan(config, adapter, job) if job.request.settings.may_anchor else None
 
@@ -36,15 +32,15 @@ def own_plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
 def plans_beside(
     config: Config, adapter: Adapter, job: EditJob, dense_steps: int
 ) -> tuple[OwnPlan | None, ...]:
-    """What an edit may keep of its own beside a template's entries, the most first: its text and
-    ring, which steps between anchors then leave out, and what its dense first steps find of the
-    inactive tokens, which lifts the entries; or the latter alone. None: nothing.
+    """Return the step caches that an edit may keep beside a template's entries, the largest first:
+    its text and margin, which steps between refresh steps leave out, and the residual correction
+    from its dense first steps; or the correction alone. None: no step cache.
 
     Args:
-        config: of the worker.
+        config: configuration of the worker.
         adapter: the model.
         job: the edit.
-        dense_steps: its first steps that compute all tokens.
+        dense_steps: number of first steps that compute all tokens.
     """
     settings = job.request.settings
     # Whether there is room for it depends on the load, so a reproducible edit does without.
@@ -84,7 +80,7 @@ def _plan(config: Config, adapter: Adapter, job: EditJob) -> OwnPlan | None:
 
 
 def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> OwnPlan:
-    """The plan with so many anchors of the edit's steps."""
+    """Return the schedule with this number of refresh steps."""
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
     facts = adapter.facts
     anchors = planning.own_steps(count, sigmas, facts.own_evenly_over, growth=facts.own_growth)
@@ -92,13 +88,13 @@ def with_anchors(plan: OwnPlan, count: int, adapter: Adapter, job: EditJob) -> O
 
 
 def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
-    """Bytes that an edit's anchors leave, at most.
+    """Return the most bytes of an edit's step cache.
 
     Args:
-        plan: of its anchors.
+        plan: schedule of its refresh steps.
         adapter: the model.
         job: the edit.
-        dtype: of the model.
+        dtype: data type of the model.
     """
     work, counted = adapter.work(*job.moments.shape[1:]), adapter.counted(job, plan)
     texts = [per_text for per_text in (job.conditioning, job.negative) if per_text is not None]
@@ -114,7 +110,7 @@ def own_bytes(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
 
 
 def bytes_beside(plan: OwnPlan, adapter: Adapter, job: EditJob, dtype: str) -> int:
-    """The same of an edit that reads a template."""
+    """Return the most bytes of the step cache of an edit that reads a template."""
     texts = [text for text in (job.conditioning, job.negative) if text is not None]
     tokens = adapter.tokens(job)
     ring = plan.ring * tokens.ring

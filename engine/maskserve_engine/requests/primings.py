@@ -26,10 +26,7 @@ class Primings:
     """Tickets and rows of templates on their way into the store.
 
     Args:
-        adapter: the model family.
         cache: where the entries go.
-        scheduler: of the batch.
-        executor: of the rows.
         adapters: LoRAs that entries are named by.
         ended: told a template's key when it is in the store or will not be.
     """
@@ -47,7 +44,7 @@ class Primings:
         self._adapters = adapters
         self._scheduler, self._ended = scheduler, ended
         self.held: dict[str, PrimingState] = {}
-        """By the ticket's id."""
+        """Primings by ticket id."""
 
     def begin(self, job: EditJob, *, urgent: bool, due: float | None = None) -> None:
         """Queue the priming of a job's template.
@@ -89,8 +86,8 @@ class Primings:
         self.held[ticket.request_id] = state
 
     def left(self, key: str) -> int | None:
-        """Anchors of a template that are not computed yet; None: they come when others have nothing
-        to do, or the template is not being primed.
+        """Return the number of a template's anchors not computed yet; None: it is primed in idle
+        time, or not at all.
         """
         state = self.held.get(f"prime:{key}")
         if state is None or (state.ticket.background and self._scheduler.waiting):
@@ -98,7 +95,7 @@ class Primings:
         return state.ticket.steps - state.done
 
     def admit(self, row_id: str) -> None:
-        """Make the row, or end the priming if that cannot be done."""
+        """Make the priming's row, or end the priming on an error."""
         state = self.held[row_id]
         if state.running:
             return  # its row goes on elsewhere
@@ -126,7 +123,7 @@ class Primings:
             self.end(state, complete=False, unfit=True)
 
     def keep_anchor(self, state: PrimingState, step: RowStep) -> None:
-        """The row has taken a step: store what it recorded."""
+        """Store the entry that the row's last step recorded."""
         state.done = step.done
         priming = state.priming
         if not self._executor.keep_entry(step.row, priming.key, priming.note(step.done)):
@@ -135,10 +132,10 @@ class Primings:
             self.end(state, complete=True)
 
     def end(self, state: PrimingState, *, complete: bool, unfit: bool = False) -> None:
-        """The template is in the store, or will not be; see `TemplateCache.end`.
+        """End a priming: the template is in the store, or will not be (see `TemplateCache.end`).
 
-        A priming ends once: what fails on the way here ends its row again, and by then the
-        template may be being primed anew under the same id.
+        A priming ends once: an error on the way here ends its row again, and by then the template
+        may be in a new priming under the same id.
         """
         if self.held.get(state.request_id) is not state:
             return

@@ -1,4 +1,4 @@
-"""The engine's books: each accepted edit and template being primed, from acceptance to its end."""
+"""State of each accepted edit and of each template being primed, from acceptance to its end."""
 
 from __future__ import annotations
 
@@ -32,50 +32,52 @@ from maskserve_engine.spec.facts import ModelFacts
 
 
 class PassAhead(NamedTuple):
-    """Passes that compute an anchor which a row foresees."""
+    """Passes that compute a lookahead."""
 
     counted: Totals
     reads: bool
-    """Whether they read the row's template; else they compute all tokens."""
+    """Whether they read the row's template; otherwise they compute all tokens."""
     tokens: float
-    """That each computes."""
+    """Tokens that each of these passes computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditWork:
-    """What an edit takes to compute."""
+    """Counted work of an edit."""
 
     total_tokens: int
     active_tokens: int
-    """Of one pass."""
+    """Computed tokens of one pass."""
     steps: int
     counted: Totals
-    """What one step of it costs beside others."""
+    """Sums of one step."""
     batch_key: Hashable = None
-    """Rows of equal keys may share a step."""
+    """Key of the batch: rows of equal keys may share a step."""
     passes: int = 1
-    """Of the model in one step."""
+    """Model evaluations in one step."""
     dense_flops: float = 0.0
-    """Of one step by itself that computes all tokens, with its share of `still_flops`."""
+    """FLOPs of one step alone that computes all tokens, with its share of `still_flops`."""
     cached_flops: float = 0.0
-    """The same of one that loads every block's keys and values."""
+    """FLOPs of one step alone that loads every block's keys and values, with its share of
+    `still_flops`.
+    """
     controls: ControlWork | None = None
-    """None: none acts, or nobody counts them."""
+    """Work of its ControlNets; None: none acts, or nobody counts them."""
     between: Totals | None = None
-    """As `counted`, of a step that leaves out the text, too; None: there is none."""
+    """Sums of a step that leaves out the text too; None: there is none."""
     still_flops: float = 0.0
-    """Of its references' keys and values, which it makes once if its template has none."""
+    """FLOPs of its references' keys and values, made once if its template has none."""
     renewed: Totals | None = None
-    """As `counted`, of a step that reads a template and renews what it keeps beside that; None: it
-    keeps nothing there."""
+    """Sums of a step that reads a template and renews its step cache; None: it has none there."""
     inner_tokens: int = 0
     ring_tokens: int = 0
-    """Of one pass, as of `TokenCounts`."""
+    """Margin tokens of one pass (`TokenCounts.ring`)."""
     cached_tokens: float | None = None
-    """That a step computes which reads something, in all passes, on average; None: the active
-    ones."""
+    """Mean tokens of all passes in a step that reads cached tokens; None:
+    `active_tokens` of each.
+    """
     plain: EditWork | None = None
-    """The same edit that keeps nothing of its own; None: it is this one."""
+    """The same edit without a step cache; None: it is this one."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
@@ -93,11 +95,11 @@ class EditWork:
         ).with_loras((), work)
 
     def with_loras(self, loras: Sequence[ModelWork], work: ModelWork) -> EditWork:
-        """The same edit with these LoRAs.
+        """Return the work of the edit with these LoRAs.
 
         Args:
-            loras: what each adds to `work`.
-            work: of the model at the edit's size.
+            loras: work that each LoRA adds.
+            work: work of the model at the edit's size.
         """
         counted = self.counted.with_loras(loras)
         return replace(
@@ -110,13 +112,14 @@ class EditWork:
     def with_own(
         self, plan: OwnPlan, between: Totals, work: ModelWork, renewed: Totals | None
     ) -> EditWork:
-        """The same edit with anchors of its own: a cached step is one of all its steps, on average.
+        """Return the work of the edit with refresh steps: a cached step is the mean of all its
+        steps.
 
         Args:
-            plan: its anchors.
-            between: what a step between them costs beside others, LoRAs apart.
-            work: of the model at the edit's size.
-            renewed: likewise what one at them costs, of a row that reads a template.
+            plan: schedule of its refresh steps.
+            between: sums of a step between them, without LoRAs.
+            work: work of the model at the edit's size.
+            renewed: sums of a refresh step, without LoRAs, in a row that reads a template.
         """
         plain = self.without_own()
         kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
@@ -142,11 +145,11 @@ class EditWork:
         )
 
     def step_flops(self, mode: ExecutionMode, reads_nothing: float = 0.0) -> float:
-        """Of one step by itself, ControlNets among it, on average.
+        """Return the mean FLOPs of one step alone, with its ControlNets.
 
         Args:
             mode: how the edit runs.
-            reads_nothing: of an edit that reads a template, the share of its steps that do not.
+            reads_nothing: share of steps without an entry, for an edit that reads a template.
         """
         cached = mode == "cached"
         added = 0.0 if self.controls is None else self.controls.mean(cached=cached)
@@ -154,33 +157,35 @@ class EditWork:
         return added + (1.0 - reads_nothing) * read + reads_nothing * self.dense_flops
 
     def without_own(self) -> EditWork:
-        """The same edit, keeping nothing of its own."""
+        """Return the work of the same edit without a step cache."""
         return self if self.plain is None else self.plain
 
     @property
     def ahead(self) -> PassAhead:
-        """What computes an anchor beside a step's own tokens."""
+        """The lookahead pass beside a step's own tokens."""
         if self.renewed is None:
             return PassAhead(self.counted, False, self.total_tokens)
         return PassAhead(self.renewed, True, self.renewed.active[0] / self.passes)
 
     def reading(self, *, text: bool) -> Totals:
-        """As `counted`, of a step that reads something and computes its text, or leaves it out."""
+        """Return the sums of a step that reads cached tokens and computes its text, or leaves it
+        out.
+        """
         return (self.renewed if text else self.between) or self.counted
 
     @property
     def mask_ratio(self) -> float:
-        """Share of tokens that a cached step computes, the ring among them."""
+        """Share of tokens that a cached step computes, margin included."""
         return self.active_tokens / self.total_tokens
 
     def tokens(self, mode: ExecutionMode, dense_share: float = 0.0, alone: float = 0.0) -> int:
-        """That one step computes, in all passes, on average: no more than a dense one, since a row
-        that foresees anchors may save more in its text and context than it computes twice.
+        """Return the mean tokens of one step in all passes: no more than a dense step has, since a
+        row with lookahead may save more text and context tokens than it computes twice.
 
         Args:
             mode: how the edit runs.
-            dense_share: of a cached edit's steps, those that compute all tokens, too.
-            alone: of them, those that compute nothing else.
+            dense_share: share of a cached edit's steps that compute all tokens.
+            alone: share of its steps that compute all tokens and nothing else.
         """
         all_of_them = self.passes * self.total_tokens
         if mode != "cached":
@@ -192,41 +197,39 @@ class EditWork:
 
 @dataclass(slots=True)
 class EditTimes:
-    """When an edit was where, in time.monotonic() seconds; 0: not yet."""
+    """When an edit reached each stage, in time.monotonic() seconds; 0: not yet."""
 
     submitted: float
-    """Put into the engine's inbox."""
+    """When it was put into the engine's inbox."""
     queued: float = 0.0
     admitted: float = 0.0
     first_step: float = 0.0
-    """When that was done."""
+    """When its first step was done."""
 
 
 @dataclass(slots=True)
 class StepTally:
-    """The steps that a row has taken."""
-
     done: int = 0
     rows_seen: int = 0
-    """Sum over them of the rows in the batch."""
+    """Rows in the batch, summed over the steps."""
     computed_tokens: int = 0
-    """By one pass of each of them, summed."""
+    """Tokens that one pass of each step computed, summed."""
     skipped: int = 0
-    """Of them those that left all blocks but the first out."""
+    """Steps that skipped all blocks but the first."""
     dense: list[int] = field(default_factory=list)
-    """Those that read nothing, or computed an anchor beside their own tokens."""
+    """Steps that read nothing, or computed a lookahead."""
     text: int = 0
-    """Those that computed the text, of their own tokens or of what they foresaw."""
+    """Steps that computed the text, in their own pass or in a lookahead."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """Steps, by the kinds of their blocks."""
+    """Number of steps by the kinds of their blocks."""
 
     def add(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Book a step; the kinds of the blocks that it ran.
+        """Add a step; return the kinds of the blocks that it ran.
 
         Args:
-            step: just taken.
-            rows: in the batch.
-            kinds: of its blocks.
+            step: step just taken.
+            rows: number of rows in the batch.
+            kinds: kinds of the batch's blocks.
         """
         if step.skipped > self.skipped:
             self.skipped, kinds = step.skipped, kinds[:1]
@@ -239,7 +242,6 @@ class StepTally:
         return kinds
 
     def kinds(self) -> dict[str, int]:
-        """Blocks run, by kind."""
         kinds: Counter[str] = Counter()
         for plan, steps in self.plans.items():
             kinds.update({kind: steps * count for kind, count in Counter(plan).items()})
@@ -247,33 +249,33 @@ class StepTally:
 
 
 class EntryReads:
-    """What a cached row reads at each of its steps.
+    """The entries that a cached row reads, by step.
 
     Args:
-        key: of the template.
-        anchors: per step; None: it computes all tokens.
-        selection: equal for rows that read the same tokens.
+        key: cache key of the template.
+        anchors: anchor that each step reads; None: it computes all tokens.
+        selection: digest of the tokens, equal for rows that read the same.
     """
 
     def __init__(self, key: str, anchors: Sequence[Anchor | None], selection: bytes) -> None:
         self.key, self.anchors, self.selection = key, tuple(anchors), selection
         self._steps = Counter(self.anchors)
         self.own = False
-        """Whether these are anchors of the row's own: it leaves them at its dense steps."""
+        """Whether the row reads its own step cache, which its refresh steps fill."""
         self.computes = frozenset[int]()
-        """Steps that compute one of these."""
+        """Steps that compute a refresh step's tokens."""
         self.ahead = frozenset[int]()
-        """Steps that compute, beside their own tokens, what is left out further on."""
+        """Steps that compute a lookahead beside their own tokens."""
         self.text: frozenset[int] | None = None
         """Steps that compute the text; None: all."""
         self.held = 0
-        """Steps of its batch for which its next anchor of its own has waited."""
+        """Steps of the batch for which its next refresh step has waited."""
 
     @classmethod
     def of_own(
         cls, request_id: str, plan: OwnPlan, sigmas: Sequence[tuple[float, float]]
     ) -> EntryReads:
-        """Of a row that reads, at all but its dense steps, what its anchors have left."""
+        """Return the reads of a row that uses its step cache at all but its dense steps."""
         anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
         reads = cls(f"own:{request_id}", anchors, request_id.encode())
         reads.own, reads.computes, reads.ahead = True, plan.computed_at, plan.ahead
@@ -282,14 +284,14 @@ class EntryReads:
 
     @classmethod
     def of_template(cls, key: str, anchors: Sequence[Anchor | None], made: RowMade) -> EntryReads:
-        """Of a row that was made to read a template, and what it keeps of its own."""
+        """Return the reads of a row that was made to read a template, with its own step cache."""
         reads, refresh_schedule = cls(key, anchors, made.selection), made.own
         if refresh_schedule is not None and refresh_schedule.text:
             reads.text, reads.ahead = refresh_schedule.dense, refresh_schedule.ahead
         return reads
 
     def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> EntryReads:
-        """The same of other entries."""
+        """Return the reads of other entries with the same text and lookahead steps."""
         reads = EntryReads(key, anchors, self.selection)
         reads.text, reads.ahead = self.text, self.ahead
         return reads
@@ -299,50 +301,48 @@ class EntryReads:
         return self.text is not None and step not in self.text
 
     def anchor_due(self, step: int) -> bool:
-        """Whether an anchor of the row's own is to be computed now."""
+        """Whether a refresh step is due now."""
         return step in self.computes
 
     def foresees(self, step: int) -> bool:
-        """Whether the step computes an anchor beside its own tokens."""
         return step in self.ahead
 
     def is_dense(self, step: int) -> bool:
-        """Whether the step computes all tokens to leave an anchor of the row's own."""
+        """Whether the step computes all tokens to fill the step cache."""
         return self.own and self.anchors[step] is None
 
     def stays(self, step: int) -> int:
-        """Steps of the row that read the same entry."""
+        """Return the number of the row's steps that read the same entry."""
         return self._steps[self.anchors[step]]
 
     def lose(self, step: int) -> None:
-        """Go on without the entry of this step: it will not come."""
+        """Go on without the entry of this step: it will not arrive."""
         lost = self.anchors[step]
         self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
 
 
 @dataclass(slots=True)
 class LoraUse:
-    """How far an edit's LoRAs are."""
+    """Progress of an edit's LoRAs."""
 
     wanted: tuple[Lora, ...] = ()
-    """Those that change anything."""
+    """LoRAs that change anything."""
     without: int = 0
-    """Steps that the row may take before they are here."""
+    """Number of steps that the row may take before they are loaded."""
     late: bool = False
-    """Whether the row runs, and they are not here yet."""
+    """Whether the row runs before they are loaded."""
     from_step: int = 0
-    """The first step that was computed with them."""
+    """First step computed with them."""
     digests: tuple[str, ...] = ()
-    """Of their files, once they are here."""
+    """Digests of the files of loaded LoRAs."""
     nbytes: int = 0
-    """Likewise."""
+    """Bytes of those files."""
     asked: float = 0.0
-    """When they were first asked for; 0: never."""
+    """When they were first requested; 0: never."""
     waited_s: float = 0.0
 
     @property
     def absent(self) -> bool:
-        """Whether it has any that have not come yet."""
         return bool(self.wanted) and not self.digests
 
     @property
@@ -351,7 +351,7 @@ class LoraUse:
         return not self.late and not self.from_step
 
     def meta(self, mode: str) -> dict[str, Any]:
-        """What META says; empty without LoRAs."""
+        """Return the LoRA keys of META; empty without LoRAs."""
         if not self.wanted:
             return {}
         pairs = zip(self.wanted, self.digests or ("",) * len(self.wanted), strict=True)
@@ -373,21 +373,21 @@ class LoraUse:
 
 @dataclass(slots=True)
 class ControlUse:
-    """An edit's ControlNets."""
-
     asked: tuple[ResolvedControl, ...] = ()
     wanted: tuple[ResolvedControl, ...] = ()
-    """Those that add something in any step."""
+    """ControlNets that add something in any step."""
     digests: tuple[str, ...] = ()
-    """Of the wanted ones' weights, once they are here."""
+    """Digests of the weights of `wanted` nets that are loaded."""
     waited_s: float = 0.0
     stalled_s: float = 0.0
-    """That its steps have waited for a ControlNet service, those of batch-mates among it."""
+    """Seconds that its steps have waited for a ControlNet service, for other rows
+    of the batch too.
+    """
     stale_steps: int = 0
-    """That added what a service said of other latents than their own (`adapters: fast`)."""
+    """Steps that added a service's residuals of other latents than their own (`adapters: fast`)."""
 
     def meta(self) -> dict[str, Any]:
-        """What META says; empty without controls."""
+        """Return the ControlNet keys of META; empty without controls."""
         if not self.asked:
             return {}
         digests = dict(
@@ -421,48 +421,46 @@ class RequestState:
     work: EditWork
     times: EditTimes
     deadline: float | None
-    """When nobody wants it any more, on time.monotonic's clock; None: never."""
+    """time.monotonic() after which the edit is dropped; None: never."""
     due_ms: int | None = None
-    """When its answer is due, from its acceptance on; None: at no time."""
+    """Milliseconds from acceptance until its answer is due; None: it has no due time."""
     due: float | None = None
-    """When its last step is to have ended for that."""
+    """time.monotonic() at which its last step must have ended for that."""
     route: Route = DENSE
-    """How it runs."""
+    """Execution plan of the edit."""
     levels: tuple[ReuseLevel, ...] = ()
-    """Of fidelity that it may step down to as it gets its row."""
+    """Reuse levels that it may step down to as it gets its row."""
     level: ReuseLevel | None = None
-    """That it has stepped down to."""
+    """Reuse level that it has stepped down to; None: none."""
     drift: float | None = None
-    """Of its template, where that is why it runs dense."""
+    """Drift of its template, if that is why it runs dense."""
     seconds: tuple[float, ...] = ()
-    """As of its ticket, as is `shared`."""
+    """Seconds of a step by number of devices, as in its ticket; so is `shared`."""
     shared: float = 0.0
     starts: int = 0
-    """Times that it was decided how it runs."""
+    """Number of plans chosen for it so far."""
     waited: bool = False
-    """For what it needs."""
+    """Whether it has waited for a resource."""
     waiting: bool = False
-    """For something that is not here; it is not queued, and if it has a row that is parked."""
+    """Whether it waits for a resource. It is not queued then, and a row that it has is parked."""
     stopped: float = 0.0
-    """When it last began to wait; 0: it never did."""
+    """When it last began to wait; 0: never."""
     loras: LoraUse = field(default_factory=lambda: LoraUse())
     controls: ControlUse = field(default_factory=lambda: ControlUse())
     running: bool = False
-    """Whether it has a row."""
     reads: EntryReads | None = None
-    """Of a cached row, from admission on."""
+    """Reads of a cached row, from admission on."""
     loads: RowLoads | None = None
-    """Of a cached row that has ended."""
+    """Loads of a cached row that has ended."""
     own_bytes: int = 0
-    """That anchors of its own leave, at most."""
+    """Most bytes of its step cache."""
     tally: StepTally = field(default_factory=StepTally)
     overflowed: int | None = None
-    """A step whose preview was not all numbers, as the output thread has seen; None: there is
-    none."""
+    """Step whose preview was not finite, as the output thread has seen; None: none was."""
     audit: Audit | None = None
-    """A cached edit that this one makes again; it has no client."""
+    """The cached edit that this one makes again; it has no client."""
     said: RowStatus | None = None
-    """Its status, kept from step to step."""
+    """Status of its row, cached between steps."""
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -478,16 +476,16 @@ class RequestState:
         nets: ControlNetSource | None = None,
         anchors: frozenset[int] = frozenset(),
     ) -> RequestState:
-        """An edit that is handed to the engine's thread now; its deadline counts from when its
-        client was heard.
+        """Make the state of an edit that goes to the engine's thread now; its deadline counts from
+        its acceptance.
 
         Args:
             job: the edit.
-            sink: where its events go.
+            sink: receiver of its events.
             adapter: the model.
-            times_ms: when it is due by its size if it does not say so.
-            nets: knows the worker's ControlNets.
-            anchors: at which its ControlNets compute all tokens.
+            times_ms: due times by size, for edits that set none.
+            nets: source of the worker's ControlNets.
+            anchors: steps at which its ControlNets compute all tokens.
 
         Raises:
             MaskserveError: one of its ControlNets is no longer served.
@@ -521,16 +519,15 @@ class RequestState:
 
     @property
     def counted(self) -> Totals:
-        """What one step of it costs beside others."""
         return self.work.counted
 
     def reads_counted(self, step: int) -> Totals:
-        """The same of a step that reads something."""
+        """Return the sums of a step that reads cached tokens."""
         assert self.reads is not None
         return self.work.reading(text=not self.reads.without_text(step))
 
     def computed_tokens(self, step: RowStep) -> int:
-        """Of one pass, those that the step just taken computed."""
+        """Return the tokens that one pass of the step just taken computed."""
         if not step.read:
             return self.work.total_tokens
         row_tokens = self.work.reading(text=step.text).active[0] / self.work.passes
@@ -538,34 +535,31 @@ class RequestState:
 
     @property
     def load_stall(self) -> float:
-        """Seconds that its steps have waited for its entries."""
         return 0.0 if self.loads is None else self.loads.stalled
 
     @property
     def dense_share(self) -> float:
-        """Of a cached edit's steps, those that compute all tokens; 0 of others."""
+        """Share of a cached edit's steps that compute all tokens; 0 for others."""
         return self.route.dense_steps / self.work.steps if self.mode == "cached" else 0.0
 
     @property
     def flops(self) -> float:
-        """Of one of its steps by itself, on average."""
         return self.work.step_flops(self.mode, _reads_nothing(self.route))
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one step of it computes, on average."""
+        """Mean tokens that one of its steps computes."""
         plan, share = self.route.own, self.dense_share
         dense_only_share = share if plan is None else len(plan.dense) / self.work.steps
         return self.work.tokens(self.mode, share, dense_only_share)
 
     def late(self, now: float) -> bool:
-        """Whether its deadline has passed."""
         return self.deadline is not None and self.deadline <= now
 
     def make_ticket(self) -> Ticket:
-        """What the scheduler is to know of it.
+        """Return the ticket for the scheduler.
 
-        A reproducible edit shares its steps with none: kernels round differently for batches of
+        A reproducible edit shares its steps with no other: kernels round differently for batches of
         other shapes.
         """
         work, is_exclusive = self.work, self.job.request.settings.reproducible
@@ -586,13 +580,12 @@ class RequestState:
         )
 
     def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Book a step that was just taken; see `StepTally.add`."""
         if not self.times.first_step:
             self.times.first_step = time.monotonic()
         return self.tally.add(step, rows, kinds)
 
     def status(self) -> RowStatus:
-        """The one it has had since how it runs was decided, with the steps now left."""
+        """Return its status, with the steps left now; cached since its plan was chosen."""
         kind: Kind = "cached" if self.mode == "cached" else "dense"
         steps_left = self.work.steps - self.tally.done
         if self.said is None or self.said.kind != kind:
@@ -614,7 +607,7 @@ class RequestState:
         return self.said
 
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
-        """META of the finished edit, without what the models after the denoiser add."""
+        """Return META of the finished edit, without the keys of the models behind the denoiser."""
         now_s, request = time.monotonic(), self.job.request
         return {
             "event": "final",
@@ -644,7 +637,6 @@ class RequestState:
         }
 
     def _dense_steps(self) -> dict[str, Any]:
-        """What META says of a cached edit's steps that computed all tokens."""
         refresh_schedule, template_refresh = self.route.own, self.route.beside
         of_text = {"text_steps": self.tally.text, "own_bytes": self.own_bytes}
         if refresh_schedule is not None:
@@ -653,12 +645,12 @@ class RequestState:
         return first if template_refresh is None else {**first, **of_text}
 
     def go(self, route: Route, adapter: Adapter) -> None:
-        """Run so. What its steps cost follows, and which levels it may step down to."""
+        """Set the execution plan, and with it the work and the reuse levels."""
         self.route, self.work, self.said = route, self.work_of(route, adapter), None
         self.levels = self._levels(adapter.facts)
 
     def work_of(self, route: Route, adapter: Adapter) -> EditWork:
-        """What it takes to compute on a route."""
+        """Return the counted work of the edit with a plan."""
         plain, plan = self.work.without_own(), route.own or route.beside
         if plan is None or not plan.anchors:
             return plain
@@ -668,7 +660,7 @@ class RequestState:
         return plain.with_own(plan, between, work, renewed)
 
     def step_flops(self, route: Route, adapter: Adapter) -> float:
-        """Of one of its steps by itself on a route, on average: by these ways are compared."""
+        """Return the mean FLOPs of one of its steps alone with a plan; plans are compared by it."""
         return self.work_of(route, adapter).step_flops(route.mode, _reads_nothing(route))
 
     def _levels(self, facts: ModelFacts) -> tuple[ReuseLevel, ...]:
@@ -681,7 +673,7 @@ class RequestState:
         return beside_entries(levels_of(settings, facts.skipping, "cached"), times)
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
-        """Leave out what the level says; before its row is made, which its tokens depend on."""
+        """Apply a reuse level; called before the row is made, since its tokens depend on it."""
         self.level = level
         if level.anchors:
             assert self.route.own is not None, "other levels are of other ways"
@@ -698,11 +690,10 @@ class RequestState:
             self.work = EditWork.of(self.job, adapter)
 
     def _reuse(self, level: ReuseLevel) -> dict[str, Any]:
-        """What META says of having stepped down."""
         return {"level": level.name, "steps_skipped": self.tally.skipped, "psnr": level.psnr}
 
     def _work(self, done: int) -> dict[str, Any]:
-        """What META and traces both say of it after so many steps."""
+        """Return the figures that META and traces share, after `done` steps."""
         return {
             "steps": self.work.steps,
             "steps_skipped": self.tally.skipped,
@@ -716,7 +707,6 @@ class RequestState:
         }
 
     def timeline(self) -> RequestTimeline:
-        """What it went through, now that it ends."""
         steps_done, times = self.tally.done, self.times
         return RequestTimeline(
             submitted=times.submitted,
@@ -740,17 +730,15 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class PrimingState:
-    """A template in the batch: its ticket, and how far its row is."""
+    """A template being primed in the batch: its ticket and the progress of its row."""
 
     priming: Priming
     ticket: Ticket
     total_tokens: int
     counted: Totals
-    """What one step of it costs beside others."""
+    """Sums of one step."""
     running: bool = False
-    """Whether it has a row."""
     done: int = 0
-    """Anchors computed."""
 
     @property
     def request_id(self) -> str:
@@ -758,7 +746,7 @@ class PrimingState:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one step of it computes: the whole template."""
+        """Tokens that one of its steps computes: those of the whole template."""
         return self.total_tokens
 
     def status(self) -> RowStatus:
@@ -773,7 +761,7 @@ class PrimingState:
 
 
 def _reads_nothing(route: Route) -> float:
-    """Of the steps of an edit that reads a template the share that does not: its first ones, and
+    """Return the share of steps of an edit with a template that read no entry: its first ones, and
     those without an anchor near enough.
     """
     return route.anchors.count(None) / len(route.anchors) if route.anchors else 0.0

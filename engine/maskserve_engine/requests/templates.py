@@ -1,7 +1,7 @@
-"""Which templates are primed, and which edits may use them (design §4).
+"""Templates in the cache, and which edits may read them (design §4).
 
-Plain bookkeeping on the engine thread: it is asked what is known of an edit's template, and told
-what became of a priming row.
+Plain bookkeeping on the engine thread, which looks up an edit's template here and reports what
+became of a priming row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maskserve_engine.spec.facts import anchor_stride, dense_steps
 
 _REMEMBERED = 4096
 _WORTH_PRIMING = 2
-"""One-shot images are not worth it: a template is primed from its second sight on."""
+"""Uses of a template from which it is primed; pictures sent once are not worth it."""
 
 ExecutionMode = Literal["dense", "cached", "wait"]
 """How an edit runs: computing all tokens, from the cache, or not before its template is there."""
@@ -41,125 +41,119 @@ ExecutionMode = Literal["dense", "cached", "wait"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What was decided on an edit."""
-
     mode: ExecutionMode
     outcome: str
-    """What META says: `hit`, `own`, `miss` or `off`."""
+    """Value of `cache` in META: `hit`, `own`, `miss` or `off`."""
     key: str = ""
-    """Of the template's entries, where the cache has a say."""
+    """Key of the template's entries; empty where the cache is not used."""
     anchors: tuple[Anchor | None, ...] = ()
-    """Per step, when cached: the anchor whose entry it reads."""
+    """Anchor that each step of a cached edit reads."""
     tier: str = ""
-    """Where the template lay, when cached."""
+    """Tier of the template of a cached edit."""
     prime: bool = False
-    """Whether the template should now be primed."""
+    """Whether to prime the template now."""
     coming: bool = False
-    """Whether it was being primed or fetched when this was chosen: who waits is told of its end."""
+    """Whether it was being primed or fetched when this was chosen; whoever waits is told of its
+    end.
+    """
     dense_for: str = ""
-    """What has it run dense: `mask_ratio` or `mask_side` of its mask, `work`, of which its own
-    anchors would be as much, or `memory`, that these lacked; empty where nothing has."""
+    """Why the edit runs dense: `mask_ratio` or `mask_side` of its mask, `work` if refresh steps
+    would be as much, or `memory` that its step cache lacked; empty where there is no such reason.
+    """
     dense_steps: int = 0
-    """Steps that compute all tokens, when cached: the first ones, or its own anchors."""
+    """Number of steps of a cached edit that compute all tokens: its first ones, or its refresh
+    steps.
+    """
     own: OwnPlan | None = None
-    """Its own anchors; None: it has none."""
+    """Schedule of its own refresh steps; None: it has none."""
     beside: OwnPlan | None = None
-    """What it keeps of its own beside a template's entries; None: nothing."""
+    """Schedule of its step cache beside a template's entries; None: it has none."""
 
 
 DENSE = Route("dense", "off")
-"""Without the cache."""
+"""The plan without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the cache knows of a template when an edit of it comes."""
+    """The state of an edit's template in the cache."""
 
     key: str
-    """Of the entries that fit the edit."""
+    """Key of the entries that fit the edit."""
     anchors: tuple[Anchor, ...]
-    """That the template has once it is primed."""
+    """Anchors of the complete template."""
     reads: tuple[Anchor | None, ...]
-    """Per step of the edit: the anchor whose entry it would read; None: it computes all tokens."""
+    """Anchor that each step of the edit would read; None: it computes all tokens."""
     dense_steps: int
-    """First steps that compute all tokens."""
+    """Number of first steps that compute all tokens."""
     tier: str | None
-    """Where the template lies; None: it is not primed."""
+    """Tier of the template; None: it is not primed."""
     priming: bool
-    """Whether it is being primed."""
     coming: bool
-    """Whether it is worth waiting for, see `TemplateCache.is_coming`."""
+    """Whether to wait for it; see `TemplateCache.is_coming`."""
     may_prime: bool
-    """Whether it can be primed now: it is not on its way, and priming it was not put off."""
+    """Whether it can be primed now: it is not being loaded, and priming was not put off."""
     worth_priming: bool
-    """Likewise, and whether it was seen often enough."""
+    """Whether it can be primed now and was seen often enough."""
 
 
 @dataclass(slots=True)
 class Priming:
-    """A template on its way into the store."""
-
     key: str
     template_id: str
     anchors: tuple[Anchor, ...]
     job: EditJob
-    """The edit (or registration) whose encodings are used."""
+    """Job of an edit, or of a registration, whose encodings are used."""
     noise_seed: int
     seconds: float = 0.0
-    """Of its steps so far."""
+    """Seconds of its steps so far."""
 
     def note(self, done: int) -> Note:
-        """What is kept beside the `done`-th of its anchors."""
+        """Return the note stored beside the `done`-th of its anchors."""
         whole_s = self.seconds / done * len(self.anchors)
         return Note(self.template_id, len(self.anchors), whole_s)
 
 
 class ReuseCounter:
-    """How often each template was asked for, of those seen last, by their keys: that says when it
-    is worth priming.
-    """
+    """Counts how often each recent template was used, by key, which decides when it is primed."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()
         self._retry_at: dict[str, int] = {}
-        """Sights from which a template that could not be primed is tried again."""
+        """Count from which priming is tried again for a template that could not be primed."""
 
     def add(self, key: str) -> None:
-        """An edit of that template has come."""
+        """Count a use of a template."""
         self._counts[key] = self._counts.pop(key, 0) + 1
         if len(self._counts) > _REMEMBERED:
             forgotten, _ = self._counts.popitem(last=False)
             self._retry_at.pop(forgotten, None)
 
     def put_off(self, key: str) -> None:
-        """It could not be primed: to be tried again when it has been seen twice as often."""
+        """Put off a template that could not be primed, until it has been used twice as often."""
         if key in self._counts:  # else nobody has edited it yet
             self._retry_at[key] = 2 * self._counts[key]
 
     def may_prime(self, key: str) -> bool:
-        """Whether it has not been put off."""
         return self._counts.get(key, 0) >= self._retry_at.get(key, 0)
 
     def worth_priming(self, key: str) -> bool:
-        """Whether it has been seen often enough, and not been put off."""
+        """Whether it has been used often enough, and priming is not put off."""
         return self.may_prime(key) and self._counts.get(key, 0) >= _WORTH_PRIMING
 
 
 class Pins:
-    """Pins by template; a template has entries under several keys (text lengths, formats). Of each
-    tier who pins has a share (`core.shares`); operators have all of it. What templates share stays
-    for as long as one of them is pinned.
-
-    Args:
-        store: of the entries.
+    """Pins of templates. A template has entries under several keys (text lengths, formats); entries
+    that templates share stay while one of them is pinned. Each owner has a share of each tier for
+    pins; operators have all of it.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._keys: dict[str, set[str]] = {}
-        """Template ids that are pinned, and the keys that are for it."""
+        """Keys of the entries pinned for each template id."""
         self._owners: dict[str, str] = {}
-        """Template ids that are pinned, and for whom."""
+        """Owner of each pinned template id."""
 
     def __contains__(self, template_id: str) -> bool:
         return template_id in self._keys
@@ -168,7 +162,8 @@ class Pins:
         return iter(self._keys)
 
     def pin(self, template_id: str, owner: str = NO_SCOPE) -> bool:
-        """Keep a template's entries, those to come too, from eviction; whether any are held.
+        """Protect a template's present and later entries from eviction; return whether it has any
+        now.
 
         Raises:
             Overloaded: the owner has its share of a tier pinned.
@@ -184,14 +179,16 @@ class Pins:
         return bool(keys)
 
     def primed(self, template_id: str, key: str) -> None:
-        """Entries are whole: they are kept if a template of theirs is pinned, and there is room."""
+        """Pin complete entries if a template of theirs is pinned and there is room."""
         for name in sharing(template_id, self._keys):
             if self._has_room(name, self._owners[name]):
                 self._keys[name].add(key)
                 self._store.pin(key, pinned=True)
 
     def unpin(self, template_id: str) -> bool:
-        """Undo `pin`, of another worker of the host too; False when it was not pinned."""
+        """Unpin a template, also one that another worker of the host has pinned; return False when
+        it was not pinned.
+        """
         keys = self._store.keys_of(template_id)
         pinned = template_id in self or any(
             template.pinned
@@ -205,7 +202,7 @@ class Pins:
         return pinned
 
     def _has_room(self, template_id: str, owner: str) -> bool:
-        """Whether all that is held of the template is in its owner's share of each tier."""
+        """Whether the template's entries fit its owner's share of each tier."""
         by_tier, entries_key = self._store.held(), entries_id(template_id)
         owned = {entries_id(name) for name, pin_owner in self._owners.items() if pin_owner == owner}
         for tier in self._store.tiers if owner != NO_SCOPE else ():
@@ -222,7 +219,9 @@ class Pins:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the device keeps what nobody asked for, none being primed."""
+        """Raise AssertionError if the device pins anything for nobody; call it while nothing is
+        primed.
+        """
         leftovers = self._store.memory.pinned.difference(*self._keys.values())
         assert not leftovers, f"{len(leftovers)} pins that nobody asked for"
 
@@ -231,9 +230,6 @@ class TemplateCache:
     """Templates, their priming and their pins, over one store.
 
     Args:
-        config: of this worker.
-        adapter: the model family.
-        store: of the entries.
         kinds: per block, what priming keeps.
         model_revision: digest of the served weights.
         dtype: of the model, for the key.
@@ -259,22 +255,22 @@ class TemplateCache:
         """Whether rows of templates can share their plan with those that have anchors of their own,
         which leave keys and values alone."""
         self._kept = ",".join("+".join(sorted(parts)) for parts in kinds)
-        """The kinds as the key says them."""
+        """The kinds as text, for the cache key."""
         if self.config.conv_halo:
             self._kept += ",maps"
         self.prompt = prompt
         self.hits: Counter[str] = Counter()
-        """By the tier in which the template lay."""
+        """Hits by the tier of the template."""
         self.misses = self.own = 0
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
         self._reuse = ReuseCounter()
         self.pins = Pins(store)
         self._listed: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
-        """What `template_ids` says, and of which version of the store."""
+        """Result of `template_ids`, and the store's version that it belongs to."""
 
     def key_of(self, job: EditJob) -> str:
-        """The name of the entries that fit this edit."""
+        """Return the key of the entries that fit this edit."""
         settings, facts = job.request.settings, self.adapter.facts
         guidance = settings.guidance_scale if facts.guidance == "embedded" else None
         length = len(job.conditioning["prompt_embeds"])
@@ -293,7 +289,7 @@ class TemplateCache:
         ).digest()
 
     def priming_prompt(self, job: EditJob) -> Conditioning | None:
-        """What the edit's template is primed with; None while it is not known."""
+        """Return the conditioning that primes the edit's template; None while it is not known."""
         return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()
 
     def serves(self, job: EditJob) -> bool:
@@ -301,7 +297,6 @@ class TemplateCache:
         return job.request.settings.cache != "off" and not self.dense_for(job)
 
     def dense_for(self, job: EditJob) -> str:
-        """See `Route.dense_for`."""
         tokens = self.adapter.tokens(job)
         # Computing nearly everything is faster than loading the rest.
         if tokens.active / tokens.total >= self.config.dense_above_ratio:
@@ -310,12 +305,12 @@ class TemplateCache:
         return "mask_side" if sided else ""
 
     def sight(self, job: EditJob, key: str, *, again: bool = False) -> Sight:
-        """What is known of the template of an edit that has come.
+        """Look up the template of an edit.
 
         Args:
             job: the edit.
-            key: of its template.
-            again: it was looked at before, and is no further sight of its template.
+            key: key of its template's entries.
+            again: whether this edit was looked up before; the use is then not counted again.
         """
         if not again:
             self._reuse.add(key)
@@ -334,16 +329,16 @@ class TemplateCache:
         )
 
     def fetch(self, sight: Sight) -> bool:
-        """Have the entries that an edit reads ready; True when they are."""
+        """Prepare the entries that an edit reads; return True when they are ready."""
         read = {STILL, *sight.reads}
         return self.store.fetch(sight.key, [a for a in sight.anchors if a in read])
 
     def is_coming(self, key: str) -> bool:
-        """Whether it is worth waiting for a template: it is being primed, or fetched."""
+        """Whether a template is being primed or fetched, so that waiting is worthwhile."""
         return key in self.priming or self.store.lower.busy(key)
 
     def count(self, route: Route) -> None:
-        """An edit is going to run so: a hit, a miss or neither."""
+        """Count an execution plan as a hit, a miss or neither."""
         if route.outcome == "hit":
             self.hits[route.tier] += 1
         elif route.outcome == "miss":
@@ -376,13 +371,13 @@ class TemplateCache:
         return "absent" if self.store.locate(key, self._anchors(job)) is None else "primed"
 
     def end(self, priming: Priming, *, complete: bool, unfit: bool = False) -> None:
-        """The priming row is gone.
+        """End a priming whose row is gone.
 
         Args:
-            priming: what `begin` returned.
-            complete: all anchors were kept; else what was kept is dropped.
-            unfit: it did not fit the budget or the device's memory; it is tried again when it
-                has been asked for twice as often.
+            priming: result of `begin`.
+            complete: whether all anchors were kept; otherwise those kept are dropped.
+            unfit: whether it did not fit the budget or the device's memory; it is tried again when
+                the template has been used twice as often.
         """
         self.priming.pop(priming.key, None)
         self.store.memory.pin(priming.key, pinned=False)
@@ -396,7 +391,7 @@ class TemplateCache:
             self.store.evict(priming.key)
 
     def evict(self, template_id: str) -> int:
-        """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
+        """Evict a template's entries; return their bytes. Running rows keep what they read."""
         self.pins.unpin(template_id)
         return sum(
             self.store.evict(key)
@@ -405,7 +400,6 @@ class TemplateCache:
         )
 
     def templates(self) -> list[dict[str, object]]:
-        """What is held in which tier."""
         pinned = set(map(entries_id, self.pins))
         return [
             {
@@ -423,7 +417,7 @@ class TemplateCache:
         ]
 
     def check_integrity(self, *, files: bool = True) -> None:
-        """Of the cache of an idle engine: `Store.check_integrity`, and its pins.
+        """Check the accounts of an idle engine's cache: `Store.check_integrity`, and its pins.
 
         Raises:
             AssertionError: something is held for nobody.
@@ -433,7 +427,7 @@ class TemplateCache:
         assert not self.priming, f"{len(self.priming)} templates are being primed by no row"
 
     def counters(self) -> dict[str, float]:
-        """Totals, and behind a dot those of one tier or outcome."""
+        """Return totals; those of one tier or outcome have its name behind a dot."""
         counters: dict[str, float] = {
             "cache_hits_total": self.hits.total(),
             "cache_misses_total": self.misses,
@@ -447,7 +441,9 @@ class TemplateCache:
         return counters
 
     def template_ids(self) -> dict[str, tuple[str, ...]]:
-        """Per tier, `entries_id` of templates whose entries are all there; asked at every step."""
+        """Return, per tier, `entries_id` of the templates that are complete;
+        called at every step.
+        """
         if self._listed[0] != self.store.version:
             version = self.store.version
             listed = {
@@ -462,7 +458,6 @@ class TemplateCache:
         return self._listed[1]
 
     def _dense_first(self, job: EditJob) -> int:
-        """First steps that compute all tokens, were it cached."""
         return self.dense_steps.of(
             self.adapter.steps(job),
             prompt=job.request.prompt != PRIMING_PROMPT,
@@ -470,7 +465,7 @@ class TemplateCache:
         )
 
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
-        """Those that a primed template of this size has, in the order in which it gets them."""
+        """Return the anchors of a primed template of this size, in priming order."""
         tokens, facts = self.adapter.tokens(job).total, self.adapter.facts
         anchors = self.adapter.anchors(
             tokens, self.default_steps, anchor_stride(self.config.stride, facts)
@@ -480,9 +475,10 @@ class TemplateCache:
     def _nearest(
         self, anchors: tuple[Anchor, ...], job: EditJob, first: int
     ) -> tuple[Anchor | None, ...]:
-        """Per step of the edit the anchor whose entry it would read.
+        """Return the anchor whose entry each step of the edit would read.
 
-        The `first` steps, and those beyond the tolerance of every anchor, compute all tokens.
+        The `first` steps, and those beyond the tolerance of every anchor, compute all tokens
+        (None).
         """
         reach = self.adapter.anchor_tolerance
         return tuple(

@@ -1,5 +1,5 @@
-"""How an edit runs: from its template's entries, with anchors of its own, computing all tokens, or
-not before its template is there. This is the one place that chooses.
+"""The execution policy, the one place that chooses how an edit runs: from its template's entries,
+by refresh steps of its own, dense, or not before its template is primed.
 
 Used by the engine thread only.
 """
@@ -25,15 +25,13 @@ from maskserve_engine.requests.templates import (
 
 
 class Ways:
-    """Chooses among the ways that a worker with a cache has.
+    """Chooses the execution plans of a worker with a cache.
 
     Args:
-        primings: of templates, on their way into the cache.
-        audits: know templates that have drifted.
+        primings: primings of templates.
+        audits: drift of audited templates.
         in_time: predicts when edits are done.
-        books: of the edits.
-        config: of the worker.
-        adapter: the model.
+        books: table of the edits.
     """
 
     def __init__(
@@ -50,16 +48,17 @@ class Ways:
         self._in_time, self._books = in_time, books
 
     def choose(self, edit: RequestState) -> Route:
-        """The first of these that the edit may take:
+        """Return the first of these plans that the edit may take:
 
-        - dense: it has no use for a template, however much it insists, or its template has drifted;
+        - dense: it cannot use a template, even if it insists on one, or its template has drifted;
         - cached: its template is primed;
         - wait: it insists on its template;
         - wait: it would be late without, and is in time behind its template's priming;
-        - cached, with anchors of its own, where these are less work than a dense edit;
+        - cached, with refresh steps of its own, where these are less work than a dense edit;
         - dense.
 
-        With `cache: own` the last two are all there are, and where these keep more of an edit.
+        Only the last two apply with `cache: own`, and where refresh steps keep more of an edit than
+        a template does (`ModelFacts.own_over_template`).
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -88,11 +87,8 @@ class Ways:
         )
 
     def without_template(self, edit: RequestState, dense: Route) -> Route:
-        """With anchors of its own, or dense.
-
-        Args:
-            edit: that is to run.
-            dense: how it runs where it cannot have any, or they are as much work.
+        """Return a plan with refresh steps, or `dense` if the edit can have none or they are as
+        much work.
         """
         plan = own_plan(self._config, self._adapter, edit.job)
         if plan is None or not self._cache.keeps_kv:
@@ -104,7 +100,6 @@ class Ways:
         return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), refreshed)
 
     def _least(self, edit: RequestState, *routes: Route) -> Route:
-        """The route of least work; of equal ones the first."""
         return min(routes, key=lambda route: edit.step_flops(route, self._adapter))
 
     def when_adapters_came(self, edit: RequestState) -> Route | None:
@@ -119,14 +114,18 @@ class Ways:
         return route
 
     def _beside(self, edit: RequestState, route: Route) -> Route:
-        """A hit with what it keeps of its own; see `Route.beside`."""
+        """Return the plan of least work of a hit with a step cache of its own; see
+        `own_steps.plans_beside`.
+        """
         if not self._cache.keeps_kv:
             return route
         plans = plans_beside(self._config, self._adapter, edit.job, route.dense_steps)
         return self._least(edit, *(replace(route, beside=plan) for plan in plans))
 
     def _of_template(self, edit: RequestState, sight: Sight, *, insists: bool) -> Route | None:
-        """By the template's entries; None: they are not here, and the edit does without."""
+        """Return a plan that reads the template's entries or, if the edit insists on them, waits
+        for them; None: the edit runs without.
+        """
         if not any(sight.reads):
             return None
         if sight.tier is not None:
@@ -147,7 +146,9 @@ class Ways:
         return None
 
     def _behind_priming(self, edit: RequestState, sight: Sight, without: Route) -> Route | None:
-        """Once its template is primed, if that makes the edit, which would be late, be in time."""
+        """Return a plan that waits for the template's priming, if the edit would be late otherwise
+        and in time with it; None: it would not, or priming is impossible.
+        """
         if edit.starts or edit.loras.absent or not any(sight.reads):
             return None
         primes = not sight.priming

@@ -8,14 +8,8 @@ from maskserve_engine.scheduling.step_scheduler import ALL_FREE, Decision, Devic
 
 
 class Pair(StepScheduler):
-    """A `StepScheduler` whose steps are taken by all devices that are there, together.
-
-    Args:
-        devices: of the worker.
-        max_rows: as of `StepScheduler`, and so are the others.
-        max_waiting: likewise.
-        priming_share: likewise.
-        static: likewise.
+    """A `StepScheduler` whose steps are taken by all available devices together; `devices` is their
+    number, and the other arguments are those of `StepScheduler`.
     """
 
     def __init__(

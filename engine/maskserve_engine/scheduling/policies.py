@@ -23,12 +23,14 @@ from maskserve_engine.spec.facts import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class DevicePolicy:
-    """What the engine asks of a policy."""
+    """A scheduling policy as the engine uses it."""
 
     make: Callable[[EngineConfig, int, int, float], SchedulingPolicy]
-    """Of what `MakePolicy` takes, behind the configuration."""
+    """Makes the scheduler, from the configuration and the arguments of `MakePolicy`."""
     gangs: bool = False
-    """Whether it gives a step as many devices as it sees fit: what each number gains is priced."""
+    """Whether it chooses the number of devices per step, so that tickets need the
+    seconds of each.
+    """
     deals: bool = False
     """Whether all devices take the steps of one batch and deal its passes
     (`batch.cfg_parallel`)."""
@@ -42,7 +44,6 @@ class DevicePolicy:
 
 
 def policy_of(engine: EngineConfig) -> DevicePolicy:
-    """That of a worker."""
     return POLICIES[engine.policy]
 
 
@@ -107,4 +108,4 @@ POLICIES = {
         problem=_two_passes,
     ),
 }
-"""By the name that `[engine] policy` has."""
+"""Policies by their name in `[engine] policy`."""

@@ -21,16 +21,15 @@ from maskserve_engine.scheduling.step_scheduler import (
 class Spread:
     """A `StepScheduler` per device (`SchedulingPolicy`).
 
-    A ticket goes to the device that has the least to compute; ties go to the lowest number. One
-    that waits for a row goes to a device that has a free one. When a device is lost its tickets go
-    to the others as new ones do, but queue by when they came; while none is left they stay.
+    A ticket goes to the device with the least to compute; ties go to the lowest number. One that
+    waits for a row goes to a device that has a free one. When a device is lost its tickets go to
+    the others as new ones do, but queue by their arrival; while no device is left they stay.
 
     Args:
-        devices: of the worker.
-        max_rows: of each device's batch.
+        max_rows: rows of each device's batch.
         max_waiting: tickets that may wait for each device, per class.
-        priming_share: as of `StepScheduler`.
-        static: likewise.
+        priming_share: largest share of work that priming may add (see `StepScheduler`).
+        static: whether batches are static (see `StepScheduler`).
     """
 
     def __init__(
@@ -47,9 +46,9 @@ class Spread:
             for _ in range(devices)
         ]
         self._device: dict[str, int] = {}
-        """Of each ticket."""
+        """Device of each ticket."""
         self._taken: Counter[str] = Counter()
-        """Steps of each."""
+        """Steps taken by each device."""
         self._lost: frozenset[int] = frozenset()
 
     @property
@@ -87,7 +86,7 @@ class Spread:
             scheduler.drain()
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
-        """Decide for each device by itself, as soon as its step has ended."""
+        """Decide for each device alone, as soon as its step has ended."""
         self._lost = devices.lost
         for device in devices.lost:
             self._move_from(device)
@@ -121,7 +120,7 @@ class Spread:
         return [device for device in range(len(self._each)) if device not in self._lost]
 
     def _load(self, device: int) -> int:
-        """Tokens that are left to compute, as its tickets have said."""
+        """Return the tokens left to compute on a device, as its tickets state them."""
         scheduler = self._each[device]
         return sum(
             (t.steps - self._taken[t.request_id]) * t.active_tokens
@@ -129,7 +128,7 @@ class Spread:
         )
 
     def _fill(self, device: int) -> None:
-        """Give its free rows to tickets that have none elsewhere."""
+        """Give a device's free rows to tickets that wait for other devices."""
         scheduler = self._each[device]
         while len(scheduler) < scheduler.max_rows:
             longest = max(self._each, key=len)

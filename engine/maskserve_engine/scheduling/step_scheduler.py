@@ -16,8 +16,8 @@ Background tickets (priming) are rows of a second class:
 - With no live ticket about, they fill the whole batch and run at full speed.
 - Beside live rows they are *parked* between turns: parked rows keep their state but no place in
   the batch, so live tickets are admitted as if they were not there.
-- A turn is paid for in advance. Each step earns `priming_share` x the active tokens of its live
-  rows; a turn, one row for one step, costs that row's active tokens. So priming never adds more
+- A turn is paid for in advance. Each step earns `priming_share` x the computed tokens of its live
+  rows; a turn, one row for one step, costs that row's computed tokens. So priming never adds more
   than `priming_share` to the work of the live rows it runs beside. Tokens and not steps are
   counted because a priming row computes all of its tokens: in one of four steps it could take
   most of the time. Credit above the price of the next turn is not kept.
@@ -43,7 +43,7 @@ from maskserve_common.shares import PATIENCE_S, Shares, urgency
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What the scheduler knows of an edit. Times are seconds of the caller's clock."""
+    """An edit as the scheduler sees it. Times are seconds of the caller's clock."""
 
     request_id: str
     steps: int
@@ -55,19 +55,23 @@ class Ticket:
     priority: int = 0
     deadline: float | None = None
     background: bool = False
-    """Priming: gives way to live edits."""
+    """Whether it is priming, which gives way to live edits."""
     batch_key: Hashable = None
-    """Rows of equal keys may share a step."""
+    """Key of the batch: rows of equal keys may share a step."""
     cost: float = 0.0
-    """Predicted of one step by itself, in FLOPs or seconds: tickets of one maker compare. 0: not
-    known."""
+    """Predicted cost of one step alone, in FLOPs or seconds, comparable within one source. 0:
+    unknown.
+    """
     due: float | None = None
-    """When its last step should have ended; unlike after `deadline` it goes on when it has not."""
+    """When its last step should have ended. Unlike after `deadline`, a late edit goes on."""
     seconds: tuple[float, ...] = ()
-    """Predicted of one step by itself on 1, 2, 4 and 8 devices, as far as there are; empty: not
-    known."""
+    """Predicted seconds of one step alone on 1, 2, 4 and 8 devices, as far as there are; empty:
+    unknown.
+    """
     shared: float = 0.0
-    """Of each of `seconds`, what a step costs whatever its rows: several rows pay it once."""
+    """Seconds within each of `seconds` that a step costs whatever its rows: several rows share
+    them.
+    """
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
@@ -85,15 +89,13 @@ class Run:
 
     rows: tuple[Ticket, ...]
     devices: tuple[int, ...] = (0,)
-    """Of the worker, that compute them together."""
+    """Devices of the worker that compute the rows together."""
     steps: int = 1
     """Calls until the next decision; a row that ends earlier leaves earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do at one step boundary."""
-
     admitted: tuple[Ticket, ...]
     """Tickets that get a row now, in order."""
     runs: tuple[Run, ...]
@@ -101,23 +103,22 @@ class Decision:
     expired: tuple[Ticket, ...]
     """Tickets whose deadline has passed, waiting or running: already removed."""
     again: float = math.inf
-    """Ask again at this time; also when a ticket comes or a step ends."""
+    """When to ask again, beside each new ticket and each end of a step."""
 
     @property
     def running(self) -> tuple[Ticket, ...]:
-        """Rows of all runs."""
         if len(self.runs) == 1:
             return self.runs[0].rows
         return tuple(ticket for run in self.runs for ticket in run.rows)
 
 
 class Devices(NamedTuple):
-    """Of a worker, those on which nothing can begin now."""
+    """Devices of a worker on which no step can begin now."""
 
     busy: frozenset[int] = frozenset()
-    """A step runs there."""
+    """Devices that run a step."""
     lost: frozenset[int] = frozenset()
-    """Nobody runs them, for now."""
+    """Devices without a process, for now."""
 
 
 ALL_FREE = Devices()
@@ -174,7 +175,7 @@ class SchedulingPolicy(Protocol):
 
         Args:
             now: seconds of the caller's clock.
-            devices: that no run may have.
+            devices: devices that no run may have.
         """
         ...
 
@@ -184,11 +185,13 @@ class SchedulingPolicy(Protocol):
 
 
 MakePolicy = Callable[[int, int, float], SchedulingPolicy]
-"""Of rows of the batch, tickets that may wait, and the share of work that priming may add."""
+"""Makes a policy from the rows of a batch, the tickets that may wait, and the share of work that
+priming may add.
+"""
 
 
 AGING_S = 5.0
-"""A step of priority weighs as much as so many seconds of waiting."""
+"""Seconds of waiting that one step of priority is worth."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -197,12 +200,11 @@ class _Place:
 
     urgency: float
     number: int
-    """Unique, so tickets are never compared."""
+    """Unique number, so that tickets are never compared."""
     ticket: Ticket = field(compare=False)
 
     @property
     def key(self) -> str:
-        """Whose it is."""
         return scope_of(self.ticket.request_id)
 
 
@@ -218,9 +220,9 @@ class TicketQueue:
 
     def __init__(self, most: int) -> None:
         self._places: list[_Place] = []
-        """In the order that each key wants."""
+        """Waiting tickets in the order of their keys' priorities."""
         self._of: dict[str, _Place] = {}
-        """Request id -> its place, of those that wait."""
+        """Places of waiting tickets, by request id."""
         self._waiting, self._rows = Shares(most), Shares(0)
         self._number = 0
 
@@ -231,11 +233,15 @@ class TicketQueue:
         return request_id in self._of
 
     def __iter__(self) -> Iterator[Ticket]:
-        """In the order in which they will get a row."""
+        """Yield tickets in the order in which they will get a row."""
         return iter([place.ticket for place in self._in_turn()])
 
     def check_room(self, ticket: Ticket) -> None:
-        """Raises Overloaded: no more may wait, in all or of its key."""
+        """Check that a ticket may wait.
+
+        Raises:
+            Overloaded: no more tickets may wait, in all or of its key.
+        """
         if self._waiting.room(scope_of(ticket.request_id)) < 1:
             waiting_count = self._waiting.held(scope_of(ticket.request_id))
             free = len(self) < self._waiting.budget
@@ -243,7 +249,6 @@ class TicketQueue:
             raise Overloaded(f"{count_text} are waiting already; try again later")
 
     def add(self, ticket: Ticket) -> None:
-        """Queue a ticket, however many wait."""
         due_at = ticket.deadline if ticket.due is None else ticket.due
         urgent = urgency(ticket.arrival, ticket.priority, AGING_S, due_at, PATIENCE_S)
         place = _Place(urgent, self._number, ticket)
@@ -253,7 +258,7 @@ class TicketQueue:
         self._waiting.book(place.key)
 
     def discard(self, request_id: str) -> Ticket | None:
-        """A ticket waits no longer; None: it does not wait here."""
+        """Remove a waiting ticket; None: it does not wait here."""
         place = self._of.pop(request_id, None)
         if place is None:
             return None
@@ -262,7 +267,7 @@ class TicketQueue:
         return place.ticket
 
     def admit(self, count: int) -> list[Ticket]:
-        """Up to so many get a row now, in the order of their turns."""
+        """Remove up to `count` tickets, which get a row now, in order."""
         chosen = [place.ticket for place in self._in_turn()[: max(count, 0)]]
         for ticket in chosen:
             self.discard(ticket.request_id)
@@ -270,11 +275,10 @@ class TicketQueue:
         return chosen
 
     def free(self, ticket: Ticket) -> None:
-        """One that was admitted has its row no longer."""
         self._rows.give_back(scope_of(ticket.request_id))
 
     def check_integrity(self) -> bool:
-        """Whether all that is counted here says the same."""
+        """Whether all structures agree."""
         return (
             self._places == sorted(self._places)
             and {place.ticket.request_id: place for place in self._places} == self._of
@@ -419,9 +423,9 @@ class StepScheduler:
     def _one_batch(
         self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
     ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Of these rows those that may share a step: of several batches the one whose turn is
-        longest ago, so that each moves on in turn; where clients' keys meet, of that key's whose
-        turn it is, and of it no more rows than the keys' shares allow.
+        """Choose rows that may share a step: of several batches the one that ran longest ago; where
+        clients' keys compete, the batch of the key that is next, with no more rows than the keys'
+        shares allow.
         """
         turn_key = self._key_turns.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
@@ -453,7 +457,6 @@ class StepScheduler:
         return tuple(expired)
 
     def _background_turn(self) -> int:
-        """How many background rows take this step."""
         background_count = len(self._background) + len(self._background_waiting)
         if not self._live and not self._live_waiting:
             return min(background_count, self.max_rows)
@@ -463,7 +466,7 @@ class StepScheduler:
         return min(1, self.max_rows - len(self._live))
 
     def _price(self) -> int:
-        """Active tokens of the background row whose turn is next; 0 if there is none."""
+        """Computed tokens of the background row whose turn is next; 0 if there is none."""
         if self._background:
             return next(iter(self._background.values())).active_tokens
         return next((ticket.active_tokens for ticket in self._background_waiting), 0)
@@ -476,7 +479,6 @@ class StepScheduler:
         return admitted
 
     def _settle(self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]) -> None:
-        """Book the work of this step."""
         if not live:
             # Nothing to share, or only a turn just paid for that live tickets wait behind.
             self._credit = 0.0

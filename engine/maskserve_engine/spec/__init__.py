@@ -1,1 +1,1 @@
-"""Facts of a served model that follow from its folder's files: sizes, counts, latents, prices."""
+"""Model specs that follow from a folder's files: sizes, counted work, latents, prices."""

@@ -27,31 +27,26 @@ _CONFIG = "config.json"
 
 
 class KnownControlNet(NamedTuple):
-    """A ControlNet of the folder."""
-
     name: str
     path: Path
     version: str
-    """32 hexadecimal digits, others after a file has been replaced; told without reading any."""
+    """32 hexadecimal digits that change when a file is replaced; computed without
+    reading any file.
+    """
     nbytes: int = 0
-    """Of its files of weights."""
+    """Bytes of its weight files."""
     numbers: int = 0
-    """Its weights."""
+    """Number of its weights."""
     modes: int = 0
-    """Kinds of control pictures among which an edit has to choose; 0: it has no choice."""
+    """Kinds of control pictures among which an edit must choose; 0: it has no choice."""
     config: Mapping[str, Any] = MappingProxyType({})
-    """Its config.json."""
+    """Contents of its config.json."""
     problem: str = ""
-    """Why it is not served; empty if it is."""
+    """Reason why it is not served; empty: it is."""
 
 
 class ControlNets:
-    """The ControlNets of `[controls] folder`; looks at the disk, each time for one name.
-
-    Args:
-        config: of the worker.
-        facts: of the served model.
-    """
+    """The ControlNets of `[controls] folder`; every look-up reads the disk."""
 
     def __init__(self, config: Config, facts: ModelFacts) -> None:
         self._folder = Path(config.controls.folder) if config.controls.folder else None
@@ -59,7 +54,7 @@ class ControlNets:
         self._known: dict[str, KnownControlNet] = {}
 
     def all(self) -> list[KnownControlNet]:
-        """By name, those with a problem, too."""
+        """Return all ControlNets by name, those with a problem too."""
         if self._folder is None or not self._folder.is_dir():
             return []
         names = sorted(path.parent.name for path in self._folder.glob(f"*/{_CONFIG}"))
@@ -139,21 +134,21 @@ def _plain(value: Any) -> Any:
 
 
 def version_of(path: Path) -> str:
-    """Of a ControlNet's folder, as `KnownControlNet.version`.
+    """Return the version of a ControlNet's folder (`KnownControlNet.version`).
 
     Raises:
-        OSError: it is gone.
+        OSError: the folder is gone.
     """
     stats = [(file.name, file.stat()) for file in _files(path)]
     return _digest([(name, about.st_size, about.st_mtime_ns) for name, about in stats])
 
 
 def content_of(path: Path) -> str:
-    """Of a ControlNet's folder: 32 hexadecimal digits over its files' bytes, so that hosts with
-    copies tell the same.
+    """Digest the bytes of a ControlNet's files, in 32 hexadecimal digits; hosts with copies get the
+    same digest.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: a file cannot be read.
     """
     return _digest([(file.name, file_digest(path, file.name)) for file in _files(path)])
 
@@ -167,10 +162,10 @@ def _digest(about: object) -> str:
 
 
 def _numbers(file: Path) -> int:
-    """Of all tensors of a safetensors file.
+    """Return the number of weights in a safetensors file.
 
     Raises:
-        ValueError: it is cut off, or none.
+        ValueError: the file is cut off, or no safetensors file.
     """
     try:
         return sum(prod(tensor.shape) for tensor in header_of(file).tensors.values())

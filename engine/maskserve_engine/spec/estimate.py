@@ -15,7 +15,9 @@ from maskserve_engine.spec.facts import ALL_TEXT, TextShares
 
 _KV = 1  # column of block_bytes
 _BETWEEN_TILES = (0.05, 0.5)
-"""Mask ratios between which the work of a row with a tile, which is no line, is taken as one."""
+"""Mask ratios between which the work of a row with a tile, which is not linear, is interpolated
+linearly.
+"""
 
 
 def pricing_of(
@@ -35,13 +37,13 @@ def pricing_of(
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
-    Exact for FLUX. For UNets active tokens are counted at the finest level, and a mask touches
+    Exact for FLUX. For UNets computed tokens are counted at the finest level, and a mask touches
     relatively more tokens on coarser ones: routing compares like with like. What rows with tiles
     load of feature maps is not counted.
 
     Args:
         work: the model at the image's size.
-        costs: of the worker.
+        costs: cost model of the worker.
         fmt: storage of the entries.
         text: text tokens of a row.
         anchors: anchors of a whole edit: a template is brought from a far tier as a whole.
@@ -50,8 +52,8 @@ def pricing_of(
         controls: the ControlNets' work at that size, by name.
         anchored: share of its steps at which a net beside a cached row computes all tokens.
         lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
-        text_shares: in how many of its steps a cached row computes its text.
-        leaves_ring: whether the other steps leave the ring round its mask out, too.
+        text_shares: share of its steps in which a cached row computes its text.
+        leaves_ring: whether the other steps leave out the margin round its mask too.
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0] - work.context
@@ -93,7 +95,9 @@ def pricing_of(
 
 
 def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
-    """Of rows that compute a ring which they may leave out wherever they compute their text."""
+    """Return the margin shares of rows that may leave the margin out wherever they leave out their
+    text.
+    """
     if not leaves_ring:
         return RINGS._replace(ahead=text.ahead)
     template, refresh = (share if share < 1.0 else None for share in (text.template, text.own))
@@ -101,8 +105,8 @@ def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
 
 
 def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:
-    """FLOPs of a row without active tokens that computes so much of its text, and what active
-    tokens add, were all tokens active.
+    """Return the FLOPs of a row without computed tokens that computes this share of its text, and
+    the FLOPs that all tokens as computed ones would add.
     """
     few, many = _BETWEEN_TILES if work.halo else (0.0, 1.0)
     low, high = (work.step_flops([_row(work, m, text, share)], "kv") for m in (few, many))
@@ -111,7 +115,7 @@ def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:
 
 
 def _row(work: ModelWork, mask_ratio: float, text: float, share: float) -> RowTokens:
-    """A row that computes so much of its text and reads the rest."""
+    """Return a row that computes this share of its text and reads the rest."""
     row = work.row_at(mask_ratio, text)
     if not work.joint:
         return row
@@ -130,7 +134,7 @@ def _control_price(
 
 
 def _row_price(work: ModelWork, per_flop: float, text: float, share: float) -> RowPrice:
-    """Of work beside a row's own, at all of its steps."""
+    """Return the price of work beside a row's own, at all of its steps."""
     rows = [_row(work, ratio, text, share) for ratio in (0.0, 1.0)]
     few, many = (work.step_flops([row], "kv") * per_flop for row in rows)
     return RowPrice(

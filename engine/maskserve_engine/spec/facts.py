@@ -1,7 +1,7 @@
-"""What is known of a served model, whatever its family: sizes, capabilities, defaults.
+"""The model spec: sizes, capabilities and defaults of a served model, for any family.
 
-Preprocess, the router and the planner need these, not weights. Each family's module reads them
-from a model folder's JSON; nothing here knows a family.
+Preprocess, the router and the planner need these, not weights. Each family's module reads them from
+a model folder's JSON; nothing here knows a family.
 """
 
 from __future__ import annotations
@@ -22,12 +22,6 @@ from maskserve_engine.spec.shown import Shown
 
 
 def dense_steps(configured: int, needed: DenseSteps) -> DenseSteps:
-    """The worker's.
-
-    Args:
-        configured: `[cache] dense_steps`; -1: what the model needs.
-        needed: by the model.
-    """
     return needed if configured < 0 else DenseSteps(configured)
 
 
@@ -37,12 +31,12 @@ second time with the negative prompt; `none`: the model has no such thing.
 """
 
 ALL_STEPS = 1000
-"""A stride as long as any schedule."""
+"""A stride that is longer than any schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditDefaults:
-    """What an edit takes that names nothing and whose worker's configuration names nothing."""
+    """Settings of an edit where neither it nor the worker's configuration sets them."""
 
     num_inference_steps: int
     guidance_scale: float
@@ -58,12 +52,13 @@ class ControlFacts:
     latents: bool
     """Whether they are given the VAE's latents of a control picture; else its pixels."""
     equal: tuple[str, ...]
-    """Of their config.json, what must be as the model's own has it."""
+    """Keys of config.json that must have the same values as the model's own."""
     stride: float = OWN_RULE.stride
-    """Beside a template, as a share of the schedule: from one step where they compute all tokens to
-    the next, unless `[cache] own_anchors` says another."""
+    """Share of the schedule between two steps at which they compute all tokens beside a template,
+    unless `[cache] own_anchors` sets another.
+    """
     power: float = OWN_RULE.power
-    """What they have found goes on along a line over that of sigma; 0: it holds."""
+    """Power of sigma over which their results are extrapolated linearly; 0: results are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +68,9 @@ class ModelFacts:
     family: str
     """Key of the engine's adapter registry."""
     semantics: Semantics
-    """What it takes of source and mask."""
+    """Use of source and mask by the model."""
     latents: LatentSpace
-    """What the VAE makes of a picture."""
+    """Latent space of the VAE."""
     patch: int
     """Latents per token, along one side."""
     native_resolution: int
@@ -83,9 +78,9 @@ class ModelFacts:
     size_multiple: int
     """Sides of the model's input are multiples of it, in pixels."""
     guidance: Guidance
-    """What `guidance_scale` is."""
+    """Meaning of `guidance_scale`."""
     defaults: EditDefaults
-    """Of the pipeline whose semantics are served."""
+    """Defaults of the pipeline whose semantics are served."""
     stride: int
     """Steps of the priming schedule that may share an anchor (docs/adr/0007)."""
     true_cfg: bool
@@ -93,31 +88,37 @@ class ModelFacts:
     denoiser: dict[str, Any]
     """The transformer's or UNet's config.json, for FLOP counting."""
     control: ControlFacts | None
-    """ControlNets that it takes; None: none."""
+    """ControlNets that fit the model; None: it takes none."""
     own_stride: float | None = None
-    """Share of an edit's steps from one anchor of its own to the next (docs/adr/0044), where
-    `[cache] own_anchors` names none; 0: it has none then. None: the family's rows cannot."""
+    """Share of an edit's steps between two refresh steps (docs/adr/0044), unless `[cache]
+    own_anchors` sets one; 0: edits have none unless it does. None: the family has no refresh steps.
+    """
     own_growth: float = 1.0
-    """How many times as far it is between two of these as between the two before (`own_steps`)."""
+    """Ratio of the distance between two refresh steps to that of the two before
+    (`own_steps`).
+    """
     leaves_text: bool = True
-    """Whether steps between such anchors may leave the text out, as `[cache] own_text` says."""
+    """Whether steps between refresh steps may leave the text out, as `[cache] own_text` sets it."""
     own_ring: int | None = None
-    """How wide a ring round the mask those that do leave out, too, at least, in tokens; None: rows
-    compute their edit's ring at every step. Beside a template it is computed with the text."""
+    """Least width of the margin, in tokens, that steps without the text leave out too; None: rows
+    compute their edit's margin at every step. Beside a template it is computed with the text.
+    """
     own_evenly_over: float = 1.5
-    """Of sigma, over which the anchors themselves are even (`own_steps`), and, where they are
-    foreseen, the line between them."""
+    """Power of sigma over which refresh steps are evenly spaced (`own_steps`) and, with
+    lookahead, interpolated.
+    """
     own_bends: bool = False
-    """Whether that line bends as three foreseen anchors show (`OwnPlan`)."""
+    """Whether extrapolation is of second order, through three refresh steps (`OwnPlan`)."""
     own_over_template: bool = False
-    """Whether an edit that may have anchors of its own reads no template: they keep more of it
-    (docs/decisions/own-anchors.md)."""
+    """Whether an edit that may have refresh steps reads no template, since its step cache keeps
+    more of it (docs/decisions/own-anchors.md).
+    """
     lifts_entries: bool = False
-    """Whether what a cached edit's dense first step finds lifts the entries that the others
-    read."""
+    """Whether the residual correction found by a cached edit's dense first step is added to the
+    entries that its other steps read.
+    """
     negative_prompts: bool = True
-    """Whether an edit may name what classifier-free guidance leads away from; else it is the empty
-    prompt."""
+    """Whether an edit may have a negative prompt; otherwise the negative prompt is empty."""
     guides_above: float = 1.0
     """Where guidance is classifier-free, the `guidance_scale` above which a step has two passes."""
     padded_to: int = 0
@@ -125,41 +126,48 @@ class ModelFacts:
     pads pictures and prompts (1: it pads none). 0: how they lie, and so what entries hold, depends
     on a prompt's length, or all prompts are equally long."""
     caches: bool = True
-    """Whether entries hold all that its blocks read of other tokens; else its edits compute all of
-    them, and caching is to be off."""
+    """Whether entries hold all that blocks read of other tokens; otherwise edits compute all
+    tokens, and caching must be off.
+    """
     mask_latents: int = 1
     """Latents along a side for which its pipeline samples the mask once, where it blends."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False
-    """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023):
-    cached it would miss the bars of quality."""
+    """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023),
+    since caching it would cost too much quality.
+    """
     dense_steps: DenseSteps = NO_DENSE_STEPS
     """First steps of cached edits that compute all tokens (docs/adr/0028)."""
     keeps_placed: bool = False
     """Whether a batch keeps keys and values placed from step to step (`[cache] placed_bytes`)."""
     strength_rounds_up: bool = True
-    """Whether a part of a step that `strength` leaves is run, by the pipeline's own rule."""
+    """Whether the part of a step that `strength` leaves is run, as in the pipeline."""
     zeros_for_empty_prompt: bool = False
     """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
     tokenizer_length: int | None = None
     """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
     text_besides: int = 0
-    """Tokens that a prompt has besides, however many it may have by the configuration."""
+    """Tokens of every prompt beside those that the configuration limits."""
     t5: bool = False
     """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
     shown: Shown | None = None
-    """What its text encoder is shown of the source: each prompt is then about a picture."""
+    """Part of the source that its text encoder sees, if any; each prompt is then
+    about a picture.
+    """
     least_steps: int = 1
-    """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
+    """Least number of steps: at one step the sampler's stretch to `shift_terminal`
+    divides 0 by 0.
+    """
     sigmas: tuple[float, ...] = ()
-    """Of a distilled model with a schedule of its own, before its sampler shifts them: its edits
-    have as many steps. Empty: they have as many as they ask for."""
+    """Schedule of a distilled model before its sampler shifts it: its edits have as many steps.
+    Empty: edits choose their number of steps.
+    """
 
     @property
     def primed_by_prompt(self) -> bool:
-        """Whether entries serve the prompt alone that they were made with. References that see the
-        prompt follow it: of entries made without a word, edits keep 11 dB (docs/adr/0048).
+        """Whether entries serve only the prompt that they were made with. References that see the
+        prompt follow it: with entries made from an empty prompt, edits keep 11 dB (docs/adr/0048).
         """
         return self.semantics.context
 
@@ -168,19 +176,16 @@ class ModelFacts:
         return (self.tokenizer_length or configured) + self.text_besides
 
     def shown_tokens(self, height: int, width: int) -> int:
-        """Of a prompt's tokens, the first ones that are the source's: equal for all prompts.
-
-        Args:
-            height: of its latents.
-            width: likewise.
+        """Return the number of first prompt tokens that come from the source, equal for all
+        prompts, by the size of its latents.
         """
         if self.shown is None:
             return 0
         return self.shown.tokens(height * self.vae_scale_factor, width * self.vae_scale_factor)
 
     def key_text(self, words: int, tokens: int) -> int:
-        """Of a prompt's words, as many as what entries hold of a picture of so many tokens depends
-        on: 0 where it does not, since no pads stand among them.
+        """Return the number of prompt tokens that the entries of a picture with `tokens` tokens
+        depend on: 0 where padding keeps entries independent of the prompt's length.
         """
         if not self.padded_to:
             return words
@@ -206,7 +211,6 @@ class ModelFacts:
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latents that are denoised."""
         return self.latents.channels
 
     @property
@@ -260,17 +264,12 @@ def least_steps(sampler: Mapping[str, Any]) -> int:
 
 
 def no_recorded_rows(config: Config) -> int:
-    """Of families whose steps are not CUDA graphs (`FamilyFacts.recorded_rows`)."""
+    """Return 0, for families whose steps are not CUDA graphs (`FamilyFacts.recorded_rows`)."""
     return 0
 
 
 def own_stride(config: Config, facts: ModelFacts) -> float:
-    """Share of an edit's steps from one anchor of its own to the next; 0: it has none.
-
-    Args:
-        config: of the worker.
-        facts: of its model.
-    """
+    """Return the share of an edit's steps between two refresh steps; 0: it has none."""
     if facts.own_stride is None:
         return 0.0
     configured = config.cache.own_anchors
@@ -278,13 +277,8 @@ def own_stride(config: Config, facts: ModelFacts) -> float:
 
 
 def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:
-    """How the worker's rows keep what is their own: anchors (docs/adr/0044), or, beside a template,
-    what ControlNets find.
-
-    Args:
-        config: of the worker.
-        facts: of its model.
-        device: type of its device.
+    """Return the rule by which rows fill their step caches (docs/adr/0044), or, beside a template,
+    by which ControlNets do. `device` is the type of the worker's device.
     """
     cache, control = config.cache, facts.control
     text = cache.own_text == "frozen" and facts.leaves_text
@@ -295,26 +289,26 @@ def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule
 
 
 class TextShares(NamedTuple):
-    """Of a row's steps that read something, those that compute its text."""
+    """Shares of a row's reading steps that compute its text."""
 
     template: float
     own: float
-    """Of the steps between its own anchors."""
+    """Share of the steps between its own refresh steps."""
     ahead: float = 0.0
-    """As of `RingShares`."""
+    """Lookahead's part, as in `RingShares`."""
 
 
 ALL_TEXT = TextShares(1.0, 1.0)
 
 
 def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) -> TextShares:
-    """What a worker's rows have, on average.
+    """Return the mean text shares of a worker's rows.
 
     Args:
-        config: of the worker.
-        facts: of the model.
-        steps: of an edit.
-        shared: whether several devices may take a step together; then rows that read a template
+        config: configuration of the worker.
+        facts: spec of the model.
+        steps: steps of an edit.
+        shared: whether several devices may take a step together; rows that read a template then
             compute their text.
     """
     anchors = own_count(steps, own_stride(config, facts))
@@ -326,10 +320,7 @@ def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) 
 
 
 def anchor_stride(configured: int, facts: ModelFacts) -> int:
-    """Steps that share an anchor (docs/adr/0007).
-
-    Args:
-        configured: `[cache] stride`; 0: what the model needs.
-        facts: of the model.
+    """Return the steps that share an anchor (docs/adr/0007). `configured` is `[cache] stride`; 0:
+    the model's own.
     """
     return configured or facts.stride

@@ -1,4 +1,4 @@
-"""The interface of a family's module: facts of a model folder, and the work that it counts."""
+"""The interface of a family's module: its model spec, read from a folder, and its counted work."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from maskserve_engine.spec.facts import ModelFacts
 
 
 class FamilyFacts(Protocol):
-    """What a family's module has."""
+    """The members of a family's module."""
 
     NAME: str
-    """Of its models, in an error's sentence."""
+    """Name of its models in error messages."""
 
     @property
     def PIPELINES(self) -> Collection[str]:  # noqa: N802 - a module's constant
-        """The classes in model_index.json that are served."""
+        """Served classes in model_index.json."""
 
     @property
     def SETTINGS(self) -> Collection[str]:  # noqa: N802
         """Keys of the configuration, as `model.gguf`, that only models of such families have."""
 
     def recorded_rows(self, config: Config, /) -> int:
-        """Dense rows whose tokens a step may have that is recorded as a CUDA graph, on GPUs; 0:
-        none is recorded.
+        """Return the most dense rows whose tokens a step may have that is recorded as a CUDA graph,
+        on GPUs; 0: none is recorded.
         """
 
     def read(self, folder: Path, pipeline: str, native_resolution: int, /) -> ModelFacts:
-        """The facts of a folder; `native_resolution` 0: what the folder says."""
+        """Read the model spec of a folder; `native_resolution` 0: the folder's own."""
 
     def count(
         self,
@@ -45,16 +45,16 @@ class FamilyFacts(Protocol):
         references: int,
         exact: bool,
     ) -> ModelWork:
-        """The work of its denoiser, as `family_work`."""
+        """Return the work of the denoiser; see `family_work`."""
 
     def control_work(self, config: dict[str, Any], height: int, width: int, /) -> ModelWork:
-        """The work of a ControlNet beside it, for as many evaluations of a row as `count` has."""
+        """Return the work of a ControlNet, for as many evaluations of a row as `count` has."""
 
     def lora_work(self, base: ModelWork, layers: Mapping[str, int], /) -> ModelWork:
-        """What a LoRA adds to the work of its denoiser."""
+        """Return the work that a LoRA adds to that of the denoiser."""
 
     def lora_layers(self, config: Mapping[str, Any], /) -> dict[str, int]:
-        """What a LoRA of the blocks has per rank, as `lora_work` takes it."""
+        """Return the numbers per rank of a LoRA on the blocks, for `lora_work`."""
 
 
 def family_work(
@@ -70,10 +70,10 @@ def family_work(
 
     Args:
         family: the model's family.
-        facts: the model's facts.
+        facts: spec of the model.
         height: latent rows (pixels / VAE scale).
         width: latent columns.
-        halo: as `ModelWork.halo`; 0 for families without convolutions.
+        halo: positions round a mask's box (`ModelWork.halo`); 0 for families without convolutions.
         recorded: whether steps are CUDA graphs.
     """
     work = family.count(

@@ -15,7 +15,7 @@ from maskserve_common.files.safetensors_header import BadHeader, header_of
 _PLAIN = "AutoencoderKL"
 """The class of a VAE whose config.json names none."""
 _TILE = 32
-"""diffusers' own `sample_size`, where a VAE's config.json names none."""
+"""diffusers' default `sample_size`, for a config.json without one."""
 _SIDE, _RGBA = 2, 4
 
 
@@ -24,7 +24,7 @@ class LatentSpace:
     """Latents as the denoiser takes them: (VAE's - shift) * scale."""
 
     pixels: int
-    """Per latent, along one side."""
+    """Pixels per latent, along one side."""
     channels: int
     shift: tuple[float, ...] = (0.0,)
     """One number, or one for each channel; `scale` likewise."""
@@ -32,22 +32,22 @@ class LatentSpace:
     widths: tuple[int, ...] = ()
     """Channels of the VAE's layers, from full resolution down."""
     patch: int = 1
-    """Above 1 shift and scale are of channels that are patches of so many latents a side,
-    [C · patch · patch], a channel's own together."""
+    """Side of the patches, in latents. Above 1, shift and scale are those of channels that are
+    patches [C · patch · patch], a channel's values together.
+    """
     vae: str = _PLAIN
-    """Its class in diffusers."""
+    """Name of the VAE's class in diffusers."""
     frames: bool = False
-    """Whether the VAE takes pictures as films of one frame: its tensors have an axis more."""
+    """Whether the VAE takes pictures as films of one frame: its tensors have one more axis."""
     alpha: bool = False
-    """Whether its pictures have an alpha; they are opaque as they come in."""
+    """Whether its pictures have an alpha channel; source pictures are opaque."""
     unfolds: bool = False
-    """Whether one latent of the VAE's is such a patch: its channels become so many latents."""
+    """Whether one latent of the VAE is such a patch: its channels become several latents."""
     tile: int = _TILE
-    """Pixels along a tile's side, where it takes large pictures in tiles."""
+    """Pixels along a tile's side, if the VAE takes large pictures in tiles."""
 
     @property
     def one_scale(self) -> bool:
-        """Whether all channels have the same shift and scale."""
         return len(self.shift) == len(self.scale) == 1
 
 
@@ -79,8 +79,8 @@ def _qwen_image(vae: Mapping[str, Any]) -> LatentSpace:
 
 
 def _qwen_image21(vae: Mapping[str, Any]) -> LatentSpace:
-    """Its latents, of which one is a token, are taken as patches of four of a quarter of the
-    channels each: so they lie as those of other models.
+    """Read Qwen-Image 2.1's VAE: each latent, which is one token, is treated as a 2x2 patch of
+    latents with a quarter of the channels each, as other models have them.
     """
     space = _qwen_image(vae)
     return replace(
@@ -95,7 +95,7 @@ def _qwen_image21(vae: Mapping[str, Any]) -> LatentSpace:
 
 
 _STATISTICS = ("bn.running_mean", "bn.running_var")
-"""Of a VAE whose latents, in patches, go through a batch norm: they lie among its weights."""
+"""Weights of a VAE that hold the statistics of a batch norm over patches of latents."""
 
 
 def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentSpace:
@@ -104,8 +104,8 @@ def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentS
 
     Args:
         space: without them.
-        folder: of the VAE.
-        epsilon: of the norm.
+        folder: folder of the VAE.
+        epsilon: epsilon of the norm.
 
     Raises:
         ConfigError: its weights lack the statistics.
@@ -148,10 +148,10 @@ VAES: dict[str, Callable[[Mapping[str, Any]], LatentSpace]] = {
 
 
 def latent_space(vae: Mapping[str, Any]) -> LatentSpace:
-    """What a VAE's config.json says, with the class's defaults.
+    """Read a VAE's latent space from its config.json, with the class's defaults.
 
     Raises:
-        ConfigError: of a class that is not known, or without what tells its space.
+        ConfigError: the class is not known, or required values are missing.
     """
     name = vae.get("_class_name", _PLAIN)
     if name not in VAES:

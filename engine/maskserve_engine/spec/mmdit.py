@@ -1,4 +1,4 @@
-"""Facts and counts that flow-matching transformers share."""
+"""Values and counts that flow-matching transformers share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a text encoder is shown of an edit's source, where prompts are about a picture.
+"""The part of an edit's source that a text encoder sees, where prompts are about a picture.
 
-The picture's tokens stand before the prompt and the encoder is causal: it says the same of them
-beside any prompt. So a template keeps what they are to the denoiser, as it does its own tokens.
+The picture's tokens stand before the prompt and the encoder is causal, so they are the same beside
+any prompt. A template therefore keeps their activations, as it keeps those of its own tokens.
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ from maskserve_common.config import ConfigError
 
 Size = tuple[int, int]
 LONGEST = 200
-"""A picture's side, in others: the processor refuses longer ones."""
+"""Largest ratio of a picture's sides: the processor refuses longer ones."""
 _GRID = 32
-"""Pixels of which the sides of a picture of a fixed area are multiples."""
+"""Pixels of which the sides of a picture of fixed area are multiples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A picture as a vision model's processor cuts it into tokens."""
+    """Size of a picture in tokens, as a vision model's processor cuts it."""
 
     cell: int
     """Pixels of a token along one side."""
     least: int
     most: int
-    """Pixels of the picture that is cut."""
+    """Most pixels of the picture that is cut."""
     area: int = 0
-    """Pixels to which it is brought before; 0: it is what the denoiser sees."""
+    """Pixels to which the picture is resized before; 0: it is what the denoiser sees."""
     replaced: bool = False
     """Whether the denoiser has the picture's latents in place of these tokens."""
 
     @classmethod
     def of(cls, processor: Mapping[str, Any], area: int = 0) -> Shown:
-        """Of what a processor's folder says of pictures; ConfigError if it does not say it."""
+        """Read the values from a processor's configuration.
+
+        Raises:
+            ConfigError: a value is missing.
+        """
         size = processor.get("size") or {}
         try:
             return cls(
@@ -50,7 +54,7 @@ class Shown:
             raise ConfigError(f"[model] path: processor: {name} is missing") from error
 
     def size(self, height: int, width: int) -> Size:
-        """(height, width) in which a picture of so many pixels is given to the processor."""
+        """Return the (height, width) at which the processor gets a picture of this size."""
         if not self.area:
             return height, width
         wide = math.sqrt(self.area * width / height)
@@ -58,7 +62,7 @@ class Shown:
         return round(high / _GRID) * _GRID, round(wide / _GRID) * _GRID
 
     def tokens(self, height: int, width: int) -> int:
-        """Of such a picture, among those of a prompt."""
+        """Return the number of the picture's tokens in a prompt."""
         if self.replaced:
             return 0
         height, width = self.size(height, width)

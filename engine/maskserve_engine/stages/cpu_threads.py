@@ -1,4 +1,4 @@
-"""How many CPU threads the operations of a thread take."""
+"""Number of CPU threads that a thread's operations use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from maskserve_common.config import Config
 
 
 def limit_threads(config: Config, filled: int | None = None) -> None:
-    """CPU threads of the calling thread's operations: as many as are configured, or all.
-
-    Args:
-        config: of the worker.
-        filled: that the operations keep busy, if that is known: it takes no more.
+    """Set the CPU threads of the calling thread's operations: the configured number, or all; at
+    most `filled`, the number that the operations keep busy, if known.
     """
     # A thread that has not computed yet takes the process's count when it first does; it is asked
     # here, so that it neither overwrites what is set nor finds a count of `one_cpu_thread`.
@@ -26,12 +23,12 @@ def limit_threads(config: Config, filled: int | None = None) -> None:
 
 @contextmanager
 def one_cpu_thread() -> Iterator[None]:
-    """Have the calling thread compute alone.
+    """Run the calling thread's operations on one CPU thread.
 
-    An operation on several CPU threads leaves its caller a pool of them. OpenMP counts all pools of
-    the process, and where there are more threads than cores none of them spins any more between two
-    operations: each wakes from sleep for each, and a step takes half as long again. So in the
-    denoiser only the thread that takes the steps may have a pool.
+    Operations on several threads give their caller a pool. OpenMP counts all pools of the process,
+    and with more threads than cores they stop spinning between operations: each wakes from sleep
+    for each operation, and a step takes half as long again. So in the denoiser only the engine
+    thread may have a pool.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""From latents to pixels: all of them, or those round what is pasted."""
+"""Decoding of latents to pixels: the whole picture, or pieces round what is pasted."""
 
 from __future__ import annotations
 
@@ -32,24 +32,16 @@ from maskserve_engine.stages.vae_pieces import (
 
 
 class Decoder:
-    """The VAE's decoder.
-
-    Args:
-        vae: of the class that `latents` names.
-        latents: what its latents are.
-    """
-
     def __init__(self, vae: Any, latents: LatentSpace) -> None:
         from diffusers.models.unets.unet_2d_blocks import UpDecoderBlock2D
 
         self.vae, self.latents = vae, latents
         self._device, self._dtype = vae.device, vae.dtype  # for each it walks all its modules
         self.has_pieces = plain_resnets(vae.decoder.up_blocks, UpDecoderBlock2D)
-        """Whether this VAE is of a kind that can be decoded in pieces."""
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Decoder:
-        """Raises ConfigError when the VAE cannot be loaded."""
+        """Load the VAE of a model folder. Raises ConfigError if it cannot be loaded."""
         limit_threads(config)
         vae = load_vae(config, facts)
         if vae.dtype == torch.float16 and vae.config.get("force_upcast"):
@@ -57,14 +49,14 @@ class Decoder:
         return cls(vae, facts.latents)
 
     def takes_pieces(self, size: tuple[int, int]) -> bool:
-        """Whether latents of this size [h, w] can be decoded in pieces: tiles have norms of their
-        own.
+        """Return whether latents of this size [h, w] can be decoded in pieces. Tiles cannot,
+        because each has its own norms.
         """
         return self.has_pieces and not is_tiled(self.vae, size, self.latents)
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels, or [H, W, 4] of models
-        that draw an alpha.
+        """Decode [C, h, w] latents of the sampler to [H, W, 3] pixels, or [H, W, 4] for models with
+        alpha.
 
         Raises:
             EngineFailed: the VAE's numbers overflow.
@@ -77,14 +69,18 @@ class Decoder:
     def decode_all(
         self, latents: Sequence[NDArray[np.float32]]
     ) -> list[NDArray[np.uint8] | EngineFailed]:
-        """The same of several of one size, in one call; of one that overflows its error."""
+        """Decode several latents of one size in one call; return an error for each that
+        overflows.
+        """
         with torch.inference_mode():
             scaled = torch.cat([self._scaled(latent) for latent in latents])
             images = images_of(self.vae, scaled, self.latents)
             return [_pixels_or_error(image[None]) for image in images]
 
     def sums(self, latents: NDArray[np.float32]) -> CellSums:
-        """What edits of a template need of its own latents [C, h, w] to be decoded in pieces."""
+        """Return the sums of a template's latents [C, h, w] that its edits need for decoding in
+        pieces.
+        """
         recorder = NormRecorder((latents.shape[1], latents.shape[2]))
         with torch.inference_mode():
             self._up([self._middle(latents)], recorder, None)
@@ -93,19 +89,19 @@ class Decoder:
     def pieces(
         self, boxes: Sequence[PixelBox], size: tuple[int, int], *, halo: int, spread: int
     ) -> Pieces:
-        """How to decode boxes of latents, with a halo of so many positions at each level."""
+        """Plan how to decode boxes of latents, with a halo in positions at each level."""
         halos = (halo,) * len(self.latents.widths)
         return plan_pieces(boxes, size, halos=halos, spread=spread)
 
     def decode_pieces(
         self, latents: NDArray[np.float32], pieces: Pieces, template: CellSums
     ) -> NDArray[np.uint8]:
-        """The same pixels as `decode`, nearly, in the pieces and their halo; 0 elsewhere.
+        """Decode pieces and their halo, to nearly the pixels of `decode`; 0 elsewhere.
 
         Args:
             latents: [C, h, w].
-            pieces: what is wanted of it.
-            template: sums of the template whose edit it is.
+            pieces: boxes to decode.
+            template: sums of the edit's template.
 
         Raises:
             EngineFailed: the VAE's numbers overflow.
@@ -126,14 +122,14 @@ class Decoder:
         return to_vae(x, self.latents)
 
     def _middle(self, latents: NDArray[np.float32]) -> Tensor:
-        """[1, C, h, w]: everything, up to the blocks that scale up."""
+        """Return [1, C, h, w] before the blocks that scale up."""
         x = self._scaled(latents)
         if self.vae.post_quant_conv is not None:
             x = self.vae.post_quant_conv(x)
         return self.vae.decoder.mid_block(self.vae.decoder.conv_in(x), None)
 
     def _up(self, maps: list[Tensor], norm: Norm, pieces: Pieces | None) -> list[Tensor]:
-        """From there to the image, [1, 3, H, W] of each piece."""
+        """Decode from there to the image, [1, 3, H, W] of each piece."""
         decoder, level = self.vae.decoder, 0
         for block in decoder.up_blocks:
             for block_resnet in block.resnets:
@@ -146,8 +142,8 @@ class Decoder:
 
 
 def _upsampled(conv: Any, maps: list[Tensor], pieces: Pieces | None, level: int) -> list[Tensor]:
-    """The convolution behind a step up. Of the doubled halo, one position more than the next
-    level's is read by it; the rest has done its work.
+    """Run the convolution behind an upsampling. It reads the next level's halo and one position
+    more; the rest of the doubled halo is cut off.
     """
     if pieces is None:
         return [conv(x) for x in maps]
@@ -167,10 +163,10 @@ def _cut(x: Tensor, box: PixelBox) -> Tensor:
 
 
 def _pixels(image: Tensor) -> NDArray[np.uint8]:
-    """[1, C, H, W] in [-1, 1] → [H, W, C].
+    """Convert [1, C, H, W] in [-1, 1] to [H, W, C].
 
     Raises:
-        EngineFailed: it is not all numbers.
+        EngineFailed: some numbers are not finite.
     """
     # Bounded behind the copy, as infinity would be 1 before it. The copy waits for the device; to
     # look at the numbers there would wait once more.

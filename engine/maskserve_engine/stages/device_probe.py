@@ -1,7 +1,7 @@
-"""What this worker's device does at most: what it says of itself, and a probe of under a second.
+"""Rates of this worker's device: from its properties, and a probe of under a second.
 
-Names tell little: cards of one name differ, and new ones come. The cost model starts from this
-until steps are measured.
+Names are not enough: cards of one name differ, and new ones appear. The cost model starts from
+these rates until steps are measured.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from maskserve_engine.planning.cost_model import (
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _SIDE = 4096
-"""Of the squares that are multiplied: large enough to fill any GPU."""
+"""Side of the multiplied matrices: large enough to fill any GPU."""
 _COPIED = 64 * 2**20
-"""Bytes of one pinned copy."""
 _SMALL = 32
-"""Numbers that the device adds one to sooner than the host asks for the next time."""
+"""Elements of a kernel that is shorter than the host's launch time."""
 _SECONDS = 0.2
-"""Of each probe."""
 Timer = Callable[[Callable[[], object]], float]
 
 
 def device_rates(config: Config) -> Rates:
-    """Of the denoiser's device, in the model's dtype; a GPU is probed."""
+    """Return the rates of the denoiser's device in the model's dtype; a GPU is probed."""
     device, dtype = device_of(config), dtype_of(config)
     peak = peak_rates(device, dtype, config.model.torch_threads)
     if device.type != "cuda":
@@ -49,7 +47,7 @@ def peak_rates(
     threads: int = 0,
     properties: Callable[[torch.device], Any] | None = None,
 ) -> Rates:
-    """By a GPU's properties (None: as torch tells them), or a CPU's threads (0: all cores)."""
+    """Return the rates by a GPU's properties (None: torch's), or a CPU's threads (0: all cores)."""
     if device.type != "cuda":
         return cpu_rates(threads or cores())
     gpu_properties = (properties or torch.cuda.get_device_properties)(device)
@@ -71,14 +69,14 @@ def probed(
     side: int = _SIDE,
     copied: int = _COPIED,
 ) -> Rates:
-    """Rates as a large product, large pinned copies and small kernels have them now.
+    """Measure the rates of a large product, of large pinned copies and of small kernels.
 
     Args:
-        peak: what holds where a time says nothing (0 or less).
+        peak: rates to use where a time is 0 or less.
         device: the GPU.
-        dtype: of the products.
-        seconds: how long one run of some work takes.
-        side: of the squares that are multiplied.
+        dtype: dtype of the product.
+        seconds: measures one run of some work.
+        side: side of the multiplied matrices.
         copied: bytes of a pinned copy.
     """
     a = torch.randn(side, side, device=device, dtype=dtype)
@@ -99,7 +97,7 @@ def probed(
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Of one run, over as many as take some tenths of a second, after a first one."""
+    """Return the seconds of one run, averaged over some tenths of a second after a warm-up."""
 
     def lasts(times: int) -> float:
         torch.cuda.synchronize(device)

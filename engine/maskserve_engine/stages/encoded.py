@@ -1,4 +1,4 @@
-"""What the encoder hands to the denoiser, and how a prompt's named arrays travel in one tensor."""
+"""The encoder's result for the denoiser, and the packing of a prompt's arrays into one tensor."""
 
 from __future__ import annotations
 
@@ -13,53 +13,50 @@ from safetensors.numpy import load, save
 from maskserve_engine.base.job import Conditioning
 
 NO_MOMENTS = np.zeros((0, 0, 0), np.float32)
-"""Of a masked picture, for models that take none."""
+"""Masked moments for models without a masked picture."""
 NO_CONTROLS = np.zeros((0, 0, 0, 0), np.float32)
-"""Of no control pictures."""
+"""Control moments without control pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One edit, encoded. No random number is drawn here (design §4)."""
+    """One encoded edit. It contains no random numbers (design §4)."""
 
     moments: NDArray[np.float32]
     """[2C, h, w] VAE posterior of the source: mean, log-variance."""
     masked_moments: NDArray[np.float32]
-    """The same with the masked area blanked; [0, 0, 0] for models that do not take it."""
+    """The same with the masked area blanked; [0, 0, 0] for models without it."""
     conditioning: Conditioning
-    """Of the prompt."""
     negative: Conditioning | None = None
-    """Of the negative prompt, where there is one."""
     control_moments: NDArray[np.float32] = field(default_factory=lambda: NO_CONTROLS)
-    """[pictures, 2C, h, w] of the control pictures, where ControlNets are given latents."""
+    """[pictures, 2C, h, w] of the control pictures, if ControlNets take latents."""
 
 
 How = Literal["made", "kept"]
 
 
 class TokensRead(msgspec.Struct, frozen=True):
-    """What a text encoder reads of a prompt, in tokens with those that begin and end it."""
+    """Tokens of a prompt that a text encoder reads, including begin and end tokens."""
 
     used: int
     cut: int
-    """Behind them, and without any effect, as in diffusers' pipelines."""
+    """Number of cut tokens behind these; they have no effect, as in diffusers' pipelines."""
 
 
 class EncodeReport(msgspec.Struct, frozen=True):
     """The ENCODED tensor: how an edit was encoded. META repeats it."""
 
     ms: float
-    """Time that it took."""
     prompt: How
-    """Whether the embeddings, those of the negative prompt too, were kept from other edits."""
+    """Whether the embeddings, including the negative prompt's, were cached."""
     template: How
-    """Whether the source's moments were."""
+    """Whether the source's moments were cached."""
     masked: Literal["whole", "pieces"] = "whole"
-    """How much of the masked picture was encoded, where the model takes one."""
+    """How much of the masked picture was encoded, if the model takes one."""
     batch: int = 1
-    """Edits that shared a call: of the text encoders, or of the VAE; the larger of both."""
+    """Edits that shared a call of the text encoders or of the VAE; the larger number."""
     tokens: dict[str, dict[str, TokensRead]] = {}
-    """By prompt (`prompt`, `negative_prompt`) and text encoder."""
+    """Token counts by prompt (`prompt`, `negative_prompt`) and text encoder."""
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
@@ -70,7 +67,6 @@ class EncodeReport(msgspec.Struct, frozen=True):
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What META says of it."""
         encoded = {
             "prompt": self.prompt,
             "template": self.template,
@@ -82,7 +78,7 @@ class EncodeReport(msgspec.Struct, frozen=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Prompts that are longer than what reads them."""
+        """Warnings about prompts that were cut."""
         fields = {"prompt": "PROMPT", "negative_prompt": "SETTINGS.negative_prompt"}
         return tuple(
             f"{fields[prompt]}: {encoder} reads {read.used} tokens and not the last {read.cut}"
@@ -96,14 +92,16 @@ _decode_report = msgspec.json.Decoder(EncodeReport).decode
 
 
 def pack_conditioning(prompt: Conditioning, negative: Conditioning | None) -> NDArray[np.uint8]:
-    """The CONDITIONING tensor: safetensors bytes, names behind `prompt.` and `negative.`."""
+    """Pack the CONDITIONING tensor: safetensors bytes with names behind `prompt.` and
+    `negative.`.
+    """
     arrays = {f"prompt.{name}": array for name, array in prompt.items()}
     arrays |= {f"negative.{name}": array for name, array in (negative or {}).items()}
     return np.frombuffer(save(arrays), np.uint8)
 
 
 def unpack_conditioning(packed: NDArray[np.uint8]) -> tuple[Conditioning, Conditioning | None]:
-    """`pack_conditioning` read back; the arrays are copies."""
+    """Unpack `pack_conditioning`; the arrays are copies."""
     prompt: Conditioning = {}
     negative: Conditioning = {}
     for name, array in load(packed.tobytes()).items():

@@ -1,8 +1,8 @@
 """A diffusers sampler's steps as matrices.
 
-What a sampler makes of the latents, of what it remembers and of the model's answer is linear. So
-each step is a matrix, and what the sampler itself makes of unit vectors are its columns: none of a
-sampler's formulas is here (docs/adr/0041).
+A sampler's step is linear in latents, memory and the model's answer. So each step is a matrix, and
+its columns are the sampler's results for unit vectors: none of a sampler's formulas is copied here
+(docs/adr/0041).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 _MEMORY = ("model_outputs", "ets", "cur_sample", "last_sample")
-"""Where the served samplers remember tensors of the steps they took, one each or lists of them."""
+"""Attributes in which the served samplers keep tensors of earlier steps, as a tensor or a list."""
 _LATENTS = "latents", 0
-"""Beside what is remembered, the first place of a row's state."""
+"""The first place of a row's state, before its memory."""
 
 _Place = tuple[str, int]
 
 
 def is_linear(sampler: Any) -> bool:
-    """Whether ten times as large numbers end ten times as far off. It is not so where a sampler
-    clips what it expects.
+    """Return whether results scale with their inputs. They do not if a sampler clips its
+    prediction.
     """
     random = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(0))
     ends = []
@@ -40,7 +40,7 @@ def is_linear(sampler: Any) -> bool:
 
 
 class ProbedStep(NamedTuple):
-    """A step that was taken with unit vectors: of each tensor before it, and of the answer."""
+    """A step taken with unit vectors for each tensor before it and for the answer."""
 
     before: list[_Place]
     after: dict[_Place, Tensor]
@@ -48,7 +48,7 @@ class ProbedStep(NamedTuple):
 
 
 def probed(sampler: Any, timestep: Tensor) -> ProbedStep:
-    """Take a step; what the sampler remembers of those before is replaced."""
+    """Take a step with unit vectors; the sampler's memory is replaced."""
     memory = _remembered(sampler)
     # Some samplers take apart a batch [1, numbers].
     latents, *units, answer = torch.eye(len(memory) + 2, dtype=torch.float64)[:, None].unbind()
@@ -65,8 +65,8 @@ def probed(sampler: Any, timestep: Tensor) -> ProbedStep:
 
 
 def matrices(steps: Sequence[ProbedStep]) -> Tensor:
-    """[n, K, K + 1] of n steps one after the other: each takes K tensors, the latents and what the
-    sampler remembers, and the model's answer to the next K. What no step reads is left out.
+    """Return [n, K, K + 1] matrices of n consecutive steps: from K tensors (latents and memory) and
+    the model's answer to the next K. Memory that no step reads is omitted.
     """
     read = {
         place
@@ -91,7 +91,7 @@ def matrices(steps: Sequence[ProbedStep]) -> Tensor:
 
 
 def _remembered(sampler: Any) -> dict[_Place, Tensor]:
-    """The tensors of steps before, by attribute and place in its list."""
+    """Return the tensors of earlier steps, by attribute and index in its list."""
     tensors = {}
     for name in _MEMORY:
         stored = getattr(sampler, name, None)

@@ -16,23 +16,23 @@ from maskserve_common.files.weight_files import weight_files
 from maskserve_engine.spec.facts import ModelFacts
 
 GPUS = Path("/proc/driver/nvidia/gpus")
-"""Where NVIDIA's driver lists its devices."""
+"""Folder where NVIDIA's driver lists its devices."""
 _LIBRARIES = ("diffusers", "transformers")
-"""That model_index.json may name: no other module is imported on a folder's word."""
+"""Libraries that model_index.json may name; a folder cannot cause other imports."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def device_of(config: Config, cuda: Any = torch.cuda, gpus: Path = GPUS) -> torch.device:
-    """The device `[model] device` names; `auto` takes CUDA where there is one.
+    """Return the device of `[model] device`; `auto` prefers CUDA.
 
     Args:
-        config: of the worker.
-        cuda: torch's module.
+        config: configuration of the worker.
+        cuda: torch's CUDA module.
         gpus: folder where NVIDIA's driver lists its devices.
 
     Raises:
-        ConfigError: no such device, or `auto` on a host with GPUs that torch cannot use: a model
-            that silently ran on the CPU instead would look like a fault of something else.
+        ConfigError: no such device, or `auto` on a host with GPUs that torch cannot use: a
+            model that silently ran on the CPU would look like another fault.
     """
     name = config.model.device
     if name == "auto":
@@ -55,7 +55,7 @@ def device_of(config: Config, cuda: Any = torch.cuda, gpus: Path = GPUS) -> torc
 
 
 def unusable_gpus(gpus: Path = GPUS) -> str | None:
-    """Why the GPUs of this host cannot be used; None if it has none that this process may see."""
+    """Return why this host's GPUs cannot be used; None if this process can see none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = len(list(gpus.glob("*")))
     if visible in ("", "-1") or (not cards and visible is None):
@@ -74,31 +74,33 @@ def unusable_gpus(gpus: Path = GPUS) -> str | None:
 
 
 def device_in_words(config: Config) -> str:
-    """The device and dtype, for the log."""
     device, dtype = device_of(config), str(dtype_of(config)).removeprefix("torch.")
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     return f"{device}{name}, {dtype}, torch {torch.__version__}"
 
 
 def dtype_of(config: Config, cuda: Any = torch.cuda) -> torch.dtype:
-    """`auto` is float32 on CPU (exact and testable) and bfloat16 on CUDA (`cuda`: torch's)."""
+    """Return the model's dtype; `auto` is float32 on CPU (exact and testable) and bfloat16
+    on CUDA.
+    """
     if config.model.dtype == "auto":
         return torch.bfloat16 if device_of(config, cuda).type == "cuda" else torch.float32
     return _DTYPES[config.model.dtype]
 
 
 def load_part(config: Config, name: str, cls: Any, device: torch.device | None = None) -> Any:
-    """A model of the folder in eval mode on the configured device and dtype. Its weights go there
-    one by one, from the mapped file: the host never holds them all.
+    """Load a model of the folder in eval mode, on the configured device and dtype. Weights go from
+    the mapped file to the device one by one, so the host never holds them all.
 
     Args:
-        config: names folder, device and dtype; on the device `meta` it is `shape_of` the part.
+        config: names folder, device and dtype; on device `meta` the result is `shape_of` the
+            part.
         name: subfolder, such as `transformer`.
         cls: class with `from_pretrained`.
-        device: another than the configured one.
+        device: overrides the configured device.
 
     Raises:
-        ConfigError: the part is missing or cannot be read.
+        ConfigError: the part is missing or unreadable.
     """
     folder, dtype = _part(config, name), dtype_of(config)
     device = device or device_of(config)
@@ -124,12 +126,12 @@ def load_part(config: Config, name: str, cls: Any, device: torch.device | None =
 
 
 def shape_of(config: Config, name: str) -> torch.nn.Module:
-    """A part of the model folder as its config.json and the class in model_index.json say, on
-    torch's device `meta`: no weights are read, and none need be there. What config.json leaves out
-    is as in the class.
+    """Return a part of the model folder on torch's device `meta`, from its config.json and the
+    class in model_index.json: no weights are read, and none need exist. Missing options have the
+    class's defaults.
 
     Raises:
-        ConfigError: the part is missing, or of a class that is not known.
+        ConfigError: the part is missing, or its class is unknown.
     """
     folder, dtype = _part(config, name), dtype_of(config)
     index = read_json(Path(config.model.path) / "model_index.json")
@@ -150,7 +152,7 @@ def shape_of(config: Config, name: str) -> torch.nn.Module:
 
 
 def held_bytes(model: torch.nn.Module) -> int:
-    """Of a model's parameters and buffers, whatever form a library has given them."""
+    """Return the bytes of a model's parameters and buffers, in any library's form."""
     return sum(_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -162,15 +164,15 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def warm_up_side(config: Config, facts: ModelFacts, device: torch.device | None = None) -> int:
-    """Of the square picture to warm up with, in pixels: kernels of a GPU are chosen by shape, and a
-    CPU would take long for nothing. `device`: another than the configured one.
+    """Return the side of the square warm-up picture, in pixels: a GPU chooses kernels by shape, and
+    a CPU gains nothing from a large one.
     """
     on_gpu = (device or device_of(config)).type == "cuda"
     return facts.native_resolution if on_gpu else 4 * facts.size_multiple
 
 
 def load_plain(config: Config, name: str, cls: Any) -> Any:
-    """A part without weights: a tokenizer or a sampler."""
+    """Load a part without weights: a tokenizer or a sampler."""
     folder = _part(config, name)
     try:
         return cls.from_pretrained(str(folder), local_files_only=True)
@@ -179,10 +181,10 @@ def load_plain(config: Config, name: str, cls: Any) -> Any:
 
 
 def sampler_name(config: Config) -> str:
-    """The class that a model folder's scheduler_config.json names.
+    """Return the class that a model folder's scheduler_config.json names.
 
     Raises:
-        ConfigError: it is not there, or names none.
+        ConfigError: the file is missing, or names none.
     """
     path = _part(config, "scheduler") / "scheduler_config.json"
     try:

@@ -1,4 +1,4 @@
-"""Templates' VAE moments, on their way from the encoder's process to the decoder's."""
+"""Templates' VAE moments, passed from the encoder's process to the decoder's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from numpy.typing import NDArray
 from maskserve_common.files.store import FileStore, make_private
 
 MOMENTS = "moments"
-"""Name of the folder."""
 
 
 class MomentsFolder:
-    """A file per template in the worker's runtime folder, which is best in memory. The encoder
-    writes what it keeps and drops what it keeps no more; a reader sees whole files only, and what
-    it has opened stays readable.
+    """One file per template in the worker's runtime folder, which is best in memory. The encoder
+    writes what it caches and deletes what it evicts; a reader only sees complete files, and an open
+    file stays readable.
     """
 
     def __init__(self, runtime: str | os.PathLike[str]) -> None:
         self._store = FileStore(Path(runtime) / MOMENTS)
 
     def clear(self) -> None:
-        """Begin with nothing: the encoder that wrote what is there has ended."""
+        """Empty the folder: the encoder that wrote it has ended."""
         shutil.rmtree(self._store.folder, ignore_errors=True)
         make_private(self._store.folder)
 
@@ -35,7 +34,7 @@ class MomentsFolder:
             new.keep_as(_name(pixels_id))
 
     def read(self, pixels_id: str) -> NDArray[np.float32] | None:
-        """[2C, h, w], or None where there is no whole file."""
+        """Return [2C, h, w], or None if there is no complete file."""
         try:
             moments: NDArray[np.float32] = np.load(self._path(pixels_id), allow_pickle=False)
         except (OSError, ValueError, EOFError):

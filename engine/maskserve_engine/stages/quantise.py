@@ -1,7 +1,7 @@
-"""Weights in fewer bits, by torchao and bitsandbytes, and GGUF files, by diffusers.
+"""Quantised weights by torchao and bitsandbytes, and GGUF files by diffusers.
 
-Of a denoiser only the products of transformer blocks change: they hold nearly all of its weights.
-What leads in and out, embeddings and convolutions stay as they are.
+In a denoiser only the linear layers of transformer blocks change, since they hold nearly all
+weights. Input and output layers, embeddings and convolutions stay as they are.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from maskserve_common.files.gguf_header import read_gguf
 from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
 
 _BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
-"""In the names of layers that are in a denoiser's blocks."""
+"""Matches names of layers in a denoiser's blocks."""
 _NF4_GROUP = 64
-"""Weights that share a scale; a layer whose inputs these do not divide stays as it is."""
+"""Weights that share a scale; a layer whose inputs are no multiple of it stays as it is."""
 _FP8_CAPABILITY = (8, 9)
-"""From here on a GPU multiplies numbers of 8 bits in floating point."""
+"""Compute capability from which a GPU multiplies FP8."""
 
 
 BAD_FILE = (OSError, ValueError, RuntimeError, KeyError, IndexError, TypeError)
-"""What readers of GGUF raise for files that are none, or are another model's."""
+"""Exceptions of GGUF readers for files that are invalid or of another model."""
 Prepare = Callable[[nn.Module], nn.Module]
-"""What is done with a part as the folder has it, before it is quantised."""
+"""Applied to a part before it is quantised."""
 
 
 def load_denoiser(config: Config, name: str, cls: Any, prepare: Prepare) -> Any:
-    """As `load_part`, in the form that `[model] weights` names. Layer by layer: the device never
-    holds the weights in their first form.
+    """Load a denoiser in the form of `[model] weights`. Layers are converted one by one: the device
+    never holds all unquantised weights.
 
     Raises:
-        ConfigError: the part cannot be read, is quantised already, or the form's library is
+        ConfigError: the part is unreadable or already quantised, or the form's library is
             missing.
     """
     form = config.model.weights
@@ -50,11 +50,11 @@ def load_denoiser(config: Config, name: str, cls: Any, prepare: Prepare) -> Any:
 
 
 def gguf_bytes(config: Config) -> int:
-    """What the tensors of `[model] gguf` will take, by the file's header: those in a form of GGUF's
-    what they take there, others as many numbers in the model's dtype.
+    """Return the bytes that the tensors of `[model] gguf` will take, by the file's header:
+    quantised ones as in the file, others in the model's dtype.
 
     Raises:
-        ConfigError: the file or the library is not there, or it is no GGUF file.
+        ConfigError: the file or the library is missing, or it is no GGUF file.
     """
     import_library("gguf", "gguf", config.model.gguf)
     from gguf import GGMLQuantizationType
@@ -72,11 +72,12 @@ def gguf_bytes(config: Config) -> int:
 
 
 def load_t5(config: Config, name: str, cls: Any) -> Any:
-    """As `load_part`, with all products in the form that `[model] t5_weights` names; or in host
-    memory, from where each layer goes to the device when it is its turn (`t5_offload`).
+    """Load a T5 in the form of `[model] t5_weights`; or in host memory, from where each layer moves
+    to the device when it runs (`t5_offload`).
 
     Raises:
-        ConfigError: as `load_denoiser`.
+        ConfigError: the part is unreadable or already quantised, or the form's library is
+            missing.
     """
     if config.model.t5_offload:
         if config.model.t5_weights != "bf16":
@@ -89,16 +90,16 @@ def load_t5(config: Config, name: str, cls: Any) -> Any:
 
 
 def quantise(model: nn.Module, form: str, device: torch.device, within: str = _BLOCKS) -> None:
-    """Replace a model's products in place.
+    """Replace a model's linear layers in place.
 
     Args:
-        model: its layers are torch's own.
-        form: `int8`: one scale per output, products in the model's dtype; `int8-dynamic`: likewise,
-            and each token has a scale, products in int8; `fp8`: one scale per output, and where the
-            device multiplies FP8 each token has one, too; `nf4`: one scale per 64 weights, products
-            in the model's dtype.
-        device: where the replaced products go to.
-        within: what is found in the names of layers that are replaced.
+        model: a model with torch's own layers.
+        form: `int8`: one scale per output, products in the model's dtype; `int8-dynamic`: also
+            a scale per token, products in int8; `fp8`: one scale per output, and one per token
+            where the device multiplies FP8; `nf4`: one scale per 64 weights, products in the
+            model's dtype.
+        device: device of the replaced layers.
+        within: pattern in the names of layers that are replaced.
     """
     for path, layer in list(_products(model, form, within)):
         if form == "nf4":
@@ -108,7 +109,7 @@ def quantise(model: nn.Module, form: str, device: torch.device, within: str = _B
 
 
 def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
-    """What a model will take in a form, by its shapes: it may lie on torch's device `meta`."""
+    """Return the bytes of a model in a form, by its shapes; it may be on torch's device `meta`."""
     total = held_bytes(model)
     if form != "bf16":
         for _, layer in _products(model, form, within):
@@ -117,14 +118,14 @@ def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
 
 
 def largest_layer_bytes(model: nn.Module) -> int:
-    """What a model takes on a device to which its layers go one after the other."""
+    """Return the bytes on a device to which a model's layers move one at a time."""
     layers = (module.parameters(recurse=False) for module in model.modules())
     return max(sum(parameter.nbytes for parameter in layer) for layer in layers)
 
 
 def form_in_words(config: Config) -> str:
-    """For the names of entries: all that decides what the served products compute; empty for
-    weights as the folder has them.
+    """Return everything that changes the served products' results, for the names of entries; empty
+    for weights as in the folder.
     """
     form = config.model.weights
     words: list[str] = [f"variant {config.model.variant}"] if config.model.variant else []
@@ -160,7 +161,11 @@ def _load(
 
 
 def import_library(library: str, key: str, value: str) -> None:
-    """Raise ConfigError where a setting of `[model]` needs a library that is not there."""
+    """Import a library that a setting of `[model]` needs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         importlib.import_module(library)
     except ImportError as error:
@@ -171,7 +176,7 @@ def import_library(library: str, key: str, value: str) -> None:
 
 
 def _load_gguf(config: Config, name: str, cls: Any) -> Any:
-    """A part whose shape is the folder's and whose weights are `[model] gguf`'s."""
+    """Load a part with the folder's shape and the weights of `[model] gguf`."""
     from diffusers import GGUFQuantizationConfig
 
     model, dtype = config.model, dtype_of(config)
@@ -209,10 +214,10 @@ def _gguf_file(config: Config) -> Path:
 
 
 def gguf_tensors(file: Path) -> list[Any]:
-    """The tensors of a GGUF file, as its own library reads them.
+    """Return the tensors of a GGUF file, as its own library reads them.
 
     Raises:
-        ValueError: it is none, or not whole; and what else that library raises of such files.
+        ValueError: the file is invalid or incomplete; the library raises other exceptions, too.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 
@@ -244,7 +249,7 @@ def _products(model: nn.Module, form: str, within: str) -> Iterator[tuple[str, n
 
 
 def _packed_bytes(layer: nn.Linear, form: str) -> int:
-    """Weights and scales; of int8 also a zero point of a byte per output."""
+    """Return the bytes of weights and scales; int8 also has a zero point byte per output."""
     numbers, outputs = layer.weight.numel(), layer.out_features
     if form == "nf4":
         return numbers // 2 + 4 * (numbers // _NF4_GROUP)

@@ -19,8 +19,8 @@ _PARTS = ("transformer", "unet", "scheduler", *_OF_STAGES)
 
 
 def stages_revision(config: Config) -> str:
-    """Of encoder and decoder: models that have it give the same moments, embeddings and pixels. So
-    a service has it of the worker that asks it.
+    """Return the revision of encoder and decoder: models with equal ones give the same moments,
+    embeddings and pixels. A stage service compares it with that of its workers.
     """
     model = config.model
     pipeline = read_json(Path(model.path) / "model_index.json").get("_class_name")
@@ -29,15 +29,15 @@ def stages_revision(config: Config) -> str:
 
 
 def model_revision(folder: str | Path, form: str = "", parts: Sequence[str] = _PARTS) -> str:
-    """32 hexadecimal digits over every byte of every part that shapes activations.
+    """Return 32 hexadecimal digits over every byte of every part that shapes activations.
 
-    Entries outlive a process, so two trainings must never share a name. Digests of files are kept
-    beside them (`files.digests`): tens of gigabytes are read at the first start only.
+    Entries outlive a process, so two trainings must never share a name. File digests are stored
+    beside the files (`files.digests`): tens of gigabytes are read at the first start only.
 
     Args:
-        folder: of the model.
-        form: that the weights are brought to when they are loaded; empty: none.
-        parts: folders in it.
+        folder: folder of the model.
+        form: form to which weights are converted on loading; empty: none.
+        parts: subfolders to include.
     """
     folder, digest = Path(folder), xxhash.xxh3_128()
     for part in parts:

@@ -1,10 +1,10 @@
-"""Libraries that diffusers and transformers import where they are installed, and that this worker
-or node server has no use for.
+"""Hides libraries that diffusers and transformers import if installed, and that this process does
+not need.
 
-torchao and bitsandbytes compile and register what they have as they are imported, and print what
-they could not find; with peft they make a process start 1.3 s of CPU time later and take 70 MB
-more. scipy, which diffusers and transformers import for one function each, takes 0.6 s and 36 MB;
-transformers, where no prompts are encoded, 1.7 s and 29 MB, and torch's compiler 1.6 s and 140 MB.
+torchao and bitsandbytes compile and register code on import, and print warnings; with peft they add
+1.3 s of CPU time and 70 MB to a start. scipy, of which diffusers and transformers use one function
+each, takes 0.6 s and 36 MB; transformers, where no prompts are encoded, 1.7 s and 29 MB; torch's
+compiler 1.6 s and 140 MB.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ _COMPILER = "torch._dynamo"
 
 
 def hide_unused_libraries(config: Config, *, text: bool = True) -> None:
-    """For processes of workers and node servers, before they import diffusers or transformers:
-    `import` of a library that the configuration does not ask for fails from here on, as if it were
-    not installed.
+    """Make imports of libraries that the configuration does not need fail, as if they were not
+    installed. Workers and node servers call it before they import diffusers or transformers.
 
     Args:
-        config: of the worker or node server.
+        config: configuration of the worker or node server.
         text: whether the process encodes prompts.
 
     Raises:
-        ConfigError: a config.json of a model's folder cannot be read.
+        ConfigError: a config.json of a model folder is unreadable.
     """
     unused = unused_libraries(config, text=text)
     for library in unused:
@@ -41,18 +40,17 @@ def hide_unused_libraries(config: Config, *, text: bool = True) -> None:
 
 
 def _hide(library: str) -> bool:
-    """Whether it was not imported yet. What Python documents for it: an import of a name that is
-    None here fails.
+    """Hide a library; return whether it was not imported yet. Python documents that importing a
+    name fails if it is None in `sys.modules`.
     """
     return sys.modules.setdefault(library, None) is None  # type: ignore[arg-type]
 
 
 def _import_diffusers_without_compiler() -> None:
-    """Whoever calls the compiler later, such as an operation of ours on a GPU, imports it then.
+    """Import diffusers without torch's compiler, which is imported when it is first used.
 
-    Two modules of diffusers import it to mark functions: one does without where it is not there,
-    the other calls `torch.compiler.disable`. A version that wants more of it than that imports it
-    when its modules are next imported.
+    Two modules of diffusers import it to mark functions: one tolerates its absence, the other calls
+    `torch.compiler.disable`. A version that needs more of it imports it with its next modules.
     """
     import torch  # by now: a node server that only composes pictures has none
 
@@ -76,8 +74,8 @@ def _import_diffusers_without_compiler() -> None:
 
 
 def unused_libraries(config: Config, *, text: bool = True) -> list[str]:
-    """By name, as they are imported. A folder that is quantised already may want any of them, and
-    what makes or reads fewer bits may ask for transformers.
+    """Return the import names of unneeded libraries. An already quantised folder may need any of
+    them, and quantisation may need transformers.
     """
     model, folder = config.model, Path(config.model.path)
     config_files = [Path(path) / "config.json" for path in config.nodes.folders().values()]

@@ -1,8 +1,8 @@
-"""The VAE of a model folder, of whatever class: its loading, its calls, and whether it takes large
-pictures in tiles, which is diffusers' own `enable_tiling`.
+"""The VAE of a model folder, of any class: loading, calls, and tiling of large pictures by
+diffusers' `enable_tiling`.
 
 A picture with a side above a tile's is cut into tiles, which overlap by a quarter and are blended.
-diffusers' `enable_slicing` takes the pictures of a batch one by one; here they always come alone.
+diffusers' `enable_slicing` splits batches; here pictures come alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.stages.loader import load_part
 
 _WHOLE = 1536
-"""Native size up to which pictures are taken whole if nothing else is asked for."""
+"""Native size up to which pictures are not tiled by default."""
 
 
 def load_vae(config: Config, facts: ModelFacts) -> Any:
-    """The VAE of the model folder.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """Load the VAE of the model folder. Raises ConfigError if it cannot be loaded."""
     import diffusers  # here: a process first says which libraries it has no use for
 
     vae = load_part(config, "vae", getattr(diffusers, facts.latents.vae))
@@ -39,7 +35,7 @@ def load_vae(config: Config, facts: ModelFacts) -> Any:
 
 
 def moments_of(vae: Any, images: Tensor, space: LatentSpace) -> Tensor:
-    """[B, 2C, h, w] mean and log-variance of images [B, 3, H, W] in [-1, 1]."""
+    """Return [B, 2C, h, w] mean and log-variance of images [B, 3, H, W] in [-1, 1]."""
     if not space.frames:
         parameters: Tensor = vae.encode(images).latent_dist.parameters
         return parameters
@@ -50,7 +46,9 @@ def moments_of(vae: Any, images: Tensor, space: LatentSpace) -> Tensor:
 
 
 def images_of(vae: Any, latents: Tensor, space: LatentSpace) -> Tensor:
-    """[B, 3, H, W] in [-1, 1], or with an alpha [B, 4, H, W], of the VAE's latents [B, C, h, w]."""
+    """Return [B, 3, H, W] in [-1, 1], or [B, 4, H, W] with alpha, from the VAE's latents [B, C, h,
+    w].
+    """
     if not space.frames:
         images: Tensor = vae.decode(latents).sample
         return images
@@ -60,11 +58,11 @@ def images_of(vae: Any, latents: Tensor, space: LatentSpace) -> Tensor:
 
 
 def in_tiles(config: Config, facts: ModelFacts) -> bool:
-    """Whether a worker's VAE takes large pictures in tiles."""
+    """Return whether a worker's VAE tiles large pictures."""
     vae_tiles = config.stages.vae_tiles
     return vae_tiles == "on" or (vae_tiles == "auto" and facts.native_resolution > _WHOLE)
 
 
 def is_tiled(vae: Any, size: tuple[int, int], space: LatentSpace) -> bool:
-    """Whether a VAE takes latents of this size [h, w], or their picture, in tiles."""
+    """Return whether a VAE tiles latents of this size [h, w], and their picture."""
     return bool(vae.use_tiling and max(size) * space.pixels > space.tile)

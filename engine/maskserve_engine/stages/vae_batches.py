@@ -1,8 +1,8 @@
-"""Which pictures go through the VAE in one call: those of one size, as many as pay.
+"""Which pictures share a call of the VAE: pictures of one size, as many as is faster.
 
-On a CPU they go one by one: the maps of several push each other out of its caches (docs:
-benchmarks.md, "Several pictures in one call"). A GPU is full with one picture of 1024 x 1024, and
-idles between the kernels of small ones.
+On a CPU they run one by one, because the maps of several evict each other from its caches (docs:
+benchmarks.md, "Several pictures in one call"). One picture of 1024 x 1024 fills a GPU, which idles
+between the kernels of small ones.
 """
 
 from __future__ import annotations
@@ -15,27 +15,17 @@ from maskserve_common.config import StagesConfig
 K = TypeVar("K", bound=Hashable)
 
 _FULL = 1024 * 1024
-"""Pixels of one call, at most; a larger picture has one of its own."""
+"""Maximum pixels of one call; a larger picture runs alone."""
 
 
 def shares_calls(config: StagesConfig, device: str) -> bool:
-    """Whether the VAE takes several pictures at once.
-
-    Args:
-        config: of the worker.
-        device: its kind, where the VAE is.
-    """
+    """Return whether the VAE takes several pictures at once on a kind of device."""
     return config.vae_batches == "on" or (config.vae_batches == "auto" and device == "cuda")
 
 
 def vae_batches(sizes: Mapping[K, tuple[int, int]]) -> dict[K, tuple[K, ...]]:
-    """Which pictures share a call.
-
-    Args:
-        sizes: of each picture, [h, w] in pixels.
-
-    Returns:
-        For each picture all that go with it, itself too, in the given order.
+    """Return for each picture all pictures of its call, including itself, in the given order;
+    `sizes` are [h, w] in pixels.
     """
     batches: dict[K, tuple[K, ...]] = {}
     filling: dict[tuple[int, int], list[K]] = {}

@@ -1,16 +1,16 @@
 """A VAE on pieces of a picture, with the norms of the whole one.
 
-What an edit changes is a part of its picture. The layers that cost most, those of high resolution,
-run on pieces round the changed part; the middle of the VAE, at the latents' resolution, may have
-attention and runs on everything. A convolution near a piece's rim misses what lies beyond, so a
-piece reaches a *halo* farther than what is wanted of it.
+An edit changes a part of its picture. The most expensive layers, those of high resolution, run on
+pieces round that part; the middle of the VAE, at the latents' resolution, may have attention and
+runs on everything. A convolution near a piece's rim lacks its surroundings, so a piece extends by a
+*halo* beyond the pixels that are used.
 
-A group norm takes its mean and variance over the whole map. Inside what the edit changes they come
-from the piece, outside from the template, whose maps were summed up over a grid of cells when it
-went through the VAE as a whole. But an edit that moves a norm's mean moves what all places give to
-the next layer. How far, is seen at *probes*, small pieces where nothing was changed: there the
-edit's mean and deviation are known beside the template's, and what lies outside is taken to have
-moved as they did (without probes the worst of 48 edits of the demo model loses 15 dB more).
+A group norm takes mean and variance over the whole map. Inside the changed part they come from the
+piece, outside from the template, whose maps were summed over a grid of cells when the VAE ran on
+all of it. But a shifted mean changes the norm's output everywhere. *Probes*, small pieces without
+changes, measure this: there the edit's moments are known beside the template's, and everything
+outside is assumed to have moved alike (without probes the worst of 48 edits of the demo model loses
+15 dB more).
 
     outside ≈ probe's mean + (template outside - template at probes) · deviation / template's
 
@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CELLS = 16
-"""Along each side of the grid of a template's sums."""
+"""Cells along each side of the grid of a template's sums."""
 _PROBES, _PROBE_CELLS = 1, 2
-"""How many probes there are, and cells along the side of one."""
+"""Number of probes, and cells along a probe's side."""
 _MOVED = (0.25, 4.0)
-"""How much wider a map's values may become by what probes say; beyond, they say nothing."""
+"""Bounds on how much probes may widen a map's values."""
 _MOST_PIECES = 8
-"""Each has calls of its own; of more, those nearest to one another are joined."""
+"""Maximum number of pieces, since each has its own calls; beyond it the nearest are joined."""
 
 
 class PixelBox(NamedTuple):
@@ -54,7 +54,7 @@ class PixelBox(NamedTuple):
         return slice(self.top, self.bottom), slice(self.left, self.right)
 
     def grown(self, by: int, size: tuple[int, int]) -> PixelBox:
-        """By so many positions to each side, cut at a map of `size`."""
+        """Grow by so many positions to each side, cut at a map of `size`."""
         top, left = max(0, self.top - by), max(0, self.left - by)
         return PixelBox(top, left, min(size[0], self.bottom + by), min(size[1], self.right + by))
 
@@ -62,12 +62,11 @@ class PixelBox(NamedTuple):
         return PixelBox(*(side * factor for side in self))
 
     def shrunk(self, factor: int) -> PixelBox:
-        """The box of `factor` times larger positions that covers this one."""
+        """Return the box of `factor` times larger positions that covers this one."""
         ends = (-(-self.bottom // factor), -(-self.right // factor))
         return PixelBox(self.top // factor, self.left // factor, *ends)
 
     def within(self, outer: PixelBox) -> PixelBox:
-        """In positions counted from `outer`."""
         top, left = outer.top, outer.left
         return PixelBox(self.top - top, self.left - left, self.bottom - top, self.right - left)
 
@@ -76,12 +75,12 @@ class PixelBox(NamedTuple):
         return PixelBox(min(self.top, other.top), min(self.left, other.left), *ends)
 
     def common(self, other: PixelBox) -> PixelBox:
-        """Where both are; its area is 0 if that is nowhere."""
+        """Return the intersection; its area may be 0."""
         ends = (min(self.bottom, other.bottom), min(self.right, other.right))
         return PixelBox(max(self.top, other.top), max(self.left, other.left), *ends)
 
     def distance(self, other: PixelBox) -> int:
-        """Between the middles, along the longer axis; in half positions."""
+        """Return the distance of the centres along the longer axis, in half positions."""
         return max(
             abs(self.top + self.bottom - other.top - other.bottom),
             abs(self.left + self.right - other.left - other.right),
@@ -90,45 +89,40 @@ class PixelBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What is computed of a picture."""
-
     wanted: tuple[PixelBox, ...]
-    """Boxes of latents, apart from one another."""
+    """Disjoint boxes of latents that were edited."""
     size: tuple[int, int]
     """(height, width) of the latents."""
     halos: tuple[int, ...]
-    """Positions round a box that are computed too, by level."""
+    """Computed positions round a box, by level."""
     spread: int
-    """Latents round a wanted box that the edit changes too."""
+    """Latents round an edited box whose values the edit changes, too."""
     probes: tuple[PixelBox, ...] = ()
-    """Boxes of latents that no edit changes, aligned to cells."""
+    """Boxes of latents that the edit does not change, aligned to cells."""
 
     @property
     def boxes(self) -> tuple[PixelBox, ...]:
         return self.wanted + self.probes
 
     def at(self, level: int) -> tuple[int, int]:
-        """The whole map's size."""
         return self.size[0] << level, self.size[1] << level
 
     def outer(self, box: PixelBox, level: int) -> PixelBox:
-        """What is computed round a box."""
         return box.scaled(1 << level).grown(self.halos[level], self.at(level))
 
     def changed(self, box: PixelBox, level: int) -> PixelBox:
-        """What of a wanted box counts for the norms in place of the template's."""
+        """Return the area of a box that replaces the template's in norms."""
         spread = box.grown(self.spread, self.size).scaled(1 << level)
         return spread.common(self.outer(box, level))
 
     @property
     def share(self) -> float:
-        """Of the positions of all levels, those that are computed. Levels cost about the same: each
+        """Share of the positions of all levels that is computed. Levels cost about the same: each
         has half the channels of the one below and four times the positions.
         """
         return sum(self.share_of(box) for box in self.boxes)
 
     def share_of(self, box: PixelBox) -> float:
-        """What one box is of `share`."""
         whole, levels = self.size[0] * self.size[1], range(len(self.halos))
         return sum(self.outer(box, k).area / (whole << 2 * k) for k in levels) / len(levels)
 
@@ -136,14 +130,8 @@ class Pieces:
 def plan_pieces(
     boxes: Sequence[PixelBox], size: tuple[int, int], *, halos: tuple[int, ...], spread: int
 ) -> Pieces:
-    """Join boxes where that is cheaper than to compute each with a halo of its own, and where both
-    would count the same positions for a norm; and find places for probes.
-
-    Args:
-        boxes: of latents.
-        size: of the latents.
-        halos: as of `Pieces`.
-        spread: likewise.
+    """Join boxes where that is cheaper than separate halos, or where both would count the same
+    positions for a norm; then choose probes.
     """
     pieces = Pieces(tuple(boxes), size, halos, spread)
     while len(pieces.wanted) > 1:
@@ -159,7 +147,7 @@ def plan_pieces(
 
 
 def _saving(pieces: Pieces, one: PixelBox, other: PixelBox) -> float:
-    """Share of the picture that is computed less if two boxes are one."""
+    """Return the share of the picture that joining two boxes saves."""
     if pieces.changed(one, 0).common(pieces.changed(other, 0)).area:
         return 1.0
     separate_share = pieces.share_of(one) + pieces.share_of(other)
@@ -167,7 +155,7 @@ def _saving(pieces: Pieces, one: PixelBox, other: PixelBox) -> float:
 
 
 def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
-    """As far as possible from what is changed and from one another."""
+    """Choose probes as far as possible from edited boxes and from one another."""
     height, width = (_PROBE_CELLS * _cell(side) for side in pieces.size)
     tops, lefts = (
         range(0, side - probe + 1, probe)
@@ -187,26 +175,22 @@ def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
 
 
 class _Known(NamedTuple):
-    """What the template says of each norm of an edit: [norms, 2, groups] of means and variances."""
+    """The template's [norms, 2, groups] means and variances for each norm of an edit."""
 
     outside: Tensor
-    """Of everything that the edit does not change."""
+    """Moments of everything that the edit does not change."""
     probes: Tensor
-    """Of its probes, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellSums:
-    """Sums of a template's maps at each norm, over cells of its picture. In host memory."""
+    """Sums of a template's maps at each norm, over cells of its picture, in host memory."""
 
     sums: Tensor
-    """[norms, 2, groups, CELLS, CELLS] float32: of values, of their squares."""
+    """[norms, 2, groups, CELLS, CELLS] float32: sums of values, and of their squares."""
     levels: tuple[int, ...]
-    """Of each norm's map."""
     widths: tuple[int, ...]
-    """Channels of each norm's group."""
     size: tuple[int, int]
-    """Of the latents."""
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +208,8 @@ class CellSums:
         return _Known(outside, self._moments(probe_weights, areas))
 
     def _moments(self, cells: Sequence[Tensor], areas: Sequence[int]) -> Tensor:
-        """[norms, 2, groups] mean and variance over parts of cells: by level, [CELLS, CELLS] and
-        how many positions that is.
+        """Return [norms, 2, groups] mean and variance over parts of cells: by level, [CELLS, CELLS]
+        shares and their number of positions.
         """
         parts = torch.stack([cells[level] for level in self.levels])
         counts = [
@@ -240,7 +224,7 @@ class CellSums:
         return (self.size[0] * self.size[1]) << 2 * level
 
     def _covered(self, boxes: Sequence[PixelBox], level: int) -> Tensor:
-        """[CELLS, CELLS]: how much of each cell lies in the boxes, which lie apart."""
+        """Return [CELLS, CELLS] share of each cell that disjoint boxes cover."""
         covered = torch.zeros(CELLS, CELLS)
         for top, left, bottom, right in boxes:
             down = _overlaps(top, bottom, _cell(self.size[0]) << level)
@@ -250,12 +234,11 @@ class CellSums:
 
 
 def _cell(side: int) -> int:
-    """Latents along a cell's side."""
     return -(-side // CELLS)
 
 
 def _overlaps(low: int, high: int, cell: int) -> Tensor:
-    """[CELLS] which part of each cell lies in [low, high)."""
+    """Return [CELLS] share of each cell in [low, high)."""
     begin = torch.arange(CELLS) * cell
     return ((begin + cell).clamp(max=high) - begin.clamp(min=low)).clamp(min=0) / cell
 
@@ -265,7 +248,7 @@ Norm = Callable[[nn.GroupNorm, list[Tensor], int], list[Tensor]]
 
 
 class NormRecorder:
-    """The norms of a template that goes through the VAE as a whole; they are summed up."""
+    """Norms of a template's whole picture; records their sums."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self._size = size
@@ -292,7 +275,7 @@ class NormRecorder:
 
 
 class MixedNorm:
-    """The norms of an edit's pieces: the template's values wherever the edit changes nothing."""
+    """Norms of an edit's pieces, with the template's values wherever the edit changes nothing."""
 
     def __init__(self, template: CellSums, pieces: Pieces, device: torch.device) -> None:
         self._pieces = pieces
@@ -324,7 +307,7 @@ class MixedNorm:
 def _moments(
     groups: int, maps: Sequence[Tensor], outers: Sequence[PixelBox], boxes: Sequence[PixelBox]
 ) -> tuple[Tensor, Tensor]:
-    """[groups] mean and variance over boxes of maps that cover `outers`."""
+    """Return [groups] mean and variance over boxes of maps that cover `outers`."""
     parts = []
     for x, outer, box in zip(maps, outers, boxes, strict=False):
         rows, columns = box.within(outer).slices
@@ -336,7 +319,7 @@ def _moments(
 
 
 def resnet(block: Any, maps: list[Tensor], norm: Norm, level: int) -> list[Tensor]:
-    """ResnetBlock2D of diffusers, without a time embedding, over the maps of all pieces."""
+    """Run diffusers' ResnetBlock2D, without a time embedding, over the maps of all pieces."""
     inner = [block.conv1(F.silu(x)) for x in norm(block.norm1, maps, level)]
     inner = [block.conv2(F.silu(x)) for x in norm(block.norm2, inner, level)]
     if block.conv_shortcut is not None:
@@ -345,12 +328,12 @@ def resnet(block: Any, maps: list[Tensor], norm: Norm, level: int) -> list[Tenso
 
 
 def is_local(mid_block: Any) -> bool:
-    """Whether the middle of a VAE has no attention, so that it can run on pieces, too."""
+    """Return whether a VAE's middle has no attention, so that it can run on pieces, too."""
     return all(attention is None for attention in mid_block.attentions)
 
 
 def plain_resnets(blocks: Iterable[Any], of: type[nn.Module]) -> bool:
-    """Whether these are blocks that `resnet` and a convolution between levels are all of."""
+    """Return whether `resnet` reproduces all ResNets of these blocks."""
     from diffusers.models.resnet import ResnetBlock2D
 
     return all(

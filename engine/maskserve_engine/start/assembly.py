@@ -72,13 +72,13 @@ def load_engine(
     policy: MakePolicy | None = None,
     calls: ServiceCalls | None = None,
 ) -> Engine:
-    """Load the model and what steps it; slow.
+    """Load the model and everything that steps it; slow.
 
     Args:
-        config: of this worker.
-        lora_loader: as of `assemble`.
-        policy: likewise; None: what the configuration says.
-        calls: of the ControlNet service; None: ControlNets run here.
+        config: configuration of this worker.
+        lora_loader: loader of LoRAs (see `assemble`).
+        policy: makes the scheduling policy; None: the configured one.
+        calls: calls of the ControlNet service; None: ControlNets run here.
 
     Raises:
         ConfigError: the model cannot be served.
@@ -117,7 +117,8 @@ def load_engine(
 def _load_ranks(
     config: Config, policy: MakePolicy, lora_loader: Callable[[Config, Bring], LoraSource]
 ) -> Engine:
-    """With a process for each device. This one holds the model's shape and no weights.
+    """Build an engine with one process per device; this process holds the model's shape and no
+    weights.
 
     Raises:
         ConfigError: a rank could not be started.
@@ -155,21 +156,21 @@ def assemble(
     elsewhere: DeviceFacts | None = None,
     inbox: Inbox | None = None,
 ) -> Engine:
-    """An engine of parts that fit one another.
+    """Build an engine from its components.
 
     Args:
-        config: of this worker.
+        config: configuration of this worker.
         adapter: the model.
-        prompt: reads the priming prompt's embedding; by default from the runtime folder, where
-            the encoder puts it.
+        prompt: reads the priming prompt's embedding; by default from the runtime folder, where the
+            encoder puts it.
         revision: digest of the served weights.
-        executor: makes what holds and steps the rows; of the store of entries, if there is one.
-        policy: makes what decides which rows run.
-        lora_loader: makes what brings LoRAs to the executor, where edits may have any.
-        net_loader: the same of ControlNets.
-        elsewhere: of the devices where rows are, if other processes hold them; entries are then in
-            files, which all of them read.
-        inbox: of the engine's commands, where others are to have it too.
+        executor: makes the executor, from the store of entries or None.
+        policy: makes the scheduling policy.
+        lora_loader: loader of LoRAs; None: edits have none.
+        net_loader: loader of ControlNets; None: edits have none.
+        elsewhere: devices of the rows, if other processes hold them; entries are then in files,
+            which all of them read.
+        inbox: inbox of the engine's commands, if others need it too.
     """
     commands = inbox or Inbox()
     # Where rows are in other processes, this one moves no entries.

@@ -30,28 +30,26 @@ from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.start.assembly import load_engine
 
 ROWS = 8
-"""Edits at once."""
+"""Edits that run at once."""
 _COUNTS = (1, 2, 4, 8)
 _SECONDS = 2.0
 _MODULE = "maskserve_engine.start.thread_trial"
 _READY = "ready"
 _GAIN = 1.1
-"""More processes must serve so many times as much: a lone edit pays for them, and so does memory,
-as each has the model.
+"""Factor by which more processes must serve more: a lone edit pays for them, and so does memory, as
+each holds the model.
 """
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What was tried, and what follows."""
-
     processes: int
-    """To serve with."""
+    """Number of processes to serve with."""
     rows_per_s: dict[int, float]
-    """Steps of one row per second, of all processes, by their number."""
+    """Rows per second of all processes together, by their number."""
 
 
 def best(rows_per_s: Mapping[int, float]) -> int:
-    """Of numbers of processes the one to serve with: a larger one only for a tenth more."""
+    """Return the number of processes to serve with: a larger one only for a tenth more rows."""
     chosen = 1
     for count in sorted(rows_per_s):
         if rows_per_s[count] > _GAIN * rows_per_s.get(chosen, 0.0):
@@ -82,7 +80,9 @@ def try_counts(config: Path, threads: int) -> Trial:
 
 
 def _together(config: Path, count: int, threads: int) -> float | None:
-    """Rows per second of so many processes at the same time; None: one of them ended early."""
+    """Return the rows per second of `count` processes at the same time; None: one of them ended
+    early.
+    """
     command = [sys.executable, "-m", _MODULE, str(config), "--rows", str(ROWS // count)]
     command += ["--threads", str(threads)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -106,13 +106,12 @@ def _together(config: Path, count: int, threads: int) -> float | None:
 
 
 def _line(child: subprocess.Popen[str]) -> str:
-    """The next one that it prints; empty when it has ended."""
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
 
 def _step(config: Config, rows: int) -> None:
-    """What one of the processes does: load, wait for a line, step for a while, print the rate."""
+    """Run one process of the trial: load, wait for a line, step for a while, print the rate."""
     hide_unused_libraries(config, text=False)
     engine = load_engine(config)
     engine.start()

@@ -1,1 +1,3 @@
-"""Chroma: FLUX.1's blocks, whose shifts, scales and gates come from a small model of the time."""
+"""Chroma: FLUX.1's blocks, whose shifts, scales and gates come from a small model of the
+timestep.
+"""

@@ -1,4 +1,4 @@
-"""Chroma: what of its rows is not FLUX.1's."""
+"""Chroma, where its rows differ from FLUX.1's."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
 from maskserve_engine.spec.family import FamilyFacts
 
 _APPROXIMATOR = "distilled_guidance_layer"
-"""Its name in the model."""
 
 
 class Approximator(NamedTuple):
-    """A ChromaApproximator: it makes all vectors of a step out of the time."""
+    """A ChromaApproximator: computes all vectors of a step from the timestep."""
 
     in_proj: Linear
     layers: tuple[TwoLayers, ...]
     out_proj: Linear
     norms: tuple[Any, ...]
-    """Modules, one before each of the layers."""
+    """A norm module before each of the layers."""
 
     @classmethod
     def of(cls, module: Any) -> Approximator:
-        """Of diffusers' module."""
         return cls(
             linear(module.in_proj),
             tuple(
@@ -45,7 +43,7 @@ class Approximator(NamedTuple):
         )
 
     def __call__(self, x: Tensor, rows: Sequence[Span]) -> Tensor:
-        """[S, N, width] of [S, N, in], rows side by side along N."""
+        """Return [S, N, width] from [S, N, in], with rows side by side along N."""
         x = self.in_proj(x, rows)
         for (first, second), norm in zip(self.layers, self.norms, strict=True):
             x = x + second(F.silu(first(norm(x), rows)), rows)
@@ -54,16 +52,14 @@ class Approximator(NamedTuple):
 
 @dataclass(frozen=True)
 class ChromaWeights(FluxWeights):
-    """FLUX.1's, whose blocks have no vectors of their own."""
+    """FLUX.1's weights, with an approximator in place of the blocks' modulation layers."""
 
     told: Any = None
-    """Module without weights: times [B] to what the approximator is told, [B, vectors, in]."""
+    """Module without weights that maps times [B] to the approximator's input [B, vectors, in]."""
     approximator: Approximator | None = None
 
 
 class ChromaBatch(FluxBatch):
-    """Rows stepped by a ChromaTransformer2DModel."""
-
     def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
         assert isinstance(weights, ChromaWeights)
         assert weights.approximator is not None
@@ -76,8 +72,6 @@ class ChromaBatch(FluxBatch):
 
 
 class ChromaAdapter(FluxAdapter):
-    """Rows of Chroma's edits over one ChromaTransformer2DModel."""
-
     spec: ClassVar[FamilyFacts] = chroma
     batches = ChromaBatch
 
@@ -111,12 +105,9 @@ class ChromaAdapter(FluxAdapter):
 
 
 def vectors(weights: FluxWeights, found: Tensor) -> tuple[Vectors, ...]:
-    """What the approximator has found, by step and block.
-
-    Args:
-        weights: of the model.
-        found: [S, R, vectors, width]: three of each single block, six of each double block's image
-            stream, then of its text stream, two of the last layer; written to.
+    """Return the approximator's output by step and block. `found`, [S, R, vectors, width], is
+    written to: three vectors of each single block, six of each double block's image stream, six of
+    each text stream, two of the last layer.
     """
     singles, doubles = len(weights.single_blocks), len(weights.double_blocks)
     of_image, of_text = 3 * singles, 3 * singles + 6 * doubles
@@ -126,7 +117,7 @@ def vectors(weights: FluxWeights, found: Tensor) -> tuple[Vectors, ...]:
         found[:, :, scale] += 1
 
     def parts(first: int, count: int, blocks: int) -> Sequence[Tensor]:
-        """Of each block, [S, R, count · width]."""
+        """Return [S, R, count · width] of each block."""
         span = found[:, :, first : first + count * blocks]
         return span.unflatten(2, (blocks, count)).flatten(3).unbind(2)
 

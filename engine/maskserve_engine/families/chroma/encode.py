@@ -1,4 +1,4 @@
-"""What Chroma takes of a prompt: a T5's states as far as the first token of padding."""
+"""Encoder of Chroma: T5 states up to the first padding token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maskserve_engine.stages.quantise import load_t5
 
 @lru_cache(maxsize=1)
 def _pipeline_of(model: Any, tokenizer: Any) -> Any:
-    """The pipeline that reads prompts; it has no other parts."""
+    """Return a pipeline for reading prompts, without other parts."""
     from diffusers import ChromaInpaintPipeline
 
     return ChromaInpaintPipeline(
@@ -28,9 +28,8 @@ def _pipeline_of(model: Any, tokenizer: Any) -> Any:
 class ChromaEncoder(OneTextEncoder):
     """VAE encoder and text encoder of a Chroma folder.
 
-    A prompt and one token of padding are what its model was trained to see. The pipeline means to
-    leave out the rest, too; its mask has numbers where attention takes them to be added, and leaves
-    out nothing.
+    The model was trained to see the prompt and one padding token. The pipeline also intends to drop
+    the rest, but its mask holds numbers that attention adds, so it drops nothing.
     """
 
     @staticmethod
@@ -41,7 +40,7 @@ class ChromaEncoder(OneTextEncoder):
         return TextEncoder.load(config, T5EncoderModel, length=length, load=load_t5)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [T, width] of each prompt, as long as it is."""
+        """Return `prompt_embeds` [T, width] of each prompt, without padding."""
         pipeline = _pipeline_of(self.text.model, self.text.tokenizer)
         with torch.inference_mode():
             states, _, mask, *_ = pipeline.encode_prompt(

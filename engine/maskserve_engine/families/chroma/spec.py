@@ -1,4 +1,4 @@
-"""Chroma: pipelines, defaults, what a folder says, work."""
+"""Chroma: pipelines, defaults, model spec of a folder, counted work."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ PIPELINES = {
     "ChromaImg2ImgPipeline": INPAINT,
     "ChromaPipeline": INPAINT,
 }
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "Chroma models"
 SETTINGS = ("model.t5_weights", "model.t5_offload")
-"""Keys of the configuration that other models do not have."""
 DEFAULTS = EditDefaults(num_inference_steps=28, guidance_scale=7.0)
-"""Those of ChromaInpaintPipeline."""
 _STRIDE = 7
 _PATCH = 2
 
@@ -40,7 +38,7 @@ recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a Chroma folder; ConfigError if a part of it cannot be read."""
+    """Return the model spec of a Chroma folder. Raises ConfigError if a part is unreadable."""
     latents = one_scale(folder)
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     return ModelFacts(
@@ -75,8 +73,8 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As FLUX.1's, but for what makes the blocks' vectors: a small model of their number, width and
-    the time, once for all blocks.
+    """Return FLUX.1's work, with the blocks' vectors computed once for all blocks by the
+    approximator.
     """
     alike = {**config, "pooled_projection_dim": 0, "guidance_embeds": False}
     base = flux.count(

@@ -1,1 +1,1 @@
-"""Flow-matching transformers: what the rows of all such families share."""
+"""Flow-matching transformers; see `families/mmdit`."""

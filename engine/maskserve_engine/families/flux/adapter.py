@@ -1,4 +1,4 @@
-"""FLUX.1 (dev, schnell, Fill): what of it is not every flow-matching transformer's."""
+"""FLUX.1 (dev, schnell, Fill), where it differs from other flow-matching transformers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ _CONTEXT = "context_embedder"
 
 
 class FluxBatch(FlowBatch[FluxWeights]):
-    """Rows stepped by a FluxTransformer2DModel."""
-
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         self._controlled = tuple(
@@ -78,7 +76,6 @@ class FluxBatch(FlowBatch[FluxWeights]):
         return FluxStep(weights, vectors)
 
     def _run_nets(self, nets: FluxNets) -> None:
-        """Have ControlNets say what they add to this step, and to anchors that it foresees."""
         net_rows = []
         for row, control in self._controlled:
             net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
@@ -92,13 +89,12 @@ class FluxBatch(FlowBatch[FluxWeights]):
 
 
 class FluxAdapter(FlowAdapter[FluxWeights]):
-    """Rows of FLUX edits over one FluxTransformer2DModel."""
-
     spec: ClassVar[FamilyFacts] = flux
     batches = FluxBatch
     text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
     shallowest = False
-    """`OpeningFacts.shallowest` of its rows: `[controls] unequal_depths`."""
+    """Whether `[controls] unequal_depths` is `shallowest`; passed on by
+    `OpeningFacts.shallowest`."""
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Self:
@@ -140,8 +136,8 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
     def carried(self, row: Row) -> tuple[Any, ...] | None:
-        """None where what its ControlNets keep of earlier steps would be missed: elsewhere they
-        keep it anew.
+        """Return None if the row's ControlNets keep tensors that another rank would miss; see
+        `FlowAdapter.carried`.
         """
         control = row.residuals if isinstance(row, FlowRow) else None
         missed = isinstance(control, RowControl) and control.missed

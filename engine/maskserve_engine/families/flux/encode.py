@@ -1,4 +1,4 @@
-"""What FLUX takes of a prompt: T5's states and CLIP's pooled vector."""
+"""Encoder of FLUX: T5's states and CLIP's pooled vector."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ from maskserve_engine.stages.vae import load_vae
 
 
 class FluxEncoder(Encoder):
-    """VAE encoder and the two text encoders of a Flux folder.
-
-    Args:
-        facts: what the folder says.
-        vae: AutoencoderKL.
-        clip: of which the pooled vector is read.
-        t5: of which the states are read.
-    """
+    """VAE encoder and the two text encoders of a FLUX folder."""
 
     def __init__(self, facts: ModelFacts, vae: Any, clip: TextEncoder, t5: TextEncoder) -> None:
         super().__init__(facts, vae)
@@ -32,7 +25,7 @@ class FluxEncoder(Encoder):
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxEncoder:
-        """Raises ConfigError when a part cannot be loaded."""
+        """Load the parts of a model folder. Raises ConfigError if a part cannot be loaded."""
         from transformers import CLIPTextModel, T5EncoderModel
 
         limit_threads(config)
@@ -50,7 +43,7 @@ class FluxEncoder(Encoder):
         return {"text_encoder": self.clip, "text_encoder_2": self.t5}
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [T, width] and `pooled` [width] of each prompt."""
+        """Return `prompt_embeds` [T, width] and `pooled` [width] of each prompt."""
         with torch.inference_mode():
             states = to_numpy(self.t5(prompts).last_hidden_state)
             pooled = to_numpy(self.clip(prompts).pooler_output)

@@ -1,4 +1,6 @@
-"""FLUX.1 (dev, schnell, Fill, Kontext): pipelines, their defaults, what a folder says, work."""
+"""FLUX.1 (dev, schnell, Fill, Kontext): pipelines, defaults, model spec of a folder, counted
+work.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ PIPELINES = {
     "FluxKontextInpaintPipeline": REFERENCE,
     "FluxKontextPipeline": REFERENCE,
 }
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "FLUX models"
 SETTINGS = (
     "model.first_block_threshold",
@@ -43,49 +45,47 @@ SETTINGS = (
     "engine.flux_cuda_graphs",
     "controls.unequal_depths",
 )
-"""Keys of the configuration that other models do not have."""
 DEFAULTS = {
     FILL: EditDefaults(num_inference_steps=50, guidance_scale=30.0),
     INPAINT: EditDefaults(num_inference_steps=28, guidance_scale=7.0),
     REFERENCE: EditDefaults(num_inference_steps=28, guidance_scale=3.5),
 }
-"""Those of FluxFillPipeline, FluxInpaintPipeline and FluxKontextInpaintPipeline."""
+"""Defaults of FluxFillPipeline, FluxInpaintPipeline and FluxKontextInpaintPipeline."""
 _FEW_STEPS = 4
-"""Of FLUX.1-schnell, which is distilled to as many: no pipeline's signature says so. Each has an
-anchor of its own."""
+"""Steps of FLUX.1-schnell, which is distilled to so many; no pipeline's signature says so. Each has
+its own anchor."""
 _BLENDED = DenseSteps(prompt=1, side=1)
 _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
 OWN_STRIDES = {FILL: 0.45, INPAINT: 0.25, REFERENCE: 0.0}
-"""What anchors of their own leave of edits of Kontext, and of a distilled model's few steps, is not
-measured."""
+"""Strides of refresh steps; 0 where their effect has not been measured (Kontext, and distilled
+models)."""
 _OWN_GROWTH = {FILL: 1.0, INPAINT: 2.15, REFERENCE: 1.0}
-"""The more noise there is, the faster does a base model's picture round the mask change with it."""
+"""A base model's picture round the mask changes faster the more noise there is."""
 _OWN_RING = {FILL: 2}
-"""Of base models, whose picture round the mask changes with its noise, it is worth its tokens."""
+"""Cached ring, by semantics. A base model's picture round the mask changes with its noise, so there
+the ring is worth computing."""
 _STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
-"""FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
-noised like the rest and its activations change with the noise."""
+"""FLUX Fill sees the picture round the mask in extra channels, at every step. For other models it
+is noised like the rest, and its activations change with the noise."""
 
 _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.25, power=3.0), REFERENCE: None}
-"""Where the picture round the mask is noised like the rest, what it is to attention changes the
-less, the less noise there is."""
+"""Where the picture round the mask is noised like the rest, its keys and values change less the
+less noise there is."""
 
 _FLUX_HELD = 24
-"""Widths that a token holds at most, before a single block's attention where that runs as plain
-operations: the block's input, all that one product made of it (7), queries and keys in float32 (4
-widths of half precision) and turned (4), and what they become; one that a dense block has left for
-the next ones that are not; and what a row that may skip steps remembers (5).
-"""
+"""Largest number of widths that a token holds, before a single block's attention in plain
+operations: the block's input, its joint product (7), queries and keys in float32 (4 widths of half
+precision), rotated (4), and the result; one that a dense block left for later cached blocks; and
+the state of a row that may skip steps (5)."""
 
 _LAUNCHES = {"double": (14.4, 21.4, 16.4), "single": (7.1, 14.1, 9.1)}
-"""Kernels of a block, as they are counted on a device without memory (`bench kernel_table`)."""
+"""Kernels of a block, counted on a device without memory (`bench kernel_table`)."""
 _LAUNCHES_OUTSIDE = 11.0
 _RECORDED_LAUNCHES = {name: (0.0, own[1], 2.0) for name, own in _LAUNCHES.items()}
-"""Where steps are CUDA graphs: one that places entries, and the piece of a graph behind it.
-Projected blocks are not recorded."""
+"""Kernels with CUDA graphs: one that places entries, and the piece of a graph behind it. Projected
+blocks are not recorded."""
 _RECORDED_OUTSIDE = 18.0
 _OUT_LAUNCHES = 1.0
-"""Of a ControlNet, behind each block."""
 
 
 def flux_work(
@@ -97,19 +97,20 @@ def flux_work(
     references: int = 0,
     exact: bool = False,
 ) -> ModelWork:
-    """Work of a FluxTransformer2DModel.
+    """Return the work of a FluxTransformer2DModel.
 
-    A cached row computes its active image tokens and all text tokens; queries are those, keys are
-    all tokens. `kv` has K and V of inactive tokens ready after norm and rotary embedding;
-    `project` has their hidden states and makes K and V of them, in single blocks too.
+    A cached row computes its computed image tokens and all text tokens; these are the queries, and
+    keys are all tokens. `kv` reads keys and values of cached tokens after norm and rotary
+    embedding; `project` computes them from hidden states, in single blocks too.
 
     Args:
         config: transformer/config.json.
         height: latent rows (pixels / VAE scale); tokens are 2x2 latents.
         width: latent columns.
         recorded: whether steps are CUDA graphs.
-        references: pictures of the same size that are looked at.
-        exact: whether these are no context, but see nothing of a row (`Semantics.exact`).
+        references: number of reference pictures of the same size.
+        exact: whether references do not depend on the row (`Semantics.exact`), instead of being
+            context.
     """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     channels = int(config["in_channels"])
@@ -165,13 +166,8 @@ def flux_work(
 
 
 def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
-    """Work of a FluxControlNetModel beside its base. The token that tells a union net its mode is
-    not counted.
-
-    Args:
-        config: the net's config.json.
-        height: latent rows.
-        width: latent columns.
+    """Return the work of a FluxControlNetModel beside its base, from the net's config.json and a
+    size in latents. A union net's mode token is not counted.
     """
     base = flux_work(config, height, width)
     h = base.blocks[0].width
@@ -201,16 +197,13 @@ _OUTSIDE = {
     "norm_out": ("after", "row"),
     "proj_out": ("after", "token"),
 }
-"""Layers outside the blocks: where, and what they run once for. All others are embeddings of what
-a row has one of."""
+"""Layers outside the blocks: position, and the unit that they run once for. All others embed
+something that a row has one of."""
 
 
 def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """What a LoRA adds to the model's work.
-
-    Args:
-        base: of the model.
-        layers: numbers in its factors, by the layer's dotted name in FluxTransformer2DModel.
+    """Return the work that a LoRA adds. `layers` are the elements of its factors, by dotted layer
+    name in FluxTransformer2DModel.
     """
     blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
     outside: dict[str, Counter[str]] = {"before": Counter(), "after": Counter()}
@@ -236,8 +229,8 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per rank of a LoRA of every linear layer of the blocks, those of the modulation
-    apart, as of `lora_work`.
+    """Return the elements per rank of a LoRA on every linear layer of the blocks except modulation,
+    for `lora_work`.
     """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     double = joint_attention(h)
@@ -258,12 +251,12 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mlp(inputs: int, width: int) -> float:
-    """FLOPs of a two-layer embedder, inputs → width → width."""
+    """Return the FLOPs of a two-layer embedder, inputs → width → width."""
     return 2.0 * inputs * width + 2.0 * width * width
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a FLUX folder; ConfigError if a part of it cannot be read."""
+    """Return the model spec of a FLUX folder. Raises ConfigError if a part is unreadable."""
     semantics, latents = PIPELINES[pipeline], one_scale(folder)
     vae = read_json(folder / "vae" / "config.json")
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
@@ -305,7 +298,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
 
 
 def recorded_rows(config: Config) -> int:
-    """Dense rows whose tokens a step that is a CUDA graph may have, on GPUs; 0: none is one."""
+    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
+    recorded.
+    """
     is_single_device = config.engine.devices == 1 and config.cache.placed_bytes <= 0
     return int(config.engine.flux_cuda_graphs and is_single_device)
 
@@ -320,7 +315,7 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As `flux_work`; ValueError where a halo is given, as there are no convolutions."""
+    """Return `flux_work`. Raises ValueError if a halo is given, but there are no convolutions."""
     if halo:
         raise ValueError("halo: a setting of UNets")
     return flux_work(config, height, width, recorded=recorded, references=references, exact=exact)

@@ -1,1 +1,3 @@
-"""FLUX.2 klein: what of it is not FLUX.1's. Blocks are, but for their weights' names."""
+"""FLUX.2 klein, where it differs from FLUX.1. The blocks are the same, except for their weights'
+names.
+"""

@@ -1,4 +1,4 @@
-"""FLUX.2 klein: what of its rows is not FLUX.1's."""
+"""FLUX.2 klein, where its rows differ from FLUX.1's."""
 
 from __future__ import annotations
 
@@ -21,35 +21,33 @@ from maskserve_engine.spec.family import FamilyFacts
 from maskserve_engine.stages.latents import draw
 
 _REFERENCE = 10
-"""On the first axis of positions, of the first reference; the picture has 0."""
+"""Position of the first reference on the first axis; the picture has 0."""
 
 
 _AT_10_STEPS, _AT_200_STEPS = (8.73809524e-05, 1.89833333), (0.00016927, 0.45666666)
-"""The schedule's shift over image tokens: slope and base."""
+"""Slope and base of the schedule's shift over image tokens, at 10 and at 200 steps."""
 _LARGE = 4300
-"""Tokens."""
+"""Image tokens above which the shift does not depend on the steps."""
 
 
 class Flux2Preparation(FlowPreparation):
-    """What Flux2KleinInpaintPipeline draws, in its order."""
+    """Draws random numbers in the order of Flux2KleinInpaintPipeline."""
 
     def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
-        """Drawn of packed latents."""
+        """Return noise drawn in the shape of packed latents."""
         channels, height, width = clean.shape
         grid = height // PATCH, width // PATCH
         packed = draw(torch.Size((channels * PATCH**2, *grid)), generator, clean.dtype)
         return unpack_latents(packed.flatten(1).T, grid)
 
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
-        """Once per token, between the pixels round its middle."""
+        """Resize the mask once per token, bilinearly."""
         height, width = (side // PATCH for side in size)
         tokens = F.interpolate(mask, size=(height, width), mode="bilinear")
         return tokens.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
 
 
 class Flux2Adapter(FluxAdapter):
-    """Rows of FLUX.2 klein's edits over one Flux2Transformer2DModel."""
-
     spec: ClassVar[FamilyFacts] = flux2
     preparation = Flux2Preparation
 
@@ -61,9 +59,8 @@ class Flux2Adapter(FluxAdapter):
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
-        """By the publisher's measurements, between whose steps it goes on a line; of large pictures
-        the steps do not matter. (Its pipeline's module asks for text encoders, which denoisers do
-        without.)
+        """Return the shift interpolated between the publisher's measurements; that of large
+        pictures does not depend on the steps. (The pipeline's module would import text encoders.)
         """
         few, many = (slope * tokens + base for slope, base in (_AT_10_STEPS, _AT_200_STEPS))
         return many if tokens > _LARGE else many + (few - many) * (200 - steps) / 190
@@ -82,7 +79,9 @@ class Flux2Adapter(FluxAdapter):
 
 
 def ids_of(pictures: int, height: int, width: int, text: int) -> Tensor:
-    """[T + pictures · height · width, 4]: a picture's number, row and column; a word's place."""
+    """Return [T + pictures · height · width, 4]: number, row and column of a picture's token;
+    position of a word.
+    """
     origin = torch.zeros(1, dtype=torch.int64)
     numbers = _REFERENCE * torch.arange(pictures)
     image = torch.cartesian_prod(numbers, torch.arange(height), torch.arange(width), origin)

@@ -1,4 +1,4 @@
-"""What FLUX.2 klein takes of a prompt: three layers' states of a Qwen3."""
+"""Encoder of FLUX.2 klein: the states of three layers of a Qwen3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.stages.loader import load_part
 
 _LAYERS = (9, 18, 27)
-"""Whose states the pipeline stacks: the last one's are the last that are computed."""
+"""Layers whose states the pipeline stacks; layers behind the last one are not computed."""
 
 
 class Flux2Encoder(OneTextEncoder):
@@ -31,7 +31,7 @@ class Flux2Encoder(OneTextEncoder):
         )
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [T, 3 · width] of each prompt, padding among the tokens."""
+        """Return `prompt_embeds` [T, 3 · width] of each prompt, with padding tokens."""
         from diffusers import Flux2KleinInpaintPipeline
 
         with torch.inference_mode():
@@ -46,7 +46,9 @@ class Flux2Encoder(OneTextEncoder):
 
 
 def first_layers(config: Config, name: str, cls: Any) -> Any:
-    """The model without what is behind the last layer that is read, a quarter of it or more."""
+    """Load the model without the layers behind the last one that is read, at least a quarter
+    of it.
+    """
     model = load_part(config, name, cls)
     backbone = getattr(
         model, "model", model

@@ -1,4 +1,6 @@
-"""FLUX.2 klein (4B, 9B, base models, 9B-KV): pipelines, defaults, what a folder says, work."""
+"""FLUX.2 klein (4B, 9B, base models, 9B-KV): pipelines, defaults, model spec of a folder, counted
+work.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,17 @@ PIPELINES = {
     "Flux2KleinPipeline": REFERENCE,
     "Flux2KleinKVPipeline": EXACT_REFERENCE,
 }
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "FLUX.2 models"
 SETTINGS = ()
-"""It has no keys of the configuration that other models lack."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
-"""Those of Flux2KleinInpaintPipeline, for base models."""
+"""Defaults of Flux2KleinInpaintPipeline, for base models."""
 _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
-"""As many steps as these are distilled to: no pipeline's signature says so."""
+"""Steps that these models are distilled to; no pipeline's signature says so."""
 _STRIDE = 7
 _OWN_STRIDE = 0.5
-"""Two anchors of four steps, and of 20: both hold the bars (docs/decisions/own-anchors.md); what
-exact references leave is not measured."""
+"""Two refresh steps of four steps, and of 20: both meet the quality limits
+(docs/decisions/own-anchors.md); with exact references the effect has not been measured."""
 _PATCH = 2
 
 lora_work = flux.lora_work
@@ -41,7 +42,7 @@ recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a FLUX.2 folder; ConfigError if a part of it cannot be read."""
+    """Return the model spec of a FLUX.2 folder. Raises ConfigError if a part is unreadable."""
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     vae = read_json(folder / "vae" / "config.json")
     epsilon = float(vae.get("batch_norm_eps", 1e-4))
@@ -83,8 +84,8 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As FLUX.1's, with what is not: one set of shifts and gates for all blocks of a sort, and
-    gated activations.
+    """Return FLUX.1's work, with one set of shifts and gates for all blocks of a kind, and gated
+    activations.
     """
     base = flux.count(
         {"pooled_projection_dim": 0, **config},
@@ -105,7 +106,9 @@ def count(
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
+    """Return the elements per rank of a LoRA on every linear layer of the blocks, for
+    `lora_work`.
+    """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     inner = int(h * float(config.get("mlp_ratio", 3.0)))
     double = mmdit.joint_attention(h)

@@ -1,7 +1,8 @@
-"""The weights of a Flux2Transformer2DModel, as FLUX.1's blocks take them.
+"""The weights of a Flux2Transformer2DModel, in the form of FLUX.1's blocks.
 
-What is not FLUX.1's: blocks of a sort share their shifts, scales and gates, activations are gated,
-single blocks have one product on each side of attention, and there is no bias and no pooled prompt.
+Differences from FLUX.1: blocks of a kind share their shifts, scales and gates, activations are
+gated, single blocks have one product on each side of attention, and there is no bias and no pooled
+prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from maskserve_engine.layers.low_rank import Place
 
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
-    """Of a Flux2Transformer2DModel; `more` fields of FluxWeights."""
+    """Build from a Flux2Transformer2DModel; `more` are further fields of FluxWeights."""
     time = model.time_guidance_embed
     embedder = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
     singles = model.single_transformer_blocks
@@ -91,7 +92,8 @@ _STACKS = {
     "transformer_blocks": ("double_blocks", _OF_DOUBLE),
     "single_transformer_blocks": ("single_blocks", _OF_SINGLE),
 }
-"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+"""Layer of a block → its product, and its offset in the product's outputs, in widths of the
+model."""
 _OUTSIDE = {
     "double_stream_modulation_img.linear": "shared.image",
     "double_stream_modulation_txt.linear": "shared.text",
@@ -106,9 +108,4 @@ _OUTSIDE = {
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in the weights.
-
-    Args:
-        model: Flux2Transformer2DModel.
-    """
     return places_in(model, model.x_embedder.out_features, _STACKS, _OUTSIDE)

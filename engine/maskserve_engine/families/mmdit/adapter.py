@@ -65,31 +65,29 @@ W = TypeVar("W", bound=FlowWeights)
 
 
 class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
-    """Rows of edits over one transformer. A family says what is its own: the class variables and
-    abstract methods here, and a `FlowBatch`.
+    """Steps rows of edits over one transformer. A family provides the class variables and abstract
+    methods here, and a `FlowBatch`.
 
     Args:
-        facts: what the model folder says.
+        facts: describes the model folder.
         model: the family's `transformer`, in eval mode.
-        sampler: the model's, which is asked for schedules and steps no row.
+        sampler: computes schedules; it steps no row.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
-        own: how a row keeps what is its own.
+        own_rule: when rows refresh, and how they keep the result.
     """
 
     spec: ClassVar[FamilyFacts]
-    """The family's module of facts and counts."""
     batches: ClassVar[type[FlowBatch[Any]]]
-    """Of the family's rows."""
     text_places: ClassVar[tuple[str, ...]]
-    """How places of the weights begin that `text` reads."""
+    """Prefixes of the weights' places that `text` reads."""
     tells_sigmas: ClassVar[bool] = True
-    """Whether its pipeline gives its sampler sigmas (`shift`)."""
+    """Whether the family's pipeline passes sigmas to its sampler (`shift`)."""
     preparation: ClassVar[type[FlowPreparation]] = FlowPreparation
-    """With what its pipeline draws, in its order."""
+    """Draws random numbers in the order of the family's pipeline."""
     anchor_tolerance = 1.0
-    """Any anchor serves any step (docs/adr/0007): how near it is to be, the stride says."""
+    """Any anchor serves any step (docs/adr/0007); `stride` decides how near it is."""
     entry_halves = 1
 
     def __init__(
@@ -129,7 +127,11 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Self:
-        """Raises ConfigError when a part is missing or unreadable, or entries could not serve."""
+        """Load a model folder.
+
+        Raises:
+            ConfigError: a part is missing or unreadable, or its entries could not be used.
+        """
         if facts.shown is not None and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
@@ -148,7 +150,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> float | None:
-        """Of its pipeline's schedule (`schedule.Shift`)."""
+        """Return the shift of the pipeline's schedule (`schedule.Shift`)."""
         return linear_shift(config, tokens, steps)
 
     @staticmethod
@@ -158,13 +160,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @abstractmethod
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> W:
-        """The model's weights as its batches are given them.
-
-        Args:
-            model: as given to the adapter.
-            placed_bytes: that keys and values of a batch may take to stay in place.
-            graphs: of its steps; None: none is recorded.
-        """
+        """Return the model's weights as its batches use them."""
 
     @staticmethod
     @abstractmethod
@@ -177,27 +173,25 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @abstractmethod
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
-        """[T, width] text tokens at the first block, of a prompt's states [words, in], with the
-        `pads` of a picture of so many rows and columns of tokens: the same at every step.
+        """Return [T, width] text tokens at the first block, the same at every step, from a prompt's
+        states [words, in]. They include `pads` for a picture of `grid` (rows, columns) tokens.
         """
 
     @property
     def timeless(self) -> bool:
-        """Whether the context is to the model as it is at time 0 (`RowInput.timeless`)."""
         return False
 
     def pads(self, grid: tuple[int, int]) -> int:
-        """Tokens that stand beside such a picture in its own blocks (`RowInput.pads`)."""
+        """Return the number of text tokens beside a picture of that grid (`RowInput.pads`)."""
         return 0
 
     def text_tokens(self, words: int, grid: tuple[int, int]) -> int:
-        """How many `text` makes of so many."""
         return words
 
     @abstractmethod
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        """[T + height · width + R, head_dim / 2] complex rotary factors of text, image tokens and
-        references, where the model takes any.
+        """Return [T + height · width + R, head_dim / 2] complex rotary factors of text, image
+        tokens and references (if the model takes any).
         """
 
     def steps(self, job: EditJob) -> int:
@@ -244,8 +238,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return [(step.sigma, step.timestep) for step in schedule.walk]
 
     def _make_anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
-        """Of every `stride` timesteps of the schedule the one in their middle, and as many between
-        them that no step of any schedule is out of reach.
+        """Choose the middle one of every `stride` timesteps, and more until every possible step is
+        within tolerance of one.
         """
         shift, model_sigmas = self.shift, self.facts.sigmas
         walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk
@@ -313,7 +307,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     @staticmethod
     def keep_own(row: FlowRow, plan: OwnPlan | None) -> None:
-        """Have both passes of a row keep what is their own; None: nothing."""
+        """Give both passes of a row new step caches; without a schedule, none."""
         if plan is not None:
             row.own = OwnAnchors(plan)
             if row.negative is not None:
@@ -360,9 +354,6 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         kinds: Sequence[frozenset[str]],
         format: str,
     ) -> FlowPrimingRow:
-        """As of `Adapter`; entries that serve every prompt about a picture are primed with the
-        picture alone.
-        """
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
             flow_template, picture_tokens = (
@@ -393,13 +384,14 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             )
 
     def _own_positions(self, job: EditJob, text: int) -> Tensor:
-        """`positions` of text, image tokens and the context."""
         height, width = grid_of(job)
         whole = self._positions(height, width, text)
         return whole[: text + height * width] if self.facts.semantics.exact else whole
 
     def _references(self, job: EditJob, text: int) -> References | None:
-        """Those of its rows that see nothing of them, behind so many text tokens."""
+        """Return the reference pictures of a model whose references do not depend on the row; None
+        for others. `text` counts the text tokens before them.
+        """
         if not self.facts.semantics.exact:
             return None
         height, width = grid_of(job)
@@ -407,8 +399,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return References(tokens, self._positions(height, width, text)[text + height * width :])
 
     def most_ranks(self, job: EditJob) -> int:
-        """As many as there are heads; of what ranks cannot share, one for each pass
-        (`batch.cfg_parallel`).
+        """Return the number of attention heads; for rows that ranks cannot share, one rank for each
+        pass (`batch.cfg_parallel`).
         """
         request = job.request
         if request.settings.first_block_threshold:
@@ -418,8 +410,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return self.weights.width // self.weights.head_dim
 
     def carried(self, row: Row) -> tuple[Any, ...] | None:
-        """[n, 4C] the latents of its computed tokens, what its sampler remembers of them, and of
-        one with anchors of its own the others' latents, [m, 4C]; nothing of a priming row.
+        """Return [n, 4C] latents of the computed tokens, the sampler's memory, and for a row with
+        refresh steps [m, 4C] latents of the cached tokens; nothing for a priming row.
         """
         if not isinstance(row, FlowRow):
             return ()
@@ -464,9 +456,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 row.negative = replace(row.negative, text=negative)
 
     def control_net(self, model: Any) -> Any:
-        """A family without ControlNets has no more to say of them than this; its folders refuse
-        them (`ModelFacts.control`).
-        """
+        """Raise ValueError: families without ControlNets do not override this."""
         raise ValueError("is a ControlNet, and this model takes none")
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
@@ -479,8 +469,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         raise ValueError("this model takes no ControlNets")
 
     def _of_nets(self, row: FlowRow) -> OwnPlan:
-        """As of `RowControl`: where a row has anchors of its own, the base computes all tokens at
-        them, and so do its nets.
+        """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
+        all tokens when the base does.
         """
         if row.own is not None and row.anchored:
             return replace(row.own.plan, anchors=frozenset())
@@ -493,7 +483,6 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         row.residuals = served
 
     def _row(self, job: EditJob, inputs: FlowInputs) -> FlowRow:
-        """A row that computes the tokens of `inputs`, which lie on the device."""
         grid, start = grid_of(job), inputs.start
         text = self.text(inputs.prompt.embeds, grid)
         references = self._references(job, len(text))
@@ -529,13 +518,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
     ) -> FixedWords | None:
-        """A prompt that no step computes; None: it is `text`."""
+        """Return a prompt that no step computes; None: the prompt is `text`."""
         return None
 
     def _negative(
         self, job: EditJob, prompt: FlowPrompt | None, own: int, references: References | None
     ) -> Negative | None:
-        """Of a row with so many text tokens of its own."""
         if prompt is None:
             return None
         settings = job.request.settings

@@ -1,9 +1,9 @@
-"""The running batch of a flow-matching transformer: packed once for as long as its rows go on.
+"""The running batch of a flow-matching transformer, packed once for as long as its rows go on.
 
 Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
-than the rest of a step outside the model; so the rows' latents live in the packed tokens, where
-the sampler's step for all of them is one operation, and what the steps ahead will need is laid out
-when the rows are packed.
+than the rest of a step outside the model. So the rows' latents are views of the packed tokens,
+where the sampler's step is one operation for all rows, and inputs of the steps ahead are laid out
+when rows are packed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
 
 class FlowWeights(Protocol):
-    """A transformer's weights, as far as a batch knows them."""
+    """The part of a transformer's weights that a batch uses."""
 
     @property
     def width(self) -> int: ...
@@ -51,17 +51,15 @@ class FlowWeights(Protocol):
 
     @property
     def graphs(self) -> Graphs | None:
-        """Of its steps; None: none is recorded."""
+        """Records the steps; None: steps are not recorded."""
         ...
 
-    def with_adapters(self, rows: Sequence[Adapters]) -> Self:
-        """The same for packed rows of which each has adapters of its own, or none."""
-        ...
+    def with_adapters(self, rows: Sequence[Adapters]) -> Self: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """A step as it is recorded (`graphs.BatchStep`); arguments as those of `forward`."""
+    """A recordable step (`graphs.BatchStep`); fields as the arguments of `forward`."""
 
     model: Transformer
     packed: Packed
@@ -90,24 +88,25 @@ W = TypeVar("W", bound=FlowWeights)
 
 
 class FlowBatch(KeptBatch[Row, W]):
-    """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
+    """Rows and their packed inputs. A row belongs to the batch that packed it last."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         self._frozen = _frozen(rows)
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
-        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        """Index and negative prompt of rows with a second pass; second passes are packed behind all
+        rows."""
         foreseen = [
             (i, lookahead_input) for i, row in enumerate(rows) for lookahead_input in _foreseen(row)
         ]
         self._foresee = tuple([i for i, _ in foreseen])
-        """Index of the row of each pass that computes an anchor ahead, packed behind all others."""
+        """Row index of each lookahead pass; these are packed last."""
         self.ahead = self.steps_ahead(len(rows) + len(self._guided))
         back = rows[0].step % self.ahead if len(rows) == 1 else 0
-        """Products of other shapes round differently. So what is computed ahead for a row by itself
-        is computed for the same steps together, wherever between them it was packed."""
+        """Products of other shapes round differently. So what is computed ahead for a lone row
+        covers the same steps wherever among them the row was packed."""
         self.steps = back + min(row.steady for row in rows)
-        """That are laid out: the next ones, and `back` before them."""
+        """Number of steps that are laid out: the next ones, and `back` before them."""
         self._begin = rows[0].step - back
         second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
         self._skippers = tuple(
@@ -133,9 +132,7 @@ class FlowBatch(KeptBatch[Row, W]):
         extra_passes = [*(i for i, _ in self._guided), *self._foresee]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
         self._weights: W | None = None
-        """The model's, with what the rows' adapters add to them."""
         self._share: RankShare | _Passes | None = None
-        """Of the ranks that took the last step with this one."""
         self._served = tuple(
             (row, row.residuals)
             for row in rows
@@ -143,7 +140,7 @@ class FlowBatch(KeptBatch[Row, W]):
         )
         self._number = new_batch() if self._served else 0
         self._vectors: Sequence[Any] = ()
-        """Of `ahead` steps, the present one among them."""
+        """Vectors of `ahead` steps, including the present one."""
         self._lay_out()
 
     @classmethod
@@ -155,8 +152,8 @@ class FlowBatch(KeptBatch[Row, W]):
 
     @staticmethod
     def steps_ahead(passes: int) -> int:
-        """Steps for which a family computes at once what follows from the timestep, of a batch of
-        so many rows and second passes.
+        """Return the number of steps for which a family computes its vectors at once, in a batch of
+        so many passes.
         """
         return 1
 
@@ -197,8 +194,8 @@ class FlowBatch(KeptBatch[Row, W]):
             row.advance(velocity)  # by now the sampler's move
 
     def make_fixed(self, model: W) -> None:
-        """Have rows that found none make the keys and values of their references: alone, as they
-        see nothing of them, and at time 0. A family that has other fixed tokens makes them here.
+        """Compute missing keys and values of references, alone and at time 0, since they do not
+        depend on the row. Families with other fixed tokens extend this.
         """
         lacking = [row for row in self.rows if row.lacks_references]
         if not lacking:
@@ -210,12 +207,7 @@ class FlowBatch(KeptBatch[Row, W]):
             row.references.made = True
 
     def begin_step(self, weights: W, at: int) -> Transformer:
-        """The transformer for a step; what runs beside it has run.
-
-        Args:
-            weights: with what the rows' adapters add to them.
-            at: number of the step among those that are laid out.
-        """
+        """Ask services for residuals, and return the transformer at a step."""
         if self._served:
             ask_service([_asked(row, served) for row, served in self._served], self._number)
         if at % self.ahead == 0 or not self._vectors:
@@ -225,11 +217,8 @@ class FlowBatch(KeptBatch[Row, W]):
 
     @abstractmethod
     def vectors(self, weights: W, timesteps: Tensor) -> Sequence[Any]:
-        """What timestep, guidance and prompt do to the blocks, for each of so many steps.
-
-        Args:
-            weights: with what the rows' adapters add to them.
-            timesteps: [S, R] of the packed rows, 0 to 1000.
+        """Return each step's modulation of the blocks; `timesteps` are [S, R] of packed rows, 0 to
+        1000.
         """
 
     @abstractmethod
@@ -237,8 +226,8 @@ class FlowBatch(KeptBatch[Row, W]):
         """The transformer at a step, of its `vectors`."""
 
     def _share_with(self, exchange: Exchange, weights: W) -> RankShare | _Passes:
-        """Of two ranks each has a pass of every row, where every row has two: that takes one
-        exchange per step, and not two per block.
+        """Return this rank's share. If every row has two passes, two ranks deal them: one exchange
+        per step in place of two per block.
         """
         if self._skippers:
             raise ValueError("rows that may skip blocks take their steps on one device")
@@ -254,9 +243,7 @@ class FlowBatch(KeptBatch[Row, W]):
         return self._share
 
     def _lay_out(self) -> None:
-        """What the steps ahead will need: timesteps, changes of sigma, and the latents in shapes
-        for one operation on all rows.
-        """
+        """Lay out timesteps, changes of sigma and views of the latents for the steps ahead."""
         stream, count = self._stream, len(self.rows)
         ago = self.rows[0].step - self._begin
         walks = [row.walk(row.step - ago)[: self.steps] for row in self.rows]
@@ -270,13 +257,13 @@ class FlowBatch(KeptBatch[Row, W]):
         by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
         timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
         self.timesteps = timesteps
-        """[steps, R] of the packed rows, of the steps that are laid out."""
+        """[steps, R] timesteps of the packed rows."""
         latents = self.packed.tokens[:, : self.rows[0].channels]
         self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
-        """[R, n, C] where rows are alike, else [N, C]."""
+        """[R, n, C] if rows have equal lengths, else [N, C]."""
         shape = (self.steps, len(changes)) + (1,) * (self._latents.dim() - 1)
         self._changes = all_changes.view(shape).unbind()
-        """Per step: [R, 1, 1] where rows are alike, else [R, 1]."""
+        """Per step: [R, 1, 1] if rows have equal lengths, else [R, 1]."""
         self._parts = latents.split(stream.lengths)
         """[n, C] of each row, then of each second pass."""
         self._seconds = [
@@ -291,7 +278,6 @@ class FlowBatch(KeptBatch[Row, W]):
             row.foreseen = Foreseen(self._anchor_of(i)[0], slice(*span))
 
     def _anchor_of(self, i: int) -> tuple[int, Walk]:
-        """The step that row `i` foresees."""
         row = self.rows[i]
         assert isinstance(row, FlowRow)
         step = row.foresees
@@ -299,7 +285,6 @@ class FlowBatch(KeptBatch[Row, W]):
         return step, row.schedule.walk[step]
 
     def _guide(self, velocity: Tensor) -> None:
-        """Lead rows with a negative prompt away from what their second pass answers."""
         answers, rows = velocity.split(self._stream.lengths), len(self.rows)
         ahead: dict[int, list[Tensor]] = {}
         for number, i in enumerate(self._foresee, start=rows + len(self._guided)):
@@ -312,21 +297,16 @@ class FlowBatch(KeptBatch[Row, W]):
 
     @staticmethod
     def guide(own: Tensor, away: Tensor, scale: float) -> None:
-        """Lead an answer away from that of the second pass, in place: by diffusers' true
-        classifier-free guidance. Families with another rule have it here.
-
-        Args:
-            own: [n, C] of the row's first pass.
-            away: [n, C] of the pass with its negative prompt.
-            scale: the edit's, above 1.
+        """Apply diffusers' true classifier-free guidance to `own` [n, C], in place; `away` [n,
+        C] is the negative prompt's. Families with another rule override this.
         """
         own.sub_(away).mul_(scale).add_(away)
 
     def _move(self, velocity: Tensor, change: Tensor) -> None:
-        """The sampler's step of all rows.
+        """Take the sampler's step for all rows.
 
-        The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
-        has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
+        The product is rounded to the model's dtype and the sum computed in float32, as diffusers
+        does on CUDA. (On a CPU in half precision torch rounds `change` first, one ulp apart.)
         """
         if not self._stream.uniform:
             change = change.index_select(0, self._stream.row_of)
@@ -337,7 +317,6 @@ class FlowBatch(KeptBatch[Row, W]):
             self._latents.add_(move)
 
     def _blended(self, move: Tensor) -> Tensor:
-        """The latents after `move` and each row's own blend."""
         moved = self._latents + move
         parts = moved.flatten(0, -2).split(self._stream.lengths)
         for row, part in zip(self.rows, parts, strict=False):
@@ -350,20 +329,18 @@ def _foreseen(row: Row) -> list[RowInput]:
 
 
 def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
-    """Which of them leave their text out."""
     return tuple([isinstance(row, FlowRow) and row.frozen for row in rows])
 
 
 class _Passes:
-    """A rank's passes of a batch (`cfg_parallel`), packed by themselves.
+    """One rank's passes of a batch (`cfg_parallel`), packed on their own.
 
     Args:
         whole: the batch.
-        rows: in it; behind their first passes are the second ones.
-        guided: whose these are.
-        foresee: likewise of the passes behind these, which compute an anchor ahead: each is taken
-            where the pass is that reads it.
-        exchange: between the ranks.
+        rows: rows of the batch; their second passes are packed behind their first passes.
+        guided: rows that have second passes.
+        foresee: row of each lookahead pass; each runs on the rank of the pass that reads it.
+        exchange: connects the ranks.
 
     Raises:
         ValueError: a row records what it computes.
@@ -401,30 +378,23 @@ class _Passes:
         self._share = PassShare([list(map(cost, group)) for group in passes], stays, exchange)
         dealt = [groups_by_pass[number] for group in passes for number in group]
         self.own = [pass_number for i in self._share.own for pass_number in dealt[i]]
-        """Their numbers in the batch."""
         for i, row in anchored.items():
             for number, step_cache in zip(passes[i], row.anchors, strict=True):
                 step_cache.sees("here" if number in self.own else "elsewhere")
         numbers = [pass_number for group in dealt for pass_number in group]
         self._answered = [numbers.index(i) for i in range(len(numbers))]
-        """Of each of the batch's passes, where the answer to it comes."""
+        """Position of the answer to each of the batch's passes."""
         self._lengths = [
             [len(whole.rows[i].tokens) * self._channels for i in group] for group in dealt
         ]
-        """Numbers in the answers to passes that are dealt together."""
+        """Elements in the answers to passes that one rank computes together."""
         self._packed = Packed([whole.rows[i] for i in self.own]) if self.own else None
         spans = whole.layout.narrow.image_stream.spans
         at = [torch.arange(*spans[i]) for i in self.own] or [torch.arange(0)]
         [self._tokens] = to_device([torch.cat(at)], whole.tokens.device)
 
     def forward(self, model: Transformer, tokens: Tensor, kinds: Sequence[str]) -> Tensor:
-        """`forward.forward` of the whole batch by all ranks, each of which calls it.
-
-        Args:
-            model: at this step, of all passes.
-            tokens: of all passes.
-            kinds: as of `forward`.
-        """
+        """Run `forward.forward` for the whole batch on all ranks, each of which calls this."""
         if self._packed is None:
             answer = tokens.new_empty(0)
         else:
@@ -439,7 +409,7 @@ class _Passes:
 
 
 def _still(packed: Packed) -> Tensor | None:
-    """Places of the tokens that no step moves; None: there are none."""
+    """Return positions of the tokens that no step moves; None: there are none."""
     spans = packed.layout.narrow.image_stream.spans
     fixed_spans = [
         torch.arange(end - row.still, end)
@@ -453,8 +423,8 @@ def _still(packed: Packed) -> Tensor | None:
 
 
 def _asked(row: FlowRow, served: ServedRow) -> RowAsk:
-    """What a service is given of a row's next step, and of an anchor that it foresees: the latents
-    of all its tokens.
+    """Return the latents of all tokens that a ControlNet service needs for a row's next step, and
+    for its lookahead.
     """
     tokens, foreseen = row.all_tokens().tokens[:, : row.channels], None
     if row.foreseen is not None:

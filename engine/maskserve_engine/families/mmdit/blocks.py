@@ -1,12 +1,12 @@
 """FLUX blocks over packed rows, with the real model's weights and no patched forward.
 
-They compute what the matching diffusers block computes for every row by itself
-(diffusers/models/transformers/transformer_flux.py); attention is `batch.forward`'s. What is before
-and after it knows of no mask and no cache.
+They compute what the matching diffusers block computes for every row alone
+(diffusers/models/transformers/transformer_flux.py); attention is in `batch.forward`. The code
+before and after attention knows no mask and no cache.
 
-What timestep, guidance and prompt do to a block, its shifts, scales and gates (`Vectors`), depends
-on nothing else of a step, so that of several steps is computed at once: its weights, a quarter of
-FLUX.1's, are then read once for all of them.
+A block's shifts, scales and gates (`Vectors`) depend on timestep, guidance and prompt only, so
+those of several steps are computed at once: their weights, a quarter of FLUX.1's, are then read
+once.
 """
 
 from __future__ import annotations
@@ -37,37 +37,39 @@ from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from maskserve_engine.spec.mmdit import STEPS_AHEAD, VECTORS_AT_ONCE
 
 AHEAD = STEPS_AHEAD
-"""Steps whose vectors are computed at once, at least. A batch that ends earlier has lost little:
-the time goes into reading the weights, not into the products."""
+"""Minimum number of steps whose vectors are computed at once. A batch that ends earlier loses
+little: the time goes into reading the weights."""
 
 
 def steps_ahead(passes: int) -> int:
-    """Those of a batch of so many passes: few passes have more, all of an edit for one alone."""
+    """Return the number of steps for a batch of so many passes; few passes take more, a lone one a
+    whole edit.
+    """
     return max(AHEAD, VECTORS_AT_ONCE // passes)
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Of one step. Scales have 1 added."""
+    """Modulation of all blocks at one step. Scales have 1 added."""
 
     double: tuple[tuple[Tensor, Tensor], ...]
-    """Per double block, for image and text: mostly [R, 6 · width]."""
+    """Per double block, for image and text: usually [R, 6 · width]."""
     single: tuple[Tensor, ...]
     """Per single block: [R, 3 · width]."""
     last: Tensor | None
-    """[R, 2 · width]: scale and shift of the last layer; None: of a ControlNet, which has none.
-
-    Where a stream has `timeless` tokens, here and for double blocks' images [2R, …]: behind those
-    of the rows' own time those of time 0."""
+    """[R, 2 · width] scale and shift of the last layer; None for a ControlNet, which has none. With
+    `timeless` tokens this and the double blocks' image vectors are [2R, …]: the rows' own time,
+    then time 0."""
 
     def of(self, index: int) -> Tensor:
-        """[R, …] of the image tokens of a block, double blocks first; shift and scale lead."""
+        """Return [R, …] vectors of a block's image tokens, double blocks first; shift and scale
+        lead.
+        """
         if index < len(self.double):
             return self.double[index][0]
         return self.single[index - len(self.double)]
 
     def take(self, rows: Sequence[int]) -> Vectors:
-        """Those of some rows."""
         first = self.single[0] if self.single else self.double[0][0]
         [at] = to_device([torch.tensor(rows)], first.device)
         image_rows = at
@@ -80,7 +82,7 @@ class Vectors:
         )
 
     def with_timeless(self, at_zero: Vectors) -> Vectors:
-        """With those of time 0, for models of double blocks alone."""
+        """Append the vectors of time 0; only for models without single blocks."""
         assert not self.single, "single blocks have one stream"
         assert self.last is not None
         images = [
@@ -95,12 +97,12 @@ class Vectors:
 def embed(
     weights: FluxWeights, timesteps: Tensor, pooled: Tensor | None, guidance: Tensor | None
 ) -> Tensor:
-    """[S, R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
-    and guidance, and through SiLU.
+    """Return [S, R, width] embeddings after SiLU, rounded as diffusers' pipeline and model round
+    timestep and guidance.
 
     Args:
-        weights: of the model.
-        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+        weights: weights of the model.
+        timesteps: [S, R] of the sampler, 0 to 1000, float32.
         pooled: [R, pooled width]; None for models without it.
         guidance: [R], times 1000; None for models without it.
     """
@@ -127,21 +129,17 @@ def embed(
 
 
 def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
-    """[S, R, width] of [S, R, in]."""
     return layers.linear_2(F.silu(layers.linear_1(x, rows)), rows)
 
 
 def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
-    """The vectors of each step.
-
-    Args:
-        weights: of the model.
-        emb: [S, R, width] from `embed`.
-    """
+    """Return the vectors of each step, from embeddings [S, R, width]."""
     width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
 
     def steps(layer: Linear | None, scale: int = 1) -> tuple[Tensor, ...]:
-        """Whose first scale is that part, and then every third."""
+        """Compute a layer's vectors and add 1 to its scales: part `scale` and every third
+        after it.
+        """
         assert layer is not None, "blocks without vectors of their own share some"
         out = layer(emb, rows)
         for part in range(scale, out.shape[-1] // width, 3):
@@ -171,14 +169,14 @@ def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
 
 
 def clip(x: Tensor) -> Tensor:
-    """A stream, or what a block adds to it, within what float16 holds; of other types as it is.
-    diffusers clips some streams of some families so; infinity would be no number in the next norm.
+    """Clip float16 tensors to the finite range; return others unchanged. diffusers clips some
+    streams so, because infinity turns into NaN in the next norm.
     """
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim]."""
+    """Split into queries and keys [N, 2, heads, head_dim] and values [N, heads, head_dim]."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
     heads = width // head_dim
     qk = qkv[:, : 2 * width].view(tokens, 2, heads, head_dim)
@@ -195,8 +193,8 @@ def stream_post(
     norm: Norm | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Any]:
-    """One stream of a double block after attention; `attended` [N, width]. And the stream through
-    the next block's norm, where that is given (`add_gated`).
+    """Compute one stream of a double block after attention [N, width]. With `norm` also return the
+    stream through the next block's norm (`add_gated`).
     """
     _, _, gate, shift, scale, mlp_gate, *_ = vectors
     out, up, down = stem.out, stem.up, stem.down
@@ -219,18 +217,16 @@ def stream_post(
 
 
 class Modulated(NamedTuple):
-    """A stream, or both in row order, at a block's first product."""
+    """A stream (or both in row order) at a block's first product."""
 
     x: Tensor
-    """As wide as the vectors (`Stream.wide`)."""
     vectors: Sequence[Vector]
-    """All of the block's."""
     normed: Any
-    """`x` through its norm, as the product takes it."""
+    """`x` through its norm, in the form that the product takes."""
 
     @classmethod
     def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor) -> Any:
-        """Of a stream [N, width] and its rows' vectors [R, … · width]."""
+        """Return a stream [N, width] modulated by its rows' vectors [R, … · width]."""
         wide, spread_vectors = stream.wide(x), _spread(stream, vectors, x.shape[1])
         return cls(
             wide,
@@ -240,17 +236,14 @@ class Modulated(NamedTuple):
 
 
 def _spread(stream: Stream, vectors: Tensor, width: int) -> Sequence[Vector]:
-    """All of the block's, as they go with the stream's tokens."""
     return stream.spread(vectors, vectors.shape[1] // width)
 
 
 def _norm(product: Linear, vectors: Sequence[Vector]) -> Norm:
-    """The norm before a block's first product."""
     return Norm(vectors[0], vectors[1], isinstance(product, Fp8Linear))
 
 
 _Streams = tuple[Modulated, Modulated]
-"""Of text and image."""
 
 
 class FluxStep:
@@ -321,7 +314,7 @@ class FluxStep:
         packing: Packing,
         room: Tensor | None,
     ) -> Tensor:
-        """[N, 3 · width] in row order, not rotated."""
+        """Return [N, 3 · width] queries, keys and values in row order, before rotation."""
         text, image = streams
         products = block.text.qkv, block.image.qkv
         spans = packing.text_stream.spans, packing.image_stream.spans
@@ -400,14 +393,8 @@ class FluxStep:
         packing: Packing,
         behind: int | None,
     ) -> tuple[Tensor, Tensor, _Streams | None]:
-        """Text and image stream, as wide as their vectors, and what the block `behind` is given.
-
-        Args:
-            block: the present one.
-            kept: both streams before it, and their vectors.
-            attended: as of `post`.
-            packing: likewise.
-            behind: number of the next double block, if it is given just these streams.
+        """Return text and image stream, and the modulated streams for the double block `behind`, if
+        it receives them unchanged.
         """
         (c, c_vectors), (x, x_vectors) = kept
         norms: Sequence[Norm | None] = None, None

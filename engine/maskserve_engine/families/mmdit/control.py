@@ -1,9 +1,9 @@
 """FluxControlNetModels over the packed rows that have control, beside FLUX.
 
-A net is a shorter FLUX whose blocks' outputs, each through a product of its own, are added to the
-hidden states of the base. It runs on the same packed blocks as the base does (`batch.forward`).
-Between a row's anchors the inactive tokens and the text enter as keys and values, as in the base:
-those that the net's own anchors have left (`batch.own_anchors`).
+A net is a shorter FLUX whose block outputs, each through a linear layer, are added to the base's
+hidden states. It runs on the same packed blocks as the base (`batch.forward`). Between refresh
+steps the cached tokens and the text enter as keys and values from the net's own step cache
+(`batch.own_anchors`).
 """
 
 from __future__ import annotations
@@ -32,36 +32,25 @@ from maskserve_engine.spec.mmdit import CONTROL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FluxControlNet:
-    """A FluxControlNetModel's weights, found once, for a base of so many blocks."""
+    """A FluxControlNetModel's weights, for a base with so many blocks."""
 
     weights: FluxWeights
     hint_embedder: Linear
-    """[N, width] of the control picture's tokens [N, in_channels]."""
+    """Embeds the control picture's tokens: [N, width] from [N, in_channels]."""
     outs: tuple[Linear, ...]
-    """From the width, behind each block."""
+    """The output layer behind each block."""
     modes: Tensor | None
-    """[modes, width] of a union net: a text token that says what kind of picture it is given."""
+    """[modes, width] of a union net: a text token that names the kind of control picture."""
     channels: int
-    """Of the latents' tokens that it takes."""
     base: tuple[int, int]
-    """The base's double and single blocks."""
+    """Numbers of the base's double and single blocks."""
     places: tuple[tuple[int, ...], ...]
-    """Per block of the net: the base's blocks behind which its output is added."""
+    """For each block of the net, the base's blocks behind which its output is added."""
     shallower: dict[tuple[int, int], FluxControlNet] = field(default_factory=dict)
-    """The net with its first so many blocks' outputs alone, by that (`as_shallow_as`)."""
 
     @classmethod
     def of(cls, model: Any, base: Any, channels: int) -> FluxControlNet:
-        """A net beside its base.
-
-        Args:
-            model: FluxControlNetModel.
-            base: FluxTransformer2DModel that it is for.
-            channels: of the base's latents as tokens.
-
-        Raises:
-            ValueError: it does not fit the base; in one sentence.
-        """
+        """Build a net for its base. Raises ValueError if the net does not fit the base."""
         if model.input_hint_block is not None:
             raise ValueError("it takes pixels (conditioning_embedding_channels), not VAE latents")
         net_config, of_base = model.config, {**base.config, "in_channels": channels}
@@ -88,11 +77,11 @@ class FluxControlNet:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Its double and single blocks."""
+        """Numbers of its double and single blocks."""
         return len(self.weights.double_blocks), len(self.weights.single_blocks)
 
     def as_shallow_as(self, depth: tuple[int, int]) -> FluxControlNet:
-        """The same net, of which the first so many double and single blocks' outputs are added,
+        """Return the net with only the outputs of its first `depth` double and single blocks,
         spread over the base as if it had no more.
         """
         if depth == self.depth:
@@ -103,15 +92,12 @@ class FluxControlNet:
         return self.shallower[depth]
 
     def samples(self, packed: Packed, at: Vectors) -> Iterator[list[Tensor]]:
-        """What the net says behind each of its blocks.
+        """Yield per block, for each row, [n, width] outputs of the computed tokens.
 
         Args:
-            packed: any rows: `text` after the net's own context_embedder, `tokens`
-                [n, channels + width], the latents beside what `hint_embedder` made of the picture.
-            at: of the step.
-
-        Yields:
-            behind each block, per row [n, width] of the tokens that were computed.
+            packed: rows with `text` from the net's context_embedder, and `tokens` [n, channels
+                + width]: latents beside the embedded picture.
+            at: vectors of the step.
         """
         weights, stream = self.weights, packed.layout.narrow.image_stream
         latents, hints = packed.tokens.split((self.channels, weights.width), dim=1)
@@ -126,7 +112,6 @@ class FluxControlNet:
 def _places(
     weights: FluxWeights, base: tuple[int, int], depth: tuple[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """`FluxControlNet.places` of a net that is taken to be so deep."""
     blocks, block_places = (weights.double_blocks, weights.single_blocks), list[tuple[int, ...]]()
     for stack_blocks, first, count, of in zip(blocks, (0, base[0]), depth, base, strict=True):
         placed = spread(count, first, of)
@@ -135,9 +120,9 @@ def _places(
 
 
 def common_depth(depths: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """How deep diffusers takes each net of an edit with several to be: as the shallowest one, as it
-    adds the nets' outputs up before it spreads them. Of blocks that the first net has none of, none
-    has an output.
+    """Return the depth that diffusers uses for each net of an edit with several: the shallowest,
+    because it sums the nets' outputs before it spreads them. If the first net has no blocks of a
+    kind, none has outputs there.
     """
     doubles, singles = zip(*depths, strict=True)
     return _shallowest(doubles), _shallowest(singles)
@@ -148,8 +133,8 @@ def _shallowest(counts: Sequence[int]) -> int:
 
 
 def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
-    """The base's blocks that each of `count` outputs goes to, as diffusers has it: every so many in
-    a row, of the `of` that begin with `first`.
+    """Return the base's blocks that receive each of `count` outputs, as in diffusers: runs of equal
+    length over the `of` blocks from `first` on.
     """
     if not count:
         return []
@@ -160,14 +145,14 @@ def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
 
 
 class FluxNetInput(NamedTuple):
-    """What a net is given of one edit, beside what its base is given."""
+    """One net's inputs for an edit, beside those of its base."""
 
     control: ControlInput
     net: FluxControlNet
     hint: Tensor
-    """[N, width] of the picture's tokens, in the order of the row's own: active ones first."""
+    """[N, width] tokens of the embedded picture, in the row's order: computed tokens first."""
     text: Tensor
-    """[T, width] after the net's context_embedder; of a union net behind its mode's token."""
+    """[T, width] from the net's context_embedder; in a union net the mode's token comes first."""
     guidance: float | None
 
     @classmethod
@@ -179,15 +164,7 @@ class FluxNetInput(NamedTuple):
         embeds: Tensor,
         guidance_scale: float | None,
     ) -> FluxNetInput:
-        """What a net makes of an edit, once.
-
-        Args:
-            control: the picture's part in it.
-            net: the picture's.
-            picture: [N, 4C] its latents, in the order of the row's tokens.
-            embeds: [T, in] the prompt's states.
-            guidance_scale: of the edit.
-        """
+        """Compute a net's constant inputs for an edit."""
         text = net.weights.context_embedder(embeds, ((0, len(embeds)),))
         if net.modes is not None:
             assert control.mode is not None, (
@@ -199,7 +176,7 @@ class FluxNetInput(NamedTuple):
         return cls(control, net, hint, text, guidance_scale if guided else None)
 
     def of(self, row: RowInput) -> RowInput:
-        """Of a row, for these of its tokens."""
+        """Return the net's input for these tokens of a row."""
         hint = self.hint[: len(row.tokens)]
         tokens = torch.cat((row.tokens[:, : self.net.channels], hint), dim=1)
         cis = row.cis
@@ -211,14 +188,14 @@ class FluxNetInput(NamedTuple):
 
 
 class FluxNets(Nets[FluxNetInput]):
-    """Nets over rows of which the base is given a `RowInput`."""
+    """Nets over rows whose base takes a `RowInput`."""
 
     in_parts, stacked = True, False
 
     def __init__(self) -> None:
         self._vectors: dict[tuple[int, ...], tuple[int, tuple[Vectors, ...]]] = {}
-        """By net and the rows' inputs: the first row's step when they were computed, and those of
-        it and of the steps behind it."""
+        """By net and inputs: the first row's step, and the vectors of that step and the next
+        ones."""
 
     def say(self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]]) -> Iterator[Said]:
         inputs = [_given(request) for request in same]
@@ -235,9 +212,8 @@ class FluxNets(Nets[FluxNetInput]):
     def _vectors_of(
         self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
     ) -> Vectors:
-        """Those of the step, computed for up to AHEAD steps at once: of a row by itself for the
-        same ones wherever between them its batch began, as products of other shapes round
-        differently.
+        """Return the step's vectors, computed for up to AHEAD steps at once. A lone row always gets
+        the same groups of steps, because products of other shapes round differently.
         """
         first = same[0].row
         key, step = (id(net), *(id(request.own) for request in same)), first.step
@@ -254,19 +230,18 @@ class FluxNets(Nets[FluxNetInput]):
 
 
 class NetTokens(NamedTuple):
-    """What nets are given of a row in a step."""
+    """The base's tokens in a step, from which a net's input is made."""
 
     row: RowInput
-    """All its tokens: those first that the base computes."""
+    """All tokens of the row, those that the base computes first."""
     computed: int
-    """By the base, of the image tokens."""
     active: int
-    """Of them those that steps between anchors compute; 0: there are none such."""
+    """Number of them that are computed between refresh steps; 0: the row has none."""
 
 
 def _given(asked: Asked[FluxNetInput]) -> RowInput:
-    """What the net is to compute: between anchors the active tokens, else all of them, with an
-    `OwnAnchors` that sees the others where they are to be kept.
+    """Return the net's input: the computed tokens between refresh steps, else all of them, with a
+    `OwnAnchors` as capture if the others are to be kept.
     """
     row, (net_tokens, computed, active) = asked.row, asked.row.given
     if asked.kept is not None:
@@ -293,7 +268,7 @@ def controlled(
     step: int,
     foreseen: int | None = None,
 ) -> Controlled[FluxNetInput]:
-    """A row that is about to take a step; `times` are the timesteps of all its steps."""
+    """Return a row before its step; `times` are the timesteps of all its steps."""
     sparse, idle = given.computed < len(given.row.tokens), given.active > 0
     now, before = times[step : step + AHEAD], times[step - step % AHEAD : step]
     if foreseen is not None:
@@ -303,20 +278,19 @@ def controlled(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FluxNetRow:
-    """A row whose base is elsewhere, as a ControlNet service holds it."""
+    """A row of a ControlNet service, whose base runs in another process."""
 
     control: RowControl[FluxNetInput]
     base: RowInput
-    """Of the base's input what nets ask for; no tokens, and text only to be counted."""
+    """The base's input without tokens; text only to be counted."""
     cis: Tensor
-    """[T + N, head_dim / 2] of text and of all tokens, in the row's order."""
+    """[T + N, head_dim / 2] of text and all tokens, in the row's order."""
     timesteps: Sequence[float]
     active: int
-    """As of `NetTokens`."""
 
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
-        """From `FluxAdapter.opening`, as `Opening.on` the nets' device."""
+        """Build from `FluxAdapter.opening`, moved to the nets' device (`Opening.on`)."""
         facts, arrays = opening.facts, opening.arrays
         row_nets = [nets[opened.net] for opened in facts.controls]
         if facts.shallowest:
@@ -338,7 +312,7 @@ class FluxNetRow:
     def at(
         self, step: int, sample: Tensor, computed: int, foreseen: int | None
     ) -> Controlled[FluxNetInput]:
-        """See `NetRow`; `sample` is [N, channels], the tokens that the base computes first."""
+        """See `NetRow`; `sample` is [N, channels], tokens that the base computes first."""
         row = replace(self.base, tokens=sample, cis=self.cis)
         net_tokens = NetTokens(row, computed, self.active)
         control = self.control if foreseen is None else self.control.ahead

@@ -1,7 +1,7 @@
-"""What the rows of an edit begin with, as far as it follows from its job alone: in host memory.
+"""Initial tensors of an edit's rows, as far as they depend on its job alone, in host memory.
 
-The schedule; latents packed into tokens, and all random numbers, in the order of the pipeline that
-is served; Fill's extra channels, or what Inpaint blends in after each step.
+The schedule; latents packed into tokens, and all random numbers in the order of the pipeline that
+is served; Fill's extra channels, or Inpaint's blend after each step.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from maskserve_engine.stages.latents import (
 )
 
 BEFORE = "before"
-"""Name of the states of a prompt's words that stand before the picture it is about, where the
-family's denoiser has the picture itself in their midst."""
+"""Name of the prompt states before the picture, for families whose denoiser inserts the picture
+between words."""
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
 
 
 def pack_latents(latents: Tensor) -> Tensor:
-    """[C, h, w] → tokens [h/2 · w/2, 4C], row-major."""
+    """Reshape [C, h, w] → tokens [h/2 · w/2, 4C], row-major."""
     c, h, w = latents.shape
     x = latents.view(c, h // PATCH, PATCH, w // PATCH, PATCH)
     return x.permute(1, 3, 0, 2, 4).reshape((h // PATCH) * (w // PATCH), c * PATCH * PATCH)
 
 
 def unpack_latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Tokens [gh · gw, 4C] → [C, 2gh, 2gw]."""
+    """Reshape tokens [gh · gw, 4C] → [C, 2gh, 2gw]."""
     gh, gw = grid
     c = tokens.shape[1] // (PATCH * PATCH)
     x = tokens.view(gh, gw, c, PATCH, PATCH).permute(2, 0, 3, 1, 4)
@@ -57,8 +57,8 @@ def unpack_latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FlowBlend:
-    """Inpaint semantics: outside the mask, latents follow the noised source. So they do under its
-    grey, until the edit takes them in (`latents.joins`).
+    """Inpaint semantics: outside the mask, latents follow the noised source. Grey areas follow it
+    until the edit takes them in (`latents.joins`).
     """
 
     mask: Tensor
@@ -66,15 +66,17 @@ class FlowBlend:
     clean: Tensor
     """[n, 4C] source latents."""
     noise: Tensor
-    """[n, 4C] the request's noise."""
+    """[n, 4C] noise of the request."""
 
     def apply(self, latents: Tensor, sigma: Tensor, after: int, steps: int) -> Tensor:
-        """Latents after so many of the row's steps, the last of which ended at `sigma`."""
+        """Return the latents after `after` of the row's steps; the last one ended at
+        `sigma`.
+        """
         source = self.clean if after == steps else self.source(sigma)
         return torch.where(self.mask >= joins(after, steps), latents, source)
 
     def source(self, sigma: Tensor) -> Tensor:
-        """[n, 4C] noised to `sigma`."""
+        """Return [n, 4C] source noised to `sigma`."""
         sigma = sigma.to(self.clean.dtype)
         return sigma * self.noise + (1.0 - sigma) * self.clean
 
@@ -86,19 +88,18 @@ class FlowBlend:
 
 @dataclass(frozen=True, slots=True)
 class FlowStart:
-    """A row's tensors before its first step, all tokens, in the model's dtype."""
+    """A row's tensors before its first step, for all tokens, in the model's dtype."""
 
     latents: Tensor
-    """[n, 4C]"""
     condition: Tensor | None
     """[n, extra channels] for Fill."""
     blend: FlowBlend | None
-    """For Inpaint."""
+    """Set for Inpaint, and for Fill with grey masks."""
     context: Tensor | None = None
-    """[R, 4C] of the pictures that are only looked at, where the model takes any."""
+    """[R, 4C] context tokens: reference pictures, if the model takes any."""
 
     def take(self, index: Tensor) -> FlowStart:
-        """Some image tokens, without the context."""
+        """Return some image tokens, without the context."""
         return FlowStart(
             self.latents.index_select(0, index),
             None if self.condition is None else self.condition.index_select(0, index),
@@ -107,7 +108,7 @@ class FlowStart:
 
 
 def packed_mask(edit_mask: Tensor, factor: int, dtype: torch.dtype) -> Tensor:
-    """Fill's mask channels [n, 4·factor²] of a [H, W] mask of 0 and 1."""
+    """Return Fill's mask channels [n, 4·factor²] of a [H, W] mask of 0 and 1."""
     h, w = edit_mask.shape[0] // factor, edit_mask.shape[1] // factor
     channels = edit_mask.view(h, factor, w, factor).permute(1, 3, 0, 2)
     return pack_latents(channels.reshape(factor * factor, h, w)).to(dtype)
@@ -121,7 +122,9 @@ def start_fill(
     schedule: Schedule,
     generator: torch.Generator,
 ) -> FlowStart:
-    """FluxFillPipeline's preparation; draws image sample, noise, masked-image sample, in order."""
+    """Prepare as FluxFillPipeline does; draws image sample, noise and masked-image sample, in this
+    order.
+    """
     clean = image.sample(generator)
     noise = draw(clean.shape, generator, clean.dtype)
     latents = _mixed(clean, noise, schedule)
@@ -137,7 +140,7 @@ def start_fill(
 
 
 def blended(clean: Tensor, noise: Tensor, mask: Tensor) -> FlowBlend:
-    """Of [C, h, w] latents and a mask of them, [1, h, w] float32."""
+    """Return the blend of [C, h, w] latents with a [1, h, w] float32 mask."""
     parts = (mask.expand_as(clean).contiguous(), clean, noise)
     return FlowBlend(*(pack_latents(part) for part in parts))
 
@@ -149,14 +152,14 @@ def start_inpaint(
     schedule: Schedule,
     seed: int | None,
 ) -> FlowStart:
-    """FluxInpaintPipeline's preparation; the masked image that it encodes is never used.
+    """Prepare as FluxInpaintPipeline does, without its unused masked image.
 
     Args:
-        clean: [C, h, w] of the source.
-        noise: [C, h, w]
+        clean: [C, h, w] latents of the source.
+        noise: [C, h, w].
         mask: [1, h, w] float32, 1 = edit.
-        schedule: the row's.
-        seed: of the noise outside the mask; None: it is the edit's, too.
+        schedule: schedule of the row.
+        seed: seed of the noise outside the mask; None: one noise for all.
     """
     if seed is not None:
         noise = noise_outside(noise, mask, seed)
@@ -165,25 +168,22 @@ def start_inpaint(
 
 
 def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
-    """Latents before the first step."""
     sigma = schedule.sigmas[0].to(clean.dtype)
     return sigma * noise + (1.0 - sigma) * clean
 
 
 @dataclass(frozen=True, slots=True)
 class FlowPrompt:
-    """What text encoders answered, in the model's dtype."""
+    """Output of the text encoders, in the model's dtype."""
 
     embeds: Tensor
-    """[T, T5 width]"""
+    """[T, text width]."""
     pooled: Tensor | None
-    """[pooled width], where the family has it."""
+    """[pooled width]; None for families without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowInputs:
-    """What a row begins with."""
-
     schedule: Schedule
     start: FlowStart
     prompt: FlowPrompt
@@ -192,44 +192,48 @@ class FlowInputs:
 
 @dataclass(frozen=True, slots=True)
 class FlowTemplate:
-    """The template's own model inputs: what priming runs on and inactive tokens are pinned to."""
+    """The template's model inputs: priming runs on them, and cached tokens are fixed to them."""
 
     clean: Tensor
     """[n, 4C] posterior mode of the source."""
     noise: Tensor
-    """[n, 4C] the template's own noise."""
+    """[n, 4C] noise of the template."""
     condition: Tensor | None
-    """[n, extra channels]: for Fill the unmasked image and an empty mask."""
+    """[n, extra channels]; for Fill the unmasked image and an empty mask."""
     context: Tensor | None = None
-    """[R, 4C] of the pictures that are only looked at, where the model takes any."""
+    """[R, 4C] context tokens: reference pictures, if the model takes any."""
 
     def take(self, index: Tensor) -> FlowTemplate:
-        """Some image tokens, and all of the context."""
+        """Return some image tokens, with all of the context."""
         condition = None if self.condition is None else self.condition.index_select(0, index)
         clean, noise = self.clean.index_select(0, index), self.noise.index_select(0, index)
         return FlowTemplate(clean, noise, condition, self.context)
 
     def filled(self, factor: int) -> FlowTemplate:
-        """With what Fill's models take besides; made where it is used, as it says nothing new."""
+        """Add the condition of Fill models. It is made on the device, because it follows from
+        `clean`.
+        """
         mask = self.clean.new_zeros(len(self.clean), (PATCH * factor) ** 2)
         return replace(self, condition=torch.cat((self.clean, mask), dim=1))
 
     def at(self, sigma: Tensor) -> Tensor:
-        """[n + R, in_channels] model inputs at `sigma`."""
+        """Return [n + R, in_channels] model inputs at `sigma`."""
         sigma = sigma.to(self.clean.dtype)
         latents = sigma * self.noise + (1.0 - sigma) * self.clean
         return model_inputs(latents, self.condition, self.context)
 
 
 def model_inputs(latents: Tensor, condition: Tensor | None, context: Tensor | None) -> Tensor:
-    """[n + R, in_channels] of latents [n, 4C] and what goes with them, beside and behind."""
+    """Return [n + R, in_channels] from latents [n, 4C], condition channels and context tokens."""
     if condition is not None:
         latents = torch.cat((latents, condition), dim=1)
     return latents if context is None else torch.cat((latents, context))
 
 
 def template_inputs(image: Posterior, noise_seed: int, *, context: bool) -> FlowTemplate:
-    """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
+    """Return template inputs that are not `filled`; equal for all edits of the same pixels and
+    noise seed.
+    """
     clean = image.mode()
     noise = template_noise(clean.shape, noise_seed, clean.dtype)
     tokens = pack_latents(clean)
@@ -238,36 +242,20 @@ def template_inputs(image: Posterior, noise_seed: int, *, context: bool) -> Flow
 
 @dataclass(frozen=True, slots=True)
 class FlowPrepared:
-    """Of one job."""
-
     inputs: FlowInputs
-    """Of all tokens."""
     template: FlowTemplate | None
-    """Of all tokens, once prepared: of edits whose rows may read or make entries."""
+    """All tokens; set for edits whose rows may read or make entries."""
     active: TokenIds
-    """Of a cached row."""
     selection: Selection
-    """The other tokens."""
     inner: TokenIds
-    """Of a row that leaves the ring of its mask out."""
+    """Tokens computed at every step by a row whose ring is cached."""
     ring: TokenIds
-    """What that leaves out, of the same."""
     controls: tuple[tuple[ControlInput, Tensor], ...] = ()
-    """Those that act, each with its picture's latents as tokens, [N, 4C]."""
+    """Active controls, each with its picture's latents as tokens [N, 4C]."""
 
 
 class FlowPreparation:
-    """Prepares jobs; used by any thread.
-
-    Args:
-        facts: what the model folder says.
-        sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
-        dtype: of the model.
-        outside_noise: `[model] outside_noise`.
-        shift: of the schedule.
-        buckets: whether steps are recorded, so that cached rows compute as many tokens as their
-            buckets have.
-    """
+    """Prepares jobs; thread-safe."""
 
     def __init__(
         self,
@@ -284,7 +272,7 @@ class FlowPreparation:
         self._outside_noise, self._shift = outside_noise, shift
 
     def prepared(self, job: EditJob) -> FlowPrepared:
-        """The job's own, if it has been prepared; else without `template`."""
+        """Return the job's prepared tensors; if missing, prepare them without `template`."""
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared
         schedule, active = self.schedule(job), self.active(job)
@@ -301,7 +289,6 @@ class FlowPreparation:
         )
 
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
-        """See `Adapter.with_ring`."""
         ringed = job.with_ring(ring)
         if not isinstance(job.prepared, FlowPrepared):
             return ringed
@@ -314,29 +301,28 @@ class FlowPreparation:
         return replace(ringed, prepared=ringed_prepared)
 
     def template(self, job: EditJob, noise_seed: int) -> FlowTemplate:
-        """The job's own, if it has been prepared; else draws the template's noise."""
+        """Return the job's prepared template; if missing, draw its noise."""
         if isinstance(job.prepared, FlowPrepared) and job.prepared.template is not None:
             return job.prepared.template
         image, context = self._posterior(job.moments), self._facts.semantics.context
         return template_inputs(image, noise_seed, context=context)
 
     def clean(self, job: EditJob) -> Tensor:
-        """[N, 4C] the source: what a cached row has outside of its active tokens at the end."""
+        """Return [N, 4C] latents of the source: a cached row's result outside of the mask."""
         return pack_latents(self._posterior(job.moments).mode())
 
     def active(self, job: EditJob) -> TokenIds:
-        """Which tokens a cached row computes."""
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared.active
         return self._computed(job)
 
     def _computed(self, job: EditJob) -> TokenIds:
-        """Those of mask and ring, and where steps are recorded some more next to them."""
+        """Return the tokens of mask and ring, widened to a bucket if steps are recorded."""
         active = active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
         return self._bucket(job, active)
 
     def ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
-        """`FlowPrepared.inner` and `ring`."""
+        """Return `FlowPrepared.inner` and `ring`."""
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared.inner, job.prepared.ring
         return self._ringed(job)
@@ -348,15 +334,14 @@ class FlowPreparation:
         return inner, np.setdiff1d(outer, inner)
 
     def _bucket(self, job: EditJob, tokens: TokenIds) -> TokenIds:
-        """Where steps are recorded, as many as their bucket has."""
         if not self.recorded(job):
             return tokens
         height, width = grid_of(job)
         return widened(tokens, height, width, bucket(len(tokens), height * width))
 
     def recorded(self, job: EditJob) -> bool:
-        """Whether steps of its rows may be recorded: not where something of them has a way of its
-        own, nor where the answer may not depend on whether they are.
+        """Return whether the rows' steps may be recorded. They may not if a part of them has to run
+        unrecorded, or if the result must be reproducible.
         """
         if not self._buckets:
             return False
@@ -377,7 +362,6 @@ class FlowPreparation:
         )
 
     def prompt(self, given: Conditioning) -> FlowPrompt:
-        """What the text encoders answered, in the model's dtype."""
         embeds, pooled = torch.from_numpy(given["prompt_embeds"]), given.get("pooled")
         if pooled is None:
             return FlowPrompt(embeds.to(self._dtype), None)
@@ -386,7 +370,6 @@ class FlowPreparation:
     def _controls(
         self, job: EditJob, schedule: Schedule, generator: torch.Generator
     ) -> tuple[tuple[ControlInput, Tensor], ...]:
-        """Draw the latents of the edit's control pictures."""
         control_inputs = []
         for control in acting(job.controls, schedule.steps):
             assert control.moments is not None, "FLUX's control pictures come encoded"
@@ -396,8 +379,8 @@ class FlowPreparation:
         return tuple(control_inputs)
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
-        """Draw everything else random of the edit, in the pipeline's own order, on the CPU. A
-        family whose pipeline has another order says so here.
+        """Draw all other random numbers of the edit, on the CPU, in the pipeline's order. Families
+        with another order override this.
         """
         image, semantics = self._posterior(job.moments), self._facts.semantics
         if semantics.masked_picture:
@@ -416,16 +399,16 @@ class FlowPreparation:
         return replace(start, context=pack_latents(clean)) if semantics.context else start
 
     def noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
-        """[C, h, w] drawn as the pipeline draws it."""
+        """Return [C, h, w] noise, drawn as the pipeline draws it."""
         return draw(clean.shape, generator, clean.dtype)
 
     def sampled(self, mask: Tensor, size: Sequence[int]) -> Tensor:
-        """[1, 1, h, w] of latents, from a mask [1, 1, H, W] of pixels, as the pipeline has it."""
+        """Resize a mask [1, 1, H, W] of pixels to [1, 1, h, w] of latents, as the pipeline does."""
         return F.interpolate(mask, size=tuple(size))
 
     def split(self, job: EditJob, *, leaves_ring: bool) -> tuple[TokenIds, TokenIds, Selection]:
-        """Tokens that all steps of a cached row compute, those that some do, and those that none
-        does but dense ones.
+        """Return the tokens that all steps of a cached row compute, those that some steps compute,
+        and those that only dense steps compute.
         """
         ready = self.prepared(job)
         if not leaves_ring:
@@ -434,15 +417,14 @@ class FlowPreparation:
         return ready.inner, ready.ring, beyond
 
     def _others(self, job: EditJob, active: TokenIds) -> Selection:
-        """The tokens that a cached row of it does not compute: behind the image's the context's,
-        behind these what its text encoder was shown.
+        """Return the tokens that a cached row does not compute: image tokens, the context, then
+        tokens of the prompt's picture.
         """
         height, width = grid_of(job)
         tokens = height * width * (1 + self._facts.semantics.context) + self.shown(job)
         return Selection([np.setdiff1d(np.arange(tokens), active)])
 
     def shown(self, job: EditJob) -> int:
-        """`ModelFacts.shown_tokens` of its prompts."""
         _, height, width = job.moments.shape
         return self._facts.shown_tokens(height, width)
 
@@ -451,6 +433,5 @@ class FlowPreparation:
 
 
 def grid_of(job: EditJob) -> tuple[int, int]:
-    """Rows and columns of the edit's tokens."""
     _, height, width = job.moments.shape
     return height // PATCH, width // PATCH

@@ -31,37 +31,35 @@ from maskserve_engine.layers.scatter_kv import KvSource
 
 @dataclass(frozen=True, slots=True)
 class Negative:
-    """A negative prompt: each step also runs the model with it, and is led away from its answer
-    (diffusers' true classifier-free guidance).
+    """A negative prompt: each step also runs the model with it, for true classifier-free guidance
+    (diffusers).
     """
 
     text: Tensor
-    """[T, width] as `RowInput` has it."""
+    """[T, width], as in `RowInput`."""
     pooled: Tensor | None
     scale: float
     """true_cfg_scale, above 1."""
     own: OwnAnchors | None = None
-    """Of the second pass, where the row has anchors of its own."""
     cis: Tensor | None = None
     """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
     words: FixedWords | None = None
-    """As of `FlowRow`."""
 
 
 @dataclass(slots=True)
 class FixedWords:
-    """Text that sees nothing of a row but what stands before it (`packing.FixedTokens`)."""
+    """Prompt tokens that depend only on the tokens before them, not on the row
+    (`packing.FixedTokens`).
+    """
 
     embeds: Tensor
-    """[T, in] states of a prompt."""
+    """[T, in] states of the prompt."""
     cis: Tensor
-    """[T, head_dim / 2]"""
     seen: tuple[FixedTokens, ...] = ()
-    """What it sees."""
     back: Tensor | None = None
-    """As of `RowInput`, for whoever sees it."""
+    """See `RowInput.back`; for the tokens that attend to the prompt."""
     entry: AnchorEntry | None = None
-    """Their keys and values; None: not made yet."""
+    """Keys and values; None until they are computed."""
 
     def __len__(self) -> int:
         return len(self.embeds)
@@ -73,18 +71,17 @@ class FixedWords:
 
 @dataclass(slots=True)
 class References:
-    """A row's reference pictures where they see nothing of it (`packing.FixedTokens`)."""
+    """Reference pictures that do not depend on the row (`packing.FixedTokens`)."""
 
     tokens: Tensor
-    """[R, 4C] of the pictures."""
+    """[R, 4C] tokens of the pictures."""
     cis: Tensor
-    """[R, head_dim / 2]"""
     entry: AnchorEntry | Handle | None = None
-    """Their keys and values: the row's own, or the template's; None: not made yet."""
+    """Keys and values, computed by the row or read from the template; None until then."""
     made: bool = False
-    """Whether the row's last step has made them, or words."""
+    """Whether the row's last step computed them, or the words."""
     before: FixedWords | None = None
-    """What they see."""
+    """Prompt tokens before the references, which they attend to."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -102,33 +99,33 @@ class References:
 
 @dataclass(slots=True)
 class FlowInactive:
-    """A cached row's tokens outside the mask: what stands in for computing them."""
+    """A cached row's tokens outside the mask."""
 
     active: Tensor
     """[n] ids of the computed tokens."""
     index: Tensor
-    """[m + R + shown] ids of the others, the context's last but for the shown."""
+    """[m + R + picture] ids of the cached tokens: image, context, then the prompt's picture."""
     outside: FlowTemplate | OwnOutside
-    """What a step that computes them takes them for, and what they are in the answer."""
+    """Latents of these tokens, for dense steps and for the result."""
     cis: Tensor
-    """[m + R + shown, head_dim / 2]"""
+    """[m + R + picture, head_dim / 2]."""
     selection: Selection
-    """The same ids, for who brings entries in."""
+    """The same ids, for loading entries."""
     shown: int = 0
-    """Of these, the last ones, which are text tokens: the first ones of the row's text, as long as
-    it reads entries."""
+    """Number of the last of these ids that are text tokens about the picture; they are the first
+    tokens of the row's text in steps that read entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """`packing.InactiveTokens` of one row, at whatever step it is."""
+    """`packing.InactiveTokens` of one row with a template; it follows the row's step."""
 
     row: FlowRow
     inactive: FlowInactive
     own: OwnAnchors | None = None
-    """Of the pass, where its own first step lifts the entries."""
+    """Step cache of the pass, if it corrects the entries by residuals."""
     ahead: int | None = None
-    """The step where the pass is foreseen; None: it is the next one's own."""
+    """Step that the pass computes ahead; None: the row's next step."""
 
     @property
     def cis(self) -> Tensor:
@@ -151,7 +148,7 @@ class CachedTokens:
 
     @property
     def entry(self) -> object:
-        """Another one at each step, where it is lifted."""
+        """A different object at each step while entries are corrected."""
         lifted = self.own is not None and self.own.lifts
         return self._sigma if lifted else self._handle
 
@@ -168,44 +165,45 @@ class CachedTokens:
 
 @dataclass(slots=True)
 class OwnOutside:
-    """The inactive tokens of a row with anchors of its own. Between anchors they go on by the
-    velocity that the dense steps foretell; where the pipeline blends, they are the noised source.
+    """The cached tokens of a row with refresh steps. Between refresh steps they move by the
+    extrapolated velocity; if the pipeline blends, they are the noised source.
     """
 
     latents: Tensor
-    """[m, 4C] behind the last anchor; before the first one those that the edit begins with."""
+    """[m, 4C] latents after the last refresh step; before the first one the initial latents."""
     condition: Tensor | None
     """[m, extra channels]"""
     blend: FlowBlend | None
     clean: Tensor
-    """[m, 4C] the source."""
+    """[m, 4C] latents of the source."""
     context: Tensor | None = None
-    """[R, 4C] of the pictures that are only looked at, where the model takes any."""
+    """[R, 4C] context tokens: reference pictures, if the model takes any."""
     ring: int = 0
-    """Of the tokens, the first ones, which lie round the mask."""
     velocity: tuple[Tensor, ...] = ()
-    """[m, 4C] at the last anchor, and at the one before."""
+    """[m, 4C] velocity at the last refresh step, and at the one before."""
     times: tuple[float, float] = (0.0, 0.0)
-    """By how much sigma each of them has moved the latents since."""
+    """Change of sigma that each velocity has been applied for since then."""
 
     @classmethod
     def begin(
         cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
     ) -> OwnOutside:
-        """Of a row before its first step; the rest as above."""
+        """Return the tokens of a row before its first step; `ring` of them come first and lie round
+        the mask.
+        """
         return cls(start.latents, start.condition, start.blend, clean, context, ring)
 
     @property
     def answer(self) -> Tensor:
-        """[m, 4C] what an edit's latents are there: the source, but for its ring."""
+        """[m, 4C] latents in the edit's result: the source, except for the ring."""
         if not self.ring:
             return self.clean
         around = self.now if self.blend is None else self.blend.clean
         return torch.cat((around[: self.ring], self.clean[self.ring :]))
 
     def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
-        """[m + R, in_channels] model inputs, after a `change` of sigma from now to `sigma` by the
-        last velocity.
+        """Return [m + R, in_channels] model inputs at `sigma`, which is `change` away from the
+        present sigma.
         """
         if self.blend is not None:
             latents = self.blend.source(sigma)
@@ -215,36 +213,38 @@ class OwnOutside:
 
     @property
     def now(self) -> Tensor:
-        """[m, 4C] latents as the anchors foretell them, where the pipeline does not blend."""
+        """[m, 4C] extrapolated latents, if the pipeline does not blend."""
         latents = self.latents
         for velocity, times in zip(self.velocity, self.times, strict=False):
             latents = latents + times * velocity
         return latents
 
     def begun(self, latents: Tensor) -> OwnOutside:
-        """The same with these latents, [m, 4C], and no anchor behind it."""
+        """Return the same tokens with latents [m, 4C], before any refresh step."""
         return replace(self, latents=latents, velocity=(), times=(0.0, 0.0))
 
     def anchored(self, move: Tensor, change: float) -> None:
-        """An anchor has moved the latents where they lay."""
+        """Record the velocity of a refresh step, from the `move` of the latents."""
         if self.blend is None:
             self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
 
     def foreseen(self, velocity: Tensor) -> None:
-        """It is [m, 4C] `velocity` that moves them at the anchor ahead; they are where they are."""
+        """Record the [m, 4C] velocity of a refresh step computed ahead, and keep the present
+        latents.
+        """
         if self.blend is None:
             self.latents, self.times = self.now, (0.0, 0.0)
             self.velocity = (velocity, *self.velocity[:1])
 
     def passed(self, change: float, weight: float) -> None:
-        """A step between anchors has moved the others by so much sigma."""
+        """Move the tokens by the sigma `change` of a step between refresh steps."""
         last, previous = self.times
         self.times = (last + change * (1.0 + weight), previous - change * weight)
 
 
 class FlowRing(NamedTuple):
-    """The ring round the mask, of a row that reads a template: steps that leave its text out read
-    both from its own anchors.
+    """The ring round the mask of a row with a template. Steps that do not compute the text read
+    both from the step cache.
     """
 
     ids: Tensor
@@ -255,12 +255,10 @@ class FlowRing(NamedTuple):
 
 
 class Foreseen(NamedTuple):
-    """An anchor that a row's next step computes beside its own tokens."""
+    """A refresh step that a row's next step computes beside its own tokens."""
 
     step: int
-    """Where it lies."""
     place: slice
-    """Of all its tokens in the batch."""
 
 
 @dataclass(slots=True)
@@ -270,59 +268,49 @@ class FlowRow:
     request_id: str
     schedule: Schedule
     grid: tuple[int, int]
-    """Tokens down and across."""
     text: Tensor
     """[T, width] after context_embedder."""
     pooled: Tensor | None
     guidance: float | None
     cis: Tensor
-    """[T + n, head_dim / 2] of text and computed tokens, a dense row's context among them."""
+    """[T + n, head_dim / 2] of text and computed tokens; in a dense row with the context."""
     latents: Tensor
-    """[n, 4C] of the computed tokens; once packed, where they lie in the batch."""
+    """[n, 4C] of the computed tokens; once packed, a view of the batch."""
     condition: Tensor | None
     blend: FlowBlend | None
     context: Tensor | None = None
-    """[R, 4C] of a dense row: the pictures that are only looked at."""
+    """[R, 4C] reference pictures of a dense row."""
     references: References | None = None
-    """Such pictures where they see nothing of the row."""
+    """Reference pictures that do not depend on the row."""
     words: FixedWords | None = None
-    """Its prompt, where that sees nothing of the row either: `text` is then empty."""
+    """Prompt that does not depend on the row; `text` is then empty."""
     pads: int = 0
-    """Of its text's tokens (`RowInput.pads`)."""
     timeless: bool = False
-    """Of its context (`RowInput.timeless`)."""
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
-    """Of a row that may skip blocks."""
     recorded: bool = False
-    """Whether its steps may be recorded as CUDA graphs."""
     residuals: RowResiduals | None = None
     adapters: Adapters = ()
     inactive: FlowInactive | None = None
-    """None for a dense row."""
     ring: FlowRing | None = None
-    """None: its steps compute it as they do the mask's tokens, or it has anchors of its own."""
+    """None: all steps compute the ring, or the row reads no template."""
     own: OwnAnchors | None = None
-    """Of its first pass: what its anchors leave; of a row that reads a template, of text and ring,
-    and what lifts the entries."""
+    """Step cache of the first pass; for a row with a template it keeps text and ring, and
+    corrections of entries."""
     entry: Entry | None = None
-    """What the next step reads; None: it computes all tokens."""
+    """Entry that the next step reads; None: it computes all tokens."""
     frozen: bool = False
-    """Whether the next step leaves text and ring out, of a row that reads a template."""
+    """Whether the next step of a row with a template leaves out text and ring."""
     step: int = 0
     memory: tuple[Tensor, ...] = ()
-    """[n, 4C] float32 each, of the computed tokens: what its sampler remembers (`Schedule.moves`);
-    none before its first step."""
     next_memory: tuple[Tensor, ...] = ()
-    """The same behind the step that is being taken."""
     place: slice = field(default_factory=lambda: slice(0))
-    """Of the computed tokens in the batch."""
     moved: Tensor | None = None
-    """[n, 4C] by what the last step moved the computed tokens."""
+    """[n, 4C] change of the computed tokens in the last step."""
     others: Tensor | None = None
-    """[m + R or less, 4C] the inactive tokens, where they were packed beside the computed ones."""
+    """[m + R or less, 4C] cached tokens, where they were packed beside the computed ones."""
     foreseen: Foreseen | None = None
-    """As it was packed."""
+    """Refresh step computed ahead, as it was packed."""
 
     @property
     def steps(self) -> int:
@@ -330,7 +318,7 @@ class FlowRow:
 
     @property
     def lacks_references(self) -> bool:
-        """Whether its next step needs what its references have not made yet."""
+        """Whether its next step needs keys and values of references that are not computed yet."""
         return self.references is not None and self.references.entry is None
 
     @property
@@ -347,16 +335,16 @@ class FlowRow:
 
     @property
     def channels(self) -> int:
-        """Of its latents as tokens."""
         return self.latents.shape[1]
 
     def walk(self, begin: int) -> tuple[Walk, ...]:
-        """The steps from `begin` on."""
         return self.schedule.walk[begin:]
 
     @property
     def steady(self) -> int:
-        """For how many steps from the next one on the same inputs are packed, but for latents."""
+        """Number of steps, from the next one on, for which the same inputs are packed except for
+        latents.
+        """
         if self.inactive is not None and self.entry is None:
             return 1  # the tokens pinned to that step are packed, too
         if self._sees or self.foresees is not None:
@@ -366,41 +354,38 @@ class FlowRow:
 
     @property
     def anchored(self) -> bool:
-        """Whether it has anchors of its own, and reads no template."""
+        """Whether the row has refresh steps and reads no template."""
         return self.inactive is not None and isinstance(self.inactive.outside, OwnOutside)
 
     @property
     def anchors(self) -> tuple[OwnAnchors, ...]:
-        """What it keeps of its own, of each pass (`own_anchors.AnchoredRow`)."""
         pass_caches = (self.own, None if self.negative is None else self.negative.own)
         return tuple([step_cache for step_cache in pass_caches if step_cache is not None])
 
     @property
     def keeps_text(self) -> bool:
-        """Whether it has what a step reads that leaves the text out."""
+        """Whether its step caches can serve a step that does not compute the text."""
         return self.anchored or (self.own is not None and self.own.whole())
 
     @property
     def _whole_step(self) -> bool:
-        """Whether the next step computes what it may leave out between the row's own anchors."""
+        """Whether the next step computes all tokens that only refresh steps compute."""
         return self.entry is None or not (self.anchored or self.frozen)
 
     @property
     def _sees_text(self) -> bool:
-        """Whether the next step keeps its text, of a row that reads a template."""
         step_cache = self.own
         return step_cache is not None and step_cache.text and not self.anchored and self._whole_step
 
     @property
     def _sees(self) -> bool:
-        """Whether the next step of a row that reads a template keeps something."""
         lifts = self.own is not None and self.own.plan.lifts and self.entry is None
         return lifts or self._sees_text
 
     @property
     def foresees(self) -> int | None:
-        """The anchor that the next step is to compute beside its own tokens: the one behind it, if
-        the line from the last one ends here; None: none.
+        """Refresh step to compute beside the next step: the first one behind it, once the line from
+        the last one ends here; None: none.
         """
         step_cache = self.own
         if (
@@ -424,8 +409,8 @@ class FlowRow:
         )
 
     def foreseen_inputs(self) -> list[RowInput]:
-        """Of each pass, all tokens as they are foreseen at the anchor that it `foresees`; none
-        where it foresees nothing.
+        """Return the input of each pass at the refresh step to compute ahead; empty if there is
+        none.
         """
         step, step_cache = self.foresees, self.own
         if step is None or step_cache is None:
@@ -451,7 +436,7 @@ class FlowRow:
         cis: Tensor,
         words: FixedWords | None,
     ) -> RowInput:
-        """Of one pass; arguments as of `_input`."""
+        """Return one pass; arguments as in `_input`."""
         assert self.inactive is not None
         row_input = self._own_tokens(text, pooled, cis, words, step)
         if not self.anchored:
@@ -470,7 +455,7 @@ class FlowRow:
         return self.negative
 
     def _second_cis(self) -> Tensor:
-        """[T + n, head_dim / 2] of the second pass."""
+        """Return [T + n, head_dim / 2] of the second pass."""
         of_text = self._negative().cis
         return self.cis if of_text is None else torch.cat((of_text, self.cis[len(self.text) :]))
 
@@ -482,7 +467,7 @@ class FlowRow:
         cis: Tensor,
         words: FixedWords | None,
     ) -> RowInput:
-        """Of one pass; `cis` of its text and the computed tokens."""
+        """Return one pass; `cis` covers its text and the computed tokens."""
         inactive = self.inactive
         read = 0 if inactive is None or self.entry is None else inactive.shown
         row_input = self._own_tokens(text[read:], pooled, cis[read:], words, self.step)
@@ -510,12 +495,10 @@ class FlowRow:
     def _cached(
         self, inactive: FlowInactive, own: OwnAnchors | None, ahead: int | None = None
     ) -> CachedTokens:
-        """What a pass reads of its template."""
         lifts = own is not None and own.plan.lifts
         return CachedTokens(self, inactive, own if lifts else None, ahead)
 
     def _beside(self, own: OwnAnchors, made: RowInput, step: int) -> OwnAnchors:
-        """What sees a pass, as it is at a step, of a row that reads a template."""
         end = self.active + self._ring_tokens
         cached_count = len(made.tokens) - end if self.entry is None else 0
         around, sigma = slice(self.active, end), self.schedule.walk[step].sigma
@@ -523,13 +506,11 @@ class FlowRow:
         return own.beside(self.step, len(made.text), around, cached_count, sigma, reads=ahead)
 
     def walk_sigma(self) -> float:
-        """Of the step that is taken now."""
         return self.schedule.walk[self.step].sigma
 
     def _own_tokens(
         self, text: Tensor, pooled: Tensor | None, cis: Tensor, words: FixedWords | None, step: int
     ) -> RowInput:
-        """The computed tokens of one pass, at a step."""
         latents = self.latents if step == self.step else self._moved_to(step)
         row_input = RowInput(
             model_inputs(latents, self.condition, self.context), text, pooled, self.guidance, cis,
@@ -548,7 +529,7 @@ class FlowRow:
         return 0 if self.ring is None else len(self.ring.ids)
 
     def _with_ring(self, made: RowInput, step: int) -> RowInput:
-        """The ring, too, as further image tokens, where it is not among the computed ones."""
+        """Append the ring as image tokens, unless it is among the computed ones."""
         if self.ring is None:
             return made
         around = self.ring.tokens.at(self.schedule.sigmas[step], self._change_to(step))
@@ -556,7 +537,6 @@ class FlowRow:
         return replace(made, tokens=tokens, cis=torch.cat((made.cis, self.ring.cis)))
 
     def _whole(self, made: RowInput, inactive: FlowInactive, step: int) -> RowInput:
-        """The others, too, as further image tokens."""
         made = self._with_ring(made, step)
         outside_latents, context = self._outside_at(inactive, step), 0
         if inactive.outside.context is not None:
@@ -568,19 +548,18 @@ class FlowRow:
         )
 
     def _outside_at(self, inactive: FlowInactive, step: int) -> Tensor:
-        """[m + R, in_channels] the inactive tokens' model inputs at a step."""
+        """Return [m + R, in_channels] model inputs of the cached tokens at a step."""
         outside, sigma = inactive.outside, self.schedule.sigmas[step]
         if isinstance(outside, OwnOutside):
             return outside.at(sigma, self._change_to(step))
         return outside.at(sigma)
 
     def _change_to(self, step: int) -> float:
-        """Of sigma, from the next step to one behind it."""
         return sum(walk.change for walk in self.schedule.walk[self.step : step])
 
     def _moved_to(self, step: int) -> Tensor:
-        """[n, 4C] latents of the computed tokens at a step behind the next one, if the model goes
-        on as it has answered last.
+        """Return [n, 4C] latents of the computed tokens at a later step, if the model's last answer
+        holds until then.
         """
         assert self.moved is not None, "no step was taken yet"
         last = self.schedule.walk[self.step - 1].change
@@ -590,10 +569,8 @@ class FlowRow:
         return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
     def all_tokens(self, foreseen: int | None = None) -> RowInput:
-        """All its tokens, those first that its steps compute, whatever it reads.
-
-        Args:
-            foreseen: the step where they are foreseen; None: at the next one.
+        """Return all tokens, those first that its steps compute; predicted, if `foreseen` is a
+        later step.
         """
         step = self.step if foreseen is None else foreseen
         row_input = self._own_tokens(self.text, self.pooled, self.cis, None, step)
@@ -601,7 +578,6 @@ class FlowRow:
 
     @property
     def computed(self) -> int:
-        """Of its image tokens, those that the next step computes."""
         inactive, row_tokens = self.inactive, len(self.latents)
         if inactive is None:
             return row_tokens
@@ -611,26 +587,23 @@ class FlowRow:
 
     @property
     def active(self) -> int:
-        """Of its image tokens, those that steps compute which read something; 0: none does."""
+        """Number of image tokens computed by steps that read entries or the step cache; 0: all
+        steps are dense.
+        """
         return 0 if self.inactive is None else len(self.latents)
 
     def settle(self, latents: Tensor, begin: int) -> None:
-        """Have the latents where they were packed.
-
-        Args:
-            latents: [n or all, 4C] the row's part of the batch, the computed tokens first; kept.
-            begin: where that part begins.
+        """Replace the latents by their view [n or all, 4C] in the batch, the computed tokens
+        first.
         """
         computed = len(self.latents)
         self.latents, self.place = latents[:computed], slice(begin, begin + computed)
         self.others, self.foreseen = latents[computed:], None
 
     def steer(self, velocity: Tensor) -> None:
-        """Have the model's answer be what takes the row's latents where its sampler's step does.
-        Tokens that only some of its steps compute go on by the model's own.
-
-        Args:
-            velocity: [N, 4C] of the whole batch, guided; written to.
+        """Replace the model's answer, [N, 4C] of the whole batch, by the velocity that takes the
+        latents where the multistep sampler takes them. Tokens that only some steps compute keep the
+        model's velocity.
         """
         row_velocity, latents = velocity[self.place], self.latents.float()
         move = self.schedule.moves[self.step]
@@ -643,14 +616,11 @@ class FlowRow:
 
     @property
     def blends(self) -> bool:
-        """Whether `blend_in` does anything."""
         return self.blend is not None
 
     def blend_in(self, moved: Tensor) -> None:
-        """Inpaint semantics, after the sampler's step and before it is booked.
-
-        Args:
-            moved: [n or all, 4C] the computed tokens first; written to.
+        """Apply Inpaint's blend to [n or all, 4C] `moved`, between the sampler's step and
+        `advance`.
         """
         if self.blend is not None:
             computed, next_step = moved[: len(self.latents)], self.step + 1
@@ -658,10 +628,8 @@ class FlowRow:
             computed.copy_(self.blend.apply(computed, sigma, next_step, self.steps))
 
     def advance(self, moves: Tensor) -> None:
-        """Book a step that was taken.
-
-        Args:
-            moves: [N, 4C] of the whole batch: model's velocity times change of sigma; kept.
+        """Record a step; `moves`, [N, 4C] of the whole batch, are velocity times change of
+        sigma.
         """
         self.moved, self.memory = moves[self.place], self.next_memory
         if self.own is not None and self.inactive is not None:
@@ -669,7 +637,7 @@ class FlowRow:
         self.step += 1
 
     def _go_on(self, own: OwnAnchors, moves: Tensor) -> None:
-        """Book what a step means for the row's own anchors, and for what is left out between."""
+        """Update step caches, and move the tokens that the step left out."""
         walk, ahead = self.schedule.walk[self.step], self.foreseen
         if ahead is not None:
             self._passed(self.schedule.walk[ahead.step].sigma)
@@ -692,20 +660,19 @@ class FlowRow:
 
     @property
     def _left_out(self) -> OwnOutside | None:
-        """Image tokens that only some of its steps compute, of which it keeps something."""
+        """Image tokens that only some steps compute and whose latents the row keeps."""
         if self.ring is not None:
             return self.ring.tokens
         outside = None if self.inactive is None else self.inactive.outside
         return outside if isinstance(outside, OwnOutside) else None
 
     def _passed(self, sigma: float) -> None:
-        """An anchor at `sigma` is whole, in each of its passes."""
         for step_cache in self.anchors:
             step_cache.passed(sigma)
 
     def latents_ahead(self) -> Tensor | None:
-        """[gh·gw, 4C] of all tokens, the computed ones first, after the next step, if the model
-        then answers what it has answered last; None: it has not, or there is no step after it.
+        """Return [gh·gw, 4C] of all tokens after the next step, the computed ones first, if the
+        model's last answer holds; None: no answer yet, or no further step.
         """
         next_step = self.step + 1
         if self.moved is None or next_step >= self.steps:
@@ -717,13 +684,13 @@ class FlowRow:
         return torch.cat((latents, outside_latents[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
-        """[C, h, w] latents as the last step's velocity would finish them."""
+        """Return [C, h, w] final latents by the last step's velocity."""
         assert self.moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
         return self._image(self.latents.float() - share * self.moved.float(), ended=False)
 
     def result(self) -> HostCopy:
-        """[C, h, w] latents."""
+        """Return [C, h, w] latents."""
         return self._image(self.latents, ended=True)
 
     def _image(self, computed: Tensor, *, ended: bool) -> HostCopy:
@@ -742,7 +709,6 @@ class FlowRow:
 
 
 def _combined(factors: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum by these factors, in memory of its own."""
     total = torch.zeros_like(tensors[0])
     for factor, tensor in zip(factors, tensors, strict=True):
         if factor:
@@ -752,32 +718,30 @@ def _combined(factors: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(slots=True)
 class FlowPrimingRow:
-    """A template whose entries are computed, one anchor per step; of STILL those of its references
-    alone.
+    """A template being primed, one anchor per step; the STILL anchor computes only its
+    references.
     """
 
     request_id: str
     template: FlowTemplate
     anchors: tuple[Anchor, ...]
     sigmas: Tensor
-    """[anchors] float32, theirs."""
+    """[anchors] sigmas, float32."""
     text: Tensor
     embeds: Tensor
-    """[T, in] what `text` was made of."""
+    """[T, in] prompt states that `text` was made of."""
     pooled: Tensor | None
     guidance: float | None
     cis: Tensor
     kinds: Sequence[frozenset[str]]
-    """Per block, what is kept: any of "h" and "kv"."""
+    """Parts to keep per block: "h", "kv"."""
     format: str
     references: References | None = None
-    """Pictures that see nothing of a row, where the model takes any."""
+    """Reference pictures that do not depend on the row, if the model takes any."""
     pads: int = 0
-    """As of `FlowRow`."""
     shown: int = 0
-    """Text tokens whose keys and values are recorded, the first ones."""
+    """Number of first text tokens whose keys and values are recorded."""
     timeless: bool = False
-    """As of `FlowRow`."""
     step: int = 0
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
@@ -786,12 +750,12 @@ class FlowPrimingRow:
     first_block: None = None
     recorded: bool = False
     entry: Entry | None = None
-    """Always None: it computes every token."""
+    """Always None: it computes all tokens."""
     adapters: Adapters = ()
 
     @classmethod
     def of_references(cls, row: Row, blocks: int) -> FlowPrimingRow:
-        """What makes a row's references for itself, in the model's own format."""
+        """Return a row that computes the references of `row`, in the model's dtype."""
         references = row.references
         assert references is not None, "a row without references lacks none"
         template, kinds = (
@@ -809,7 +773,6 @@ class FlowPrimingRow:
 
     @property
     def lacks_references(self) -> bool:
-        """As of `FlowRow`."""
         references = self.references
         return (
             references is not None and references.entry is None and self.anchors[self.step] != STILL
@@ -820,16 +783,13 @@ class FlowPrimingRow:
 
     @property
     def channels(self) -> int:
-        """Of its latents as tokens."""
         return self.template.clean.shape[1]
 
     def walk(self, begin: int) -> tuple[Walk, ...]:
-        """The anchors from `begin` on: priming takes no step of the sampler."""
         return tuple(Walk(a.timestep, a.sigma, 0.0) for a in self.anchors[begin:])
 
     @property
     def steady(self) -> int:
-        """Each anchor has tokens of its own."""
         return 1
 
     def second_input(self) -> RowInput:
@@ -858,18 +818,16 @@ class FlowPrimingRow:
         )
 
     def settle(self, latents: Tensor, begin: int) -> None:
-        """Priming moves nothing."""
+        """Do nothing: priming moves no latents."""
 
     @property
     def blends(self) -> bool:
-        """Priming takes no step of the sampler."""
         return False
 
     def blend_in(self, moved: Tensor) -> None:
-        """Nothing is blended."""
+        """Do nothing."""
 
     def advance(self, moves: Tensor) -> None:
-        """Keep what was recorded; nothing has moved."""
         assert self.recorder is not None
         entry = self.recorder.entry(self.anchors[self.step])
         if self.references is not None and entry.anchor == STILL:

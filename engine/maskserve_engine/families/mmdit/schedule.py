@@ -1,8 +1,8 @@
-"""The walk of one row through the sigmas, and the sampler that it is asked of.
+"""A row's walk through the sigmas, and the sampler that defines it.
 
-A sampler is FlowMatchEulerDiscreteScheduler, or one that remembers steps: its steps are matrices
-(`stages.linear_steps`), by which a row makes of the model's answer the velocity that takes its
-latents where the sampler takes them.
+A sampler is FlowMatchEulerDiscreteScheduler or a multistep one. Steps of the latter are matrices
+(`stages.linear_steps`): from the model's answer a row computes the velocity that takes its latents
+where the sampler takes them.
 """
 
 from __future__ import annotations
@@ -26,26 +26,24 @@ class Walk(NamedTuple):
     """One step in plain numbers, each exactly a float32."""
 
     timestep: float
-    """0 to 1000, what the model is told."""
+    """Model timestep, 0 to 1000."""
     sigma: float
     change: float
-    """Of sigma, to the next step: negative."""
+    """Change of sigma to the next step; negative."""
 
 
 Move = tuple[tuple[float, ...], ...]
-"""K rows of K + 1 factors: what takes the latents, what is remembered beside them and the model's
-answer to the next latents and what is then remembered."""
+"""K rows of K + 1 factors: they map latents, memory and the model's answer to the next latents and
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Flow-matching steps of one row: its own walk through the sigmas."""
-
     sigmas: Tensor
     """[n + 1] float32, the last one 0."""
     walk: tuple[Walk, ...]
     moves: tuple[Move, ...] = ()
-    """Of each step, of a sampler that remembers; none: its steps are Euler's."""
+    """Matrix of each step of a multistep sampler; empty for Euler."""
 
     @property
     def steps(self) -> int:
@@ -54,20 +52,15 @@ class Schedule:
 
 _EULER = "FlowMatchEulerDiscreteScheduler"
 _TAKES_SIGMAS = (_EULER, "UniPCMultistepScheduler")
-"""The samplers that a pipeline may tell its sigmas."""
 _SERVED = (*_TAKES_SIGMAS, "DPMSolverMultistepScheduler")
 
 
 def load_sampler(config: Config, *, tells_sigmas: bool) -> Any:
-    """The sampler of a model folder.
-
-    Args:
-        config: of the worker.
-        tells_sigmas: whether the model's pipeline gives its sampler sigmas.
+    """Load the sampler of a model folder.
 
     Raises:
-        ConfigError: the folder names a class that is not served. Its options would be read all the
-            same, and every edit stepped in another way.
+        ConfigError: the folder names a class that is not served. Its options would load, but
+            every edit would be stepped differently.
     """
     import diffusers
 
@@ -83,11 +76,11 @@ def load_sampler(config: Config, *, tells_sigmas: bool) -> Any:
 
 
 def check_sampler(sampler: Any) -> None:
-    """Refuse samplers whose step this engine does not reproduce.
+    """Refuse samplers whose steps this engine does not reproduce.
 
     Raises:
-        ConfigError: another class than those served, or options of theirs with which steps draw
-            noise, are not linear, or are not those of a flow.
+        ConfigError: the class is not served, or its options draw noise, are not linear, or are
+            not for flow models.
     """
     name, config = type(sampler).__name__, sampler.config
     _check_name(name, _SERVED)
@@ -130,12 +123,11 @@ def _check_multistep(name: str, config: Mapping[str, Any]) -> None:
 
 
 Shift = Callable[[Mapping[str, Any], int, int], float | None]
-"""By how much larger pictures are noised longer (`mu`), of a sampler's config, image tokens and
-number of steps; None: the pipeline asks its sampler for so many steps and no more."""
+"""Computes the schedule's shift `mu` for larger pictures from the sampler's config, image tokens
+and number of steps; None: the pipeline only passes the number of steps."""
 
 
 def linear_shift(config: Mapping[str, Any], tokens: int, steps: int) -> float:
-    """Of most pipelines: linear in the tokens."""
     base, top = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope: float = (high - low) / (top - base)
@@ -151,14 +143,14 @@ def make_schedule(
     shift: Shift = linear_shift,
     own: Sequence[float] = (),
 ) -> Schedule:
-    """The schedule that diffusers' inpaint pipelines of such models use.
+    """Return the schedule of diffusers' inpaint pipelines for flow models.
 
     Args:
-        sampler: the model's, which several threads may ask.
+        sampler: the model's sampler; several threads may use it.
         steps: num_inference_steps.
-        tokens: image tokens, which shift the schedule of most models.
+        tokens: number of image tokens, which shift the schedule of most models.
         strength: share of the steps that is run.
-        shift: the family's.
+        shift: shift of the family.
         own: `ModelFacts.sigmas`.
     """
     assert not own or len(own) == steps, "other steps are refused of such models"
@@ -170,7 +162,7 @@ def make_schedule(
 
 
 def _walked(sampler: Any, steps: int, mu: float | None, own: Sequence[float]) -> Any:
-    """The sampler, told what diffusers' pipeline tells it."""
+    """Set the sampler's timesteps as diffusers' pipeline does."""
     if mu is None:
         sampler.set_timesteps(steps)
     else:
@@ -189,7 +181,7 @@ def _schedule(sampler: Any, begin: int, moves: tuple[Move, ...]) -> Schedule:
 def _multistep(
     sampler: Any, steps: int, mu: float | None, begin: int, own: tuple[float, ...]
 ) -> Schedule:
-    """The schedule of a sampler that remembers; to take it apart takes some milliseconds a step."""
+    """Return a multistep sampler's schedule. Cached: probing takes some milliseconds per step."""
     sampler = _walked(copy.deepcopy(sampler), steps, mu, own)
     sampler.set_begin_index(begin)
     probe_sampler = copy.deepcopy(sampler)

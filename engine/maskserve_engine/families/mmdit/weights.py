@@ -1,6 +1,6 @@
-"""The weights of a FLUX transformer, found once and joined where one product serves several.
+"""The weights of a FLUX transformer, joined where one product replaces several.
 
-The model's own parameters become parts of the joined ones: nothing is held twice.
+The model's own parameters become parts of the joined tensors: nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from maskserve_engine.layers.low_rank import (
 
 
 class TwoLayers(NamedTuple):
-    """A TimestepEmbedding, or the projection of the pooled prompt: SiLU between two products."""
+    """A TimestepEmbedding, or the projection of the pooled prompt: two linear layers with SiLU
+    between.
+    """
 
     linear_1: Linear
     linear_2: Linear
 
 
 class TimeTextEmbed(NamedTuple):
-    """What makes timestep, guidance and pooled prompt one embedding."""
+    """Embeds timestep, guidance and pooled prompt as one vector."""
 
     time_proj: Any
-    """A module without weights."""
     timestep_embedder: TwoLayers | None
-    """None: blocks have their vectors of something else."""
+    """None: the blocks' vectors come from elsewhere."""
     guidance_embedder: TwoLayers | None
-    """None: a model without embedded guidance."""
     text_embedder: TwoLayers | None
-    """None: a model without a pooled prompt."""
+    """None for a model without a pooled prompt."""
     clock: float | None = 1000.0
-    """By what the model multiplies the pipeline's time, 0 to 1, before it projects it; None: it is
-    told the sampler's own, not rounded."""
+    """Factor on the pipeline's time, 0 to 1, before projection; None: the model takes the sampler's
+    time, unrounded."""
 
 
 class Shared(NamedTuple):
-    """Products that give all blocks of a sort their shifts, scales and gates."""
+    """Linear layers that compute shifts, scales and gates shared by all blocks of a kind."""
 
     image: Linear
     text: Linear
@@ -56,34 +56,29 @@ class Shared(NamedTuple):
 
 
 class StreamWeights(NamedTuple):
-    """What one stream of a double block has for itself."""
-
     vectors: Linear | None
-    """From the time-text embedding: shift, scale, gate, the same of the feed-forward part, and of a
-    second attention. None: all blocks share them."""
+    """From the time-text embedding: shift, scale and gate, the same for the feed-forward part, and
+    for a second attention. None: all blocks share them."""
     qkv: Linear
     out: Linear | None
     up: Linear | None
     down: Linear | None
-    """All three None: nobody reads the stream behind the block's attention."""
+    """`out`, `up` and `down` are None where nothing reads the stream behind the block's
+    attention."""
 
 
 class Double(NamedTuple):
-    """A FluxTransformerBlock."""
-
     image: StreamWeights
     text: StreamWeights
     norms: Tensor
-    """[2, 2, 1, head_dim] of text and image, of queries and keys, float32."""
+    """[2, 2, 1, head_dim] of text and image, queries and keys, float32."""
 
 
 class Single(NamedTuple):
-    """A FluxSingleTransformerBlock."""
-
     vectors: Linear | None
     """From the time-text embedding: shift, scale and gate; None: all blocks share them."""
     qkv_up: Linear
-    """Queries, keys, values and the feed-forward part's input."""
+    """Queries, keys, values and the feed-forward input."""
     norms: Tensor
     """[2, 1, head_dim] of queries and keys, float32."""
     out: Linear
@@ -94,35 +89,33 @@ Form = Literal["plain", "epilogues", "fp8"]
 
 @dataclass(frozen=True)
 class FluxWeights(RowWeights):
-    """All of a FLUX transformer that a step needs."""
-
     x_embedder: Linear
     time_text_embed: TimeTextEmbed
     context_embedder: Linear
-    """Of the prompt's states; the same at every step, so rows keep what it makes of theirs."""
+    """Embeds the prompt's states; its output is the same at every step, so rows keep it."""
     double_blocks: tuple[Double, ...]
     single_blocks: tuple[Single, ...]
     last_vectors: Linear | None
-    """None: a model whose vectors come of something else, or a ControlNet."""
+    """None for a ControlNet, or if the vectors come from elsewhere."""
     proj_out: Linear | None
-    """None: a ControlNet, which ends with its blocks."""
+    """None for a ControlNet, which ends with its blocks."""
     head_dim: int
     device: torch.device
     dtype: torch.dtype
     placed_bytes: int = 0
-    """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
+    """Bytes that a batch's keys and values may take, over all blocks, to stay placed
+    (`PlacedKV`)."""
     graphs: Graphs | None = None
-    """Of its steps; None: none is recorded."""
+    """Records the steps; None: steps are not recorded."""
     by_row: bool = False
-    """Whether they are those `with_adapters`."""
     shared: Shared | None = None
-    """None: each block has vectors of its own."""
     gated: bool = False
-    """Whether the activation is SwiGLU; else GELU."""
 
     @classmethod
     def of(cls, model: Any) -> FluxWeights:
-        """Of a FluxTransformer2DModel, a FluxControlNetModel or another model of such blocks."""
+        """Build from a FluxTransformer2DModel, a FluxControlNetModel or another model with such
+        blocks.
+        """
         doubles, singles = model.transformer_blocks, model.single_transformer_blocks
         whole = hasattr(model, "proj_out")
         with torch.no_grad():
@@ -145,12 +138,12 @@ class FluxWeights(RowWeights):
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
-        """Per block, how its products before attention are taken."""
+        """Per block, how its products before attention are computed."""
         return tuple(_form(block, self.device) for block in self.blocks)
 
     @cached_property
     def writes(self) -> tuple[bool, ...]:
-        """Per block, whether these write where they are told to."""
+        """Per block, whether these can write to a given buffer."""
         return tuple(form != "plain" for form in self.forms)
 
     @property
@@ -203,7 +196,6 @@ def _single(block: Any) -> Single:
 
 
 def _vectors(norm: Any) -> Linear | None:
-    """What makes a norm's shift, scale and gate; None: it has no layer for them."""
     layer = getattr(norm, "linear", None)
     return None if layer is None else linear(layer)
 
@@ -235,7 +227,7 @@ JOINT_ATTENTION = {
     "attn.add_v_proj": ("text.qkv", 2),
     "attn.to_add_out": ("text.out", 0),
 }
-"""Of a block of two streams, as diffusers names its layers."""
+"""Attention layers of a block with two streams, by diffusers' name."""
 OF_DOUBLE = {
     "norm1.linear": ("image.vectors", 0),
     "norm1_context.linear": ("text.vectors", 0),
@@ -253,7 +245,8 @@ _OF_SINGLE = {
     "proj_mlp": ("qkv_up", 3),
     "proj_out": ("out", 0),
 }
-"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+"""Layer of a block → its product, and its offset in the product's outputs, in widths of the
+model."""
 
 
 _STACKS = {
@@ -272,11 +265,7 @@ OUTSIDE = {
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in `FluxWeights`.
-
-    Args:
-        model: FluxTransformer2DModel.
-    """
+    """Return the places of the layers that a LoRA may change in `FluxWeights`."""
     return places_in(model, model.x_embedder.out_features, _STACKS, OUTSIDE)
 
 
@@ -286,14 +275,14 @@ def places_in(
     stacks: Mapping[str, tuple[str, Mapping[str, tuple[str, int]]]],
     outside: Mapping[str, str],
 ) -> dict[str, Place]:
-    """Where the layers of any transformer of such blocks lie.
+    """Return the places of a model's layers.
 
     Args:
-        model: diffusers'.
-        width: of its tokens.
-        stacks: name of a stack of blocks there -> its name in `FluxWeights`, and by layer of a
-            block its product, and behind how many widths of that's outputs it lies.
-        outside: layer of no block -> its product.
+        model: diffusers' model.
+        width: width of its tokens.
+        stacks: name of a stack of blocks → its name in `FluxWeights`, and by layer the product
+            and the offset in its outputs, in widths.
+        outside: layer outside the blocks → its product.
     """
     places = {}
     for name, module in model.named_modules():

@@ -1,1 +1,1 @@
-"""Qwen-Image: what of it is not FLUX.1's. Its blocks are FLUX.1's double ones."""
+"""Qwen-Image, where it differs from FLUX.1. Its blocks are FLUX.1's double ones."""

@@ -1,4 +1,4 @@
-"""Qwen-Image and its edit models: what of their rows is not FLUX.1's."""
+"""Qwen-Image and its edit models, where their rows differ from FLUX.1's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ from maskserve_engine.spec.family import FamilyFacts
 
 
 class QwenImageBatch(FluxBatch):
-    """Rows stepped by a QwenImageTransformer2DModel."""
-
     @staticmethod
     def guide(own: Tensor, away: Tensor, scale: float) -> None:
-        """Each token's answer stays as long as that to its prompt was."""
+        """Guide, then scale each token's answer to the length of its first pass's."""
         length = own.norm(dim=-1, keepdim=True)
         FluxBatch.guide(own, away, scale)
         own.mul_(length / own.norm(dim=-1, keepdim=True))
 
 
 class QwenImageAdapter(FluxAdapter):
-    """Rows of Qwen-Image's edits over one QwenImageTransformer2DModel."""
-
     spec: ClassVar[FamilyFacts] = qwen_image
     batches = QwenImageBatch
 
@@ -55,7 +51,9 @@ class QwenImageAdapter(FluxAdapter):
         return bool(self.model.zero_cond_t)
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        """The pictures' from their middle on, the text's behind them on their diagonal."""
+        """Return the factors of pictures, centred at 0, and of the text behind them on their
+        diagonal.
+        """
         pictures = [(1, height, width)] * (1 + self.facts.semantics.reference)
         image, words = self.model.pos_embed([pictures], device=self.device, max_txt_seq_len=text)
         return torch.cat((words, image))

@@ -1,5 +1,5 @@
-"""What Qwen-Image and its edit models take of a prompt: a Qwen2.5-VL's last states, the template's
-words apart. Edit models show it the source ahead of the prompt.
+"""Encoder of Qwen-Image and its edit models: last states of a Qwen2.5-VL, without the template's
+words. Edit models show it the source before the prompt.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 
 _PLACE, _FILM = "<|image_pad|>", "<|video_pad|>"
-"""Where a template has its picture, or would have a film: one token, which becomes as many as the
-picture has."""
+"""Tokens that stand for a picture, or a film, in a template; each is expanded to the picture's
+number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TemplateEncoder(TextEncoder):
-    """Whose prompts stand in a pipeline's template."""
-
     pipeline: Any
-    """It knows the template and reads prompts; it has no other parts."""
+    """The pipeline, which has the template and reads prompts; it has no other parts."""
 
     @classmethod
     def of(cls, text: TextEncoder, pipeline: type, **parts: Any) -> _TemplateEncoder:
-        """Of the text encoder of a folder, and what else its pipeline reads prompts with."""
+        """Build from a folder's text encoder and the other parts with which its pipeline reads
+        prompts.
+        """
         prompt_pipeline = pipeline(
             scheduler=None, vae=None, transformer=None, text_encoder=text.model,
             tokenizer=text.tokenizer, **parts,
@@ -70,7 +70,7 @@ class QwenImageEncoder(OneTextEncoder):
         return _TemplateEncoder.of(_text_of(config), QwenImageInpaintPipeline)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [T, width] of each prompt, as long as it is."""
+        """Return `prompt_embeds` [T, width] of each prompt, without padding."""
         with torch.inference_mode():
             states, mask = self.text.pipeline.encode_prompt(
                 list(prompts), max_sequence_length=self.text.length
@@ -83,7 +83,7 @@ class QwenImageEncoder(OneTextEncoder):
 
 
 class QwenImageEditEncoder(OneTextEncoder):
-    """The same of an edit model's folder, whose prompts are about the source."""
+    """Encoder of an edit model's folder, whose prompts are about the source."""
 
     text: _TemplateEncoder
 
@@ -104,7 +104,9 @@ class QwenImageEditEncoder(OneTextEncoder):
         raise AssertionError("each prompt is about a picture")
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """`prompt_embeds` [shown + T, width]; words are cut, which the pipeline does not do."""
+        """Return `prompt_embeds` [picture + T, width]. Long prompts are cut, unlike in the
+        pipeline.
+        """
         assert pixels is not None, "the prompt is about a picture"
         assert self.facts.shown is not None
         check_said(prompt)
@@ -119,7 +121,7 @@ class QwenImageEditEncoder(OneTextEncoder):
 
 
 def check_said(prompt: str) -> None:
-    """Raises InvalidRequest of a prompt that names a picture's place itself."""
+    """Check that a prompt contains no picture token. Raises InvalidRequest if it does."""
     for place in (_PLACE, _FILM):
         if place in prompt:
             raise InvalidRequest(
@@ -128,13 +130,7 @@ def check_said(prompt: str) -> None:
 
 
 def picture_processor(cls: Any, pictures: Any, tokenizer: Any) -> Any:
-    """A processor without films, for whose part transformers asks for torchvision.
-
-    Args:
-        cls: Qwen2VLProcessor or Qwen3VLProcessor.
-        pictures: Qwen2VLImageProcessorPil.
-        tokenizer: of the text encoder.
-    """
+    """Return a processor without films, for which transformers would need torchvision."""
 
     def init(self: Any, image_processor: Any, tokenizer: Any) -> None:  # names its parts
         cls.__init__(self, image_processor, tokenizer, chat_template=tokenizer.chat_template)

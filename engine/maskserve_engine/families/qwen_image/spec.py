@@ -1,4 +1,4 @@
-"""Qwen-Image, Qwen-Image-Edit, -2509 and -2511: pipelines, defaults, what a folder says, work."""
+"""Qwen-Image, Qwen-Image-Edit, -2509 and -2511: pipelines, defaults, model spec, counted work."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ PIPELINES = {
     "QwenImageEditPipeline": SAMPLED_REFERENCE,
     "QwenImageEditPlusPipeline": REFERENCE,
 }
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "Qwen-Image models"
 SETTINGS = ()
-"""It has no keys of the configuration that other models lack."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=0.0)
-"""Those of QwenImageInpaintPipeline, which guides where an edit has a negative prompt."""
+"""Defaults of QwenImageInpaintPipeline, which guides if an edit has a negative prompt."""
 _PLUS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
-"""What its publisher gives for -2509 and -2511, whose pipeline's signature says 50."""
+"""The publisher's settings for -2509 and -2511, whose pipeline's signature says 50."""
 _SHOWN_AREA = 384 * 384
-"""To which the pipeline of these brings what it shows the text encoder."""
+"""Pixels to which these models' pipeline scales the picture for the text encoder."""
 _STRIDE = 7
 _PATCH = 2
 
@@ -44,7 +43,7 @@ recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a Qwen-Image folder; ConfigError if a part of it cannot be read."""
+    """Return the model spec of a Qwen-Image folder. Raises ConfigError if a part is unreadable."""
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     latents = latent_space(read_json(folder / "vae" / "config.json"))
     semantics, shown_spec = PIPELINES[pipeline], None
@@ -75,8 +74,8 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
 
 
 def _of_pictures(processor: Path) -> dict[str, Any]:
-    """What a processor's folder says of pictures. transformers writes it into one file with the
-    rest, and before 5 wrote it into one of its own; it reads them in this order.
+    """Return the image options of a processor's folder. transformers writes them into one file with
+    the rest, and before version 5 into a separate one; it reads them in this order.
     """
     whole = processor / "processor_config.json"
     image_processor = read_json(whole).get("image_processor") if whole.is_file() else None
@@ -97,7 +96,7 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As FLUX.1's, whose double blocks are all that it has."""
+    """Return FLUX.1's work, with double blocks only."""
     alike = {**config, "num_single_layers": 0, "pooled_projection_dim": 0, "guidance_embeds": False}
     base = flux.count(
         alike, height, width, halo, recorded=recorded, references=references, exact=exact
@@ -106,7 +105,9 @@ def count(
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
+    """Return the elements per rank of a LoRA on every linear layer of the blocks, for
+    `lora_work`.
+    """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     block = mmdit.joint_attention(h)
     block |= {f"{mlp}.net.{n}": 5 * h for mlp in ("img_mlp", "txt_mlp") for n in ("0.proj", "2")}

@@ -1,4 +1,4 @@
-"""The weights of a QwenImageTransformer2DModel, as FLUX.1's blocks take them."""
+"""The weights of a QwenImageTransformer2DModel, in the form of FLUX.1's blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maskserve_engine.layers.low_rank import Place
 
 
 def weights_of(model: Any, **more: Any) -> FluxWeights:
-    """Of a QwenImageTransformer2DModel; `more` fields of FluxWeights."""
+    """Build from a QwenImageTransformer2DModel; `more` are further fields of FluxWeights."""
     embed = model.time_text_embed
     embedder = TwoLayers(*(linear(getattr(embed.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
 
@@ -70,7 +70,8 @@ _OF_BLOCK = {
     "txt_mlp.net.0.proj": ("text.up", 0),
     "txt_mlp.net.2": ("text.down", 0),
 }
-"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+"""Layer of a block → its product, and its offset in the product's outputs, in widths of the
+model."""
 _OUTSIDE = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -82,10 +83,5 @@ _OUTSIDE = {
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in the weights.
-
-    Args:
-        model: QwenImageTransformer2DModel.
-    """
     stacks = {"transformer_blocks": ("double_blocks", _OF_BLOCK)}
     return places_in(model, model.img_in.out_features, stacks, _OUTSIDE)

@@ -1,1 +1,1 @@
-"""Qwen-Image-2.1: blocks of one stream, whose text and references see nothing of a row."""
+"""Qwen-Image-2.1: blocks of one stream, whose text and references do not depend on the row."""

@@ -1,13 +1,13 @@
-"""Qwen-Image-2.1: what of its rows is not FLUX.1's.
+"""Qwen-Image-2.1, where its rows differ from FLUX.1's.
 
-Its tokens are a sentence: some words, the reference, the prompt, and last the picture. Each sees
-those before it, pictures all of themselves besides, and all but the last are as they are at time 0.
-So steps compute the picture alone. What of the reference there is to see follows from the source,
-and a template keeps it; the words' keys and values are made once in an edit.
+Its tokens form a sequence: some words, the reference, the prompt, and last the picture. Each
+attends to those before it, pictures also to all of themselves, and all but the picture are computed
+at time 0. So steps compute the picture only. The reference's keys and values follow from the
+source, and a template caches them; those of words are computed once per edit.
 
-On the first axis of positions a picture stands behind all that is before it. Here it stands at 0,
-and the reference as far before it as it would without a prompt. What attention sees of the
-sentence, it sees turned back by as many places as the prompt has tokens.
+On the first axis of positions the model puts a picture behind everything before it. Here the
+picture is at 0, and the reference as far before it as without a prompt. Attention sees the keys of
+the sequence rotated back by the prompt's number of tokens.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from maskserve_engine.layers.low_rank import Adapters, Place
 from maskserve_engine.spec.family import FamilyFacts
 
 _TURNS = 10_000.0
-"""Base of the angles by which positions turn."""
+"""Base of the rotary angles."""
 
 
 class QwenImage21Batch(FluxBatch):
-    """Rows stepped by a QwenImage21Transformer2DModel."""
-
     def vectors(self, weights: FluxWeights, timesteps: Tensor) -> tuple[Vectors, ...]:
         assert isinstance(weights, QwenImage21Weights)
         return vectors(weights, timesteps)
 
     def make_fixed(self, model: FluxWeights) -> None:
-        """References, too, see words: those that stand before them."""
+        """Compute missing keys and values of words, too: references attend to the words before
+        them.
+        """
         for row in self.rows:
             assert row.references is not None
             _say(model, row, row.references.before)
@@ -57,7 +57,6 @@ class QwenImage21Batch(FluxBatch):
 
 
 def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
-    """Make a row's words, if they have not been made."""
     if words is not None and words.entry is None:
         assert isinstance(model, QwenImage21Weights)
         assert row.references is not None
@@ -66,8 +65,6 @@ def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
 
 
 class QwenImage21Adapter(FluxAdapter):
-    """Rows of Qwen-Image-2.1's edits over one QwenImage21Transformer2DModel."""
-
     spec: ClassVar[FamilyFacts] = qwen_image21
     batches = QwenImage21Batch
     preparation = Flux2Preparation
@@ -91,7 +88,7 @@ class QwenImage21Adapter(FluxAdapter):
         return {**super().blank_prompt(tokens), BEFORE: words}
 
     def text(self, embeds: Tensor, grid: tuple[int, int], adapters: Adapters = ()) -> Tensor:
-        """Of no tokens: no step computes any."""
+        """Return no tokens: no step computes text."""
         return embeds.new_empty(0, self.weights.width)
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
@@ -107,7 +104,7 @@ class QwenImage21Adapter(FluxAdapter):
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
     ) -> FixedWords | None:
-        """Behind the reference."""
+        """Return the words of a prompt, which stand behind the reference."""
         assert references is not None
         assert references.before is not None
         count, begin = len(prompt.embeds), len(references.before) + max(grid_of(job))
@@ -125,8 +122,8 @@ class QwenImage21Adapter(FluxAdapter):
         return refs
 
     def _spoken(self, count: int, first: int, begin: int) -> Tensor:
-        """[count, head_dim / 2] of words, the first of them there on the first axis and `begin` on
-        the others.
+        """Return [count, head_dim / 2] of words that begin at `first` on the first axis and at
+        `begin` on the others.
         """
         along = torch.arange(count)
         return self._rotary(torch.stack((first + along, begin + along, begin + along), dim=1))
@@ -136,13 +133,13 @@ class QwenImage21Adapter(FluxAdapter):
 
 
 def places_of_pictures(height: int, width: int) -> Tensor:
-    """[2 · height · width, 3] of a picture and its reference."""
+    """Return [2 · height · width, 3] positions of a picture and its reference."""
     places = torch.cartesian_prod(torch.tensor([0]), _middle(height), _middle(width))
     return torch.cat((places, places - torch.tensor([max(height, width), 0, 0])))
 
 
 def rotary(model: Any, places: Tensor) -> Tensor:
-    """[N, head_dim / 2] complex factors of places [N, 3]."""
+    """Return [N, head_dim / 2] complex factors of positions [N, 3]."""
     angles = [
         torch.outer(along.float(), 1.0 / _TURNS ** (torch.arange(0, size, 2) / size))
         for along, size in zip(places.unbind(1), model.pos_embed.axes_dim, strict=True)
@@ -152,5 +149,5 @@ def rotary(model: Any, places: Tensor) -> Tensor:
 
 
 def _middle(side: int) -> Tensor:
-    """[side] along a picture's side, counted from its middle."""
+    """Return [side] positions along a picture's side, counted from its middle."""
     return torch.arange(side) - (side - side // 2)

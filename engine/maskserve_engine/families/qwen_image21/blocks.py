@@ -1,4 +1,6 @@
-"""Qwen-Image-2.1's scales and gates, and what its blocks make of text: once in an edit."""
+"""Qwen-Image-2.1's scales and gates, and its blocks' keys and values of text, computed once per
+edit.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,8 @@ from maskserve_engine.layers.scatter_kv import scatter_kv, slots_of
 
 
 def vectors(weights: QwenImage21Weights, timesteps: Tensor) -> tuple[Vectors, ...]:
-    """The vectors of each step, as FLUX.1's blocks take them: of shifts, which there are none, 0,
-    and gates through their tanh.
-
-    Args:
-        weights: of the model.
-        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+    """Return the vectors of each step in the form of FLUX.1's blocks, with shifts of 0 and gates
+    through tanh, from timesteps [S, R] of the sampler, 0 to 1000, float32.
     """
     assert weights.shared is not None
     assert weights.last_vectors is not None
@@ -45,11 +43,8 @@ def vectors(weights: QwenImage21Weights, timesteps: Tensor) -> tuple[Vectors, ..
 
 
 def said(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
-    """Keys and values of text in all blocks: each token sees those before it, at time 0.
-
-    Args:
-        weights: of the model, with what the row's adapters add to them.
-        words: what it sees has been made.
+    """Return keys and values of text in all blocks; each token attends to those before it, at time
+    0. Those visible to `words` must have been computed.
     """
     device = words.embeds.device
     [at_zero] = vectors(weights, torch.zeros(1, 1, device=device))

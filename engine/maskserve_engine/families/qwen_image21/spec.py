@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1: pipeline, defaults, what a folder says, work."""
+"""Qwen-Image-2.1: pipeline, defaults, model spec of a folder, counted work."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.shown import Shown
 
 PIPELINES = {"QwenImage21Pipeline": EXACT_REFERENCE}
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "Qwen-Image-2.1 models"
 SETTINGS = ()
-"""It has no keys of the configuration that other models lack."""
 DEFAULTS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
-"""Those of QwenImage21Pipeline, which guides where an edit has a negative prompt."""
+"""Defaults of QwenImage21Pipeline, which guides if an edit has a negative prompt."""
 _STRIDE = 7
-"""Of a distilled model's few steps each has its anchor."""
+"""Anchor stride; each of a distilled model's few steps has its own anchor."""
 _PATCH = 2
 
 lora_work = flux.lora_work
@@ -43,8 +42,10 @@ recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a Qwen-Image-2.1 folder; ConfigError if a part of it cannot be read or
-    served.
+    """Return the model spec of a Qwen-Image-2.1 folder.
+
+    Raises:
+        ConfigError: a part is unreadable or not served.
     """
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder / "transformer" / "config.json")
@@ -83,7 +84,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
 
 
 def _own_sigmas(given: Any, least: int) -> tuple[float, ...]:
-    """`ModelFacts.sigmas` of a pipeline's `sample_sigmas`."""
+    """Return `ModelFacts.sigmas` from a pipeline's `sample_sigmas`."""
     if given is None:
         return ()
     numbers = given if isinstance(given, list) else []
@@ -100,7 +101,6 @@ def _own_sigmas(given: Any, least: int) -> tuple[float, ...]:
 
 
 def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
-    """Its config.json, with the sizes of FLUX's under the names that these have there."""
     return {
         **transformer,
         "joint_attention_dim": int(transformer["context_in_dim"]),
@@ -119,8 +119,8 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As FLUX.1's double blocks of the picture alone: gated activations, one set of scales and
-    gates for all of them, and prompts whose keys and values are made once.
+    """Return the work of FLUX.1's double blocks for the picture only: gated activations, one set of
+    scales and gates for all blocks, and prompts whose keys and values are computed once.
     """
     base = flux.count(
         config, height, width, halo, recorded=recorded, references=references, exact=exact
@@ -141,7 +141,9 @@ def count(
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per rank of a LoRA of every linear layer of the blocks, as of `lora_work`."""
+    """Return the elements per rank of a LoRA on every linear layer of the blocks, for
+    `lora_work`.
+    """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     inner = int(h * float(config.get("mlp_ratio", 3)))
     block = {f"attn.{layer}": 2 * h for layer in ("to_q", "to_k", "to_v", "to_out.0")}

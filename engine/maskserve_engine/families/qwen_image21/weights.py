@@ -1,8 +1,8 @@
-"""The weights of a QwenImage21Transformer2DModel, as FLUX.1's blocks take them.
+"""The weights of a QwenImage21Transformer2DModel, in the form of FLUX.1's blocks.
 
-What is not FLUX.1's: its blocks have one stream, which here is the image's (what text there is, is
-said once and stands in no stream), share their scales and gates, and have no shifts; there is no
-bias and no pooled prompt.
+Differences from FLUX.1: blocks have one stream, here the image stream (text is computed once and is
+in no stream), share their scales and gates, and have no shifts; there is no bias and no pooled
+prompt.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from maskserve_engine.layers.low_rank import Place
 
 @dataclass(frozen=True, kw_only=True)
 class QwenImage21Weights(FluxWeights):
-    """All of the transformer that a step needs, and what it takes to say a prompt."""
+    """The transformer's weights, including those that embed a prompt."""
 
     text_norm: Tensor
-    """[in] float32, of a prompt's states."""
+    """[in] float32 norm of a prompt's states."""
     text_epsilon: float
-    """Of that norm."""
     text_out: Linear
-    """Behind `context_embedder`, and GELU between the two."""
+    """Layer behind `context_embedder` and GELU."""
 
     def embedded(self, states: Tensor) -> Tensor:
-        """[T, width] a prompt's tokens at the first block, of its states [T, in]."""
+        """Return [T, width] tokens of a prompt at the first block, from its states [T, in]."""
         rows: tuple[Span, ...] = ((0, len(states)),)
         wide = states.float()
         normed = F.rms_norm(wide, wide.shape[-1:], self.text_norm, self.text_epsilon)
@@ -50,7 +49,7 @@ class QwenImage21Weights(FluxWeights):
 
 
 def weights_of(model: Any, **more: Any) -> QwenImage21Weights:
-    """Of a QwenImage21Transformer2DModel; `more` fields of FluxWeights."""
+    """Build from a QwenImage21Transformer2DModel; `more` are further fields of FluxWeights."""
     time, words = model.time_text_embed, model.txt_in
     embedder = TwoLayers(*(linear(getattr(time.timestep_embedder, f"linear_{n}")) for n in (1, 2)))
     vectors = linear(model.modulation[1])
@@ -95,7 +94,8 @@ _OF_BLOCK = {
     "img_mlp.gate_layer": ("image.up", 0),
     "img_mlp.out": ("image.down", 0),
 }
-"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+"""Layer of a block → its product, and its offset in the product's outputs, in widths of the
+model."""
 _OUTSIDE = {
     "modulation.1": "shared.image",
     "time_text_embed.timestep_embedder.linear_1": "time_text_embed.timestep_embedder.linear_1",
@@ -109,11 +109,6 @@ _OUTSIDE = {
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in the weights.
-
-    Args:
-        model: QwenImage21Transformer2DModel.
-    """
     stacks = {"transformer_blocks": ("double_blocks", _OF_BLOCK)}
     places = places_in(model, model.inner_dim, stacks, _OUTSIDE)
     # What is multiplied by the gates stands beside them.

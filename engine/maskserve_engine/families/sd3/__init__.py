@@ -1,1 +1,1 @@
-"""Stable Diffusion 3.5: FLUX.1's double blocks, of a picture whose places lie in its tokens."""
+"""Stable Diffusion 3.5: FLUX.1's double blocks, with positions inside the picture's tokens."""

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5: what of its rows is not FLUX.1's."""
+"""Stable Diffusion 3.5, where its rows differ from FLUX.1's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 from maskserve_engine.spec.family import FamilyFacts
 
 _PATCH = 4
-"""Latents of a token."""
+"""Latents per token."""
 
 
 class Sd3Step(FluxStep):
@@ -46,7 +46,9 @@ class Sd3Step(FluxStep):
         return self.weights
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
-        """With each token's place, which its last two channels tell (`Sd3Preparation`)."""
+        """Embed tokens and add their positions, which the last two channels hold
+        (`Sd3Preparation`).
+        """
         places = self._own.places
         row, column = (tokens[:, -2:].long() + len(places) // 2).unbind(1)
         x = self.weights.x_embedder(tokens[:, :-2], rows)
@@ -62,7 +64,9 @@ class Sd3Step(FluxStep):
         ahead: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """A second attention is in what `post` is given: it sees computed tokens alone."""
+        """Run the first part of a block. A second attention is included in the inputs of `post`: it
+        sees computed tokens only.
+        """
         qk, v, post_inputs = super().pre(number, text, image, packing, cis, ahead, room)
         second = self._own.seconds[number]
         if second is not None:
@@ -73,15 +77,6 @@ class Sd3Step(FluxStep):
     def _seen_alone(
         self, second: Second, x: Tensor, vectors: Sequence[Vector], packing: Packing, cis: Tensor
     ) -> Tensor:
-        """The picture with what its second attention finds.
-
-        Args:
-            second: of the block.
-            x: the picture's stream before it, as wide as the vectors.
-            vectors: shift, scale and gate.
-            packing: where the rows lie.
-            cis: that turn nothing.
-        """
         stream, (shift, scale, gate) = packing.image_stream, vectors
         qk, v = split(second.qkv(modulate(x, shift, scale), stream.spans), self.weights.head_dim)
         qk_norm_rope(qk, second.norms, cis[: len(qk)])
@@ -114,28 +109,26 @@ class Sd3Step(FluxStep):
         return text, clip(x).view_as(image), None
 
     def last(self, image: Tensor, stream: Any) -> Tensor:
-        """The model has a patch's channels behind one another, not its pixels."""
+        """Apply the last layers. The model orders a patch's values by channel, not by pixel."""
         patches = super().last(image, stream).unflatten(1, (_PATCH, -1))
         return patches.transpose(1, 2).flatten(1)
 
 
 @lru_cache(maxsize=16)
 def _alone(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Of rows of so many tokens, each of which sees its row's. Kept, since batches last."""
+    """Return the segments of rows with these lengths. Cached, since batches last many steps."""
     return moved(segments(lengths, lengths), device)
 
 
 class Sd3Batch(FluxBatch):
-    """Rows stepped by an SD3Transformer2DModel."""
-
     def at_step(self, weights: FluxWeights, vectors: Vectors) -> Sd3Step:
         return Sd3Step(weights, vectors)
 
 
 class Sd3Preparation(FlowPreparation):
-    """What StableDiffusion3InpaintPipeline draws, in its order. Two further channels tell each
-    token's row and column, from the middle of the largest picture: numbers that a model in half
-    precision holds.
+    """Draws random numbers in the order of StableDiffusion3InpaintPipeline. Two more channels hold
+    each token's row and column, counted from the middle of the largest picture: small enough to be
+    exact in half precision.
     """
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
@@ -154,7 +147,11 @@ class Sd3Preparation(FlowPreparation):
         )
 
     def _places(self, job: EditJob) -> Tensor:
-        """[n, 2]; InvalidRequest: the model knows no picture as long or as wide."""
+        """Return [n, 2] positions.
+
+        Raises:
+            InvalidRequest: the picture is larger than the model's position table.
+        """
         side = int(self._facts.denoiser["pos_embed_max_size"])
         grid = grid_of(job)
         if max(grid) > side:
@@ -165,8 +162,6 @@ class Sd3Preparation(FlowPreparation):
 
 
 class Sd3Adapter(FluxAdapter):
-    """Rows of Stable Diffusion 3.5's edits over one SD3Transformer2DModel."""
-
     spec: ClassVar[FamilyFacts] = sd3
     batches = Sd3Batch
     preparation = Sd3Preparation
@@ -180,7 +175,7 @@ class Sd3Adapter(FluxAdapter):
 
     @staticmethod
     def shift(config: Mapping[str, Any], tokens: int, steps: int) -> None:
-        """Its pipeline leaves the schedule to its sampler."""
+        """Return None: the pipeline leaves the schedule to its sampler."""
 
     def weights_of(self, model: Any, placed_bytes: int, graphs: Graphs | None) -> FluxWeights:
         return weights_of(model, placed_bytes=placed_bytes, graphs=graphs)
@@ -190,12 +185,14 @@ class Sd3Adapter(FluxAdapter):
         return places_of(model)
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        """Nothing is turned: where a token lies is in the token."""
+        """Return factors of no rotation: positions are in the tokens."""
         half = self.weights.head_dim // 2
         return torch.ones(text + height * width, half, dtype=torch.complex64, device=self.device)
 
     def most_ranks(self, job: EditJob) -> int:
-        """A rank computes second attentions over its own tokens alone."""
+        """Limit ranks to passes if blocks have a second attention, which needs all computed tokens
+        of a row.
+        """
         ranks = super().most_ranks(job)
         passes = 1 if job.negative is None else 2
         return ranks if self.facts.caches else min(ranks, passes)

@@ -1,6 +1,4 @@
-"""What Stable Diffusion 3.5 takes of a prompt: states of two CLIPs and a T5, and two pooled
-vectors.
-"""
+"""Encoder of Stable Diffusion 3.5: states of two CLIPs and a T5, and two pooled vectors."""
 
 from __future__ import annotations
 
@@ -20,12 +18,8 @@ from maskserve_engine.stages.vae import load_vae
 
 
 class Sd3Encoder(Encoder):
-    """VAE encoder and the three text encoders of a Stable Diffusion 3.5 folder.
-
-    Args:
-        facts: what the folder says.
-        vae: AutoencoderKL.
-        texts: the two CLIPs and the T5.
+    """VAE encoder and the three text encoders, two CLIPs and a T5, of a Stable Diffusion 3.5
+    folder.
     """
 
     def __init__(self, facts: ModelFacts, vae: Any, texts: Sequence[TextEncoder]) -> None:
@@ -34,7 +28,7 @@ class Sd3Encoder(Encoder):
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Sd3Encoder:
-        """Raises ConfigError when a part cannot be loaded."""
+        """Load the parts of a model folder. Raises ConfigError if a part cannot be loaded."""
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
         limit_threads(config)
@@ -50,7 +44,6 @@ class Sd3Encoder(Encoder):
 
     @cached_property
     def _pipeline(self) -> Any:
-        """That reads prompts; it has no other parts."""
         from diffusers import StableDiffusion3InpaintPipeline
 
         parts = {name: encoder.model for name, encoder in self.text_encoders.items()}
@@ -61,7 +54,7 @@ class Sd3Encoder(Encoder):
         return StableDiffusion3InpaintPipeline(transformer=None, scheduler=None, vae=None, **parts)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [T, width] and `pooled` [width] of each prompt, padding among the
+        """Return `prompt_embeds` [T, width] and `pooled` [width] of each prompt, with padding
         tokens.
         """
         with torch.inference_mode():

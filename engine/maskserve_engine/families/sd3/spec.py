@@ -1,4 +1,6 @@
-"""Stable Diffusion 3.5 (medium, large): pipelines, defaults, what a folder says, work."""
+"""Stable Diffusion 3.5 (medium, large): pipelines, defaults, model spec of a folder, counted
+work.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,15 @@ PIPELINES = {
     "StableDiffusion3Img2ImgPipeline": INPAINT,
     "StableDiffusion3Pipeline": INPAINT,
 }
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "Stable Diffusion 3.5 models"
 SETTINGS = ("model.t5_weights", "model.t5_offload")
-"""Keys of the configuration that other models do not have."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.0)
-"""Those of StableDiffusion3InpaintPipeline."""
+"""Defaults of StableDiffusion3InpaintPipeline."""
 _STRIDE = 7
 _PATCH = 2
 _CLIP = 77
-"""Tokens of the CLIPs, which stand before the T5's."""
+"""Tokens of the CLIPs, which precede the T5's."""
 _SECOND = "dual_attention_layers"
 
 lora_work = flux.lora_work
@@ -44,8 +45,10 @@ recorded_rows = no_recorded_rows
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a Stable Diffusion 3.5 folder; ConfigError if a part of it cannot be read or
-    served.
+    """Return the model spec of a Stable Diffusion 3.5 folder.
+
+    Raises:
+        ConfigError: a part is unreadable or not served.
     """
     latents = one_scale(folder)
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
@@ -81,7 +84,6 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
 
 
 def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
-    """Its config.json, with the sizes of FLUX's under the names that these have there."""
     channels = int(transformer["in_channels"]) * _PATCH**2
     return {**transformer, "in_channels": channels, "out_channels": channels, "patch_size": 1,
             "num_single_layers": 0}  # fmt: skip
@@ -97,8 +99,8 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As FLUX.1's double blocks, of which some have a second attention of the picture alone. That
-    the last one leaves its text there is not counted.
+    """Return the work of FLUX.1's double blocks, some with a second attention of the picture. It
+    ignores that the last block drops its text.
     """
     base = flux.count(
         config, height, width, halo, recorded=recorded, references=references, exact=exact
@@ -119,7 +121,7 @@ def count(
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """As of FLUX.1's blocks, without the text's way out of the last one."""
+    """Return FLUX.1's elements per rank, without the text outputs of the last block."""
     last = f"transformer_blocks.{int(config['num_layers']) - 1}."
     absent_layers = tuple(last + name for name in ("attn.to_add_out", "ff_context"))
     return {

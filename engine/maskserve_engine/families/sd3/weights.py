@@ -1,7 +1,7 @@
-"""The weights of an SD3Transformer2DModel, as FLUX.1's blocks take them.
+"""The weights of an SD3Transformer2DModel, in the form of FLUX.1's blocks.
 
-What is not FLUX.1's: some blocks have a second attention, the last one does nothing with its text
-behind attention, and what tells a token its place is added to it once.
+Differences from FLUX.1: some blocks have a second attention, the last one drops its text behind
+attention, and a token's position is added to it once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maskserve_engine.layers.low_rank import Place
 
 
 class Second(NamedTuple):
-    """A block's second attention, of the picture alone."""
+    """A block's second attention, of the picture only."""
 
     qkv: Linear
     norms: Tensor
@@ -39,17 +39,15 @@ class Second(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sd3Weights(FluxWeights):
-    """All of a Stable Diffusion 3.5 transformer that a step needs."""
-
     seconds: tuple[Second | None, ...]
-    """Of each block; None: it has no second attention."""
+    """Second attention by block; None: the block has none."""
     places: Tensor
-    """[side, side, width] what is added to the token in that row and column of the largest picture,
-    in the middle of which others lie."""
+    """[side, side, width] embedding of each row and column of the largest picture; smaller pictures
+    use its middle."""
 
 
 def weights_of(model: Any, **more: Any) -> Sd3Weights:
-    """Of an SD3Transformer2DModel; `more` fields of FluxWeights."""
+    """Build from an SD3Transformer2DModel; `more` are further fields of FluxWeights."""
     blocks, embed = model.transformer_blocks, model.pos_embed
     side = embed.pos_embed_max_size
     with torch.no_grad():
@@ -108,11 +106,6 @@ _OUTSIDE = {**OUTSIDE, "pos_embed.proj": "x_embedder"}
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in the weights.
-
-    Args:
-        model: SD3Transformer2DModel.
-    """
     width: int = model.inner_dim
     places: dict[str, Place] = {}
     for stack, layers in (("double_blocks", OF_DOUBLE), ("seconds", _OF_SECOND)):

@@ -54,24 +54,24 @@ from maskserve_engine.stages.quantise import load_denoiser
 
 
 class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
-    """Rows of edits over one UNet2DConditionModel.
+    """Steps rows of edits over one UNet2DConditionModel.
 
     Args:
-        facts: what the model folder says.
+        facts: describes the model folder.
         model: UNet2DConditionModel in eval mode.
-        sampler: the pipeline's own.
+        sampler: the pipeline's sampler.
         exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
-        own_entries: whether the second pass of guided steps has entries of its own, where they
+        own_entries: whether the negative pass of guided steps has its own entries, if they
             would differ (`[cache] cfg_entries`).
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] cuda_graphs`.
-        own: how a row keeps what is its own.
+        own_rule: when rows refresh, and how they keep the result.
     """
 
     anchor_tolerance = 1.0
-    """Any anchor serves any step (docs/adr/0007). An anchor's sigma is its timestep's share of all
-    that the model was trained on."""
+    """Any anchor serves any step (docs/adr/0007). An anchor's sigma is its timestep divided by the
+    number of trained timesteps."""
 
     def __init__(
         self,
@@ -116,7 +116,11 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> UnetAdapter:
-        """Raises ConfigError when a part is missing, unreadable or not served."""
+        """Load a model folder.
+
+        Raises:
+            ConfigError: a part is missing, unreadable or not served.
+        """
         from diffusers import AutoencoderKL, UNet2DConditionModel
 
         if config.cache.conv_halo and config.cache.entry_kind != "kv":
@@ -175,13 +179,13 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         return prompt
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
-        """(timestep as a share of all, timestep) of each model call: the samplers scale their own
-        latents differently, but the model takes the same at the same timestep.
+        """Return (timestep as a share of all, timestep) of each model call. Samplers scale latents
+        differently, but the model's input at a timestep is the same.
         """
         return [(t / TRAINED_STEPS, t) for t in self._preparation.schedule(job).timesteps]
 
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
-        """Of every `stride` timesteps of the schedule the one in their middle."""
+        """Return the middle one of every `stride` timesteps of the schedule."""
         walk = self._preparation.schedule_of(steps, 1.0).timesteps
         step_anchors = [
             Anchor(t / TRAINED_STEPS, t) for t in dict.fromkeys(walk)
@@ -220,7 +224,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             return self._row(job, ready.inputs, inactive, plan)
 
     def anchored_bytes(self, job: EditJob) -> int:
-        """What is read round its tile, as it is, changes and lies in the next step; and answers."""
+        """Return the bytes of the surroundings of its tile (as they are, their change, and at the
+        next step) and of kept answers.
+        """
         tile, (channels, height, width) = self._preparation.active(job).own_tile, job.moments.shape
         answers = 2 * (channels // 2) * height * width * self.dtype.itemsize
         if tile is None:
@@ -256,12 +262,12 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             )
 
     def most_ranks(self, job: EditJob) -> int:
-        """One for each pass (`batch.cfg_parallel`)."""
+        """Return one rank for each pass (`batch.cfg_parallel`)."""
         return 1 if job.negative is None else 2
 
     def carried(self, row: UnetRow | UnetPrimingRow) -> tuple[Any, ...] | None:
-        """[K, C, h, w] latents and what the sampler remembers; nothing of a priming row. None where
-        what its ControlNets keep of earlier steps would be missed.
+        """Return [K, C, h, w] latents and sampler memory; nothing for a priming row; None if the
+        row's ControlNets keep tensors that another rank would miss.
         """
         if isinstance(row, UnetPrimingRow):
             return ()
@@ -312,8 +318,8 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             return Opening(facts, arrays)
 
     def _of_nets(self, row: UnetRow) -> OwnPlan:
-        """As of `RowControl`: where a row has anchors of its own, the base computes all tokens at
-        them, and so do its nets.
+        """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
+        all tokens when the base does.
         """
         if row.plan is not None:
             return replace(row.plan, anchors=frozenset())
@@ -334,8 +340,8 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def _given(
         self, row: Any, job: EditJob, acts: Sequence[ControlInput]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What nets are given of an edit, in host memory: the passes' texts, SDXL's
-        micro-conditioning, and the controls' pictures.
+        """Return a net's inputs for an edit, in host memory: the passes' texts, SDXL's
+        micro-conditioning, and the control pictures.
         """
         prompts = [job.conditioning]
         if row.guidance is not None:
@@ -346,7 +352,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         return text, micro, [self._picture(item) for item in acts]
 
     def _picture(self, control: ControlInput) -> Tensor:
-        """[1, 3, H, W] from 0 to 1."""
+        """Return [1, 3, H, W] from 0 to 1."""
         pixels = torch.from_numpy(control.picture).permute(2, 0, 1)[None]
         return (pixels.float() / 255).to(self.dtype)
 
@@ -362,7 +368,6 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         inactive: UnetInactive | None = None,
         plan: OwnPlan | None = None,
     ) -> UnetRow:
-        """A row of what lies in host memory as yet."""
         levels = () if inactive is None else inactive.selection.levels
         level_indices = tuple(map(torch.from_numpy, levels))
         inputs, inactive, level_indices = moved((inputs, inactive, level_indices), self.device)
@@ -388,11 +393,11 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         )
 
     def prompt(self, given: Conditioning, job: EditJob) -> UnetPrompt:
-        """A prompt as a pass of the edit takes it."""
+        """Return a prompt as the edit's passes take it, on the device."""
         return self._prompt(moved(self._preparation.texts(given, job), self.device))
 
     def _changed(self, prompt: UnetPrompt, adapters: Adapters) -> UnetPrompt:
-        """With the micro-conditioning as adapters have it."""
+        """Return the prompt with its micro-conditioning recomputed for the row's LoRAs."""
         if prompt.micro is None:
             return prompt
         return replace(prompt, added=added_embedding(self.model, prompt.micro, adapters))

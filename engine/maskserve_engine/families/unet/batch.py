@@ -32,8 +32,6 @@ Row = UnetRow | UnetPrimingRow | UnetAhead
 
 
 class UnetBatch(KeptBatch[Row, UnetWeights]):
-    """Rows of one latent shape, stepped by a UNet2DConditionModel."""
-
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         row_passes = [row.passes() for row in rows]
@@ -50,15 +48,14 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._by_step = torch.tensor(
             [row_passes[:steps] for row_passes in ahead]
         ).T.repeat_interleave(counts, 1)
-        """[steps, passes] timesteps from `_begin` on; on the device once the first one is."""
+        """[steps, passes] timesteps from `_begin` on; moved to the device at the first step."""
         self._inputs = [pass_input for passes in row_passes for pass_input in passes]
         self._number = new_batch()
         self._weights: UnetWeights | None = None
-        """The model's, with what the rows' adapters change in them."""
         self._share: PassShare | None = None
-        """Of the ranks that took the last step with this one; None: it took it alone."""
+        """Share of this rank in the last step; None: one rank took it alone."""
         self._own: torch.Tensor | None = None
-        """Numbers of the passes that are this rank's; None: all."""
+        """Numbers of this rank's passes; None: all."""
         self._nets = UnetNets()
         self._tell_anchors()
 
@@ -96,7 +93,6 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 row.advance(row_answer)
 
     def _foreseen(self) -> list[UnetAhead]:
-        """The anchors that rows are to know ahead of this step."""
         ahead = []
         for row in self._order:
             if isinstance(row, UnetRow):
@@ -106,12 +102,12 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         return ahead
 
     def _samples(self) -> list[torch.Tensor]:
-        """[in_channels, h, w] of each row."""
+        """Return [in_channels, h, w] of each row."""
         edits = iter(() if self._latents is None else self._latents.samples())
         return [next(edits) if isinstance(row, UnetRow) else row.sample() for row in self._order]
 
     def _share_with(self, exchange: Exchange | None) -> None:
-        """Compute all passes, or those that are this one's among ranks."""
+        """Switch to all passes, or to this rank's share of them."""
         self._packed = self._weights = self._share = self._own = None
         if exchange is None:
             self._tell_anchors()
@@ -125,14 +121,13 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._tell_anchors()
 
     def _anchors(self) -> Iterator[tuple[Row, int, Sequence[UnetAnchors]]]:
-        """Rows, the number of each one's first pass, and its own anchors, if it has any."""
+        """Yield each row, the number of its first pass, and its step caches."""
         first = 0
         for row, count in zip(self._order, self._passes, strict=True):
             yield row, first, () if isinstance(row, UnetPrimingRow) else row.anchors
             first += count
 
     def _tell_anchors(self) -> None:
-        """Have rows with anchors of their own know what they see of the next one."""
         share = self._share
         for _, first, anchors in self._anchors():
             for number, step_cache in enumerate(anchors, start=first):
@@ -147,7 +142,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         timesteps: torch.Tensor,
         kinds: Sequence[str],
     ) -> torch.Tensor:
-        """As `_forward` of all passes, of which this rank computes some."""
+        """Run `_forward` for this rank's passes, and gather the answers to all."""
         answer = sample.new_empty(0)
         if share.own:
             if self._own is None:
@@ -165,7 +160,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         timesteps: torch.Tensor,
         kinds: Sequence[str],
     ) -> torch.Tensor:
-        """The model's answer to the passes computed here, [P, in_channels, h, w]."""
+        """Return the model's answer to the passes of this rank, from [P, in_channels, h, w]."""
         pass_numbers = range(len(self._inputs)) if self._share is None else self._share.own
         if self._packed is None:
             depth = len(model.down_blocks)
@@ -187,15 +182,14 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         return forward(self._weights, self._packed, sample, timesteps, kinds, self._captures())
 
     def _recorded(self, model: UnetWeights) -> bool:
-        """Whether the steps of these rows may be recorded."""
         return model.graphs is not None and not any(
             not isinstance(row, UnetRow) or row.adapters or row.control is not None or row.captures
             for row in self.rows
         )
 
     def _run_nets(self, samples: Sequence[torch.Tensor], ahead: Sequence[UnetAhead]) -> None:
-        """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w], and to
-        anchors that it foresees.
+        """Run ControlNets for this step and for its lookahead, from the rows' [in_channels,
+        h, w].
         """
         service_requests, local_rows = [], []
         foreseen = {id(lookahead_row.row): lookahead_row for lookahead_row in ahead}
@@ -234,8 +228,8 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         return self._by_step[self.rows[0].step - self._begin]
 
     def _captures(self) -> list[tuple[int, int, StackCapture]]:
-        """(first pass, behind its last pass, capture) of what rows keep of this step: a priming
-        row of all its passes, one at an anchor of its own of each.
+        """Return (first pass, end of its passes, capture): for a priming row all passes together,
+        for a row at a refresh step each pass.
         """
         captures: list[tuple[int, int, StackCapture]] = []
         pass_numbers = range(len(self._inputs)) if self._share is None else self._share.own

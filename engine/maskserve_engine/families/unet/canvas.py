@@ -1,6 +1,6 @@
 """Where the feature maps of some passes are computed: on the whole picture, or on a row's tile.
 
-Whatever is not computed is the template's: a norm's means and variances are those of the mixed
+Everything outside the tile is the template's: a norm's means and variances are those of the mixed
 map, and a convolution at the tile's edge reads the template's features beyond it.
 """
 
@@ -22,80 +22,73 @@ class Site(NamedTuple):
     """A place in the UNet where a feature map is read."""
 
     number: int
-    """Of the map, in the order they are read."""
+    """Number of the map, in the order they are read."""
     level: int
 
 
 class Canvas(ABC):
-    """Some passes in a row.
-
-    Args:
-        passes: of the batch.
-    """
+    """A contiguous slice of the batch's passes."""
 
     def __init__(self, passes: slice) -> None:
         self.passes = passes
 
     @property
     def shapes(self) -> Hashable:
-        """All that the shapes of what is computed follow from."""
         return self.passes.start, self.passes.stop
 
     @abstractmethod
     def copied(self) -> Canvas:
-        """The same in tensors of its own, which can take in what others of its shapes have."""
+        """Return the same canvas on copied tensors, without entries."""
 
     @abstractmethod
     def take(self, other: Canvas) -> None:
-        """Compute where another one does."""
+        """Copy the tile position of another canvas of the same shapes."""
 
     @abstractmethod
     def turn_to(self, other: Canvas) -> None:
-        """Read round the tile what another one's next step reads.
+        """Read the surroundings of another canvas's next step.
 
         Raises:
-            EntryLost: as `Handle.wait`.
+            EntryLost: an entry's load failed.
         """
 
     @abstractmethod
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
-        """`conv_in` over the model's input, [p, C, h, w] of the whole picture."""
+        """Apply `conv_in` to the model's input, [p, C, h, w] of the whole picture."""
 
     @abstractmethod
     def norm(self, site: Site, norm: Any, x: Tensor) -> Tensor:
-        """A GroupNorm over `x`."""
+        """Apply a GroupNorm to `x`."""
 
     @abstractmethod
     def norm_around(self, site: Site, norm: Any, x: Tensor) -> Tensor:
-        """A GroupNorm over `x` and what a 3x3 convolution reads round it."""
+        """Apply a GroupNorm to `x` and to the border that a 3x3 convolution reads."""
 
     @abstractmethod
     def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
-        """A 3x3 convolution over what `norm_around` gave, activated."""
+        """Apply a 3x3 convolution to the activated result of `norm_around`."""
 
     @abstractmethod
     def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
-        """A Downsample2D, whose convolution may be another; the site is the level that it comes
-        from.
-        """
+        """Apply a Downsample2D, perhaps with another convolution; `site` is on the finer level."""
 
     @abstractmethod
     def widen(
         self, level: int, size: tuple[int, int], sampler: Any, conv: Any, x: Tensor
     ) -> Tensor:
-        """An Upsample2D to the picture's `size` on `level`; its convolution may be another."""
+        """Apply an Upsample2D to `size` on `level`, perhaps with another convolution."""
 
     @abstractmethod
     def cut(self, level: int, x: Tensor) -> Tensor:
-        """What is computed here of a map [..., h, w] of the whole picture."""
+        """Return the computed part of a map [..., h, w] of the whole picture."""
 
     @abstractmethod
     def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
-        """The model's answer for the whole picture; what was not computed is 0."""
+        """Return the model's answer for the whole picture; 0 where nothing was computed."""
 
 
 class Whole(Canvas):
-    """Passes that compute the whole picture, as the real modules do."""
+    """Passes that compute the whole picture with the model's own modules."""
 
     def copied(self) -> Whole:
         return self
@@ -134,13 +127,7 @@ class Whole(Canvas):
 
 
 class Tiled(Canvas):
-    """The passes of a row whose convolutions run on its tile.
-
-    Args:
-        passes: of the batch, all of one row.
-        surroundings: of the row.
-        first: number of the first of them among the row's own.
-    """
+    """Passes of a row whose convolutions run on its tile."""
 
     def __init__(
         self, passes: slice, surroundings: Surroundings | HeldSurroundings, first: int
@@ -205,7 +192,6 @@ class Tiled(Canvas):
         return None if around is None else around.of_passes(self._own)
 
     def _moments(self, norm: Any, x: Tensor, around: Around | None) -> Moments:
-        """Of the mixed map."""
         tile_moments = Moments.of(x, norm.num_groups)
         if around is None:
             return tile_moments
@@ -214,7 +200,7 @@ class Tiled(Canvas):
 
 
 def _convolved(conv: Any, x: Tensor) -> Tensor:
-    """What is read beyond the tile is in `x`."""
+    """Convolve `x`, which includes the border."""
     if isinstance(conv, ByPass):
         return conv.valid(x)
     return F.conv2d(x, conv.weight, conv.bias, conv.stride)

@@ -1,4 +1,4 @@
-"""What rows keep of dense steps: a template's entries, or anchors of their own."""
+"""Captures of dense steps: a template's entries, and a row's step caches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from maskserve_engine.families.unet.moments import Moments
 
 
 class UnetRecorder(Recorder):
-    """Of a priming row (`stack.StackCapture`)."""
+    """Records a template's entries (`stack.StackCapture`)."""
 
     def map(self, number: int, x: Tensor, groups: int) -> None:
-        """Keep the map, where maps are kept, and its groups' moments as they are once it is
-        stored.
-        """
+        """Keep the map, if maps are kept, and the moments of its groups after storage."""
         if not self.maps:
             return
         stored = self.keep_map(x.permute(0, 2, 3, 1).flatten(0, 2))
@@ -28,17 +26,10 @@ class UnetRecorder(Recorder):
 
 
 class UnetAnchors(OwnAnchors):
-    """Of one pass of a row with anchors of its own (`stack.StackCapture`).
+    """Step cache of one pass (`stack.StackCapture`).
 
-    What a stack makes of its inactive tokens is kept as it leaves the last block. The stack adds it
-    to the map that it was given, so what is foretold is how it changes that map.
-
-    Args:
-        plan: of the edit.
-        number: of the pass.
-        selection: of the row's inactive tokens.
-        halves: of `selection`.
-        surroundings: of the row's tile; None: it has none.
+    Cached tokens are kept as they leave a stack's last block. The stack adds them to its input map,
+    so what is extrapolated is the change of that map.
     """
 
     def __init__(
@@ -55,7 +46,9 @@ class UnetAnchors(OwnAnchors):
         self._surroundings = surroundings
 
     def at(self, step: int, sigma: float, *, reads: bool = False) -> UnetAnchors:
-        """Itself, about to see an anchor; arguments as of `anchor`."""
+        """Prepare to capture a refresh step, and return itself; arguments as in
+        `OwnAnchors.anchor`.
+        """
         self._step, self._at, self._reads = step, sigma, reads
         return self
 

@@ -1,4 +1,4 @@
-"""What an edit adds to a UNet row: inpainting's extra channels, or the blend after each step."""
+"""Inpainting's extra channels, or the blend after each step, of a UNet row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from maskserve_engine.stages.latents import Posterior, draw, is_soft, noise_outs
 
 @dataclass(frozen=True, slots=True)
 class UnetBlend:
-    """Base models, and masks with grey: outside the mask, latents follow the noised source. So they
-    do under grey, until the edit takes them in (`latents.joins`).
+    """Blend of base models and of grey masks: outside the mask, latents follow the noised source.
+    Grey areas follow it until the edit takes them in (`latents.joins`).
     """
 
     mask: Tensor
     """[1, h, w] float32, 1 = edit."""
     clean: Tensor
-    """[C, h, w] source latents."""
+    """[C, h, w] latents of the source."""
     noise: Tensor
-    """[C, h, w] the request's noise."""
+    """[C, h, w] noise of the request."""
     soft: bool
-    """Whether the mask has grey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,11 @@ class UnetStart:
     """A row's tensors before its first step, in the model's dtype."""
 
     latents: Tensor
-    """[C, h, w]"""
+    """[C, h, w]."""
     condition: Tensor | None
     """[1 + C, h, w] mask and masked image of inpainting models."""
     blend: UnetBlend | None
-    """Of base models, and of masks with grey."""
+    """Set for base models, and for grey masks."""
 
 
 def start_row(
@@ -51,19 +50,19 @@ def start_row(
     dtype: torch.dtype,
     outside_seed: int | None,
 ) -> UnetStart:
-    """The preparation of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline.
+    """Prepare as StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline do.
 
-    Draws, in their order: the image's sample where it is used, the noise, the masked image's
-    sample. (Base models draw the last one too and never use it.)
+    Draws, in this order: the image's sample if it is used, the noise, the masked image's sample.
+    (Base models also draw the last and never use it.)
 
     Args:
-        image: of the source.
-        masked: of the source with the masked area blanked; None for base models.
+        image: posterior of the source.
+        masked: posterior of the source with the masked area blanked; None for base models.
         edit_mask: [H, W], above 0 = edit.
-        schedule: the row's.
-        generator: of the edit's seed.
-        dtype: of the model.
-        outside_seed: of the noise outside the mask; None: it is the edit's, too.
+        schedule: schedule of the row.
+        generator: generator with the edit's seed.
+        dtype: dtype of the model.
+        outside_seed: seed of the noise outside the mask; None: one noise for all.
     """
     clean = None
     if masked is None or not schedule.whole:
@@ -88,32 +87,30 @@ def start_row(
 
 @dataclass(frozen=True, slots=True)
 class UnetInputs:
-    """What a row begins with."""
-
     start: UnetStart
     texts: tuple[Tensor, ...]
-    """Of the prompt, as the model takes them; for SDXL pooled and sizes, too."""
+    """The prompt's tensors as the model takes them; for SDXL also pooled text and sizes."""
     negative: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class UnetTemplate:
-    """The template's own inputs: what priming runs on and inactive tokens are pinned to."""
+    """The template's model inputs: priming runs on them, and cached tokens are fixed to them."""
 
     clean: Tensor
     """[C, h, w] posterior mode of the source."""
     noise: Tensor
-    """[C, h, w] the template's own noise."""
+    """[C, h, w] noise of the template."""
     condition: Tensor | None
-    """[1 + C, h, w]: for inpainting models an empty mask and the unmasked image."""
+    """[1 + C, h, w] of inpainting models: an empty mask and the unmasked image."""
     levels: NoiseLevels
 
     def latents_at(self, timestep: float) -> Tensor:
-        """[C, h, w] as the model takes them."""
+        """Return [C, h, w] latents, scaled for the model."""
         return self.levels.mixed(self.clean, self.noise, timestep)
 
     def at(self, timestep: float) -> Tensor:
-        """[in_channels, h, w] model input."""
+        """Return [in_channels, h, w] model input."""
         latents = self.latents_at(timestep)
         return latents if self.condition is None else torch.cat((latents, self.condition))
 
@@ -126,7 +123,7 @@ def template_inputs(
     *,
     fill: bool,
 ) -> UnetTemplate:
-    """The template's inputs; equal for every edit of the same pixels and noise seed."""
+    """Return template inputs; equal for all edits of the same pixels and noise seed."""
     clean = image.mode().to(dtype)
     noise = template_noise(clean.shape, noise_seed, dtype)
     condition = torch.cat((torch.zeros_like(clean[:1]), clean)) if fill else None

@@ -1,9 +1,9 @@
 """ControlNetModels beside a UNet, over the passes of the rows that have control.
 
-A net is a copy of the UNet's way down and of its middle; its feature maps, each through a
-convolution of its own, are added to those of the base. It runs by the same walk (`forward`). Beside
-a cached row its stacks compute the active tokens, as those of the base do; its convolutions run on
-the whole picture. Kept of the others are their keys and values, and what a stack hands on of them.
+A net is a copy of the UNet's way down and its middle; its feature maps, each through a convolution,
+are added to those of the base. It runs by the same walk (`forward`). Beside a cached row its stacks
+compute the base's computed tokens, and its convolutions the whole picture. Of the cached tokens it
+keeps keys, values, and the stacks' outputs.
 """
 
 from __future__ import annotations
@@ -45,25 +45,17 @@ from maskserve_engine.layers.scatter_kv import KvSource
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnetControlNet:
-    """A ControlNetModel's weights, found once."""
-
     weights: UnetWeights
     outs: tuple[Any, ...]
-    """The convolution that each feature map goes through, the middle's last."""
+    """The convolution behind each feature map, the middle's last."""
     levels: tuple[int, ...]
-    """Of each block of its stacks."""
 
     @classmethod
     def of(cls, model: Any, base: Any, channels: int) -> UnetControlNet:
-        """A net beside its base.
-
-        Args:
-            model: ControlNetModel in eval mode.
-            base: UNet2DConditionModel that it is for.
-            channels: of the latents.
+        """Build a net for its base.
 
         Raises:
-            ValueError: it does not fit the base, or is not served; in one sentence.
+            ValueError: the net does not fit the base, or is not served.
         """
         net_config, of_base = model.config, {**base.config, "in_channels": channels}
         for name in ("in_channels", *CONTROL.equal):
@@ -82,18 +74,15 @@ class UnetControlNet:
         return cls(weights, outs, tuple(chain.from_iterable(blocks)))
 
     def read(self, picture: Tensor) -> Tensor:
-        """[C, h, w] of a control picture [1, 3, H, W] from 0 to 1: the same at every step."""
+        """Embed a control picture [1, 3, H, W] from 0 to 1 as [C, h, w]; the same at every step."""
         model = self.weights.model
         if model.config.controlnet_conditioning_channel_order == "bgr":
             picture = picture.flip(1)
         return model.controlnet_cond_embedding(picture)[0]
 
     def prompt(self, text: Tensor, micro: Sequence[Tensor]) -> PassInput:
-        """A pass that computes all tokens.
-
-        Args:
-            text: [T, width] of its prompt.
-            micro: of SDXL: [pooled width] and the sizes [6]; else nothing.
+        """Return a pass that computes all tokens, from text [T, width] and, for SDXL, [pooled
+        width] and the sizes [6].
         """
         model = self.weights.model
         return PassInput(
@@ -102,16 +91,16 @@ class UnetControlNet:
 
 
 class UnetNetInput(NamedTuple):
-    """What a net is given of one edit, beside what its base is given."""
+    """One net's inputs for an edit, beside those of its base."""
 
     control: ControlInput
     net: UnetControlNet
     hint: Tensor
-    """[C, h, w] what the net has read from the picture."""
+    """[C, h, w] embedded picture."""
     passes: tuple[PassInput, ...]
-    """Of the prompt, then of the negative one; all tokens computed."""
+    """Passes of the prompt and the negative prompt, which compute all tokens."""
     others: tuple[Tensor, ...] = ()
-    """Level → [m] ids of a cached row's inactive tokens; none of a dense one."""
+    """Level → [m] ids of a cached row's cached tokens; empty for a dense row."""
 
     @classmethod
     def made(
@@ -122,14 +111,14 @@ class UnetNetInput(NamedTuple):
         texts: Tensor,
         micro: Sequence[Tensor],
     ) -> UnetNetInput:
-        """Of one control.
+        """Compute a net's constant inputs for an edit.
 
         Args:
-            control: what it asks for.
-            net: that it names.
+            control: the edit's request for the net.
+            net: the net.
             picture: [1, 3, H, W] from 0 to 1.
             texts: [passes, T, width] of the prompt, then of the negative one.
-            micro: of SDXL: [passes, pooled width] and the sizes [passes, 6]; else nothing.
+            micro: for SDXL [passes, pooled width] and the sizes [passes, 6]; else empty.
         """
         passes = [
             net.prompt(text, micro_of_pass)
@@ -139,11 +128,8 @@ class UnetNetInput(NamedTuple):
 
 
 def others_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor]:
-    """Level → [m] ids of the tokens that are not among the active ones, in host memory.
-
-    Args:
-        active: level → their ids.
-        size: (height, width) of the latents.
+    """Return level → [m] ids of the tokens outside `active`, in host memory; `size` is that of the
+    latents.
     """
     return [
         torch.from_numpy(np.setdiff1d(np.arange(height * width), active[level]))
@@ -152,34 +138,26 @@ def others_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor]:
 
 
 class NetAnchors(OwnAnchors):
-    """A pass's inactive tokens in a net's stacks, as its anchors have left them
-    (`stack.StackCapture`), for the steps that compute the active ones.
-
-    Args:
-        plan: of the row's nets.
-        others: level → [m] ids of the inactive tokens.
-        levels: of the net's blocks.
-    """
+    """Step cache of a pass in a net's stacks (`stack.StackCapture`)."""
 
     def __init__(self, plan: OwnPlan, others: Sequence[Tensor], levels: Sequence[int]) -> None:
         super().__init__(plan)
         self.text = False  # a UNet's is in attention of its own
         self._ids, self._levels = others, levels
         self.now = 0.0
-        """Timestep of the step that reads them."""
 
     def end(self, block: int, output: Tensor) -> None:
         self._keep(block, "end", (output,))
 
     def map(self, number: int, x: Tensor, groups: int) -> None:
-        """Convolutions run on the whole picture."""
+        """Ignore feature maps: convolutions run on the whole picture."""
 
     def _others(self, block: int, x: Tensor) -> Tensor:
         return x.index_select(0, self._ids[self._levels[block]])
 
 
 class ServedPass(NamedTuple):
-    """The residuals of one pass of a row whose nets a service runs."""
+    """Residuals of one pass of a row whose nets run in a service."""
 
     served: ServedRow | ServedAhead
     number: int
@@ -191,27 +169,26 @@ class ServedPass(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class UnetServedControl:
-    """As `RowControl`, of a row whose nets a service runs."""
+    """Stands for `RowControl` in a row whose nets run in a service."""
 
     served: ServedRow
     passes: tuple[ServedPass, ...]
 
     @property
     def ahead(self) -> UnetServedControl:
-        """As of `RowControl`."""
         passes = [ServedPass(self.served.ahead, served_pass.number) for served_pass in self.passes]
         return UnetServedControl(self.served, tuple(passes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """`stack.InactivePassTokens` of one pass in one net, whatever is kept of it at the time."""
+    """`stack.InactivePassTokens` of one pass in one net, from its present step cache."""
 
     control: RowControl[UnetNetInput]
     number: int
-    """Of the input."""
+    """Number of the net's input."""
     half: int
-    """Of the pass."""
+    """Number of the pass."""
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         assert wanted is None, "a net's passes have no tile"
@@ -220,12 +197,9 @@ class _Rest:
 
 
 class UnetSample(NamedTuple):
-    """What the base is given of a row."""
-
     sample: Tensor
-    """[channels, h, w] of the latents."""
+    """[channels, h, w] latents."""
     active: Mapping[int, Ids] | None
-    """Level → ids of the tokens that the base computes; None: all."""
 
 
 def controlled(
@@ -236,28 +210,24 @@ def controlled(
     steps: int,
     foreseen: int | None = None,
 ) -> Controlled[UnetNetInput]:
-    """A row that is about to take a step."""
     has_cached = bool(control.inputs[0].others)
     sparse = given.active is not None
     return Controlled(control, given, sparse, has_cached, (timestep,), step, steps, foreseen)
 
 
 class _Run(NamedTuple):
-    """Passes that a net is run over, for as long as the same rows go on."""
-
     packed: PackedPasses
     hints: Tensor
-    """[P, C, h, w]"""
 
 
 class UnetNets(Nets[UnetNetInput]):
-    """Nets over rows of one latent shape, of which the base is given a `UnetSample`."""
+    """Nets over rows of one latent shape, whose base takes a `UnetSample`."""
 
     in_parts, stacked = False, True
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, ...], _Run] = {}
-        """By net, the rows' inputs, and which of them compute the active tokens alone."""
+        """By net, inputs, and which rows compute only the base's computed tokens."""
 
     def say(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> Iterator[Said]:
         run = self._packed(net, same)
@@ -301,7 +271,7 @@ class UnetNets(Nets[UnetNetInput]):
 
 
 def _seeing(net: UnetControlNet, asked: Asked[UnetNetInput]) -> Sequence[NetAnchors]:
-    """What sees the passes that a row's net is run over; none where nothing of them is kept."""
+    """Return the step caches that capture the net's passes of a row; empty if nothing is kept."""
     row, last = asked.row, asked.last
     if not asked.keeps:
         for step_cache in asked.kept or ():
@@ -318,7 +288,6 @@ def _seeing(net: UnetControlNet, asked: Asked[UnetNetInput]) -> Sequence[NetAnch
 
 
 def _given(asked: Asked[UnetNetInput]) -> list[PassInput]:
-    """The passes as the net is to compute them."""
     if asked.kept is None:
         return list(asked.own.passes)
     active, control = asked.row.given.active, asked.row.control
@@ -330,18 +299,17 @@ def _given(asked: Asked[UnetNetInput]) -> list[PassInput]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnetNetRow:
-    """A row whose base is elsewhere, as a ControlNet service holds it."""
+    """A row of a ControlNet service, whose base runs in another process."""
 
     control: RowControl[UnetNetInput]
     active: Mapping[int, Ids] | None
-    """Level → ids of the tokens that the base computes where it reads an entry; None: it reads
-    none.
-    """
+    """Level → ids of the tokens that the base computes when it reads an entry; None: it
+    reads none."""
     timesteps: Sequence[float]
 
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, UnetControlNet]) -> UnetNetRow:
-        """From `UnetAdapter.opening`, as `Opening.on` the nets' device."""
+        """Build from `UnetAdapter.opening`, moved to the nets' device (`Opening.on`)."""
         facts, arrays = opening.facts, opening.arrays
         texts = arrays["texts"]
         micro = [arrays[name] for name in ("micro.0", "micro.1") if name in arrays]

@@ -1,4 +1,4 @@
-"""What a UNet takes of a prompt: CLIP's hidden states, and SDXL's pooled vector."""
+"""VAE and text encoders of UNet models: CLIP's hidden states, and SDXL's pooled vector."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from maskserve_engine.stages.vae import load_vae
 
 
 class UnetEncoder(Encoder):
-    """VAE encoder and the text encoders, one or (SDXL) two, of a Stable Diffusion folder.
-
-    Args:
-        facts: what the model folder says.
-        vae: AutoencoderKL.
-        encoders: in the pipeline's order.
-    """
+    """VAE encoder and the text encoders, one or (SDXL) two, of a Stable Diffusion folder."""
 
     def __init__(self, facts: ModelFacts, vae: Any, encoders: Sequence[TextEncoder]) -> None:
         super().__init__(facts, vae)
@@ -32,7 +26,6 @@ class UnetEncoder(Encoder):
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> UnetEncoder:
-        """Raises ConfigError when a part cannot be loaded."""
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
         limit_threads(config)
@@ -49,7 +42,7 @@ class UnetEncoder(Encoder):
         return dict(zip(("text_encoder", "text_encoder_2"), self.encoders, strict=False))
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of each prompt."""
+        """Return `prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of each prompt."""
         xl = self.facts.micro_conditioning
         with torch.inference_mode():
             answers = [encoder(prompts, hidden_states=xl) for encoder in self.encoders]
@@ -65,7 +58,7 @@ class UnetEncoder(Encoder):
         ]
 
     def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
-        """SDXL base was trained with zeros where there is no prompt."""
+        """Replace an empty negative prompt by zeros, as SDXL base was trained."""
         if not prompt and self.facts.zeros_for_empty_prompt:
             return {name: np.zeros_like(array) for name, array in encoded.items()}
         return encoded

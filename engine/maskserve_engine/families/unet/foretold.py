@@ -1,4 +1,4 @@
-"""What a row with anchors of its own takes the picture round its tile for, between them."""
+"""How a row with refresh steps extrapolates the picture around its tile between them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from maskserve_engine.planning.flops import FeatureMap
 
 
 class Foretold:
-    """A tensor that each anchor leaves: it lies on the line through the last two.
-
-    Args:
-        power: of sigma, that the line is over.
-    """
+    """A tensor set at each refresh step, linear over sigma to `power` through the last two."""
 
     def __init__(self, power: float) -> None:
         self._line = AnchorLine((), power)
@@ -28,8 +24,8 @@ class Foretold:
         self._change: Tensor | None = None
 
     def passed(self, new: Tensor, sigma: float) -> None:
-        """An anchor at `sigma` has left it, for the first time or, of a step that is tried again,
-        once more; kept.
+        """Set the tensor of the refresh step at `sigma`, which is kept. A retried step is
+        ignored.
         """
         if self._line.sigmas[-1:] == (sigma,):
             return
@@ -37,7 +33,6 @@ class Foretold:
         self._last, self._line = new, self._line.to(sigma)
 
     def at(self, sigma: float, out: Tensor | None = None) -> Tensor:
-        """At `sigma`."""
         assert self._last is not None, "the first step is an anchor"
         if self._change is not None:
             return torch.add(self._last, self._change, alpha=self._line.weight(sigma), out=out)
@@ -46,23 +41,12 @@ class Foretold:
 
 @dataclass(eq=False)
 class _Moment:
-    """Stands for what a row's step reads: another one at each step."""
+    """Identifies what a row's step reads: a new one at each step."""
 
     step: int
 
 
 class OwnSurroundings(Surroundings):
-    """Of a row with anchors of its own.
-
-    Args:
-        tile: of the row.
-        kept: feature maps of the model, in the order they are read.
-        passes: of the row.
-        dtype: of the model.
-        power: as of `Foretold`.
-        now: the row's next step, and its sigma.
-    """
-
     def __init__(
         self,
         tile: Tile,
@@ -76,20 +60,14 @@ class OwnSurroundings(Surroundings):
         self._kept, self._passes, self._dtype, self._now = kept, passes, dtype, now
         self._rings, self._moments = Foretold(power), Foretold(power)
         self._new: RingRoom | None = None
-        """What the anchor that is being taken leaves."""
+        """Surroundings at the refresh step in progress."""
         self._here: RingRoom | None = None
-        """As of `_moment`."""
         self._moment: _Moment | None = None
         self._least: Tensor | None = None
 
     def see(self, number: int, map: int, x: Tensor, groups: int) -> None:
-        """Keep what is read round the tile of a feature map, at an anchor.
-
-        Args:
-            number: of the pass.
-            map: number of the feature map.
-            x: [C, h, w] of the whole picture.
-            groups: of the norm that reads it.
+        """Keep the surroundings of a feature map, [C, h, w] of the whole picture, at a refresh
+        step.
         """
         self._device = x.device
         self._new = self._new or self.room()
@@ -106,7 +84,6 @@ class OwnSurroundings(Surroundings):
             around.outside.variance[number] = outside.variance[0]
 
     def passed(self, sigma: float) -> None:
-        """The anchor at `sigma` is whole."""
         if self._new is None:  # another rank has computed its passes
             return
         self._rings.passed(self._new.rings, sigma)
@@ -138,7 +115,9 @@ class OwnSurroundings(Surroundings):
         return True
 
     def _least_moments(self) -> Tensor:
-        """As `RingRoom.moments`: variances are no less than 0, also behind the end of a line."""
+        """Lower bounds in the layout of `RingRoom.moments`: an extrapolated variance must not be
+        negative.
+        """
         room = self.room()
         room.moments.fill_(-torch.inf)
         for around in room.around.values():
@@ -147,7 +126,6 @@ class OwnSurroundings(Surroundings):
         return room.moments
 
     def _turned(self) -> _Moment:
-        """Have all that the row's next step reads."""
         step, _ = self._now()
         if self._moment is None or self._moment.step != step:
             self._here = self._here or self.room()

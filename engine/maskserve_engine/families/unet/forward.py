@@ -29,33 +29,26 @@ from maskserve_engine.layers.scatter_kv import scatter_kv
 
 @dataclass(frozen=True, slots=True)
 class PassInput:
-    """What one evaluation of the model is given beside latents and timestep."""
+    """Inputs of one evaluation of the model, beside latents and timestep."""
 
     text: Tensor
     """[T, width] prompt embedding."""
     added: Tensor | None
-    """[embedding width] of SDXL's micro-conditioning; None for models without it."""
+    """[embedding width] of SDXL's micro-conditioning; None for other models."""
     active: Mapping[int, Ids] | None = None
-    """Level → [n] ids of the computed tokens; None where all are computed."""
+    """Level → [n] ids of the computed tokens; None: all are computed."""
     rest: InactivePassTokens | None = None
-    """The inactive tokens; given with `active`."""
+    """Cached tokens; given with `active`."""
     surroundings: Surroundings | None = None
-    """Of the tile on which the row's convolutions run; None: they run on the whole picture."""
+    """Surroundings of the tile on which the row is convolved; None: the whole picture is."""
     residuals: Residuals | None = None
-    """What is added to its feature maps; None: nothing."""
+    """Residuals added to its feature maps."""
     number: int = 0
-    """Of the pass among its row's."""
 
 
 class PackedPasses:
-    """The passes of all rows, for as long as the same rows go on.
-
-    Args:
-        passes: in order; passes of one row follow one another, and those with a tile the others.
-        shape: (height, width) of the latents.
-        depth: levels of the UNet.
-        device: of the model.
-        buckets: as of `make_level`.
+    """The passes of all rows, while the same rows go on. Those of one row are adjacent, those with
+    a tile come last.
     """
 
     def __init__(
@@ -70,7 +63,7 @@ class PackedPasses:
         self.rests = tuple(pass_input.rest for pass_input in passes)
         pass_residuals = tuple(pass_input.residuals for pass_input in passes)
         self.residuals = pass_residuals if any(pass_residuals) else ()
-        """Per pass; nothing where no pass has any."""
+        """Residuals by pass; empty if no pass has any."""
         self.text = Text([pass_input.text for pass_input in passes])
         lengths = [len(pass_input.text) for pass_input in passes]
         added = [pass_input.added for pass_input in passes if pass_input.added is not None]
@@ -94,17 +87,17 @@ class PackedPasses:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing in them has a way of its own, as what a ControlNet adds."""
+        """Whether steps may be recorded: no pass has residuals."""
         return not self.residuals
 
     @property
     def shapes(self) -> Hashable:
-        """All that the shapes of a step's tensors follow from, beside those of its input."""
+        """Key of all tensor shapes of a step, beside those of its input."""
         computed = tuple([(level.sparse or level).own.q_spans for level in self.levels])
         return computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
 
     def copied(self) -> PackedPasses:
-        """The same in tensors of its own, which can take in what others have; without entries."""
+        """Return the same passes on copied tensors, without entries."""
         clone = copy(self)
         clone.rests = (None,) * len(self.rests)
         clone.text = self.text.copied()
@@ -114,7 +107,7 @@ class PackedPasses:
         return clone
 
     def take(self, other: PackedPasses) -> None:
-        """Have what other passes of the same shapes have in the tensors of these."""
+        """Copy the inputs of other passes of the same shapes into these tensors."""
         self.text.take(other.text)
         if self.added is not None:
             assert other.added is not None
@@ -125,16 +118,15 @@ class PackedPasses:
             canvas.take(source_canvas)
 
     def turn_to(self, other: PackedPasses) -> None:
-        """Have what the next step of other passes, which these have taken, reads round tiles.
+        """Read the surroundings for the next step of passes that were taken.
 
         Raises:
-            EntryLost: as `Handle.wait`.
+            EntryLost: an entry's load failed.
         """
         for canvas, source_canvas in zip(self.canvases, other.canvases, strict=True):
             canvas.turn_to(source_canvas)
 
     def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
-        """`stack.PlaceInactive` of a level."""
         sparse = self.levels[level].sparse
         assert sparse is not None
         slots = {"kv": sparse.keys.slots, "h alone": sparse.keys.rest}.get(part, sparse.there.slots)
@@ -149,7 +141,6 @@ class PackedPasses:
 
 
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
-    """Passes that compute the whole picture together, and those of each row with a tile."""
     canvases: list[Canvas] = []
     end = 0
     for surroundings, group in groupby(passes, lambda each: each.surroundings):
@@ -161,24 +152,16 @@ def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
 
 
 def micro_conditioning(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
-    """SDXL's micro-conditioning, [inputs of the UNet's `add_embedding`].
-
-    Args:
-        model: the UNet.
-        pooled: [pooled width] of the second text encoder.
-        time_ids: [6] original size, crop and target size.
+    """Return SDXL's micro-conditioning from `pooled` [pooled width] and `time_ids` [6]: original
+    size, crop and target size.
     """
     sizes = model.add_time_proj(time_ids).flatten().to(pooled.dtype)
     return torch.cat((pooled, sizes))
 
 
 def added_embedding(model: Any, micro: Tensor, adapters: Adapters = ()) -> Tensor:
-    """It as it is added to the timestep's embedding: [embedding width].
-
-    Args:
-        model: the UNet.
-        micro: from `micro_conditioning`.
-        adapters: of the row.
+    """Return [embedding width] of micro-conditioning `micro`, which is added to the timestep's
+    embedding.
     """
 
     def layer(name: str, module: Any, x: Tensor) -> Tensor:
@@ -189,7 +172,7 @@ def added_embedding(model: Any, micro: Tensor, adapters: Adapters = ()) -> Tenso
 
 
 def _embedded(module: Any, x: Tensor, layer: Callable[[str, Any, Tensor], Tensor]) -> Tensor:
-    """A TimestepEmbedding whose layers are computed by `layer`, by name."""
+    """Apply a TimestepEmbedding whose layers are computed by `layer`."""
     return layer("linear_2", module.linear_2, module.act(layer("linear_1", module.linear_1, x)))
 
 
@@ -202,20 +185,20 @@ def forward(
     captures: Sequence[tuple[int, int, StackCapture]] = (),
     asking: AtOnce | None = None,
 ) -> Tensor:
-    """The model's output for every pass.
+    """Return the model's output for every pass.
 
     Args:
-        weights: the model's, or others in their place.
+        weights: the model's weights, perhaps with LoRAs.
         packed: the passes.
         sample: [P, in_channels, h, w].
         timesteps: [P], float32.
-        kinds: `dense`, `project` or `kv` per block in the order they run, for all cached passes;
-            not read when there are none.
-        captures: (first pass, behind its last pass, capture) of each row that is recorded.
-        asking: how kernels are asked for; None: at once.
+        kinds: `dense`, `project` or `kv` per block in the order they run, for all cached
+            passes; not read when there are none.
+        captures: (first pass, end of its passes, capture) of each recorded row.
+        asking: launches or records the kernels; None: launch at once.
 
     Returns:
-        [P, out_channels, h, w]
+        [P, out_channels, h, w].
     """
     model = weights.model
     walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, asking or AtOnce())
@@ -236,18 +219,19 @@ def maps_of_net(
     timesteps: Tensor,
     captures: Sequence[tuple[int, int, StackCapture]],
 ) -> list[Tensor]:
-    """The feature maps of a ControlNet, which has a UNet's way down and its middle.
+    """Return the feature maps of a ControlNet: a UNet's way down and its middle.
 
     Args:
-        weights: the net's.
-        packed: the passes; none has a tile, and inactive tokens come as keys and values.
+        weights: weights of the net.
+        packed: the passes; none has a tile, and cached tokens enter as keys and values.
         sample: [P, in_channels, h, w].
-        hints: [P, C, h, w] what the net has read from the control pictures.
+        hints: [P, C, h, w] embedded control pictures.
         timesteps: [P], float32.
-        captures: as of `forward`.
+        captures: captures, as in `forward`.
 
     Returns:
-        [P, C, h, w] each, in the order of the places to which they go (`batch.packing.Residuals`).
+        [P, C, h, w] each, in the order of the places to which they go
+            (`batch.packing.Residuals`).
     """
     kinds = ("kv",) * weights.blocks
     walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, AtOnce())
@@ -256,18 +240,15 @@ def maps_of_net(
 
 
 def _layers(stage: Any, stacks: Stage) -> list[tuple[Any, StackWeights | None]]:
-    """ResNets of a stage, each with the stack behind it or None."""
     return list(zip(stage.resnets, stacks or [None] * len(stage.resnets), strict=True))
 
 
 Maps = list[Tensor]
-"""A feature map, [p, C, h, w] of what each canvas computes of it."""
+"""One feature map: [p, C, h, w] of each canvas."""
 
 
 class _Walk:
-    """Where the walk through the UNet is: its level, and the numbers of the next block and of the
-    next feature map.
-    """
+    """Position of the walk through the UNet: its level, the next block and the next feature map."""
 
     def __init__(
         self,
@@ -298,7 +279,7 @@ class _Walk:
         captures: Sequence[tuple[int, int, StackCapture]],
         asking: AtOnce,
     ) -> _Walk:
-        """Before the first convolution; its arguments as those of `forward`."""
+        """Start before the first convolution; arguments as in `forward`."""
         model = weights.model
         waves = model.time_proj(timesteps).to(sample.dtype)
         embedding = _embedded(
@@ -310,11 +291,8 @@ class _Walk:
         return cls(packed, kinds, captures, embedding, groups, weights.layers, asking)
 
     def way_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
-        """The maps that the way up takes in again (`joined`), and behind them the middle's.
-
-        Args:
-            weights: the model's.
-            x: behind the first convolution.
+        """Return the skip connections (`joined`), then the middle's output, from the maps behind
+        `conv_in`.
         """
         model = weights.model
         maps = [x]
@@ -339,7 +317,6 @@ class _Walk:
         return x if stack is None else self.stack(stack, x)
 
     def resnet(self, module: Any, x: Maps) -> Maps:
-        """A ResnetBlock2D."""
         time = _timed(self.layers, module.time_emb_proj, module.nonlinearity(self.embedding))
         time = time[:, :, None, None]
         h = list(x)
@@ -358,7 +335,6 @@ class _Walk:
         return [(a + b) / module.output_scale_factor for a, b in zip(x, h, strict=True)]
 
     def stack(self, weights: StackWeights, x: Maps) -> Maps:
-        """A Transformer2DModel."""
         packed, site, level = self.packed, self._site(x), self.level
 
         def place(number: int, part: str, outs: Sequence[Tensor]) -> None:
@@ -392,7 +368,6 @@ class _Walk:
         ]
 
     def leave(self, model: Any, x: Maps) -> Tensor:
-        """The model's output for every pass."""
         self._convolve(model.conv_norm_out, model.conv_act, model.conv_out, x)
         size = self.packed.sizes[0]
         whole = [
@@ -402,7 +377,7 @@ class _Walk:
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
     def with_residuals(self, number: int, x: Maps) -> Maps:
-        """A feature map and what is added to it at the place `number` (`Residuals`)."""
+        """Add the residuals of the place `number` to a feature map (`Residuals`)."""
         if not self.packed.residuals:
             return x
         return [
@@ -421,16 +396,16 @@ class _Walk:
         return x if added is None else x + canvas.cut(self.level, added)
 
     def joined(self, x: Maps, skips: list[Maps]) -> Maps:
-        """What a layer on the way up is given, the last of the skip connections among it. What
-        ControlNets add to these is asked for no earlier: they may run beside the way down.
+        """Concatenate the last skip connection. ControlNets' residuals are read only here, because
+        the nets may run beside the way down.
         """
         skip = skips.pop()
         skip = self.with_residuals(len(skips), skip)
         return [torch.cat(pair, dim=1) for pair in zip(x, skip, strict=True)]
 
     def _convolve(self, norm: Any, activate: Any, conv: Any, x: Maps) -> None:
-        """GroupNorm, activation and 3x3 convolution; in place, so that no map is held longer than
-        it is read.
+        """Apply GroupNorm, activation and 3x3 convolution, in place, so that no map is held longer
+        than needed.
         """
         site, canvases = self._site(x), self.canvases
         x[:] = [
@@ -444,7 +419,7 @@ class _Walk:
         ]
 
     def _conv(self, module: Any, canvas: Canvas) -> Any:
-        """The model's convolution, or what passes of the canvas have in its place."""
+        """Return the model's convolution, or its replacement for the canvas's passes."""
         replacement = self.layers.get(module)
         pass_convolution = (
             replacement.take(canvas.passes) if isinstance(replacement, ByPass) else None
@@ -452,7 +427,7 @@ class _Walk:
         return module if pass_convolution is None else pass_convolution
 
     def _site(self, x: Maps) -> Site:
-        """Where the next feature map is read, which some rows keep."""
+        """Count a feature map, and show it to captures."""
         site = Site(self.map, self.level)
         self.map += 1
         for begin, end, capture in self.captures:
@@ -462,6 +437,6 @@ class _Walk:
 
 
 def _timed(layers: Mapping[Any, Callable[..., Tensor]], module: Any, x: Tensor) -> Tensor:
-    """[P, C] what a layer, or what passes have in its place, makes of the timesteps' [P, in]."""
+    """Return [P, C] of a layer, or of its replacement, from the timesteps' [P, in]."""
     replacement = layers.get(module)
     return module(x) if replacement is None else replacement(x, [(p, p + 1) for p in range(len(x))])

@@ -1,9 +1,8 @@
-"""A UNet's step, as it is recorded (`batch.graphs`).
+"""A UNet's recordable step (`batch.graphs`).
 
-Passes compute as many tokens as their buckets have (`levels`), and tiles have sides of buckets,
-too; where a tile lies, and what is read round it, is copied in. Whatever has addresses or a way of
-its own (LoRAs, ControlNets, priming rows, projected blocks) is asked for kernel by kernel, as
-without graphs.
+Passes compute a bucket's number of tokens (`levels`), and tiles have sides from buckets, too; the
+tile's position and its surroundings are copied in. LoRAs, ControlNets, priming rows and projected
+blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from maskserve_engine.families.unet.weights import UnetWeights
 
 @dataclass(frozen=True, slots=True)
 class UnetStep:
-    """Arguments as those of `forward`."""
+    """A step; fields as the arguments of `forward`."""
 
     weights: UnetWeights
     packed: PackedPasses
-    """Their prompts are projected already when a step is recorded."""
+    """The passes; their prompts are projected before a step is recorded."""
     sample: Tensor
     timesteps: Tensor
     kinds: Sequence[str]

@@ -1,8 +1,8 @@
-"""Latents of a batch's edits, packed: what the model takes of them, and how samplers move them.
+"""Packed latents of a batch's edits: the model's input, and the samplers' steps.
 
-Rows may be at any step of their own. What differs between them are factors (`sampler.StepFactors`),
-which are laid out for the steps ahead when rows are packed. So every operation is one for all rows,
-and what becomes of a row is computed from it alone, in the same order in any batch.
+Rows may be at different steps. They differ in factors only (`sampler.StepFactors`), which are laid
+out for the steps ahead when rows are packed. So every operation is one for all rows, and a row's
+result does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from maskserve_engine.stages.latents import joins
 
 
 class PackedLatents:
-    """Latents of some rows, and what their samplers remember, for as long as these go on.
-
-    Args:
-        rows: of edits, of one latent shape.
-    """
+    """Latents of some rows of one shape, with their samplers' memory, while these rows go on."""
 
     def __init__(self, rows: Sequence[UnetRow]) -> None:
         self._rows, self._begins = tuple(rows), tuple([row.step for row in rows])
         self._dtype = rows[0].prompt.text.dtype
         depth = max(len(row.state) for row in rows)
         self._state = torch.stack([_deepened(row.state, depth) for row in rows])
-        """[R, K, C, h, w] float32"""
+        """[R, K, C, h, w] float32."""
         self._pinned = _Images.of([_template(row) for row in rows])
         self._soft = any(row.blend is not None and row.blend.soft for row in rows)
         self._blended = _Images.of([_source(row, soft=self._soft) for row in rows])
@@ -39,22 +35,18 @@ class PackedLatents:
         self._condition = torch.stack(conditions) if conditions else None
         self._guided = any(row.guidance is not None for row in rows)
         self._taken = self._state[:, 0]
-        """[R, C, h, w] that the model was given last."""
+        """[R, C, h, w] last input of the model."""
         self._lay_out(depth)
 
     def samples(self) -> Tensor:
-        """[R, in_channels, h, w] the model's input of the next step."""
+        """Return [R, in_channels, h, w] input of the next step."""
         self._taken = self._given(self._state, self._at)
         if self._condition is None:
             return self._taken
         return torch.cat((self._taken, self._condition), 1)
 
     def advance(self, answers: Sequence[Tensor]) -> None:
-        """Take the samplers' step, behind `samples`.
-
-        Args:
-            answers: [passes, C, h, w] of the model, of each row.
-        """
+        """Take the samplers' step, after `samples`; `answers` are [passes, C, h, w] of each row."""
         answer = torch.stack([row_answers[0] for row_answers in answers])
         if self._guided:  # a row that is not is led away from its own answer, by nothing
             away = torch.stack([row_answers[-1] for row_answers in answers])
@@ -67,18 +59,16 @@ class PackedLatents:
             row.advance(*moved)
 
     def ahead(self, answer: Tensor) -> Tensor:
-        """[R, C, h, w] as the model will take them in the step after the next one, if it answers
-        [R, C, h, w] to that; no row moves.
+        """Return [R, C, h, w] model latents of the step after the next one, if the model answers
+        `answer`; no row moves.
         """
         return self._given(self._moved(answer, self._at), self._at + 1)
 
     @property
     def _at(self) -> int:
-        """The next step, of those that are laid out."""
         return self._rows[0].step - self._begins[0]
 
     def _lay_out(self, depth: int) -> None:
-        """The factors of the steps ahead, shaped for all rows, on their device."""
         rows, steps = self._rows, min(row.steps - row.step for row in self._rows)
         ahead = [row.schedule.factors.part(row.step, row.step + steps) for row in rows]
         guides = [1.0 if row.guidance is None else row.guidance.scale for row in rows]
@@ -100,20 +90,20 @@ class PackedLatents:
             host.append(torch.stack(moves, 2))
         device_factors = [x[..., None, None, None] for x in to_device(host, self._state.device)]
         self._guides, self._scales, self._pins, self._sources, self._joins, *linear = device_factors
-        """[R, …], [S, R, …], twice [S, 2, R, …] and [S, R, …] of numbers for [C, h, w]."""
+        """Shapes [R, …], [S, R, …], twice [S, 2, R, …], and [S, R, …], broadcast over [C, h, w]."""
         self._moves = linear[0] if linear else None
-        """[S, K + 1, R, K, …]: what each tensor of a state, and the answer, brings to the next one.
-        None: samplers are not linear."""
+        """[S, K + 1, R, K, …]: contribution of each state tensor, and of the answer, to the next
+        state. None: the samplers are not linear."""
 
     def _given(self, state: Tensor, at: int) -> Tensor:
-        """[R, C, h, w] the latents as the model takes them in a step."""
+        """Return [R, C, h, w] latents, scaled for the model."""
         model_input = state[:, 0] * self._scales[at]
         if self._pinned is not None:
             model_input = self._pinned.beside(model_input, self._pins[at], self._pinned.inside)
         return model_input.to(self._dtype)
 
     def _moved(self, answer: Tensor, at: int) -> Tensor:
-        """[R, K, C, h, w] the state after a step, from the model's guided answer."""
+        """Return [R, K, C, h, w] state after a step, from the model's guided answer."""
         if self._moves is None:
             steps = [begin + at for begin in self._begins]
             row_moves = zip(self._rows, answer, steps, self._state[:, 0], strict=True)
@@ -135,17 +125,17 @@ class PackedLatents:
 
 
 class _Images(NamedTuple):
-    """Noised images that stand for latents outside of masks."""
+    """Noised images that replace latents outside of masks."""
 
     inside: Tensor
-    """[R, 1, h, w] bool, or the share of the steps for which it is, float32"""
+    """[R, 1, h, w] bool, or in grey masks the float32 strength."""
     clean: Tensor
-    """[R, C, h, w]"""
+    """[R, C, h, w]."""
     noise: Tensor
 
     @classmethod
     def of(cls, rows: Sequence[Self | None]) -> Self | None:
-        """Of several rows, of which some may have none; None: no row has one."""
+        """Stack rows' images, of which some may be None; None: no row has any."""
         template_row = next((row for row in rows if row is not None), None)
         if template_row is None:
             return None
@@ -155,8 +145,8 @@ class _Images(NamedTuple):
         return cls(*map(torch.stack, zip(*[row or none for row in rows], strict=True)))
 
     def beside(self, latents: Tensor, levels: Tensor, inside: Tensor) -> Tensor:
-        """The images round [R, C, h, w] latents, at [2, R, 1, 1, 1] signal and noise share; of
-        `inside`, [R, 1, h, w] bool, the latents themselves.
+        """Return [R, C, h, w] latents inside `inside` [R, 1, h, w], and the images, noised by [2,
+        R, 1, 1, 1] signal and noise share, elsewhere.
         """
         signal, share = levels
         images = torch.addcmul(signal * self.clean, share, self.noise)
@@ -164,7 +154,7 @@ class _Images(NamedTuple):
 
 
 def _template(row: UnetRow) -> _Images | None:
-    """What the inactive tokens of a row that reads entries are pinned to."""
+    """Return the image that the cached tokens of a row with a template are fixed to."""
     cached = None if row.plan is not None else row.inactive
     return (
         None
@@ -174,11 +164,8 @@ def _template(row: UnetRow) -> _Images | None:
 
 
 def _source(row: UnetRow, *, soft: bool) -> _Images | None:
-    """What latents follow outside the mask of an edit, with base models.
-
-    Args:
-        row: of the edit.
-        soft: whether a row beside it, or itself, has a mask with grey.
+    """Return the image that latents outside the mask follow; `soft`: some row of the batch has a
+    grey mask.
     """
     blend = row.blend
     if blend is None:
@@ -187,8 +174,8 @@ def _source(row: UnetRow, *, soft: bool) -> _Images | None:
 
 
 def latents_ahead(row: UnetRow) -> Tensor | None:
-    """[C, h, w] that ControlNets are given after the next step, if the model then answers what it
-    has answered last; None: it has not, or there is no step after it.
+    """Return [C, h, w] latents for ControlNets after the next step, if the model's last answer
+    holds; None: no answer yet, or no further step.
     """
     if row.answer is None or row.step + 1 >= row.steps:
         return None
@@ -196,12 +183,12 @@ def latents_ahead(row: UnetRow) -> Tensor | None:
 
 
 def _deepened(state: Tensor, depth: int) -> Tensor:
-    """[K, C, h, w] a state with zeros behind it."""
+    """Pad a state [K, C, h, w] with zeros to `depth` tensors."""
     return F.pad(state, (0, 0) * 3 + (0, depth - len(state)))
 
 
 def _widened(moves: Tensor, depth: int) -> Tensor:
-    """[S, K + 1, K] the factors of a smaller state, for each tensor that is read."""
+    """Pad the factors [S, K, K + 1] of a smaller state, transposed to [S, depth + 1, depth]."""
     steps, state_depth, _ = moves.shape
     wide = moves.new_zeros(steps, depth + 1, depth)
     wide[:, :state_depth, :state_depth], wide[:, depth, :state_depth] = (

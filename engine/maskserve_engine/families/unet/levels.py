@@ -1,18 +1,18 @@
 """Which tokens of a batch a stack computes, per level of the UNet.
 
 A *pass* is one evaluation of the model: a row has one, or two under classifier-free guidance. All
-passes of a batch have the same latent shape, so at a level with N tokens the positions of all of
-them are simply
+passes of a batch have the same latent shape, so the positions of all passes at a level with N
+tokens are
 
     | pass 0: 0 … N-1 | pass 1: N … 2N-1 | …
 
-Computed tokens are packed in that order without padding. Keys are complete: every pass has N, the
-computed tokens' first and the others' behind them, since attention does not depend on their order.
-A pass whose convolutions run on a tile has features in its box alone.
+Computed tokens are packed in that order without padding. Keys are complete: every pass has N, first
+the computed tokens', then the cached ones', since attention does not depend on their order. A pass
+whose convolutions run on a tile has features in its box only.
 
-Where steps are recorded (`batch.graphs`), a pass that leaves tokens out computes as many as its
-bucket has: so the shapes of all tensors follow from a few numbers. A token too many is one of those
-left out, and what is restored of that one is written over it.
+Where steps are recorded (`batch.graphs`), a cached pass computes a bucket's number of tokens, so
+that a few numbers determine the shapes of all tensors. The extra token is a cached one, and its
+result is overwritten by what the cache restores.
 """
 
 from __future__ import annotations
@@ -33,65 +33,59 @@ from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
 
 @dataclass(frozen=True)
 class Keys:
-    """Where computed tokens' keys and others' lie among those of all passes."""
+    """Positions of computed and cached tokens' keys among the keys of all passes."""
 
     core: Tensor
-    """[n] of the computed tokens."""
+    """[n] positions of the computed tokens."""
     slots: KvSlots
-    """Of the others: each pass's lie one behind the other."""
+    """Slots of the cached tokens: those of a pass are contiguous."""
     rest: KvSlots
-    """Of the others among themselves."""
     count: int
-    """Of all."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Where computed tokens and others lie among those of all passes."""
+    """Positions of computed and cached tokens among the tokens of all passes."""
 
     core: Tensor
-    """[n] of the computed tokens."""
+    """[n] positions of the computed tokens."""
     slots: KvSlots
-    """Of the others, pass by pass; empty where a pass computes all."""
+    """Slots of the cached tokens, pass by pass; empty where a pass computes all."""
     count: int
-    """Of all."""
 
     @property
     def rest(self) -> Tensor:
-        """[m] of the others."""
+        """[m] positions of the cached tokens."""
         return self.slots.to
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """Tokens at a level where some pass leaves some out."""
+    """Tokens of a level where some pass does not compute all."""
 
     keys: Keys
-    """What self-attention reads."""
+    """Keys of self-attention."""
     there: Partition
-    """Among those whose features are computed: of a pass with a tile, those in its box."""
+    """Tokens whose features are computed: in a pass with a tile, those of its box."""
     wanted: tuple[Tensor | None, ...]
-    """Of each pass, which of its others are there; None: all."""
+    """Per pass, the indices of its cached tokens that lie in the box; None: all."""
     own: Segments
-    """Self-attention: computed tokens to all tokens."""
+    """Computed tokens attend to all tokens of their pass."""
     cross: Segments
-    """Cross-attention: computed tokens to the text."""
+    """Computed tokens attend to the text."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Tokens of all passes at one level."""
-
     own: Segments
-    """Self-attention where all tokens are there."""
+    """All tokens attend to all tokens of their pass."""
     cross: Segments
     sparse: Sparse | None
-    """None when every pass computes all tokens."""
+    """None if every pass computes all tokens."""
     tiled: bool
-    """Whether some pass has a tile."""
 
     def copied(self) -> Level:
-        """The same, with which tokens are computed in tensors of its own."""
+        """Return the same level with copied positions of the computed tokens."""
         if self.sparse is None:
             return self
         keys, feature_tokens = self.sparse.keys, self.sparse.there
@@ -100,7 +94,7 @@ class Level:
         return replace(self, sparse=replace(self.sparse, keys=keys, there=feature_tokens))
 
     def take(self, other: Level) -> None:
-        """Have what is computed of other passes, as many tokens, in the tensors of these."""
+        """Copy the positions of another level's computed tokens, as many as here."""
         if self.sparse is not None:
             assert other.sparse is not None
             self.sparse.keys.core.copy_(other.sparse.keys.core)
@@ -115,15 +109,15 @@ def make_level(
     *,
     buckets: bool = False,
 ) -> Level:
-    """The level of a batch, in host memory as yet.
+    """Return a level of a batch, in host memory.
 
     Args:
-        tokens: of one pass.
-        active: per pass its computed tokens' ids, ascending; None: all.
-        tiles: per pass the ids in its tile's box, ascending, its computed tokens among them;
-            None: it has no tile.
+        tokens: tokens of one pass.
+        active: per pass the ids of its computed tokens, ascending; None: all.
+        tiles: per pass the ids in its tile's box, ascending, which include its computed tokens;
+            None: no tile.
         text: text tokens per pass.
-        buckets: whether passes compute as many tokens as their buckets have.
+        buckets: whether passes compute a bucket's number of tokens.
     """
     whole = [tokens] * len(active)
     sparse = None
@@ -153,14 +147,16 @@ def make_level(
 
 
 def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
-    """[tokens] whether each is among `ids`; None: all are."""
+    """Return [tokens] whether each is in `ids`; None: all are."""
     marked = np.full(tokens, ids is None)
     marked[slice(0) if ids is None else ids] = True
     return marked
 
 
 def _partition(computed: Sequence[NDArray[np.bool_]], padded: Sequence[int]) -> Partition:
-    """Of tokens that are computed or not, per pass, which computes `padded`."""
+    """Return the partition of passes whose tokens are `computed` or not, padded to `padded`
+    computed ones.
+    """
     core, cached_ids, begin = [], [], 0
     for computed_mask, most in zip(computed, padded, strict=True):
         core.append(
@@ -174,12 +170,12 @@ def _partition(computed: Sequence[NDArray[np.bool_]], padded: Sequence[int]) -> 
 
 
 def _padded(ids: Ids, most: int, other: int) -> Ids:
-    """`ids`, and one of those left out for each that is missing to `most`."""
+    """Pad `ids` to `most` with `other`, the id of a token that is not computed."""
     return np.pad(ids, (0, most - len(ids)), constant_values=other)
 
 
 def _keys(counts: Sequence[int], padded: Sequence[int], tokens: int) -> Keys:
-    """Of passes of `tokens` each, so many of which are computed, and given to `padded`."""
+    """Return the keys of passes of `tokens`, of which `counts` are computed, padded to `padded`."""
     begins = [number * tokens for number in range(len(counts))]
     core = [
         at + _padded(np.arange(count), most, count)

@@ -11,25 +11,23 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of some positions of a map, in float32."""
+    """Mean and variance of GroupNorm's groups over some positions of a map, float32."""
 
     count: int
-    """Positions."""
     mean: Tensor
-    """[p, groups]"""
     variance: Tensor
-    """[p, groups], of the population."""
+    """[p, groups] population variance."""
 
     @classmethod
     def of(cls, x: Tensor, groups: int) -> Moments:
-        """Of all positions of [p, C, h, w]."""
+        """Return the moments of all positions of [p, C, h, w]."""
         variance, mean = torch.var_mean(
             x.unflatten(1, (groups, -1)).flatten(2).float(), dim=2, correction=0
         )
         return cls(x.shape[2] * x.shape[3], mean, variance)
 
     def __add__(self, other: Moments) -> Moments:
-        """Of both parts together (Chan et al.: no large sums are subtracted)."""
+        """Return the moments of both parts together (Chan et al.: no large sums are subtracted)."""
         count = self.count + other.count
         share, mean_change = other.count / count, other.mean - self.mean
         variance = torch.lerp(self.variance, other.variance, share)
@@ -40,7 +38,7 @@ class Moments:
         )
 
     def __sub__(self, part: Moments) -> Moments:
-        """Of the positions that are not in `part`, which leaves some."""
+        """Return the moments of the positions outside `part`, of which there must be some."""
         count = self.count - part.count
         share = part.count / self.count
         mean = torch.sub(self.mean, part.mean, alpha=share).div_(1 - share)
@@ -50,12 +48,11 @@ class Moments:
         return Moments(count, mean, variance.div_(1 - share).clamp_min_(0.0))
 
     def of_passes(self, passes: slice) -> Moments:
-        """Of some of them."""
         return Moments(self.count, self.mean[passes], self.variance[passes])
 
 
 def normalise(norm: nn.GroupNorm, x: Tensor, moments: Moments) -> Tensor:
-    """GroupNorm of [p, C, h, w] by the moments of its groups, given for each pass."""
+    """Apply a GroupNorm to [p, C, h, w] with given moments for each pass."""
     passes, channels = x.shape[:2]
     group_channels = channels // norm.num_groups
     # A batch norm of every pass's own channels: one kernel, float32 inside whatever x is.

@@ -1,4 +1,4 @@
-"""What the rows of an edit begin with, as far as it follows from its job alone: in host memory."""
+"""Initial tensors of an edit's rows, as far as they depend on its job alone, in host memory."""
 
 from __future__ import annotations
 
@@ -28,28 +28,14 @@ from maskserve_engine.stages.latents import Posterior, outside_seed
 
 @dataclass(frozen=True, slots=True)
 class UnetPrepared:
-    """Of one job."""
-
     inputs: UnetInputs
     active: ActiveTokens
     inactive: UnetInactive | None
-    """Of a cached row, and the template's inputs, once prepared: of edits whose rows may read or
-    make entries."""
+    """Cached tokens and template inputs; set for edits whose rows may read or make entries."""
 
 
 class UnetPreparation:
-    """Prepares jobs; used by any thread.
-
-    Args:
-        facts: what the model folder says.
-        sampler: the pipeline's own.
-        vae_dtype: in which the pipeline samples the VAE's latents.
-        dtype: of the model.
-        levels: of the UNet.
-        halo: `[cache] conv_halo`.
-        outside_noise: `[model] outside_noise`.
-        buckets: as of `tile.tile_of`.
-    """
+    """Prepares jobs; thread-safe."""
 
     def __init__(
         self,
@@ -69,10 +55,9 @@ class UnetPreparation:
         self._outside_noise = outside_noise
         self.noise_levels = NoiseLevels(sampler)
         self.schedule_of = lru_cache(maxsize=256)(partial(UnetSchedule, sampler, self.noise_levels))
-        """By number of steps and strength."""
 
     def prepared(self, job: EditJob) -> UnetPrepared:
-        """The job's own, if it has been prepared; else without `inactive`."""
+        """Return the job's prepared tensors; if missing, prepare them without `inactive`."""
         if isinstance(job.prepared, UnetPrepared):
             return job.prepared
         negative = None if job.negative is None else self.texts(job.negative, job)
@@ -80,14 +65,7 @@ class UnetPreparation:
         return UnetPrepared(inputs, self.active(job), None)
 
     def inactive(self, job: EditJob, noise_seed: int, work: ModelWork, halves: int) -> UnetInactive:
-        """The job's own, if it has been prepared; else draws the template's noise.
-
-        Args:
-            job: an edit.
-            noise_seed: of the template's noise.
-            work: of the model at the job's size.
-            halves: of the entries (`Adapter.entry_halves`).
-        """
+        """Return the job's prepared cached tokens; if missing, draw the template's noise."""
         prepared_cached = job.prepared.inactive if isinstance(job.prepared, UnetPrepared) else None
         if prepared_cached is not None:
             return prepared_cached
@@ -109,7 +87,6 @@ class UnetPreparation:
         )
 
     def active(self, job: EditJob) -> ActiveTokens:
-        """Which tokens a cached row computes."""
         if isinstance(job.prepared, UnetPrepared):
             return job.prepared.active
         return ActiveTokens.of(
@@ -122,13 +99,12 @@ class UnetPreparation:
         )
 
     def schedule(self, job: EditJob) -> UnetSchedule:
-        """The edit's steps."""
         settings = job.request.settings
         assert settings.num_inference_steps is not None
         return self.schedule_of(settings.num_inference_steps, settings.strength)
 
     def texts(self, given: Conditioning, job: EditJob) -> tuple[Tensor, ...]:
-        """What the text encoders answered, in the model's dtype; for SDXL the sizes, too."""
+        """Return the text encoders' output in the model's dtype; for SDXL also the sizes."""
         texts = [given["prompt_embeds"]]
         if self._facts.micro_conditioning:
             # diffusers' defaults: the picture as if it were original, whole, wanted at this size.
@@ -138,7 +114,6 @@ class UnetPreparation:
         return tuple([torch.from_numpy(array).to(self._dtype) for array in texts])
 
     def _start(self, job: EditJob) -> UnetStart:
-        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None
         image, schedule = self._posterior(job.moments), self.schedule(job)

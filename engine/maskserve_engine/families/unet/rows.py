@@ -33,21 +33,16 @@ from maskserve_engine.stages.latents import joins
 
 @dataclass(frozen=True, slots=True)
 class UnetPrompt:
-    """A prompt as one pass of the model takes it."""
-
     text: Tensor
-    """[T, width]"""
     added: Tensor | None
     """[embedding width] of SDXL's micro-conditioning (`forward.added_embedding`)."""
     micro: Tensor | None = None
-    """What it was made of (`forward.micro_conditioning`)."""
+    """Input of that embedding (`forward.micro_conditioning`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """Classifier-free guidance: each step also runs the model with the negative prompt, and is
-    led away from its answer.
-    """
+    """Classifier-free guidance: each step also runs the model with the negative prompt."""
 
     negative: UnetPrompt
     scale: float
@@ -56,34 +51,33 @@ class Guidance:
 
 @dataclass(frozen=True, slots=True)
 class UnetInactive:
-    """A cached row's tokens outside the mask: what stands in for computing them."""
+    """A cached row's tokens outside the mask."""
 
     active: Mapping[int, Ids]
-    """Level → [n] ids of the computed tokens, in host memory: batches are packed there."""
+    """Level → [n] ids of the computed tokens, in host memory, where batches are packed."""
     mask: Tensor
-    """[1, h, w] bool: active at level 0."""
+    """[1, h, w] bool: computed at level 0."""
     template: UnetTemplate
     selection: Selection
-    """The others' ids, per level; where entries have two halves, of one behind the other."""
+    """Ids of the cached tokens, per level; with two halves, both halves' ids."""
     halves: int = 1
     """2: the second pass reads the entries' second half."""
     tile: Tile | None = None
-    """Where convolutions are computed; None: on the whole picture."""
+    """Tile on which convolutions run; None: the whole picture."""
     maps: range = range(0)
-    """Numbers of the feature maps among an entry's blocks; read where there is a tile."""
+    """Numbers of the feature maps among an entry's blocks; read only with a tile."""
     kept: tuple[FeatureMap, ...] = ()
-    """What these are, in that order."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRest:
-    """`stack.InactivePassTokens` of one pass of a row, at whatever step it is."""
+    """`stack.InactivePassTokens` of one pass of a row; it follows the row's step."""
 
     row: UnetRow
     half: int
-    """Of the entries: 0, or 1 for the second pass where it has its own."""
+    """Half of the entries: 0, or 1 for a second pass with its own."""
     _wanted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Of those that are there, and which are wanted, which these are; for each level."""
+    """Cache of `_of`: (all ids, requested positions, selected ids) per level."""
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         entry, inactive = self.row.entry, self.row.inactive
@@ -101,7 +95,7 @@ class CachedRest:
         )
 
     def _of(self, ids: Tensor, own: slice, wanted: Tensor) -> Tensor:
-        """[m] `wanted` of a half's ids: the same at every step."""
+        """Return [m] ids at `wanted` in a half; the same at every step."""
         for all_ids, known_ids, selected_ids in self._wanted:
             if all_ids is ids and known_ids is wanted:
                 return selected_ids
@@ -111,7 +105,7 @@ class CachedRest:
 
 @dataclass(frozen=True, slots=True)
 class AnchoredRest:
-    """`stack.InactivePassTokens` of a pass of a row between its own anchors."""
+    """`stack.InactivePassTokens` of a pass between refresh steps."""
 
     row: UnetRow
     own: UnetAnchors
@@ -124,40 +118,35 @@ class AnchoredRest:
 
 @dataclass(slots=True)
 class UnetRow:
-    """One edit inside the running batch."""
-
     request_id: str
     schedule: UnetSchedule
     noise_levels: NoiseLevels
     prompt: UnetPrompt
     guidance: Guidance | None
     state: Tensor
-    """[K, C, h, w] float32: its latents, and what its sampler remembers; what lies outside a cached
-    row's active tokens is never read."""
+    """[K, C, h, w] float32: latents and the sampler's memory. Outside a cached row's computed
+    tokens nothing reads them."""
     condition: Tensor | None
     blend: UnetBlend | None
     control: RowControl[UnetNetInput] | UnetServedControl | None = None
     """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
-    """None for a dense row."""
     plan: OwnPlan | None = None
-    """Of its anchors, where it reads what its own dense steps leave."""
     frozen: bool = False
-    """As of `FlowRow`; its text has the same keys and values at each step."""
+    """See `FlowRow`; a UNet's text has the same keys and values at each step."""
     entry: Entry | None = None
-    """What its next step reads; None: the step computes every token."""
+    """Entry that the next step reads; None: it computes all tokens."""
     surroundings: Surroundings | None = field(init=False, default=None)
-    """Of the tile of a cached row that has one."""
     step: int = 0
     answer: Tensor | None = None
-    """[C, h, w] of the model in the last step, guided."""
+    """[C, h, w] guided answer of the model in the last step."""
     anchors: tuple[UnetAnchors, ...] = field(init=False, default=())
-    """Of each pass, where it has a plan."""
+    """Step cache of each pass, if the row has a schedule."""
     foretold: Foretold | None = field(init=False, default=None)
-    """[C, h, w] of the model's answers at its anchors, where others compute a tile alone."""
+    """[C, h, w] model answers at refresh steps, if other steps compute a tile only."""
     foreseen: int | None = field(init=False, default=None)
-    """The anchor that the last step has computed ahead, or the one that is being taken does."""
+    """Refresh step computed ahead by the last step or the step in progress."""
     _taken: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -175,12 +164,11 @@ class UnetRow:
             )
 
     def begin_anew(self) -> None:
-        """Forget what its own anchors have left: it is of another way."""
+        """Forget all step caches: they belong to another rank, or to other LoRAs."""
         if self.plan is not None and self.inactive is not None:
             self._anchor(self.plan, self.inactive)
 
     def _anchor(self, plan: OwnPlan, inactive: UnetInactive) -> None:
-        """Have anchors of its own."""
         passes, around = 1 if self.guidance is None else 2, None
         if inactive.tile is not None:
             dtype = inactive.template.clean.dtype
@@ -196,19 +184,17 @@ class UnetRow:
         )
 
     def _now(self) -> tuple[int, float]:
-        """The next step, and its sigma."""
         return self.step, self.sigma
 
     @property
     def captures(self) -> list[StackCapture]:
-        """What sees each of its passes in the next step."""
         if self.entry is not None:
             return []
         return [step_cache.at(self.step, self.sigma) for step_cache in self.anchors]
 
     @property
     def foresees(self) -> int | None:
-        """The anchor that the next step is to compute ahead: the one behind it, if the line from
+        """Refresh step to compute beside the next step: the first one behind it, once the line from
         the last one ends here; None: none.
         """
         plan = self.plan
@@ -222,7 +208,7 @@ class UnetRow:
 
     @property
     def latents(self) -> Tensor:
-        """[C, h, w]"""
+        """[C, h, w]."""
         return self.state[0]
 
     @property
@@ -231,26 +217,23 @@ class UnetRow:
 
     @property
     def sigma(self) -> float:
-        """The share of all noise that the next step's timestep stands for."""
+        """Share of all noise at the next step."""
         return self.sigma_at(self.step)
 
     def sigma_at(self, step: int) -> float:
-        """The same of another step."""
         return self.schedule.timesteps[step] / TRAINED_STEPS
 
     @property
     def timesteps_ahead(self) -> Sequence[float]:
-        """Of the next step and those behind it."""
         return self.schedule.timesteps[self.step :]
 
     @property
     def skipped(self) -> int:
-        """A UNet skips no steps."""
+        """Always 0: a UNet skips no blocks."""
         return 0
 
     @property
     def selection(self) -> Selection | None:
-        """The inactive tokens of a cached row."""
         return None if self.inactive is None else self.inactive.selection
 
     @property
@@ -260,18 +243,16 @@ class UnetRow:
         return None if inactive is None or self.entry is None else inactive.active
 
     def change_prompts(self, change: Callable[[UnetPrompt], UnetPrompt]) -> None:
-        """Of all its passes."""
         self.prompt = change(self.prompt)
         if self.guidance is not None:
             self.guidance = replace(self.guidance, negative=change(self.guidance.negative))
 
     @property
     def prompts(self) -> list[UnetPrompt]:
-        """Of each of its passes."""
         return [self.prompt, *([] if self.guidance is None else [self.guidance.negative])]
 
     def passes(self) -> list[PassInput]:
-        """What the model is given in the next step: the prompt's pass, then the negative's."""
+        """Return the passes of the next step: the prompt's, then the negative one's."""
         prompts = self.prompts
         residuals: Sequence[Residuals | None] = (None, None)
         if self.control is not None:
@@ -299,13 +280,7 @@ class UnetRow:
         ]
 
     def advance(self, state: Tensor, taken: Tensor, answer: Tensor) -> None:
-        """Book a step that was taken.
-
-        Args:
-            state: after it; kept, and so are the others.
-            taken: [C, h, w] latents that the model was given.
-            answer: [C, h, w] guided.
-        """
+        """Record a completed step; all tensors are kept. `answer` is guided."""
         self.state, self._taken, self.answer = state, taken, answer
         anchor = self.step if self.entry is None else self.foreseen
         if anchor == self.step:
@@ -316,19 +291,16 @@ class UnetRow:
         self.step += 1
 
     def leave(self, anchor: int, answer: Tensor) -> None:
-        """Keep what lies round the tile at an anchor, if the row has one.
-
-        Args:
-            anchor: its step.
-            answer: [C, h, w] of the model there, guided.
+        """Keep the surroundings of the tile and the guided `answer` of a refresh step, if there is
+        a tile.
         """
         if isinstance(self.surroundings, OwnSurroundings) and self.foretold is not None:
             self.surroundings.passed(self.sigma_at(anchor))
             self.foretold.passed(answer, self.sigma_at(anchor))
 
     def jumped(self, step: int) -> Tensor:
-        """[C, h, w] the latents as the model will take them at a step ahead, if it answers until
-        then what it has answered last.
+        """Return [C, h, w] latents for the model at a later step, if the model's last answer holds
+        until then.
         """
         assert self._taken is not None, "no step was taken yet"
         assert self.answer is not None
@@ -343,12 +315,7 @@ class UnetRow:
         return latents.to(self._taken.dtype)
 
     def beside(self, answer: Tensor) -> Tensor:
-        """[C, h, w] the model's answer, and where the step did not compute any what its anchors
-        foretell.
-
-        Args:
-            answer: [C, h, w] guided.
-        """
+        """Return [C, h, w] the guided answer, with extrapolated values outside the tile."""
         inactive = self.inactive
         if self.foretold is None or self.entry is None or inactive is None:
             return answer
@@ -358,14 +325,14 @@ class UnetRow:
         return out
 
     def estimate(self) -> HostCopy:
-        """[C, h, w] the latents that the last step's answer expects in the end."""
+        """Return [C, h, w] final latents expected by the last answer."""
         assert self._taken is not None, "no step was taken yet"
         assert self.answer is not None
         timestep = self.schedule.timesteps[self.step - 1]
         return self._image(self.noise_levels.estimate(self._taken, self.answer, timestep))
 
     def result(self) -> HostCopy:
-        """[C, h, w] latents."""
+        """Return [C, h, w] latents."""
         return self._image(self.latents)
 
     def _image(self, latents: Tensor) -> HostCopy:
@@ -376,7 +343,7 @@ class UnetRow:
 
 @dataclass(slots=True)
 class UnetAhead:
-    """The anchor that an edit's next step computes ahead: all its tokens, as they will be there."""
+    """A refresh step that an edit's next step computes ahead: all tokens at that step."""
 
     row: UnetRow
     anchor: int
@@ -384,7 +351,7 @@ class UnetAhead:
     adapters: Adapters = field(init=False)
     step: int = field(init=False)
     entry: Entry | None = field(init=False, default=None)
-    """None: it computes every token."""
+    """Always None: it computes all tokens."""
 
     def __post_init__(self) -> None:
         row = self.row
@@ -404,7 +371,6 @@ class UnetAhead:
 
     @property
     def captures(self) -> list[StackCapture]:
-        """What sees each of its passes."""
         sigma = self.row.sigma_at(self.anchor)
         return [step_cache.at(self.step, sigma, reads=True) for step_cache in self.anchors]
 
@@ -420,12 +386,12 @@ class UnetAhead:
         ]
 
     def sample(self) -> Tensor:
-        """[in_channels, h, w]"""
+        """Return [in_channels, h, w]."""
         latents, condition = self.row.jumped(self.anchor), self.row.condition
         return latents if condition is None else torch.cat((latents, condition))
 
     def advance(self, answers: Tensor) -> None:
-        """Leave the row what the model has answered; nothing has moved."""
+        """Give the answer to the edit's row; no latents move."""
         guidance, (answer, *negative_answers) = self.row.guidance, answers
         if guidance is not None:
             [away] = negative_answers
@@ -435,20 +401,20 @@ class UnetAhead:
 
 @dataclass(slots=True)
 class UnetPrimingRow:
-    """A template whose entries are computed, one anchor per step."""
+    """A template being primed, one anchor per step."""
 
     request_id: str
     template: UnetTemplate
     anchors: tuple[Anchor, ...]
     prompts: tuple[UnetPrompt, ...]
-    """Of each pass: the priming prompt, and none where entries have two halves."""
+    """Prompt of each pass: the priming prompt, and an empty one if entries have two halves."""
     kinds: Sequence[frozenset[str]]
-    """Per block, what is kept: any of "h" and "kv"."""
+    """Parts to keep per block: "h", "kv"."""
     format: str
     maps: int = 0
-    """Feature maps that are kept: all of the model's, or none."""
+    """Number of feature maps to keep: all of the model's, or 0."""
     entry: Entry | None = None
-    """Always None: it computes every token."""
+    """Always None: it computes all tokens."""
     adapters: Adapters = ()
     step: int = 0
     capture: UnetRecorder = field(init=False)
@@ -458,7 +424,6 @@ class UnetPrimingRow:
         self.capture = UnetRecorder(self.kinds, self.format, self.maps)
 
     def change_prompts(self, change: Callable[[UnetPrompt], UnetPrompt]) -> None:
-        """Of all its passes."""
         self.prompts = tuple(map(change, self.prompts))
 
     @property
@@ -471,22 +436,21 @@ class UnetPrimingRow:
 
     @property
     def timesteps_ahead(self) -> list[float]:
-        """Of the next anchor and those behind it."""
+        """Timesteps of the next anchor and later ones."""
         return [anchor.timestep for anchor in self.anchors[self.step :]]
 
     def passes(self) -> list[PassInput]:
         return [PassInput(prompt.text, prompt.added) for prompt in self.prompts]
 
     def sample(self) -> Tensor:
-        """[in_channels, h, w] the template noised to the next anchor."""
+        """Return [in_channels, h, w] of the template, noised to the next anchor."""
         self.capture = UnetRecorder(self.kinds, self.format, self.maps)
         return self.template.at(self.timestep)
 
     def advance(self, answers: Tensor) -> None:
-        """Keep what was recorded; nothing has moved."""
         self._done.append(self.capture.entry(self.anchors[self.step]))
         self.step += 1
 
     def take_entry(self) -> AnchorEntry:
-        """What the last step has recorded; once per step."""
+        """Return the entry of the last step; once per step."""
         return self._done.pop()

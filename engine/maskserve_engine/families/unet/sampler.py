@@ -1,4 +1,4 @@
-"""A model's diffusers sampler, and its steps as factors, by which all rows are moved at once."""
+"""A model's diffusers sampler, and its steps as factors that move all rows at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ _SERVED = (
     "UniPCMultistepScheduler",
 )
 TRAINED_STEPS = 1000
-"""Timesteps that every served model was trained on."""
+"""Number of timesteps that every served model was trained on."""
 
 
 def load_sampler(config: Config, facts: ModelFacts) -> Any:
-    """The sampler that the model's folder names, with the options that diffusers' pipeline gives
-    it; ConfigError if it is not served.
+    """Load the sampler of the model's folder, with the options that diffusers' pipeline sets.
+
+    Raises:
+        ConfigError: it is not served.
     """
     import diffusers
 
@@ -48,10 +50,10 @@ def _refused(name: str, what: str) -> ConfigError:
 
 
 def check_sampler(sampler: Any) -> None:
-    """Refuse settings with which rows could not be stepped here as diffusers' pipeline steps them.
+    """Refuse settings with which rows would be stepped differently from diffusers' pipeline.
 
     Raises:
-        ConfigError: naming the sampler or its option.
+        ConfigError: names the sampler or its option.
     """
     name, config = type(sampler).__name__, sampler.config
     if config.num_train_timesteps != TRAINED_STEPS:
@@ -75,37 +77,30 @@ def check_sampler(sampler: Any) -> None:
 
 
 class StepFactors(NamedTuple):
-    """What a row's tensors are multiplied with in each of n steps, float32 in host memory."""
+    """Factors of a row's tensors in each of n steps, float32 in host memory."""
 
     scales: Tensor
-    """[n] the model takes scale · latents."""
+    """[n] scale of the latents in the model's input."""
     pins: Tensor
-    """[n, 2] of a template it takes signal · image + share · noise."""
+    """[n, 2] signal and noise share of a template in the model's input."""
     moves: Tensor | None
-    """[n, K, K + 1] a step takes the row's state and the model's answer to the next state. State
-    are K tensors: the latents, and what the sampler remembers. None: its steps are not linear."""
+    """[n, K, K + 1] matrix from the row's state and the model's answer to the next state. A state
+    has K tensors: latents and the sampler's memory. None: steps are not linear."""
     sources: Tensor
-    """[n, 2] after a step, an image is as noisy as the latents as signal · image + share · noise;
-    after the last one it is the image."""
+    """[n, 2] signal and noise share of an image as noisy as the latents after a step; (1, 0) after
+    the last one."""
 
     def part(self, begin: int, end: int) -> StepFactors:
-        """Of the steps from `begin` to `end`."""
         at = slice(begin, end)
         moves = None if self.moves is None else self.moves[at]
         return StepFactors(self.scales[at], self.pins[at], moves, self.sources[at])
 
 
 class UnetSchedule:
-    """The steps of edits that ask for so many of them, exactly as diffusers' inpainting pipelines
-    take them. Rows share it: it remembers nothing.
+    """The steps of edits with this number of steps and strength, exactly as in diffusers'
+    inpainting pipelines. Rows share it: it has no state.
 
-    Each step is a matrix that diffusers' own sampler tells (`stages.linear_steps`).
-
-    Args:
-        model: the model's sampler; it is copied.
-        levels: of the same sampler.
-        steps: num_inference_steps.
-        strength: share of the steps that is run.
+    Each step is a matrix probed from diffusers' sampler (`stages.linear_steps`).
     """
 
     def __init__(self, model: Any, levels: NoiseLevels, steps: int, strength: float = 1.0) -> None:
@@ -116,13 +111,13 @@ class UnetSchedule:
         if hasattr(self._own, "set_begin_index"):
             self._own.set_begin_index(begin)
         self.timesteps = tuple(map(float, self._timesteps))
-        """Of each model call: PNDM makes one more than it has steps."""
+        """Timestep of each model call; PNDM makes one more than it has steps."""
         self.whole = strength == 1.0
-        """Whether latents begin as pure noise."""
+        """Whether latents start as pure noise."""
         self._levels = levels
 
     def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
-        """Latents before the first step; `clean` is not read at full strength."""
+        """Return the initial latents; `clean` is not read at full strength."""
         if self.whole:
             return noise * self._own.init_noise_sigma
         assert clean is not None
@@ -130,17 +125,14 @@ class UnetSchedule:
         return signal * clean + share * noise
 
     def state(self, latents: Tensor) -> Tensor:
-        """[K, C, h, w] float32 of a row that begins, from its [C, h, w] latents: there is nothing
-        to remember.
-        """
+        """Return the initial state [K, C, h, w] float32 from [C, h, w] latents; the memory is 0."""
         moves = self.factors.moves
         remembered = 0 if moves is None else moves.shape[1] - 1
         return F.pad(latents.float()[None], (0, 0) * 3 + (0, remembered))
 
     def move(self, answer: Tensor, step: int, latents: Tensor) -> Tensor:
-        """The latents after a step, from the model's guided answer: where there are no `moves`.
-
-        Only samplers that remember nothing are not linear.
+        """Return the latents after a step, from the guided answer, for samplers without `moves`.
+        Only samplers without memory are not linear.
         """
         timestep = self._timesteps[step]
         moved: Tensor = self._own.step(answer, timestep, latents, return_dict=False)[0]
@@ -166,18 +158,18 @@ class UnetSchedule:
 
 
 def _noised(sampler: Any, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[1] signal and [1] noise share of what is as noisy as latents at a timestep; a sampler that
-    goes by its own count is there.
+    """Return [1] signal and [1] noise share at a timestep; a sampler with a step counter must be at
+    that step.
     """
     unit, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
     return sampler.add_noise(unit, zero, timestep), sampler.add_noise(zero, unit, timestep)
 
 
 class NoiseLevels:
-    """How a model's inputs are mixed of image and noise, at every timestep it was trained on.
+    """Signal and noise share of a model's input, at every timestep it was trained on.
 
-    Whatever the sampler, what the model takes is signal · latents + noise share · noise, and
-    signal² + share² is 1; only the samplers' own latents are scaled differently.
+    Whatever the sampler, the model's input is signal · latents + noise share · noise, and signal² +
+    share² is 1; only the samplers' latents are scaled differently.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -186,7 +178,7 @@ class NoiseLevels:
         self.at = lru_cache(maxsize=4096)(self._at)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what `at` has kept: to another process only the levels go."""
+        """Drop the cache of `at`, for another process."""
         return {name: value for name, value in vars(self).items() if name != "at"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,7 +186,7 @@ class NoiseLevels:
         self.at = lru_cache(maxsize=4096)(self._at)
 
     def _at(self, timestep: float) -> tuple[float, float]:
-        """(signal, noise share) at a timestep; between two of them sigma is interpolated."""
+        """Return (signal, noise share) at a timestep; sigma is interpolated between two of them."""
         place = min(max(timestep, 0.0), TRAINED_STEPS - 1.0)
         below = int(place)
         # The last sigma is infinite where the noisiest input has no signal left.
@@ -205,18 +197,15 @@ class NoiseLevels:
         return signal, (1 - signal**2) ** 0.5
 
     def mixed(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
-        """The model's input for an image and its noise."""
         signal, share = self.at(timestep)
         return signal * clean + share * noise
 
     def estimate(self, taken: Tensor, answer: Tensor, timestep: float) -> Tensor:
-        """The image that the model expects, from what it took and answered."""
         signal, share = self.at(timestep)
         if self._predicts_velocity:
             return signal * taken - share * answer
         return (taken - share * answer) / signal
 
     def noise_in(self, taken: Tensor, answer: Tensor, timestep: float) -> Tensor:
-        """The noise that it takes to be in there, besides."""
         signal, share = self.at(timestep)
         return share * taken + signal * answer if self._predicts_velocity else answer

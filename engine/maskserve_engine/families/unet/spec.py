@@ -1,9 +1,9 @@
-"""Stable Diffusion and SDXL: their pipelines, defaults, what a folder says, and the counted work of
-a UNet2DConditionModel as they configure it.
+"""Stable Diffusion and SDXL: pipelines, defaults, the model spec of a folder, and the counted work
+of a UNet2DConditionModel.
 
-Only the stacks (Transformer2DModels) are sparse: convolutions, ResNets, proj_in and proj_out run
-on all positions of every row (design §4, "Cached row"), or with a halo on all of a tile. What runs
-between two stacks is one fixed amount, which is where the load stream gets ahead.
+Only the stacks (Transformer2DModels) are sparse: convolutions, ResNets, proj_in and proj_out run on
+all positions of every row, or with a halo on those of a tile. The work between two stacks is fixed,
+which is where the load stream gets ahead.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ PIPELINES = (
     "StableDiffusionXLImg2ImgPipeline",
     "StableDiffusionXLInpaintPipeline",
 )
-"""A UNet's channels say what it takes, whatever pipeline it was saved from."""
+"""A UNet's input channels decide its semantics, whatever pipeline saved it."""
 NAME = "UNets"
 SETTINGS = ("cache.conv_halo",)
-"""Keys of the configuration that other models do not have."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
-"""Those of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
+"""Defaults of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
 CONTROL = ControlFacts(
     net="ControlNetModel",
     latents=False,
@@ -52,18 +51,20 @@ CONTROL = ControlFacts(
 _STRIDE = 7
 OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25}
 _OWN_GROWTH = {FILL: 1.0, INPAINT: 1.7}
-"""The more noise there is, the faster does a base model's picture round the mask change with it."""
+"""A base model's picture round the mask changes faster the more noise there is."""
 _OWN_EVENLY_OVER = {FILL: 0.75, INPAINT: 0.85}
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
-"""Kernels of a transformer block, per kind, as they are counted on a device without memory
-(`bench kernel_table`)."""
+"""Kernels of a transformer block, per kind, counted on a device without memory (`bench
+kernel_table`)."""
 _END_LAUNCHES = (0.0, 5.0, 5.0)
-"""Beside these, of a stack's last block: its tokens are taken apart and put together again."""
+"""Additional kernels of a stack's last block, which splits and rejoins its tokens."""
 _RECORDED_LAUNCHES, _RECORDED_ENDS, _RECORDED_SAMPLING = (0.0, 40.0, 2.0), (0.0, 5.0, 2.0), 10.0
-"""The same where steps are CUDA graphs: what places cached activations, and the piece behind it.
-Steps with projected blocks are not; these stand for what is outside the blocks, too."""
+"""The same with CUDA graphs: kernels that place cached activations, and the piece behind them.
+Steps with projected blocks are not recorded; their numbers stand for the kernels outside the
+blocks, too."""
 _RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 27.0
-"""Of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and sampler."""
+"""Kernels of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and
+sampler."""
 
 _DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
 _UP = ("CrossAttnUpBlock2D", "UpBlock2D")
@@ -74,7 +75,7 @@ def _per_level(value: Any, levels: int) -> list[Any]:
 
 
 def check_net(config: Mapping[str, Any]) -> None:
-    """As `check_unet`, of a ControlNetModel's config, whose middle may have no attention."""
+    """Check a ControlNetModel's config as `check_unet` does; its middle may have no attention."""
     options = dict(config)
     if options.get("mid_block_type") == "UNetMidBlock2D":
         del options["mid_block_type"]
@@ -84,10 +85,10 @@ def check_net(config: Mapping[str, Any]) -> None:
 
 
 def check_unet(config: Mapping[str, Any]) -> None:
-    """Refuse options that neither the count nor the adapter knows: no served model uses them.
+    """Refuse options that neither the count nor the adapter implements; no served model uses them.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: names the option.
     """
     plain = {
         "mid_block_type": "UNetMidBlock2DCrossAttn",
@@ -120,32 +121,32 @@ def check_unet(config: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Walk:
-    """The model's forward pass, adding up FLOPs of one evaluation as it goes."""
+    """Walks through the model's forward pass and sums the FLOPs of one evaluation."""
 
     channels: list[int]
-    """Per level, as the next three."""
+    """Channels per level; `layers`, `depths` and `cross_dim` are per level, too."""
     layers: list[int]
     depths: list[int]
-    """Blocks of a stack."""
+    """Blocks per stack."""
     cross_dim: list[int]
     embedding: int
     areas: list[int]
-    """Positions of each level."""
+    """Positions per level."""
     blocks: list[BlockWork] = field(default_factory=list)
     before: list[FixedWork] = field(default_factory=list)
     groups: int = 32
     says: bool = False
-    """Whether each kept tensor goes through a convolution of its own, as a ControlNet's do."""
+    """Whether each kept tensor goes through its own convolution, as in a ControlNet."""
     fixed: float = 0.0
     launches: float = _SAMPLING_LAUNCHES
     recorded: bool = False
     positions: list[float] = field(default_factory=list)
-    """FLOPs per position of each level, since the last stack began."""
+    """FLOPs per position of each level since the last stack began."""
     maps: list[FeatureMap] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
-    """Numbers in each tensor that waits for the way up, or that the present layer was given."""
+    """Elements of each tensor that waits for the way up, or that the present layer reads."""
     peak: float = 0.0
-    """Numbers held at once, at most."""
+    """Largest number of elements held at once."""
 
     @classmethod
     def of(cls, config: dict[str, Any], height: int, width: int) -> _Walk:
@@ -168,7 +169,7 @@ class _Walk:
         return walk
 
     def down(self, config: dict[str, Any]) -> None:
-        """The way down and the middle, which a ControlNet has a copy of."""
+        """Walk the way down and the middle, which a ControlNet has, too."""
         channels = self.channels
         self.linear(channels[0], self.embedding)
         self.linear(self.embedding, self.embedding)
@@ -201,18 +202,18 @@ class _Walk:
         self.positions[level] += 2.0 * inputs * outputs * side * side
 
     def read(self, level: int, channels: int, *, strided: bool = False) -> None:
-        """A GroupNorm, or a strided convolution, reads a map."""
+        """Count a map that a GroupNorm or a strided convolution reads."""
         block = len(self.blocks)
         self.maps.append(FeatureMap(level, channels, self.groups, strided, block))
 
     def outside(self) -> FixedWork:
-        """What was added up since it was asked last."""
+        """Return the work summed since the last call."""
         work = FixedWork(self.fixed, positions=tuple(self.positions), launches=self.launches)
         self.fixed, self.positions, self.launches = 0.0, [0.0] * len(self.areas), 0.0
         return work
 
     def hold(self, level: int, channels: int) -> None:
-        """So many channels are held beside what is kept."""
+        """Account for `channels` held beside the kept tensors."""
         self.peak = max(self.peak, sum(self.kept) + channels * self.areas[level])
 
     def keep(self, level: int, channels: int) -> None:
@@ -236,7 +237,7 @@ class _Walk:
         self.launches += 0.0 if self.recorded else _RESNET_LAUNCHES
 
     def stack(self, name: str, level: int, h: int, depth: int) -> None:
-        """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
+        """Count a Transformer2DModel: its blocks per token, its ends as fixed work."""
         self.hold(level, 26 * h)  # of which the gated feed-forward part is 16
         self.read(level, h)
         self.conv(level, h, h, side=1)  # proj_in: a linear layer or a 1x1 convolution
@@ -266,7 +267,7 @@ class _Walk:
 
 
 def level_sizes(height: int, width: int, levels: int) -> list[tuple[int, int]]:
-    """(rows, columns) of each level: odd sides round up, as strided convolutions do."""
+    """Return (rows, columns) of each level: odd sides round up, as in strided convolutions."""
     sizes = [(height, width)]
     for _ in range(levels - 1):
         sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
@@ -282,14 +283,14 @@ def unet_work(
     halo: int = 0,
     recorded: bool = False,
 ) -> ModelWork:
-    """Work of a UNet2DConditionModel.
+    """Return the work of a UNet2DConditionModel.
 
     Args:
         config: unet/config.json.
         height: latent rows (pixels / VAE scale).
         width: latent columns.
-        guidance: classifier-free guidance: every row is two evaluations.
-        halo: as `ModelWork.halo`.
+        guidance: whether every row is two evaluations.
+        halo: see `ModelWork.halo`.
         recorded: whether steps are CUDA graphs.
 
     Raises:
@@ -343,19 +344,15 @@ _IN_STAGE = re.compile(r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.\d+\.(.+)
 
 
 def _module_of(block: str) -> str:
-    """`down1.0.2` → `down_blocks.1.attentions.0.transformer_blocks.2`, say."""
+    """Map `down1.0.2` to `down_blocks.1.attentions.0.transformer_blocks.2`."""
     stack, number = block.rsplit(".", 1)
     stack = re.sub(r"(down|up)(\d+)\.", r"\1_blocks.\2.attentions.", stack)
     return f"{stack.replace('mid', 'mid_block.attentions.0')}.transformer_blocks.{number}"
 
 
 def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """What a LoRA adds to the model's work. What it adds to convolutions is counted behind the
-    last stack, wherever they are.
-
-    Args:
-        base: of the model.
-        layers: numbers in its factors, by the layer's dotted name in UNet2DConditionModel.
+    """Return the work that a LoRA adds; `layers` are elements of its factors, by dotted layer name.
+    Work in convolutions is counted behind the last stack.
     """
     bottom = len(base.tokens) - 1
     blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
@@ -384,7 +381,7 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per rank of a LoRA of every linear layer of the transformer blocks, as of
+    """Return the elements per rank of a LoRA on every linear layer of the transformer blocks, for
     `lora_work`.
     """
     layer_numbers = {}
@@ -402,10 +399,10 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
 def control_work(
     config: dict[str, Any], height: int, width: int, *, guidance: bool = True
 ) -> ModelWork:
-    """Work of a ControlNetModel beside its UNet; its arguments as those of `unet_work`.
+    """Return the work of a ControlNetModel beside its UNet; arguments as in `unet_work`.
 
-    The layers that read the picture run once in an edit and are not counted. Convolutions run on
-    the whole picture, also where those of the UNet run on tiles.
+    The layers that read the picture run once per edit and are not counted. Convolutions run on the
+    whole picture, even if those of the UNet run on tiles.
     """
     walk = _Walk.of(config, height, width)
     walk.says = True
@@ -429,7 +426,11 @@ def control_work(
 
 
 def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
-    """The facts of a Stable Diffusion folder; ConfigError if it is not served."""
+    """Return the model spec of a Stable Diffusion folder.
+
+    Raises:
+        ConfigError: the folder is not served.
+    """
     index, unet = read_json(folder / "model_index.json"), read_json(folder / "unet" / "config.json")
     latents = one_scale(folder)
     try:
@@ -493,7 +494,9 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
 
 
 def recorded_rows(config: Config) -> int:
-    """Dense rows whose tokens a step that is a CUDA graph may have, on GPUs; 0: none is one."""
+    """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
+    recorded.
+    """
     return config.engine.max_rows if config.engine.cuda_graphs else 0
 
 
@@ -507,5 +510,5 @@ def count(
     references: int,
     exact: bool,
 ) -> ModelWork:
-    """As `unet_work`, with classifier-free guidance; they take no `references`."""
+    """Return `unet_work` with classifier-free guidance; UNets take no `references`."""
     return unet_work(config, height, width, halo=halo, recorded=recorded)

@@ -1,11 +1,11 @@
 """One stack (Transformer2DModel) of the UNet over computed tokens, with the real model's weights.
 
 GroupNorm, proj_in, proj_out and the residual run on all positions, or on those of a row's tile;
-between them the blocks compute active tokens only (design §4, "Cached row"):
+between them the blocks run on computed tokens only (design §4, "Cached row"):
 
-    proj_in ► all tokens ─► block ► block ► … ► active tokens ─┐
-                     └ inactive: K and V only, or dropped      ├► all tokens ► proj_out
-                                     inactive: from the cache ─┘
+    proj_in ► all tokens ─► block ► block ► … ► computed tokens ─┐
+                     └ cached: K and V only, or dropped          ├► all tokens ► proj_out
+                                       cached: from the cache ───┘
 """
 
 from __future__ import annotations
@@ -28,72 +28,69 @@ from maskserve_engine.layers.scatter_kv import KvSource
 
 
 class PlaceInactive(Protocol):
-    """Has the inactive tokens of all passes placed."""
+    """Places the cached tokens of all passes."""
 
     def __call__(self, number: int, part: str, outs: Sequence[Tensor]) -> None:
-        """Write what is kept of a block to where its tokens lie in `outs`.
+        """Write the cached part of a block to its tokens' slots in `outs`.
 
         Args:
-            number: of the block in the UNet.
-            part: `kv`, into keys and values; `h` or `end`, into hidden states of all tokens;
-                `h alone`, of the inactive ones.
+            number: number of the block in the UNet.
+            part: `kv`, into keys and values; `h` or `end`, into hidden states of all tokens; `h
+                alone`, of the cached ones only.
             outs: a buffer for each tensor of the part.
         """
         ...
 
 
 class InactivePassTokens(Protocol):
-    """A cached pass's inactive tokens: what of them the plan's blocks may need.
+    """A cached pass's cached tokens, with what the plan's blocks may read of them.
 
     Blocks are numbered over the whole UNet, in the order they run.
     """
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
-        """Where what is kept of a block lies.
+        """Return where a cached part lies.
 
         Args:
-            block: of the UNet.
+            block: number of the block in the UNet.
             part: `h`, hidden states at the block's input; `kv`, keys and values; `end`, hidden
-                states behind it, where it is its stack's last one.
-            wanted: [m] which of the inactive tokens; None: all.
+                states behind a stack's last block.
+            wanted: [m] indices among the cached tokens; None: all.
         """
         ...
 
 
 class StackCapture(Capture, Protocol):
-    """Sees what a stack hands on, too, and the feature maps between them."""
+    """Also receives the stacks' outputs, and the feature maps between stacks."""
 
     def end(self, block: int, output: Tensor, /) -> None:
-        """[tokens, width] behind the stack that ends with `block`; only valid during the call."""
+        """Receive [tokens, width] behind the stack that ends with `block`; only valid during the
+        call.
+        """
         ...
 
     def map(self, number: int, x: Tensor, groups: int, /) -> None:
-        """[passes, C, h, w] of the map `number`, where a norm of so many groups or a strided
-        convolution reads it; only valid during the call.
+        """Receive [passes, C, h, w] of map `number`, which a norm of `groups` or a strided
+        convolution reads; only valid during the call.
         """
         ...
 
 
 class Text:
-    """The prompts of all passes, packed, and their keys and values in each block.
+    """The prompts of all passes, packed, with their keys and values in each block.
 
-    These are the same at every step, so each block projects them once for as long as the batch
-    holds.
-
-    Args:
-        states: [T_i, width] of each pass.
+    These are the same at every step, so each block projects them once per batch.
     """
 
     def __init__(self, states: Sequence[Tensor]) -> None:
         self.states = torch.cat(list(states))
         self.spans = spans([len(states_of_pass) for states_of_pass in states])
-        """Of each pass."""
         self._projected: dict[int, Tensor] = {}
-        """By the number of the block: [T, 2, heads, head_dim]."""
+        """[T, 2, heads, head_dim] by number of the block."""
         self._layers: dict[int, CrossAttention] = {}
 
     def keys_values(self, number: int, attn: CrossAttention) -> tuple[Tensor, Tensor]:
-        """[T, heads, head_dim] each, for block `number` and its cross-attention."""
+        """Return [T, heads, head_dim] each, for block `number`."""
         if number not in self._projected:
             self._layers[number] = attn
             self._projected[number] = self._project(number, self)
@@ -101,7 +98,6 @@ class Text:
         return keys, values
 
     def copied(self) -> Text:
-        """The same, projected into tensors of its own."""
         clone = copy(self)
         clone._projected = {
             number: projected.clone() for number, projected in self._projected.items()
@@ -109,7 +105,7 @@ class Text:
         return clone
 
     def take(self, other: Text) -> None:
-        """Project other prompts of the same lengths into the tensors that these have."""
+        """Project other prompts of the same lengths into these tensors."""
         for number, keys_values in self._projected.items():
             keys_values.copy_(self._project(number, other))
 
@@ -120,7 +116,8 @@ class Text:
 
 Empty = Callable[[Tensor, tuple[int, ...]], Tensor]
 Fill = Callable[[BlockWeights, Tensor], tuple[Tensor, Tensor]]
-"""All keys and values of a self-attention, from the computed tokens' [n, 2, heads, head_dim]."""
+"""Returns all keys and values of a self-attention, from the computed ones [n, 2, heads,
+head_dim]."""
 
 
 def transformer_block(
@@ -133,17 +130,17 @@ def transformer_block(
     fill: Fill | None,
     see: Callable[[Tensor, Tensor], None] | None,
 ) -> Tensor:
-    """A BasicTransformerBlock over packed tokens.
+    """Run a BasicTransformerBlock over packed tokens.
 
     Args:
-        block: its weights.
-        number: of the block in the UNet.
+        block: weights of the block.
+        number: number of the block in the UNet.
         tokens: [n, width] computed tokens.
-        own: of self-attention, whose keys are complete.
-        cross: of cross-attention.
-        text: the passes' prompts.
-        fill: None where all tokens are computed.
-        see: is shown the computed keys and values; None: nobody is.
+        own: segments of self-attention, with all keys.
+        cross: segments of cross-attention.
+        text: prompts of the passes.
+        fill: adds cached keys and values; None: all tokens are computed.
+        see: receives the computed keys and values.
     """
     passes, attn = own.q_spans, block.attn1
     qkv = _heads(attn.qkv(block.norm1(tokens), passes), 3, attn.head_count)
@@ -165,22 +162,11 @@ def transformer_block(
 
 
 def _heads(x: Tensor, parts: int, heads: int) -> Tensor:
-    """[n, parts, heads, head_dim] of [n, parts · width]."""
+    """Reshape [n, parts · width] to [n, parts, heads, head_dim]."""
     return x.unflatten(1, (parts, heads, -1))
 
 
 class Stack:
-    """One run through a stack.
-
-    Args:
-        level: of the stack.
-        text: the passes' prompts.
-        captures: (first pass, behind its last pass, capture) of each row that is recorded.
-        kinds: per block of the UNet, for passes with a rest.
-        place: of the level.
-        empty: a tensor like another, of a shape, that nobody has written.
-    """
-
     def __init__(
         self,
         level: Level,
@@ -204,14 +190,8 @@ class Stack:
         normed: Iterable[Tensor],
         passes: Sequence[slice],
     ) -> list[Tensor]:
-        """The stack whose first block has the number `first`.
-
-        Args:
-            weights: its own.
-            first: number of a block in the UNet.
-            x: [p, C, h, w] of some passes each.
-            normed: the same behind the stack's norm.
-            passes: which ones.
+        """Run the stack on [p, C, h, w] maps by canvas; `first` numbers its first block in the
+        UNet.
         """
         at = [
             self._spans(feature_map, pass_slice)
@@ -236,7 +216,7 @@ class Stack:
         return out
 
     def _spans(self, x: Tensor, passes: slice) -> tuple[Span, ...]:
-        """Of every pass, where it lies among the tokens of these alone; the others are empty."""
+        """Return the span of every pass among the tokens of `passes`; empty for others."""
         lengths = [0] * len(self.text.spans)
         lengths[passes] = [x.shape[2] * x.shape[3]] * len(x)
         return spans(lengths)
@@ -253,7 +233,7 @@ class Stack:
         return tokens
 
     def _widen_or_narrow(self, number: int, tokens: Tensor) -> Tensor:
-        """Bring the inactive tokens in or leave them out, as the block's kind asks."""
+        """Add or drop the cached tokens, as the block's kind requires."""
         dense = self.kinds[number] == "dense"
         assert not self.level.tiled or self.kinds[number] == "kv", "tiles go with `kv` alone"
         if dense and self.sparse is not None:
@@ -269,7 +249,7 @@ class Stack:
         return tokens
 
     def _inactive(self, number: int, width: int, like: Tensor) -> Tensor:
-        """[m, width] the inactive tokens at the block's input: at hand, or restored."""
+        """Return [m, width] hidden states of the cached tokens at the block's input."""
         if self.left is not None:
             return self.left
         assert self.sparse is not None
@@ -278,7 +258,9 @@ class Stack:
         return out
 
     def _restored(self, number: int, part: str, core: Tensor) -> Tensor:
-        """[n + m, width] hidden states of all tokens, of which `core` were computed."""
+        """Return [n + m, width] hidden states of all tokens, from the computed ones and the
+        cache.
+        """
         assert self.sparse is not None
         feature_tokens = self.sparse.there
         all_hidden = self.empty(core, (feature_tokens.count, core.shape[1]))
@@ -307,14 +289,14 @@ class Stack:
         return keys_values[0], keys_values[1]
 
     def _all_keys(self, computed: Tensor) -> Tensor:
-        """[2, keys, heads, head_dim] of all tokens; those that were computed are written."""
+        """Return [2, keys, heads, head_dim] of all tokens, with only the computed ones written."""
         assert self.sparse is not None
         keys = self.sparse.keys
         keys_values = self.empty(computed, (2, keys.count, *computed.shape[2:]))
         return keys_values.index_copy_(1, keys.core, computed.transpose(0, 1))
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Hand the recorded rows' hidden states over now, their keys and values when known."""
+        """Give recorded rows their hidden states; return what will give them keys and values."""
         captures = self._own_parts()
         for capture, at in captures:
             capture.hidden(number, tokens[at])
@@ -326,7 +308,6 @@ class Stack:
         return see
 
     def _own_parts(self) -> list[tuple[StackCapture, slice]]:
-        """Where each recorded row lies among the computed tokens."""
         spans = (self.sparse or self.level).own.q_spans
         return [
             (capture, slice(spans[first][0], spans[behind - 1][1]))
@@ -334,7 +315,6 @@ class Stack:
         ]
 
     def _end(self, number: int, tokens: Tensor) -> Tensor:
-        """All tokens behind the stack's last block `number`."""
         for capture, at in self._own_parts():
             capture.end(number, tokens[at])
         if self.sparse is None:

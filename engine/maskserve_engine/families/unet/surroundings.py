@@ -1,4 +1,4 @@
-"""What a tile's convolutions and norms read of the template around it."""
+"""The template's features round a tile, which its convolutions and norms read."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from maskserve_engine.planning.flops import FeatureMap
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Of one feature map, for each half of the entry."""
+    """Surroundings of a tile in one feature map, for each half of the entry."""
 
     ring: Tensor
-    """[halves, C, n] at the positions of the frame's ring."""
+    """[halves, C, n] features at the positions of the frame's ring."""
     outside: Moments | None
-    """Of all positions that are not in the box; None: a strided convolution reads it, no norm."""
+    """Moments of all positions outside the box; None: a strided convolution reads the map,
+    no norm."""
 
     def of_passes(self, passes: slice) -> Around:
-        """Of some of a row's passes, which may share one half."""
+        """Return the surroundings for some of a row's passes, which may share one half."""
         if len(self.ring) == 1:
             return self
         outside = None if self.outside is None else self.outside.of_passes(passes)
@@ -42,24 +43,15 @@ class Around:
 
 
 class RingRead(NamedTuple):
-    """Where something is read round a tile."""
+    """A read of a feature map round a tile."""
 
     number: int
-    """Of the feature map."""
     level: int
     strided: bool
 
 
 class RingRoom:
-    """Memory for all that is read round a tile of one entry.
-
-    Args:
-        tile: of a row.
-        maps: of the model, in the order they are read.
-        halves: of the entry.
-        dtype: of the model.
-        device: of it.
-    """
+    """Buffers for all surroundings of a tile in one entry."""
 
     def __init__(
         self,
@@ -70,7 +62,6 @@ class RingRoom:
         device: torch.device,
     ) -> None:
         self.places, rings, moments = self._laid_out(tile, maps, halves)
-        """Of each read, where its ring and its moments begin."""
         self.rings = torch.empty(rings, dtype=dtype, device=device)
         self.moments = torch.empty(moments, device=device)
         self.around: dict[RingRead, Around] = {}
@@ -90,7 +81,7 @@ class RingRoom:
     def _laid_out(
         tile: Tile, maps: Sequence[FeatureMap], halves: int
     ) -> tuple[dict[RingRead, tuple[int, int]], int, int]:
-        """Where rings and moments begin, and how many numbers there are of both."""
+        """Return where each ring and its moments begin, and the total elements of both."""
         places: dict[RingRead, tuple[int, int]] = {}
         rings = moments = 0
         for number, feature_map in enumerate(maps):
@@ -105,69 +96,55 @@ class RingRoom:
     def bytes_of(
         cls, tile: Tile, maps: Sequence[FeatureMap], halves: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of one."""
         _, rings, moments = cls._laid_out(tile, maps, halves)
         return rings * dtype.itemsize + moments * torch.float32.itemsize
 
 
 class Surroundings(ABC):
-    """A row's tile, and what its next step reads round it.
-
-    Args:
-        tile: of the row.
-    """
+    """A row's tile and its surroundings in the next step."""
 
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
 
     @property
     def shapes(self) -> Hashable:
-        """All that the shapes of what is computed and read follow from, but for the halves of what
-        is read.
-        """
+        """Key of all shapes that are computed and read, except for the number of halves."""
         return tuple([level.box.shape for level in self.tile])
 
     @property
     @abstractmethod
     def entry(self) -> object:
-        """Another object where something else is read."""
+        """A different object when something else is read."""
 
     @abstractmethod
     def around(self, number: int, level: int, *, strided: bool) -> Around | None:
-        """Of the feature map `number`; None: the box is the whole picture.
+        """Return the surroundings in feature map `number`; None: the box is the whole picture.
 
         Raises:
-            EntryLost: as `Handle.wait`.
+            EntryLost: an entry's load failed.
         """
 
     @abstractmethod
     def read(self) -> Mapping[RingRead, Around]:
-        """What was read in this step."""
+        """Return all surroundings read in this step."""
 
     @abstractmethod
     def room(self) -> RingRoom:
-        """For what is read; something has been."""
+        """Return buffers for the surroundings; something must have been read before."""
 
     @abstractmethod
     def read_all(self, room: RingRoom) -> bool:
-        """Read all of this step into `room` by few kernels; False if there are none.
+        """Read all surroundings of this step into `room` with few kernels; return False if there
+        are no such kernels.
 
         Raises:
-            EntryLost: as `Handle.wait`.
+            EntryLost: an entry's load failed.
         """
 
 
 class TemplateSurroundings(Surroundings):
-    """Of a row that reads entries. What it reads is taken from their feature maps once for as long
-    as that is the same entry: of all maps by one kernel, where they have all arrived on a device
-    that has it; else map by map, as the step comes to them.
-
-    Args:
-        tile: of the row.
-        maps: numbers of the feature maps among the entry's blocks.
-        kept: what these maps are, in that order.
-        dtype: of the model.
-        entry: says which one the row's next step reads.
+    """Surroundings in a template's entry, read once per entry: all maps by one kernel, if they have
+    arrived on a device with that kernel; else map by map, when the step needs them.
     """
 
     def __init__(
@@ -182,13 +159,12 @@ class TemplateSurroundings(Surroundings):
         self._maps, self._kept, self._dtype, self._entry = maps, kept, dtype, entry
         self._of: Handle | None = None
         self._moments: Coded
-        """[maps · halves, 2 · groups] of all maps of that entry."""
+        """[maps · halves, 2 · groups] moments of all maps of the entry."""
         self._around: dict[RingRead, Around] = {}
         self._room: RingRoom | None = None
 
     @property
     def entry(self) -> Handle:
-        """What the row's next step reads."""
         entry = self._entry()
         assert isinstance(entry, Handle), "packed for a step that reads no entry"
         return entry
@@ -251,7 +227,6 @@ class TemplateSurroundings(Surroundings):
         self._of = entry
 
     def _here(self, entry: Handle) -> bool:
-        """Whether all maps that are read have arrived."""
         return all(
             entry.ready(block, "map")
             for block, feature_map in zip(self._maps, self._kept, strict=True)
@@ -279,18 +254,14 @@ class TemplateSurroundings(Surroundings):
         return Around(ring, total - box_moments)
 
     def _total(self, number: int, size: tuple[int, int]) -> Moments:
-        """Of the whole map."""
         map_totals = self._moments.data.unflatten(0, (len(self._maps), -1))[number]
         mean, variance = map_totals.chunk(2, dim=1)
         return Moments(size[0] * size[1], mean, variance)
 
 
 class HeldSurroundings:
-    """Those of a row in tensors of their own, where a recorded step reads them; what others of the
-    same shapes have can be copied there.
-
-    Args:
-        of: a row's that has taken a step with its entry.
+    """Copied surroundings that a recorded step reads; those of other rows of the same shapes are
+    copied in.
     """
 
     def __init__(self, of: Surroundings) -> None:
@@ -303,14 +274,14 @@ class HeldSurroundings:
         return self._room.around.get(RingRead(number, level, strided))
 
     def take(self, other: Surroundings) -> None:
-        """Have the places of another tile."""
+        """Copy the positions of another tile."""
         copy_tensors(self.tile, other.tile)
 
     def turn_to(self, other: Surroundings) -> None:
-        """Have what another row's next step reads; nothing is done where that is so already.
+        """Copy the surroundings of another row's next step, unless they are here already.
 
         Raises:
-            EntryLost: as `Handle.wait`.
+            EntryLost: an entry's load failed.
         """
         entry = other.entry
         if self._of() is entry:

@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TileBox:
-    """Positions of a map: rows `top` to `bottom`, columns `left` to `right`, the last ones not."""
+    """A box in a map; `bottom` and `right` are exclusive. It may extend beyond the picture."""
 
     top: int
     left: int
@@ -39,23 +39,21 @@ class TileBox:
         return height * width
 
     def cut(self, x: Any) -> Any:
-        """Its positions of [..., h, w]."""
+        """Return the box's part of [..., h, w]."""
         return x[..., self.top : self.bottom, self.left : self.right]
 
     def ids(self, width: int) -> Ids:
-        """[area] of its positions in a map so wide, row by row."""
+        """Return [area] positions in a map of that width, row by row."""
         rows, columns = np.arange(self.top, self.bottom), np.arange(self.left, self.right)
         ids: Ids = (rows[:, None] * width + columns).ravel()
         return ids
 
     def inside(self, size: tuple[int, int]) -> TileBox:
-        """What of it lies in the picture."""
         return TileBox(
             max(0, self.top), max(0, self.left), min(size[0], self.bottom), min(size[1], self.right)
         )
 
     def __sub__(self, other: TileBox) -> TileBox:
-        """In the coordinates of a box that holds it."""
         return TileBox(
             self.top - other.top,
             self.left - other.left,
@@ -66,29 +64,29 @@ class TileBox:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a 3x3 convolution reads, of which a box is computed and the ring round it is not.
+    """What a 3x3 convolution reads: a computed box, and the ring round it, which is not computed.
 
-    Whatever is not a shape is in tensors: a step is recorded for all tiles of some shapes
+    Everything but shapes is in tensors: a recorded step serves all tiles of the same shapes
     (`graphs`).
     """
 
     reads: TileBox
-    """In the picture and beyond its edges."""
+    """Positions that are read, including those beyond the picture's edges."""
     region: TileBox
-    """Of that, what lies in the picture."""
+    """The part of `reads` inside the picture."""
     places: Tensor
-    """[positions that are read] where each lies: 0 beyond the picture, behind that those of the
-    box, and behind these those of the ring."""
+    """[positions that are read] source of each: 0 beyond the picture, then positions of the box
+    from 1 on, then those of the ring."""
     ring: Tensor
-    """[n] of the ring's positions in the region; of those beyond the picture any."""
+    """[n] ring positions in `region`; arbitrary for those beyond the picture."""
     own: Tensor
-    """[box] of the box's positions in the region."""
+    """[box] box positions in `region`."""
     whole: bool
-    """Whether nothing is read round the box but what lies beyond the picture."""
+    """Whether the ring lies entirely beyond the picture."""
 
     @classmethod
     def of(cls, reads: TileBox, box: TileBox, size: tuple[int, int]) -> Frame:
-        """Of a convolution that reads `reads`, of which what lies beyond the picture is 0."""
+        """Return the frame of a convolution that reads `reads`, with zeros beyond the picture."""
         region = reads.inside(size)
         inside = np.zeros(reads.shape, np.bool_)
         (region - reads).cut(inside)[:] = True
@@ -109,56 +107,54 @@ class Frame:
         )
 
     def paste(self, x: Tensor, ring: Tensor | None) -> Tensor:
-        """[p, C, 1, m] the box's [p, C, h, w] and behind it the ring's [1 or p, C, n], if any."""
+        """Return [p, C, 1, m]: the box's [p, C, h, w], then the ring's [1 or p, C, n], if any."""
         flat = x.flatten(2)
         if ring is not None:
             flat = torch.cat((flat, ring.expand(len(x), -1, -1)), dim=2)
         return flat[:, :, None]
 
     def read(self, pasted: Tensor) -> Tensor:
-        """[p, C, what the convolution reads] of what `paste` gave."""
+        """Return [p, C, shape of `reads`] from the result of `paste`."""
         return _read(pasted.flatten(2), self.places, self.reads.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class TileLevel:
-    """A tile at one level."""
-
     size: tuple[int, int]
-    """Of the picture."""
     box: TileBox
     near: Frame
-    """Of a convolution that stays on this level."""
+    """Frame of a convolution that stays on this level."""
     strided: Frame
-    """Of the convolution that leads to the next level; as `near` at the last one."""
+    """Frame of the convolution to the next level; equals `near` at the last level."""
     inside: Ids
-    """[n] of the box's positions, in host memory: batches are packed there."""
+    """[n] positions of the box, in host memory, where batches are packed."""
     ids: Tensor
-    """The same as a tensor."""
     sources: Tensor
-    """Of each position that `near` reads, the one in the next level's box that is upsampled to it;
-    at the last level the one in the picture. 0 beyond the picture, others from 1 on."""
+    """For each position that `near` reads, the position in the next level's box that is upsampled
+    to it, or in the picture at the last level; from 1 on, 0 beyond the picture."""
     picture: Tensor
-    """Of each position that `near` reads, the one in the picture; as `sources`."""
+    """For each position that `near` reads, its position in the picture; from 1 on, 0 beyond it."""
 
     def frame(self, *, strided: bool) -> Frame:
         return self.strided if strided else self.near
 
     def of_template(self, *, strided: bool) -> Ids:
-        """What is read of the template: nothing where there is nothing round the box."""
+        """Return the positions that are read of the template; none if the ring is beyond the
+        picture.
+        """
         frame = self.frame(strided=strided)
         return np.zeros(0, np.int64) if frame.whole else frame.region.ids(self.size[1])
 
     def enter(self, sample: Tensor) -> Tensor:
-        """[p, C, what a convolution reads] of a map of the whole picture."""
+        """Return [p, C, shape that a convolution reads] of a map of the whole picture."""
         return _read(sample.flatten(2), self.picture, self.near.reads.shape)
 
     def upsampled(self, coarse: Tensor) -> Tensor:
-        """[p, C, what a convolution reads] of the next level's box, doubled."""
+        """Return [p, C, shape that a convolution reads] of the next level's box, upsampled by 2."""
         return _read(coarse.flatten(2), self.sources, self.near.reads.shape)
 
     def leave(self, x: Tensor) -> Tensor:
-        """[p, C, picture] of the box's; what was not computed is 0."""
+        """Return [p, C, picture] from the box; 0 where nothing was computed."""
         out = x.new_zeros(*x.shape[:2], self.size[0] * self.size[1])
         return out.index_copy_(2, self.ids, x.flatten(2)).unflatten(2, self.size)
 
@@ -167,21 +163,22 @@ Tile = tuple[TileLevel, ...]
 
 
 def _read(flat: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[p, C, shape] of [p, C, m]: 0, or the one of that number, from 1 on."""
+    """Gather [p, C, shape] from [p, C, m] by positions from 1 on; 0 gives 0."""
     return F.pad(flat, (1, 0)).index_select(2, places).unflatten(2, shape)
 
 
 def tile_of(
     active: Mapping[int, Ids], sizes: Sequence[tuple[int, int]], halo: int, *, buckets: bool = False
 ) -> Tile:
-    """The tile round a row's active tokens.
+    """Return the tile round a row's computed tokens.
 
     Args:
         active: level → ids; at least one each.
-        sizes: of each level.
-        halo: at least 1, so that what is upsampled lies in the coarser level's box.
-        buckets: whether boxes' sides are those of buckets, so that few shapes are recorded: at most
-            an eighth more, or one.
+        sizes: size of each level.
+        halo: positions round the tokens' box; at least 1, so that upsampled positions lie in
+            the coarser level's box.
+        buckets: whether sides are rounded up (by an eighth at most, or by 1), so that few
+            shapes are recorded.
     """
     boxes = [_box(active[level], size, halo) for level, size in enumerate(sizes)]
     if buckets:
@@ -203,8 +200,8 @@ def tile_of(
 
 
 def _numbers(reads: TileBox, box: TileBox, size: tuple[int, int], scale: int) -> Tensor:
-    """Of each position of `reads` that lies in the picture the number, from 1 on, of the position
-    in `box` that it is taken from, on a level so many times as coarse; 0 of the others.
+    """Return for each position of `reads` its source in `box`, `scale` times coarser, from 1 on; 0
+    for positions beyond the picture.
     """
     rows, columns = np.arange(reads.top, reads.bottom), np.arange(reads.left, reads.right)
     inside = np.logical_and.outer(
@@ -226,7 +223,9 @@ def _box(active: Ids, size: tuple[int, int], halo: int) -> TileBox:
 
 
 def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> list[TileBox]:
-    """The same, of sides that buckets have; a coarser one holds what is upsampled to a finer."""
+    """Round boxes' sides up to buckets; a coarser box still covers what is upsampled to a finer
+    one.
+    """
     bucketed: list[TileBox] = []
     for box, size in zip(boxes, sizes, strict=True):
         needed = box
@@ -245,7 +244,7 @@ def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> lis
 
 
 def _side(begin: int, end: int, most: int) -> tuple[int, int]:
-    """As long as its bucket, and in the picture."""
+    """Return a side rounded up to its bucket, inside the picture."""
     step = max(2, 1 << max(0, (end - begin).bit_length() - 4))
     length = min(most, -(-(end - begin) // step) * step)
     begin = min(begin, most - length)

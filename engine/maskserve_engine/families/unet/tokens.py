@@ -15,23 +15,23 @@ from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
 from maskserve_engine.planning.flops import ModelWork, RowTokens
 
 OWN_HALO = 1
-"""Positions round the mask's box that rows with anchors of their own convolve, where `[cache]
-conv_halo` names none. What lies round a tile is foretold as tokens are, and holds better than to
-convolve the whole picture between tokens that are computed and others that are foretold."""
+"""Halo, in positions round the mask's box, of rows with refresh steps if `[cache] conv_halo` is 0.
+Extrapolated surroundings are more accurate than convolutions over a mix of computed and
+extrapolated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveTokens:
-    """Of one mask, in host memory."""
+    """Computed tokens of one mask, in host memory."""
 
     levels: Mapping[int, Ids]
     """Level → [n] ids, ascending."""
     tile: Tile | None
-    """Where convolutions are computed; None: on the whole picture."""
+    """Tile on which convolutions run; None: the whole picture."""
     own_tile: Tile | None
-    """The same of a row with anchors of its own, which always has one; None: nothing is masked."""
+    """Tile of a row with refresh steps, which always has one; None: nothing is masked."""
     cover_a_side: bool
-    """Whether those of level 0 cover a whole side of the picture."""
+    """Whether the tokens of level 0 cover a whole side of the picture."""
 
     @classmethod
     def of(
@@ -44,15 +44,15 @@ class ActiveTokens:
         halo: int,
         buckets: bool = False,
     ) -> ActiveTokens:
-        """Of an edit mask.
+        """Return the computed tokens of an edit mask.
 
         Args:
             mask: [H, W] at model resolution, above 0 = edit.
             token_pixels: model pixels along one side of a token at level 0.
-            levels: of the UNet.
-            ring: tokens of level 0 round the mask that are computed too.
+            levels: levels of the UNet.
+            ring: computed tokens of level 0 round the mask.
             halo: `[cache] conv_halo`.
-            buckets: as of `tile_of`.
+            buckets: whether tiles have sides from buckets (`tile_of`).
         """
         ids = active_tokens_per_level(mask, token_pixels, range(levels), ring)
         height, width = (side // token_pixels for side in mask.shape)
@@ -64,11 +64,8 @@ class ActiveTokens:
         return cls(ids, refresh_tile if halo else None, refresh_tile, side)
 
     def row(self, text: int, *, own: bool = False) -> RowTokens:
-        """What a pass with so many text tokens is counted as.
-
-        Args:
-            text: its text tokens.
-            own: whether its row has anchors of its own.
+        """Return the token counts of a pass with `text` text tokens; `own`: its row has
+        refresh steps.
         """
         active = tuple(float(len(ids)) for ids in self.levels.values())
         tile = self.own_tile if own else self.tile
@@ -78,11 +75,8 @@ class ActiveTokens:
         return RowTokens(active, float(text), convolved)
 
     def selection(self, work: ModelWork, halves: int) -> Selection:
-        """Of blocks the inactive tokens; of feature maps what lies in the tile and round it.
-
-        Args:
-            work: of the model at the row's size.
-            halves: of the entries (`Adapter.entry_halves`), one behind the other.
+        """Return the cached tokens per block, and for feature maps the positions in the tile and
+        round it.
         """
 
         def both(ids: Ids, level: int) -> Ids:

@@ -1,6 +1,6 @@
-"""The weights of the transformer stacks of a UNet2DConditionModel, found once.
+"""The weights of the transformer stacks of a UNet2DConditionModel.
 
-Convolutions and norms stay the model's modules. Layers with the same input are one product.
+Convolutions and norms stay the model's modules. Layers with the same input are joined.
 """
 
 from __future__ import annotations
@@ -25,23 +25,18 @@ from maskserve_engine.layers.low_rank import (
 
 
 class SelfAttention(NamedTuple):
-    """To all tokens of the picture."""
-
     qkv: Linear
-    """Queries, keys and values, one beside the other."""
+    """Queries, keys and values, side by side."""
     to_out: Linear
     head_count: int
 
     @property
     def keys_values(self) -> Linear:
-        """Keys and values alone."""
         width = self.qkv.out_features // 3
         return self.qkv.columns(width, 3 * width)
 
 
 class CrossAttention(NamedTuple):
-    """To the prompt."""
-
     to_q: Linear
     keys_values: Linear
     to_out: Linear
@@ -49,21 +44,17 @@ class CrossAttention(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """A BasicTransformerBlock."""
-
     norm1: nn.LayerNorm
     attn1: SelfAttention
     norm2: nn.LayerNorm
     attn2: CrossAttention
     norm3: nn.LayerNorm
     up: Linear
-    """The feed-forward part's input, and the gates beside it."""
+    """Input of the feed-forward part, with its gates."""
     down: Linear
 
 
 class StackWeights(NamedTuple):
-    """A Transformer2DModel."""
-
     norm: nn.Module
     proj_in: Linear
     transformer_blocks: tuple[BlockWeights, ...]
@@ -71,25 +62,19 @@ class StackWeights(NamedTuple):
 
 
 Stage = tuple[StackWeights, ...]
-"""Stacks of a stage in the order they run; none where the stage does not attend."""
+"""Stacks of a stage in the order they run; empty where the stage has no attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnetWeights:
-    """All of a UNet2DConditionModel that a step needs, or of a ControlNetModel, which has no way
-    up.
-    """
-
     model: Any
-    """For its convolutions, norms and embeddings."""
+    """The model, for its convolutions, norms and embeddings."""
     down_blocks: tuple[Stage, ...]
     mid_block: Stage
     up_blocks: tuple[Stage, ...]
     layers: Mapping[nn.Module, Callable[..., Tensor]] = field(default_factory=dict)
-    """In place of the model's own convolutions and timestep projections, where passes change
-    them."""
+    """Replacements of the model's convolutions and timestep projections, for passes with LoRAs."""
     graphs: Graphs | None = None
-    """Of its steps; None: none is recorded."""
 
     @classmethod
     def of(cls, model: Any) -> UnetWeights:
@@ -100,20 +85,18 @@ class UnetWeights:
 
     @property
     def blocks(self) -> int:
-        """Of the stacks, in the order they run."""
         stages = (*self.down_blocks, self.mid_block, *self.up_blocks)
         return sum(len(stack.transformer_blocks) for stage in stages for stack in stage)
 
     def with_linears(self, change: Callable[[str, Linear], Linear]) -> UnetWeights:
-        """The same with other products (`map_linears`), which are given the passes' spans.
+        """Return the weights with other products (`map_linears`), which receive the passes' spans.
 
-        A place is `down_blocks.0.1.transformer_blocks.0.attn1.qkv`, say: of the first stage the
-        second stack.
+        A place is for example `down_blocks.0.1.transformer_blocks.0.attn1.qkv`: the second stack of
+        the first stage.
         """
         return map_linears(self, change)
 
     def with_adapters(self, passes: Sequence[Adapters]) -> UnetWeights:
-        """The same for packed passes of which each has adapters of its own, or none."""
         if not any(passes):
             return self
         layers: dict[nn.Module, Callable[..., Tensor]] = {}
@@ -144,7 +127,7 @@ def _stage(stage: Any) -> Stage:
 
 
 def _projection(module: Any) -> Linear:
-    """A product of tokens; older models have it as a 1x1 convolution, which is the same."""
+    """Return a linear layer; older models have it as an equivalent 1x1 convolution."""
     if isinstance(module, nn.Conv2d):
         return PlainLinear(module.weight.flatten(1), module.bias)
     return linear(module)
@@ -184,20 +167,15 @@ _OF_BLOCK = {
     "ff.net.0.proj": ("up", 0),
     "ff.net.2": ("down", 0),
 }
-"""Layer of a block → its product, and behind how many layers as wide as it."""
+"""Layer of a block → its product, and the number of layers before it in that product."""
 _OF_MODEL = re.compile(
     r"conv_(in|out)|.*\.(conv1|conv2|conv_shortcut|time_emb_proj|(down|up)samplers\.0\.conv)"
     r"|(time|add)_embedding\.linear_[12]"
 )
-"""Layers that are the model's own modules."""
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in `UnetWeights`.
-
-    Args:
-        model: UNet2DConditionModel.
-    """
+    """Return the places of the layers that a LoRA may change in `UnetWeights`."""
     places = {}
     for name, module in model.named_modules():
         if not is_layer(module):
@@ -212,7 +190,7 @@ def places_of(model: Any) -> dict[str, Place]:
 
 
 def _product_of(name: str) -> tuple[str, int]:
-    """`0.transformer_blocks.1.attn1.to_k` → (`0.transformer_blocks.1.attn1.qkv`, 1), say."""
+    """Map `0.transformer_blocks.1.attn1.to_k` to (`0.transformer_blocks.1.attn1.qkv`, 1)."""
     parts = name.split(".")
     layer = ".".join(parts[3:])
     if not layer:

@@ -1,1 +1,1 @@
-"""Z-Image: blocks of one stream, of which the first are the picture's alone."""
+"""Z-Image: blocks of one stream, the first of which see the picture only."""

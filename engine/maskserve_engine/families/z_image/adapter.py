@@ -1,4 +1,4 @@
-"""Z-Image: what of its rows is not every flow-matching transformer's."""
+"""Z-Image, where its rows differ from other flow-matching transformers'."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ _ZERO = torch.zeros(1, dtype=torch.int64)
 
 
 class ZImageBatch(FlowBatch[ZImageWeights]):
-    """Rows stepped by a ZImageTransformer2DModel."""
-
     @staticmethod
     def steps_ahead(passes: int) -> int:
         return steps_ahead(passes)
@@ -41,27 +39,30 @@ class ZImageBatch(FlowBatch[ZImageWeights]):
 
     @staticmethod
     def guide(own: Tensor, away: Tensor, scale: float) -> None:
-        """Further along than the other families: a scale of 0 leaves the answer as it is."""
+        """Guide beyond the first pass's answer: unlike in other families, a scale of 0 leaves it
+        unchanged.
+        """
         own.add_(own - away, alpha=scale)
 
 
 class ZImagePreparation(FlowPreparation):
-    """What ZImageInpaintPipeline draws, in its order."""
+    """Draws random numbers in the order of ZImageInpaintPipeline."""
 
     def start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FlowStart:
-        """Latents stay in float32 from step to step, whatever the model computes in."""
+        """Prepare latents in float32, in which they stay between steps whatever the model's
+        dtype.
+        """
         start = super().start(job, schedule, generator)
         return replace(start, latents=start.latents.float())
 
 
 class ZImageAdapter(FlowAdapter[ZImageWeights]):
-    """Rows of Z-Image's edits over one ZImageTransformer2DModel.
+    """Steps rows of Z-Image edits over one ZImageTransformer2DModel.
 
-    The model pads a prompt to a multiple of 32 tokens; behind it on the first axis of positions
-    stands the picture. Here the picture stands at 0 and the prompt before it, which is the same to
-    attention: so what entries hold of a picture does not depend on how long a prompt is. A picture
-    of another number of tokens is padded, too, and its pads stay where the model has them, before
-    the prompt.
+    The model pads a prompt to a multiple of 32 tokens and puts the picture behind it on the first
+    axis of positions. Here the picture is at 0 and the prompt before it, which attention does not
+    distinguish: so a picture's entries do not depend on the prompt's length. A picture is padded,
+    too, and its pads stay at the model's position, before the prompt.
     """
 
     spec: ClassVar[FamilyFacts] = z_image
@@ -98,7 +99,7 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
         return self._rotary(positions_of(height, width, text, self.pads((height, width))))
 
     def _own_positions(self, job: EditJob, text: int) -> Tensor:
-        """A priming row's pads lie where those of the edits do that read it."""
+        """Return positions; a priming row's pads lie where those of the edits lie that read it."""
         whole, grid = super()._own_positions(job, text), grid_of(job)
         words, pads = len(job.conditioning["prompt_embeds"]), self.pads(grid)
         pad_cis = self._rotary(pads_at(words + pads_of(words), pads))
@@ -108,31 +109,37 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
         return rotary(self.model, places, self.device)
 
     def most_ranks(self, job: EditJob) -> int:
-        """A picture's pads lie with the text, of which a rank has another share in its blocks."""
+        """Limit ranks to passes if the picture is padded: pads are in the text, of which ranks have
+        other shares in image-only blocks.
+        """
         ranks = super().most_ranks(job)
         passes = 1 if job.negative is None else 2
         return min(ranks, passes) if self.pads(grid_of(job)) else ranks
 
 
 def words_at(count: int) -> Tensor:
-    """[count, 3] positions of a prompt's tokens, the last one next to the picture."""
+    """Return [count, 3] positions of a prompt's tokens, the last one next to the picture."""
     return torch.cartesian_prod(torch.arange(-count, 0), _ZERO, _ZERO)
 
 
 def pads_at(words: int, count: int) -> Tensor:
-    """[count, 3] of a picture's pads, before a prompt of so many tokens."""
+    """Return [count, 3] positions of a picture's pads, before a prompt of `words` tokens."""
     return torch.tensor([-1 - words, 0, 0]).expand(count, 3)
 
 
 def positions_of(height: int, width: int, text: int, pads: int) -> Tensor:
-    """[text + height · width, 3] of a prompt's tokens, so many pads behind it, and a picture's."""
+    """Return [text + height · width, 3] positions of a prompt, its picture's pads, and the
+    picture.
+    """
     words = text - pads
     image = torch.cartesian_prod(_ZERO, torch.arange(height), torch.arange(width))
     return torch.cat((words_at(words), pads_at(words, pads), image))
 
 
 def rotary(model: Any, places: Tensor, device: torch.device) -> Tensor:
-    """[N, head_dim / 2] complex factors of places [N, 3]; those before 0 turn the other way."""
+    """Return [N, head_dim / 2] complex factors of positions [N, 3]; negative ones rotate the other
+    way.
+    """
     factors = model.rope_embedder(places.abs().to(device))
     sizes = torch.tensor([size // 2 for size in model.axes_dims])
     is_negative = (places < 0).repeat_interleave(sizes, dim=1)

@@ -1,8 +1,8 @@
 """Z-Image's blocks over packed rows, with the real model's weights and no patched forward.
 
-They compute what diffusers' ZImageTransformerBlock computes for every row by itself; attention is
-`batch.forward`'s. Picture and text are one stream. In the first blocks the picture is alone with
-the tokens that it is padded with (`RowInput.pads`).
+They compute what diffusers' ZImageTransformerBlock computes for every row alone; attention is in
+`batch.forward`. Picture and text are one stream. The first blocks see only the picture and its pads
+(`RowInput.pads`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from maskserve_engine.layers.modulation import PerRow, Vector
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 
 _PATCH = 4
-"""Latents of a token."""
+"""Latents per token."""
 _TIMES = 256
-"""Sines and cosines that tell a time."""
+"""Number of sines and cosines that encode a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZImageVectors:
-    """Of one step. Scales have 1 added, gates are through their tanh."""
+    """Modulation of all blocks at one step. Scales have 1 added, gates are through tanh."""
 
     blocks: tuple[Tensor, ...]
     """Per block [R, 4 · width]: scale and gate of attention, and of the feed-forward part."""
@@ -41,18 +41,12 @@ class ZImageVectors:
     """[R, width] scale of the last layer."""
 
     def take(self, rows: Sequence[int]) -> ZImageVectors:
-        """Those of some rows."""
         [at] = to_device([torch.tensor(rows)], self.last.device)
         return ZImageVectors(tuple(block[at] for block in self.blocks), self.last[at])
 
 
 def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[ZImageVectors, ...]:
-    """The vectors of each step.
-
-    Args:
-        weights: of the model.
-        timesteps: [S, R] the sampler's, 0 to 1000, float32.
-    """
+    """Return the vectors of each step, from timesteps [S, R] of the sampler, 0 to 1000, float32."""
     rows = [(row, row + 1) for row in range(timesteps.shape[1])]
     half = _TIMES // 2
     steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
@@ -75,7 +69,9 @@ def vectors(weights: ZImageWeights, timesteps: Tensor) -> tuple[ZImageVectors, .
 
 
 def _spread(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
-    """Per-row vectors [R, parts · D] as so many that go with `Stream.wide` tokens."""
+    """Split per-row vectors [R, parts · D] into tensors that broadcast with `Stream.wide`
+    tokens.
+    """
 
     def spread(each: Vector) -> Tensor:
         return each.spread() if isinstance(each, PerRow) else each
@@ -102,7 +98,7 @@ class ZImageStep:
         copy_tensors(self.vectors, other.vectors)
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
-        """The model has a patch's channels behind one another, not its pixels."""
+        """Embed tokens. The model orders a patch's values by channel, not by pixel."""
         patches = tokens.to(self.weights.dtype).unflatten(1, (-1, _PATCH))
         return self.weights.x_embedder(patches.transpose(1, 2).flatten(1), rows)
 
@@ -153,7 +149,7 @@ class ZImageStep:
         return k, v
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
-        """In float32, as the latents are."""
+        """Apply the last layers, in float32 as the latents."""
         [scale] = _spread(stream, self.vectors.last, 1)
         normed = F.layer_norm(stream.wide(image), image.shape[-1:], eps=1e-6) * scale
         patch_values = self.weights.proj_out(normed.flatten(0, -2), stream.spans)
@@ -162,7 +158,7 @@ class ZImageStep:
 
 
 def normed_by(norm: Tensor, x: Tensor, scale: Tensor | None, epsilon: float) -> Tensor:
-    """[N, width] of tokens through a norm, scaled."""
+    """Return [N, width] tokens, normalised and scaled."""
     normed = F.rms_norm(x, x.shape[-1:], norm, epsilon)
     return (normed if scale is None else normed * scale).flatten(0, -2)
 
@@ -175,7 +171,9 @@ def queries(
     cis: Tensor,
     rows: Sequence[Span],
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim]."""
+    """Return queries and keys, rotated, [N, 2, heads, head_dim], and values [N, heads,
+    head_dim].
+    """
     qkv = block.qkv(normed_by(block.norms[0], x, scale, weights.epsilon), rows)
     qkv = qkv.unflatten(1, (3, -1, block.heads.shape[-1]))
     qk_norm_rope(qkv[:, :2], block.heads, cis, epsilon=weights.head_epsilon)
@@ -190,16 +188,17 @@ def behind(
     vectors: Sequence[Tensor] | None,
     rows: Sequence[Span],
 ) -> Tensor:
-    """A block behind attention. What float16 does not hold is clipped before each norm, which
-    makes it small again.
+    """Compute a block after attention. float16 overflow is clipped before each norm, which makes
+    the values small again.
 
     Args:
-        weights: of the model.
-        block: of them.
+        weights: weights of the model.
+        block: the block.
         x: tokens before it, as wide as the vectors.
-        attended: [N, width]
-        vectors: gate of attention, scale and gate of the feed-forward part; None: it has none.
-        rows: where they lie.
+        attended: [N, width] output of attention.
+        vectors: gate of attention, scale and gate of the feed-forward part; None: no
+            modulation.
+        rows: spans of the rows.
     """
     gate, scale, mlp_gate = vectors or (None, None, None)
     epsilon = weights.epsilon
@@ -214,13 +213,13 @@ def behind(
 
 
 def refined(weights: ZImageWeights, embeds: Tensor, multiple: int, cis: Tensor) -> Tensor:
-    """[T, width] a prompt's tokens at the first block that sees picture and text.
+    """Return [T, width] tokens of a prompt at the first block that sees picture and text.
 
     Args:
-        weights: of the model, with what the row's adapters add to them.
-        embeds: [words, in] the prompt's states.
-        multiple: to which they are padded.
-        cis: [T, head_dim / 2] of them.
+        weights: weights with the row's LoRAs.
+        embeds: [words, in] states of the prompt.
+        multiple: number of tokens to pad to a multiple of.
+        cis: [T, head_dim / 2] rotary factors.
     """
     words = len(embeds)
     rows: Sequence[Span] = ((0, words),)

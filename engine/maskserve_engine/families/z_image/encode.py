@@ -1,4 +1,4 @@
-"""What Z-Image takes of a prompt: a Qwen3's states before its last layer, without padding."""
+"""Encoder of Z-Image: a Qwen3's states before its last layer, without padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maskserve_engine.spec.facts import ModelFacts
 
 @lru_cache(maxsize=1)
 def _pipeline_of(model: Any, tokenizer: Any) -> Any:
-    """The pipeline that reads prompts; it has no other parts."""
+    """Return a pipeline for reading prompts, without other parts."""
     from diffusers import ZImageInpaintPipeline
 
     return ZImageInpaintPipeline(
@@ -25,8 +25,6 @@ def _pipeline_of(model: Any, tokenizer: Any) -> Any:
 
 
 class _ThinkingEncoder(ChatEncoder):
-    """Whose template leaves room to think."""
-
     thinking = True
 
 
@@ -40,7 +38,7 @@ class ZImageEncoder(OneTextEncoder):
         return _ThinkingEncoder.load(config, Qwen3Model, length=config.model.max_sequence_length)
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
-        """`prompt_embeds` [words, width] of each prompt, as long as it is."""
+        """Return `prompt_embeds` [words, width] of each prompt, without padding."""
         pipeline = _pipeline_of(self.text.model, self.text.tokenizer)
         with torch.inference_mode():
             states = pipeline._encode_prompt(list(prompts), max_sequence_length=self.text.length)

@@ -1,4 +1,4 @@
-"""Z-Image (base, Turbo): pipelines, their defaults, what a folder says, work."""
+"""Z-Image (base, Turbo): pipelines, defaults, model spec of a folder, counted work."""
 
 from __future__ import annotations
 
@@ -28,37 +28,38 @@ PIPELINES = {
     "ZImageImg2ImgPipeline": INPAINT,
     "ZImagePipeline": INPAINT,
 }
-"""By the class in model_index.json: what is served of it."""
+"""Served semantics by the class in model_index.json."""
 NAME = "Z-Image models"
 SETTINGS = ()
-"""It has no keys of the configuration that other models lack."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=5.0)
-"""Those of ZImageInpaintPipeline."""
 _TURBO = EditDefaults(num_inference_steps=8, guidance_scale=0.0)
-"""What its publisher gives for the distilled model, which its pipeline's class does not tell."""
+"""The publisher's settings for the distilled model, which its pipeline's class does not
+identify."""
 _TURBO_SHIFT = 3.0
-"""Of its schedule; the base model's is another."""
+"""Shift of its schedule, which identifies it."""
 _STRIDE = 7
 _PATCH = 2
 PADDED_TO = 32
-"""Of a prompt's tokens and a picture's, each by itself."""
+"""Prompt and picture are each padded to a multiple of this number of tokens."""
 _TIME, _TIME_WIDTH = 256, 1024
-"""Widths of what tells the time."""
 
 _LAUNCHES, _LAUNCHES_OUTSIDE = (16.8, 26.8, 20.8), 14.6
-"""Kernels of a block and outside, as FLUX's are counted: on a device without memory."""
+"""Kernels of a block and outside, counted on a device without memory."""
 
 control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
 
 def pads_of(tokens: int) -> int:
-    """How many the model adds."""
     return -tokens % PADDED_TO
 
 
 def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
-    """The facts of a Z-Image folder; ConfigError if a part of it cannot be read or served."""
+    """Return the model spec of a Z-Image folder.
+
+    Raises:
+        ConfigError: a part is unreadable or not served.
+    """
     latents = one_scale(folder)
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     transformer = read_json(folder / "transformer" / "config.json")
@@ -97,7 +98,6 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
 
 
 def as_flux(transformer: Mapping[str, Any]) -> dict[str, Any]:
-    """Its config.json, with the sizes of FLUX's under the names that these have there."""
     width, heads = int(transformer["dim"]), int(transformer["n_heads"])
     blocks = int(transformer["n_layers"]) + int(transformer["n_refiner_layers"])
     return {
@@ -120,8 +120,8 @@ def count(
     references: int,
     exact: bool = False,
 ) -> ModelWork:
-    """As FLUX.1's single blocks, whose products are as large, with vectors made of a small
-    embedding. The first blocks do not see the text; in attention it is counted all the same.
+    """Return the work of FLUX.1's single blocks, whose products are as large, with vectors from a
+    small embedding. The first blocks do not see the text; attention counts it nevertheless.
     """
     channels = int(config["in_channels"]) * _PATCH**2
     alike = {"in_channels": channels, "pooled_projection_dim": 0, "guidance_embeds": False}
@@ -165,11 +165,8 @@ _FLUX_NAMES = {
 
 
 def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
-    """What a LoRA adds to the model's work.
-
-    Args:
-        base: of the model.
-        layers: numbers in its factors, by the layer's dotted name in ZImageTransformer2DModel.
+    """Return the work that a LoRA adds. `layers` are the elements of its factors, by dotted layer
+    name in ZImageTransformer2DModel.
     """
     image_only_count = sum(not block.text for block in base.blocks)
     named: Counter[str] = Counter()
@@ -188,8 +185,8 @@ def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
 
 
 def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers per rank of a LoRA of every linear layer of the blocks, those of the modulation
-    apart, as of `lora_work`.
+    """Return the elements per rank of a LoRA on every linear layer of the blocks except modulation,
+    for `lora_work`.
     """
     h = int(config["dim"])
     inner = int(h / 3 * 8)

@@ -1,5 +1,5 @@
-"""The weights of a ZImageTransformer2DModel, found once and joined where one product serves
-several; the model's own parameters become parts of the joined ones.
+"""The weights of a ZImageTransformer2DModel, joined where one product replaces several; the model's
+own parameters become parts of the joined tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.low_rank import Place
 
 _SORT = "2-1"
-"""Of the embedders and last layers, which are by side and frames of a patch, the pictures'."""
+"""Key of the embedders and last layers for pictures: side and frames of a patch."""
 
 
 class ZImageBlock(NamedTuple):
-    """A ZImageTransformerBlock."""
-
     vectors: Linear | None
-    """From the time's embedding: scale and gate of attention, and the same of the feed-forward
-    part. None: of a block of text alone, which knows no time."""
+    """From the time's embedding: scale and gate of attention, and of the feed-forward part. None: a
+    text-only block, without time."""
     qkv: Linear
     heads: Tensor
     """[2, 1, head_dim] norms of queries and keys, float32."""
@@ -34,46 +32,43 @@ class ZImageBlock(NamedTuple):
     up: Linear
     down: Linear
     norms: tuple[Tensor, Tensor, Tensor, Tensor]
-    """[width] each: before and behind attention, and the same of the feed-forward part."""
+    """[width] each: before and behind attention, before and behind the feed-forward part."""
 
 
 @dataclass(frozen=True)
 class ZImageWeights(RowWeights):
-    """All of a Z-Image transformer that a step needs."""
-
     x_embedder: Linear
     time_embedder: TwoLayers
     context_norm: Tensor
-    """[in] of a prompt's states."""
+    """[in] norm of a prompt's states."""
     context_embedder: Linear
     context_blocks: tuple[ZImageBlock, ...]
-    """Of a prompt's tokens alone: they are computed once."""
+    """Blocks of a prompt's tokens only, which are computed once."""
     image_blocks: tuple[ZImageBlock, ...]
-    """Of the picture's tokens alone."""
+    """Blocks of the picture's tokens only."""
     joint_blocks: tuple[ZImageBlock, ...]
     last_vectors: Linear
     proj_out: Linear
     text_pad: Tensor
-    """[1, width] what a prompt is padded with."""
+    """[1, width] pad token of prompts."""
     image_pad: Tensor
-    """[1, width] what a picture is."""
+    """[1, width] pad token of pictures."""
     epsilon: float
-    """Of its norms."""
     head_epsilon: float
-    """Of those of queries and keys."""
     head_dim: int
     device: torch.device
     dtype: torch.dtype
     placed_bytes: int = 0
-    """That all blocks' keys and values of a batch may take to stay in place (`PlacedKV`)."""
+    """Bytes that a batch's keys and values may take, over all blocks, to stay placed
+    (`PlacedKV`)."""
     graphs: Graphs | None = None
-    """None: no steps are recorded."""
+    """None: steps are not recorded."""
     by_row: bool = False
-    """Whether they are those `with_adapters`."""
+    """Whether some products differ by row (`with_adapters`)."""
 
     @classmethod
     def of(cls, model: Any, placed_bytes: int = 0) -> ZImageWeights:
-        """Of a ZImageTransformer2DModel."""
+        """Build from a ZImageTransformer2DModel."""
         last, words, time = model.all_final_layer[_SORT], model.cap_embedder, model.t_embedder.mlp
         stacks = (model.context_refiner, model.noise_refiner, model.layers)
         with torch.no_grad():
@@ -134,7 +129,8 @@ _OF_BLOCK = {
     "feed_forward.w1": ("up", 0),
     "feed_forward.w2": ("down", 0),
 }
-"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+"""Layer of a block → its product, and its offset in the product's outputs, in widths of the
+model."""
 _STACKS = {
     "context_refiner": "context_blocks",
     "noise_refiner": "image_blocks",
@@ -151,11 +147,6 @@ _OUTSIDE = {
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in the weights.
-
-    Args:
-        model: ZImageTransformer2DModel.
-    """
     stacks = {name: (stack_name, _OF_BLOCK) for name, stack_name in _STACKS.items()}
     places = places_in(model, model.dim, stacks, _OUTSIDE)
     # Their outputs are no multiple of the model's width.

@@ -26,8 +26,7 @@ class Batching:
 
     Args:
         policy: the other.
-        max_rows: of a step.
-        least: of an edit's step, the share that it has to save.
+        least: least share of its step that an edit must save.
     """
 
     def __init__(self, policy: GangPolicy, max_rows: int, least: float = 0.2) -> None:
@@ -76,7 +75,7 @@ class _Joined:
     """A run, and what has to be known of it as edits join.
 
     Args:
-        run: as the other policy has it.
+        run: run that the other policy has chosen.
         works: the edits of its rows.
         now: seconds of the caller's clock.
         again: when the other policy decides again.
@@ -86,7 +85,7 @@ class _Joined:
         self.run, self._now, self._again = run, now, again
         degree = len(run.devices)
         self.at = degree.bit_length() - 1
-        """Of its degree in `Ticket.seconds`."""
+        """Index of its degree in `Ticket.seconds`."""
         self._own = sum([ticket.seconds[self.at] - ticket.shared for ticket in run.rows])
         self._shared = max([ticket.shared for ticket in run.rows])
         self._in_time = [
@@ -95,13 +94,13 @@ class _Joined:
             if (due_at := work.ticket.due) is not None
             and now + work.remaining * (self._own + self._shared) <= due_at
         ]
-        """Steps left and due times of those that are in time as it is."""
+        """Steps left and due times of the edits that are in time now."""
 
     def takes(self, work: Work, latest: Sequence[float]) -> bool:
         """Have an edit join if nobody is late by it who would not be without.
 
         Args:
-            work: that waits.
+            work: work that waits.
             latest: when those must begin that wait, `work` among them; in order.
         """
         ticket, run, now_s = work.ticket, self.run, self._now

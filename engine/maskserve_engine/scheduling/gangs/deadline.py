@@ -51,7 +51,7 @@ class Deadline:
         """Make a policy without memory of edits.
 
         Args:
-            devices: of the worker: 1, 2, 4 or 8.
+            devices: number of the worker's devices: 1, 2, 4 or 8.
             patience: seconds without a step after which an edit is helped.
             longest_step: seconds that a step of an edit that was given up may hold devices.
         """
@@ -60,7 +60,7 @@ class Deadline:
         self._aged = Aged(devices, patience)
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
-        """As `GangPolicy.decide`; each run is of one step."""
+        """Decide as `GangPolicy.decide` does; each run is of one step."""
         books = _Books(now, works, self.devices)
         if not books.idle or not any(work.until is None for work in works):
             return GangPlan()
@@ -95,8 +95,8 @@ class Deadline:
                 books.place(work, degree, books.busy)
 
     def _listed(self, books: _Books, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], bool]:
-        """What steps now, and its degree: what of the list begins, then others; and whether more of
-        the list is to come.
+        """Return the works that step now with their degrees, those of the list first; and whether
+        more of the list is to come.
         """
         few = FewEdits(books.now, works, self.devices, books.most)
         first = few.begin()
@@ -112,7 +112,7 @@ class Deadline:
     def _behind(
         self, books: _Books, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
     ) -> list[tuple[Work, int]]:
-        """Edits that are not in the list, on devices that delay none of it."""
+        """Return works outside the list, for devices that delay none of it."""
         placed: list[tuple[Work, int]] = []
         idle, planned = few.idle - sum(first.values()), few.starts(first) or few.starts({})
         for work in sorted(rest, key=_cheapest):
@@ -130,7 +130,7 @@ class Deadline:
     def _widen(
         self, few: FewEdits, first: dict[int, int], others: Sequence[tuple[Work, int]]
     ) -> None:
-        """Idle devices to those of the list that save most time by twice theirs."""
+        """Give idle devices to works of the list that save most time at twice their degree."""
         while True:
             idle = few.idle - sum(first.values()) - sum(degree for _, degree in others)
             gains = {}
@@ -145,15 +145,15 @@ class Deadline:
             first[best] *= 2
 
     def _short(self, books: _Books, work: Work) -> int:
-        """The cheapest degree whose step is not in the way of an edit that comes now."""
+        """Return the cheapest degree whose step does not delay an edit that comes now."""
         points = frontier(books.seconds(work))
         return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
 
     def _kept(
         self, books: _Books, works: Sequence[Work]
     ) -> tuple[list[tuple[Work, int]], list[Work]]:
-        """Edits that can all be in time, with the degree of their next step, the least slack
-        first; and the others.
+        """Return works that can all be in time, with the degree of their next step, the least slack
+        first; and the other works.
         """
         heap: list[tuple[float, int]] = []
         remaining: list[Work] = []
@@ -187,7 +187,7 @@ class Deadline:
         return [(work, degree) for work, degree, _ in on_time], remaining
 
     def _scale_up(self, books: _Books, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
-        """Devices that are left, to the edits that save most time by twice theirs."""
+        """Give the devices that are left to works that save most time at twice their degree."""
         free_devices = books.living
         degrees = []
         for _, degree in wanted:
@@ -215,7 +215,6 @@ class _Books:
     Args:
         now: seconds of the caller's clock.
         works: all edits with steps left.
-        devices: of the worker.
     """
 
     def __init__(self, now: float, works: Sequence[Work], devices: int) -> None:
@@ -225,28 +224,24 @@ class _Books:
         self.busy = sum({gang for _, gang in ends})  # rows of one step have the same
         lost = sum({gang for end, gang in ends if end == math.inf})
         self.claimed = lost
-        """Given, or wanted by an edit that waits for them."""
+        """Devices given to works, or claimed by works that wait for them."""
         self.living = devices - lost.bit_count()
         self.most = max(1, largest_gang(devices, lost))
-        """The largest gang that is whole."""
+        """Size of the largest gang without a lost device."""
         self._soonest = min((end for end, _ in ends), default=math.inf)
-        """When the first step ends that is under way."""
+        """When the first running step ends."""
 
     @property
     def idle(self) -> int:
         return ((1 << self.devices) - 1) & ~self.busy
 
     def seconds(self, work: Work) -> tuple[float, ...]:
-        """Of a step by the degrees that it can have here."""
+        """Return a step's seconds by the degrees that are possible here."""
         return work.ticket.seconds[: self.most.bit_length()]
 
     def place(self, work: Work, degree: int, taken: int = 0) -> None:
-        """Begin a step, or claim the devices that it waits for.
-
-        Args:
-            work: that wants devices.
-            degree: how many; if there is no such gang, the next that is worth having.
-            taken: devices that it may not wait for.
+        """Begin a step, or claim the devices that it waits for. A smaller degree is taken if there
+        is no gang of `degree` devices; `taken` devices are not waited for.
         """
         current_gang = work.gang if work.until is not None else 0
         taken, busy, block = self.claimed | taken, self.busy & ~current_gang, 0
@@ -257,11 +252,8 @@ class _Books:
             self._begin(work, block)
 
     def fill(self, works: Sequence[Work]) -> None:
-        """Let no device idle for nothing: those that nobody has claimed go to edits that wait, and
-        those that are claimed, to edits whose step ends before any of those under way.
-
-        Args:
-            works: the first to be served first.
+        """Let no device idle: unclaimed devices go to waiting works, claimed ones to works whose
+        step ends before any running step. The first of `works` is served first.
         """
         begun = {run.rows[0].request_id for run in self.runs}
         for work in works:
@@ -286,7 +278,7 @@ class _Books:
                 yield 1 << at, times[at]
 
     def begun(self, work: Work) -> Work:
-        """An edit whose step has just begun, as it will be seen from now on."""
+        """Return a work whose step has just begun, as later decisions see it."""
         (devices,) = [run.devices for run in self.runs if run.rows == (work.ticket,)]
         ends_at = self.now + work.ticket.seconds[len(devices).bit_length() - 1]
         gang = sum(1 << device for device in devices)
@@ -303,7 +295,7 @@ class _Books:
 def _none_later(
     begun: Sequence[float] | None, planned: Sequence[float] | None, first: Container[int]
 ) -> bool:
-    """Whether all that wait for devices still get them when they were to, and none is late."""
+    """Whether all works that wait for devices still get them on time, and none is late."""
     if begun is None or planned is None:
         return False
     pairs = enumerate(zip(begun, planned, strict=True))

@@ -19,14 +19,14 @@ NODES = 120
 slack first, each edit at the fewest devices that will do."""
 
 _OVERDUE_S = 1e-3
-"""After which a step is over that should be by now."""
+"""Seconds after which an overdue step counts as done."""
 
 _Free = tuple[float, ...]
-"""When each device is free, the first one first."""
+"""When each device is free, the earliest first."""
 
 
 class Job(NamedTuple):
-    """What is left of an edit behind its step that runs."""
+    """The rest of an edit behind its running step."""
 
     work: Work
     ready: float
@@ -37,7 +37,6 @@ class Job(NamedTuple):
 
     @property
     def slack(self) -> float:
-        """Seconds that it may wait."""
         return self.due - self.ready - self.steps * self.degrees[-1][1]
 
 
@@ -47,7 +46,6 @@ class FewEdits:
     Args:
         now: seconds of the caller's clock.
         works: all edits with steps left.
-        devices: of the worker.
         most: the largest gang that there is; None: all devices.
     """
 
@@ -67,7 +65,7 @@ class FewEdits:
         self.chosen = _search(sorted(hopeful, key=lambda job: job.slack), self._free)
 
     def begin(self) -> dict[int, int]:
-        """Edits of the list that begin now, by number, and their degrees."""
+        """Return the works of the list that begin now, by number, with their degrees."""
         planned = self.starts({})
         assert planned is not None
         pairs = enumerate(zip(self.chosen, planned, strict=True))

@@ -75,7 +75,7 @@ class Rounds:
     put off for too long, has a part of the round before all others (`Aged`).
 
     Args:
-        devices: of the worker: 1, 2, 4 or 8.
+        devices: number of the worker's devices: 1, 2, 4 or 8.
         round_seconds: of each round; None: as long as `round_steps` steps of the slowest edit that
             is there as it starts, each on as many devices as make it fastest (§4.2.2).
         round_steps: see there.
@@ -102,7 +102,7 @@ class Rounds:
         self._aged = Aged(devices, patience)
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
-        """As `GangPolicy.decide`; nothing starts between two rounds."""
+        """Decide as `GangPolicy.decide` does; nothing starts between two rounds."""
         if now < self._ends - 1e-9:
             return GangPlan(again=self._ends)
         idle = [work for work in works if work.until is None]
@@ -128,7 +128,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One of them, as it starts."""
+    """A round, as it starts."""
 
     now: float
     lasts: float
@@ -138,14 +138,13 @@ class _Round:
     most: int
     """The largest gang that is whole."""
     first: Work | None = None
-    """It does not wait."""
+    """Work that does not wait."""
 
     @property
     def living(self) -> int:
         return self.devices - self.lost.bit_count()
 
     def plan(self, works: Sequence[Work]) -> list[Run]:
-        """What runs in it."""
         ordered = sorted(works, key=lambda w: (_due(w), w.ticket.arrival, w.ticket.request_id))
         groups = [self._options(work) for work in ordered]
         picked = knapsack(groups, self.living)
@@ -155,7 +154,7 @@ class _Round:
         return self._place(ordered, degrees)
 
     def _seconds(self, work: Work) -> tuple[float, ...]:
-        """Of a step by the degrees that there are."""
+        """Return a step's seconds by the degrees that are possible."""
         return work.ticket.seconds[: self.most.bit_length()]
 
     def _options(self, work: Work) -> list[Option]:
@@ -188,7 +187,7 @@ class _Round:
         return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
 
     def _fill(self, works: Sequence[Work], groups: list[list[Option]], wanted: list[int]) -> None:
-        """Those that need not run now, where devices are left."""
+        """Give devices that are left to works that need not run now."""
         free_devices = self.living - sum(wanted)
         for index, options in enumerate(groups):
             if not wanted[index]:
@@ -202,7 +201,7 @@ class _Round:
                 free_devices -= wanted[index]
 
     def _scale_up(self, works: Sequence[Work], wanted: list[int]) -> None:
-        """Twice the devices to the edit that saves most time, while there are some."""
+        """Double the devices of the edit that saves most time, while there are some."""
         free_devices = self.living - sum(wanted)
         while free_devices:
             gains = []

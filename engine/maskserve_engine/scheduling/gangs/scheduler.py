@@ -19,32 +19,31 @@ from maskserve_engine.scheduling.step_scheduler import (
 )
 
 _UNKNOWN_S = 0.05
-"""What a step counts as whose seconds nobody has foretold."""
+"""Assumed seconds of a step without a prediction."""
 _BEHIND_S = 2.0
-"""Device-seconds that a key may have had less than another before it is its turn."""
+"""Device-seconds that a key may fall behind another before it goes first."""
 _SOON_S = 1.0
-"""When a device counts as free again whose edit was withdrawn in its step."""
+"""Seconds after which a device counts as free whose edit was withdrawn in its step."""
 
 
 @dataclass(slots=True)
 class _UnderWay:
     run: Run
     left: int
-    """Steps of it that have not begun."""
+    """Steps that have not begun."""
 
 
 class GangScheduler:
-    """Keeps the books that a `GangPolicy` decides over.
+    """Keeps the state that a `GangPolicy` decides over.
 
     Tickets wait in the order of `TicketQueue`; as many as there are rows take part in decisions.
-    Devices that are lost, or whose edit was withdrawn in its step, count as taken by an edit that
-    nobody asked for. Of several keys none falls behind another by more than `_BEHIND_S`: then it is
-    its turn, whatever the policy would have (`Work.first`).
+    Devices that are lost, or whose edit was withdrawn in its step, count as taken by a foreign
+    edit. No key falls behind another by more than `_BEHIND_S`: it is then next, whatever the policy
+    decides (`Work.first`).
 
     Args:
-        policy: that decides.
-        devices: of the worker.
-        max_rows: of each device.
+        policy: policy that decides.
+        max_rows: rows of each device.
         max_waiting: tickets that may wait.
     """
 
@@ -56,7 +55,7 @@ class GangScheduler:
         self._works: dict[str, Work] = {}
         self._under_way: list[_UnderWay] = []
         self._had = KeyWork()
-        """Device-seconds."""
+        """Device-seconds by key."""
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -94,7 +93,7 @@ class GangScheduler:
         self._draining = True
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
-        """Book the steps that have ended, and have idle devices decided on."""
+        """Account for steps that have ended, and decide for idle devices."""
         going_on = self._book(now, devices)
         expired = [
             ticket
@@ -119,7 +118,7 @@ class GangScheduler:
         return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
 
     def _give_turns(self) -> None:
-        """Mark the most urgent edit of the key that is furthest behind."""
+        """Mark the most urgent edit of the key that is furthest behind (`Work.first`)."""
         idle: dict[str, list[Work]] = {}
         for work in self._works.values():
             work.first = False
@@ -149,7 +148,7 @@ class GangScheduler:
                 raise RuntimeError(f"{work.ticket.request_id} has no steps left and was not ended")
 
     def _of_all_degrees(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        """An edit is no faster on more devices than it may have."""
+        """Return seconds for all degrees; beyond those that an edit may have, it is no faster."""
         step_times = seconds or (_UNKNOWN_S,)
         return step_times + step_times[-1:] * (self._devices.bit_length() - len(step_times))
 
@@ -161,7 +160,7 @@ class GangScheduler:
         return work is not None and work.ticket is ticket
 
     def _book(self, now: float, devices: Devices) -> list[_UnderWay]:
-        """Steps that have ended; those runs that have more of them to take."""
+        """Account for steps that have ended; return the runs with steps left."""
         ended = [e for e in self._under_way if devices.busy.isdisjoint(e.run.devices)]
         continuing = []
         for active_run in ended:
@@ -179,7 +178,6 @@ class GangScheduler:
         return continuing
 
     def _begin(self, each: _UnderWay, now: float) -> Run:
-        """The next step of a run."""
         rows = tuple(filter(self._is_held, each.run.rows))
         lasts = seconds_together(rows, len(each.run.devices))
         for ticket in rows:
@@ -192,7 +190,9 @@ class GangScheduler:
         return Run(rows, each.run.devices)
 
     def _taken(self, now: float, devices: Devices) -> list[Work]:
-        """Stands for what is on devices that no edit of ours has; a lost one is not waited for."""
+        """Return works that stand for devices without an edit of ours; nothing waits for lost
+        devices.
+        """
         our_devices = {
             device
             for active_run in self._under_way

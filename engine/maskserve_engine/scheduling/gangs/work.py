@@ -1,7 +1,7 @@
-"""What the policies for gangs of devices decide over, and what they decide.
+"""Inputs and results of the policies for gangs of devices.
 
-A gang is an aligned block of 1, 2, 4 or 8 devices that steps a row together (its size is the
-degree). As the step scheduler, a policy only decides: it holds no tensor and reads no clock.
+A gang is an aligned block of 1, 2, 4 or 8 devices that step a row together (its size is the
+degree). Like the step scheduler, a policy only decides: it holds no tensor and reads no clock.
 """
 
 from __future__ import annotations
@@ -26,53 +26,49 @@ class Work:
     idle_since: float
     """When it came, or when its last step ended."""
     gang: int = 0
-    """The devices that step it or did so last, as a bit mask; 0: none yet."""
+    """Devices of its running or last step, as a bit mask; 0: none yet."""
     until: float | None = None
-    """When the step that runs ends; None: none runs; inf: its devices are lost."""
+    """When its running step ends; None: none runs; inf: its devices are lost."""
     under_way: int = 0
-    """Steps of the run that has not ended; they count as remaining."""
+    """Steps of the running run; they count as remaining."""
     first: bool = False
-    """It is its key's turn: if it does not run it gets devices before all others."""
+    """Whether its key is next: if it does not run it gets devices before all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class GangPlan:
-    """What starts now. Devices that run are never in it."""
+    """Runs that start now; busy devices are never among theirs."""
 
     runs: tuple[Run, ...] = ()
     again: float = math.inf
-    """Ask again at this time; also when an edit comes or a run ends."""
+    """When to ask again, beside each new edit and each end of a run."""
 
 
 STRETCH = 4.0
-"""Times what an edit takes by itself that it may wait before its age counts."""
+"""How many times the seconds that an edit takes alone it may wait before its age counts."""
 _HELP_SHARE = 0.25
-"""Of all device-seconds, the most that steps take which age alone puts before others."""
+"""Largest share of device-seconds for steps that go first by age alone."""
 
 
 class Aged:
-    """Which edit steps before all others: one whose key's turn it is, or now and then one that a
-    policy puts off, so that none starves, whatever comes.
+    """Chooses the edit that steps before all others: one whose key is next, or now and then one
+    that the policy puts off, so that no edit starves.
 
     An edit without due time, or that cannot be in time, is helped when it has not stepped for
-    `patience` seconds, one per fifth of that; and when it is there for `patience` and `STRETCH`
-    times what it takes by itself, the oldest first, within `_HELP_SHARE` of all device-seconds. A
-    step of priority is worth `AGING_S` of age.
-
-    Args:
-        devices: of the worker.
-        patience: see there.
+    `patience` seconds, one edit per fifth of that time. It is also helped once it has been there
+    for `patience` seconds and `STRETCH` times what it takes alone, the oldest first, within
+    `_HELP_SHARE` of all device-seconds. A step of priority is worth `AGING_S` seconds of age.
     """
 
     def __init__(self, devices: int, patience: float) -> None:
         self._devices, self._patience = devices, patience
         self._helped = -math.inf
-        """When one was helped last that had not stepped."""
+        """When an edit that had not stepped was last helped."""
         self._next = -math.inf
         """When the oldest may be helped again."""
 
     def choose(self, now: float, works: Sequence[Work]) -> Work | None:
-        """Of those that do not run the one that is to step now; None: the policy decides alone."""
+        """Return the idle work that must step now; None: the policy decides alone."""
         idle = [work for work in works if work.until is None]
         for work in idle:
             if work.first:
@@ -90,7 +86,7 @@ class Aged:
         return min(old, key=lambda work: age_order(work.ticket))
 
     def begun(self, now: float, work: Work, degree: int) -> None:
-        """What was chosen has got its step, on so many devices."""
+        """Note that the chosen work has begun its step on `degree` devices."""
         if not work.first:
             took = degree * work.ticket.seconds[degree.bit_length() - 1]
             self._next = now + took / (_HELP_SHARE * self._devices)
@@ -101,20 +97,20 @@ class Aged:
 
 
 def age_order(ticket: Ticket) -> float:
-    """By age and priority, the lowest first."""
+    """Return the order of a ticket by age and priority, the lowest first."""
     return urgency(ticket.arrival, ticket.priority, AGING_S)
 
 
 def slack(work: Work, now: float) -> float:
-    """Seconds that an edit may wait which is to be in time; below 0: it need not be, or cannot."""
+    """Return the seconds that an edit may wait and still be in time; below 0: it has no due time,
+    or cannot meet it.
+    """
     if work.ticket.due is None:
         return -math.inf
     return work.ticket.due - now - work.remaining * min(work.ticket.seconds)
 
 
 class GangPolicy(Protocol):
-    """Decides which gangs step which edits."""
-
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Give idle devices to works that do not run.
 
@@ -127,7 +123,7 @@ class GangPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Steps of an edit at one degree."""
+    """A number of steps at one degree."""
 
     degree: int
     steps: int
@@ -163,8 +159,8 @@ def allocate(seconds: tuple[float, ...], steps: int, slack: float) -> tuple[Shar
     the higher first; empty where no degree meets it.
 
     Args:
-        seconds: of a step by degree, as `Ticket.seconds`.
-        steps: that are left.
+        seconds: seconds of a step by degree (`Ticket.seconds`).
+        steps: number of steps left.
         slack: seconds until they must have ended.
     """
     points = frontier(seconds)
@@ -181,12 +177,11 @@ def allocate(seconds: tuple[float, ...], steps: int, slack: float) -> tuple[Shar
 
 
 def device_seconds(seconds: tuple[float, ...], shares: Sequence[Share]) -> float:
-    """What `shares` take of the worker."""
     return sum(s.degree * s.steps * seconds[s.degree.bit_length() - 1] for s in shares)
 
 
 def seconds_together(tickets: Sequence[Ticket], degree: int) -> float:
-    """Of a step of several rows on so many devices."""
+    """Return the seconds of a step of several rows on `degree` devices."""
     index = degree.bit_length() - 1
     row_seconds = sum(ticket.seconds[index] - ticket.shared for ticket in tickets)
     return row_seconds + max(ticket.shared for ticket in tickets)
@@ -200,13 +195,12 @@ def blocks(degree: int, devices: int) -> tuple[int, ...]:
 
 
 def largest_gang(devices: int, lost: int) -> int:
-    """How many devices the largest gang has that touches none of `lost`; 0: there is none."""
+    """Return the size of the largest gang without a `lost` device; 0: there is none."""
     sizes = (1 << at for at in reversed(range(devices.bit_length())))
     return next((k for k in sizes if not all(block & lost for block in blocks(k, devices))), 0)
 
 
 def devices_of(gang: int) -> tuple[int, ...]:
-    """The numbers in a bit mask."""
     return tuple(at for at in range(gang.bit_length()) if gang >> at & 1)
 
 
@@ -232,7 +226,7 @@ def choose_block(degree: int, devices: int, taken: int, last: int, busy: int = 0
 
 
 def _around(block: int, degree: int) -> int:
-    """The block of twice and of four times the size that holds `block`."""
+    """Return the block of twice, or four times, the size that holds `block`."""
     at = (block & -block).bit_length() - 1
     span = 4 * degree
     return ((1 << span) - 1) << (at // span * span)
