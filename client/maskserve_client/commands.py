@@ -284,7 +284,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there before is left.
     """
-    FileStore(path.parent).write(path.name, data, mode=0o666)
+    FileStore(path.parent, is_shared=True).write(path.name, data, mode=0o666)
 
 
 def status(options: argparse.Namespace) -> None:

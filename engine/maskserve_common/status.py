@@ -89,7 +89,7 @@ class StatusWriter:
             slot_bytes *= 2
         # Space for both slots is taken now: later records cannot fail for want of it.
         self.path.parent.stat()  # who removed the folder did not mean it to come back
-        with FileStore(self.path.parent).aside(_FIRST_SLOT + 2 * slot_bytes) as new:
+        with FileStore(self.path.parent, is_shared=True).aside(_FIRST_SLOT + 2 * slot_bytes) as new:
             file = new.file.fileno()
             _write_all(file, _FILE_HEAD.pack(_FILE_MAGIC, VERSION, slot_bytes), 0)
             _write_all(file, record, _slot_offset(sequence, slot_bytes))

@@ -63,10 +63,13 @@ class FileStore:
 
     Args:
         folder: made when the first file comes.
+        is_shared: the folder has other files than the store's, such as a user's: new files lie
+            beside them, hidden, and leave no folder behind.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, is_shared: bool = False) -> None:
         self.folder = Path(folder)
+        self._is_shared = is_shared
         self._changing = threading.Lock()
 
     def write(self, name: str, data: bytes, *, mode: int = _PRIVATE_FILE) -> None:
@@ -83,7 +86,8 @@ class FileStore:
             nbytes: taken on the medium at once, so that no write fails for want of them.
             mode: less what the process's umask takes away.
         """
-        path = self.folder / _NEW / secrets.token_hex(8)
+        token = secrets.token_hex(8)
+        path = self.folder / (f"{_NEW}-{token}" if self._is_shared else f"{_NEW}/{token}")
         make_private(path.parent)
         with _locked_file(path, mode) as file:
             try:
