@@ -30,7 +30,7 @@ def start_child(module: str, more: Mapping[str, str]) -> tuple[subprocess.Popen[
 
 
 def _python() -> str:
-    """The interpreter; inside of Triton's stub `sys.executable` may name none."""
+    """Path of the interpreter; `sys.executable` may be empty inside Triton's stub."""
     executable = Path(sys.executable or "")
     return (
         str(executable)

@@ -38,26 +38,27 @@ class ModelConfig(Table, frozen=True):
     revision: str = ""
     """Hub revision; empty: the default branch."""
     variant: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]*\Z")] = ""
-    """Of the folder's weights, such as `fp16` (`model.fp16.safetensors`). Empty, or of a part that
-    lacks it: files without one, or of the only variant that there is."""
+    """Variant of the folder's weights, such as `fp16` (`model.fp16.safetensors`). Empty, or for a
+    part that lacks it: files without one, or the only variant that there is."""
     device: Device = "auto"
-    """Of the denoiser: `auto`, `cpu`, `cuda` or `cuda:N`, N counted over the worker's own GPUs."""
+    """Device of the denoiser: `auto`, `cpu`, `cuda` or `cuda:N`, N counted over the worker's own
+    GPUs."""
     encoder_device: Device = ""
-    """Of VAE and text encoders, as `device`; empty: the denoiser's."""
+    """Device of VAE and text encoders, as `device`; empty: the denoiser's."""
     decoder_device: Device = ""
-    """Of the VAE's decoder, likewise."""
+    """Device of the VAE's decoder, as `device`; empty: the denoiser's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype."""
     weights: WeightForm = "bf16"
-    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; others are
-    made at start and need the extra `quantised`: `fp8`, `int8`, `int8-dynamic` (which multiplies in
-    int8, too), a byte per weight; `nf4`, half a byte and a bit."""
+    """Form of the weights of the denoiser's transformer blocks: `bf16` as the folder has them, in
+    `dtype`; others are made at start and need the extra `quantised`: `fp8`, `int8`, `int8-dynamic`
+    (which multiplies in int8, too), a byte per weight; `nf4`, half a byte and a bit."""
     gguf: str = ""
     """GGUF file whose weights take the place of a FLUX folder's transformer; products keep its
     form. It needs the extra `quantised`; not with another `weights` or `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
-    """Of a T5: `bf16` as the folder has them; `int8`, a byte per weight, needs the extra
-    `quantised`."""
+    """Form of a T5's weights: `bf16` as the folder has them; `int8`, a byte per weight, needs the
+    extra `quantised`."""
     t5_offload: bool = False
     """Whether a T5 lies in host memory and goes to its device layer by layer for each new
     prompt. Not with `t5_weights` = `int8`."""
@@ -120,10 +121,10 @@ class EngineConfig(Table, frozen=True):
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker, each with the whole model and a process of its own."""
     policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"
-    """Of a worker of several devices. `spread`: each has a batch of its own; `deadline`: each step
-    of a FLUX edit gets as many as its due time needs, and small edits share one; `rounds`: the same
-    at the starts of rounds alone, as TetriServe; `cfg`: of two devices, each computes one pass of
-    an edit under classifier-free guidance."""
+    """How a worker shares several devices. `spread`: each has a batch of its own; `deadline`: each
+    step of a FLUX edit gets as many as its due time needs, and small edits share one; `rounds`: the
+    same at the starts of rounds alone, as TetriServe; `cfg`: of two devices, each computes one pass
+    of an edit under classifier-free guidance."""
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
     """Length of a round under `rounds`: so many steps of the slowest edit, on as many devices as
     make it fastest."""
@@ -185,8 +186,8 @@ class CacheConfig(Table, frozen=True):
     remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
     """Seconds after which an edit no longer waits for its template from the remote tier."""
     entry_kind: Literal["kv", "h", "both", "auto"] = "kv"
-    """What is kept per block; `auto`: for each block what the planner would take at a mask ratio of
-    0.2 from the host tier."""
+    """Content of entries, per block; `auto`: for each block the kind that the planner would read at
+    a mask ratio of 0.2 from the host tier."""
     cfg_entries: Literal["shared", "own"] = "shared"
     """Under classifier-free guidance, `shared`: both passes read the same entries; `own`: the
     negative pass reads entries primed without a prompt, at twice the bytes."""
@@ -218,12 +219,12 @@ class CacheConfig(Table, frozen=True):
     be as much work as all its steps dense runs dense. -1: what the model needs; 0: an edit without
     a template runs dense."""
     own_format: Literal["auto", "model", "int8", "float8", "int4"] = "auto"
-    """Storage of what an edit's own anchors leave. `auto`: int8 on a GPU; on a CPU, where decoding
+    """Storage format of what refresh steps leave. `auto`: int8 on a GPU; on a CPU, where decoding
     it takes up to a tenth of a step, the model's own precision."""
     own_text: Literal["frozen", "computed"] = "frozen"
-    """Of the text, and of FLUX Fill and klein the ring round the mask, in the steps between
-    anchors, also beside a template that has keys and values of all blocks: `frozen`: they lie on
-    a line from one anchor to the next, and `plan` is `fixed`; `computed`."""
+    """How text, and in FLUX Fill and klein the ring round the mask, are read in the steps between
+    refresh steps, also beside a template that has keys and values of all blocks: `frozen`: they are
+    interpolated between refresh steps, and `plan` is `fixed`; `computed`."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit, and with `cache: require`."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
@@ -286,20 +287,22 @@ class SloConfig(Table, frozen=True):
     """Whether edits without `deadline_ms` are due by their size. Such an edit goes on when it is
     late (`on_late: finish`)."""
     seconds_256: Annotated[float, Meta(gt=0.0, le=86400.0)] = 1.5
-    """From acceptance to answer, of edits at up to 256 x 256 pixels of the model."""
+    """Seconds from acceptance to answer, for edits of up to 256 x 256 pixels of the model."""
     seconds_512: Annotated[float, Meta(gt=0.0, le=86400.0)] = 2.0
     """Up to 512 x 512."""
     seconds_1024: Annotated[float, Meta(gt=0.0, le=86400.0)] = 3.0
     """Up to 1024 x 1024."""
     seconds_2048: Annotated[float, Meta(gt=0.0, le=86400.0)] = 5.0
-    """Of larger ones."""
+    """Larger than 1024 x 1024."""
     refuse_above: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.5
     """An edit that would be dropped at its `deadline_ms` is refused at once if its predicted time
     is over what is left, times this; 0: never."""
 
     @property
     def times_ms(self) -> tuple[int, ...]:
-        """Of edits without `deadline_ms`, as `contracts.due_times.due_by_size` takes them."""
+        """Return the due times, in milliseconds, of edits without `deadline_ms`, in the order of
+        `contracts.due_times.due_by_size`.
+        """
         if not self.enabled:
             return ()
         seconds = (self.seconds_256, self.seconds_512, self.seconds_1024, self.seconds_2048)
@@ -359,12 +362,12 @@ class ControlsConfig(Table, frozen=True):
     """Silence of the service after which the edits that need it fail; below `[engine]
     heartbeat_timeout_s`. Over a network what a step adds has to come in this time."""
     listen: str = ""
-    """Of a service: HOST:PORT (TCP) at which denoisers of other hosts connect for their steps;
+    """HOST:PORT (TCP) at which a service accepts denoisers of other hosts for their steps;
     `maskserve serve --workers 0 --controlnet-device` sets it. Empty: only those of its own host."""
     ipc_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Of a service on a GPU: bytes of its device through which residuals go to denoisers of its
-    host's GPUs (CUDA's IPC). What has no room or cannot be read there passes host memory, as all
-    does with 0. Tried between processes of one GPU, not of several."""
+    """Bytes of its device through which a service on a GPU sends residuals to denoisers of its
+    host's GPUs (CUDA's IPC). Residuals that find no room or cannot be read there pass host memory,
+    as all do with 0. Tried between processes of one GPU, not of several."""
 
 
 class NodesConfig(Table, frozen=True):
@@ -376,17 +379,17 @@ class NodesConfig(Table, frozen=True):
     """Folder, as transformers saves one, or hub id of a CLIPSeg or GroundingDINO model: masks by
     name. Empty: none is served."""
     segment: str = ""
-    """Of a SAM or SAM 2 model, likewise: masks by clicks and boxes, and of what a GroundingDINO
-    finds."""
+    """Folder or hub id of a SAM or SAM 2 model: masks by clicks and boxes, and of the things that a
+    GroundingDINO finds. Empty: none is served."""
     enlarge: str = ""
-    """Of a Swin2SR model that doubles sides, likewise."""
+    """Folder or hub id of a Swin2SR model that doubles sides. Empty: none is served."""
     likeness: str = ""
-    """Of a CLIP model, likewise: `resembles`."""
+    """Folder or hub id of a CLIP model: `resembles`. Empty: none is served."""
     verify_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
-    """Of an OpenAI-compatible server with a model that sees pictures, up to `/v1`: what `agrees`
-    asks. Redirects are not followed."""
+    """URL of an OpenAI-compatible server with a model that sees pictures, up to `/v1`: `agrees`
+    asks it. Redirects are not followed."""
     verify_model: str = ""
-    """Its name there."""
+    """Name of that model on its server."""
     verify_key_file: str = ""
     """File with the API key for it; empty: it needs none."""
     verify_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
@@ -399,7 +402,7 @@ class NodesConfig(Table, frozen=True):
     needs them."""
 
     def folders(self) -> dict[str, str]:
-        """Those that are given, by key."""
+        """Folders of the models that are served, by key."""
         keys = ("find", "segment", "enlarge", "likeness")
         return {key: folder for key in keys if (folder := getattr(self, key))}
 
@@ -413,7 +416,7 @@ class ValuesConfig(Table, frozen=True):
     """In memory, and shared by all of them on this host, as are kept results then. Empty: values
     pass as bytes, results are each worker's; `maskserve serve --router` gives one."""
     max_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2 * 2**30
-    """Of all values; keys share them. What finds no room passes as bytes."""
+    """Most bytes of all values; keys share them. A value that finds no room passes as bytes."""
     least_bytes: Annotated[int, Meta(ge=1, le=2**40)] = 2**18
     """Smaller values pass as bytes, which takes no longer."""
     expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
@@ -430,7 +433,7 @@ class ProvenanceConfig(Table, frozen=True):
     private_key: str = ""
     """PEM file of the certificate's key."""
     algorithm: Literal["es256", "es384", "es512", "ps256", "ps384", "ps512", "ed25519"] = "es256"
-    """Of the key."""
+    """Algorithm of the key."""
     timestamp_url: Annotated[str, Meta(pattern=r"\A(https?://\S+)?\Z")] = ""
     """Time-stamp authority (RFC 3161), asked for each answer; empty: none."""
     timestamp_s: Annotated[float, Meta(gt=0, le=600)] = 10.0

@@ -117,7 +117,7 @@ def has_code(text: str) -> bool:
 
 
 def internal_error(request_id: str) -> MaskserveError:
-    """What a client is told of an exception that nobody foresaw; the log has the rest."""
+    """Return the error that a client gets for an unexpected exception; the log has the rest."""
     return EngineFailed(f"internal error (request {request_id or 'unknown'})")
 
 
@@ -131,9 +131,9 @@ def guarded(request_id: str, error: BaseException) -> MaskserveError:
 
 
 def hidden(text: str, request_id: str) -> MaskserveError:
-    """What a client is told in place of a text that is not ours.
+    """Return the error that a client gets in place of a foreign error text.
 
-    TRITON-2.51: its own may tell what helps to attack it, such as the name of a region of shared
+    TRITON-2.51: Triton's own text may help an attacker, such as the name of a region of shared
     memory when that is full. A large request is no fault of the worker, and another may have room.
     """
     if "shared memory" in text.lower():

@@ -1,4 +1,4 @@
-"""What a process imports and loads as it starts stays, and is no garbage."""
+"""Exclusion of a process's imports and loaded models from garbage collection."""
 
 from __future__ import annotations
 

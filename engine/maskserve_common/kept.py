@@ -1,4 +1,4 @@
-"""What is kept so that it need not be made again: values by key, within a budget."""
+"""Cache of values by key within a budget of bytes, shared fairly by owners."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Kept(Generic[K, V]):
         self._gone = gone
         self._shares = Shares(budget)
         self._values: OrderedDict[K, tuple[V, float]] = OrderedDict()
-        """With the time of its last use; the oldest first."""
+        """Values with the time of their last use, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._values)
@@ -63,7 +63,9 @@ class Kept(Generic[K, V]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """What must makes room for it; one that is too large is gone at once."""
+        """Store a value, and evict others to make room; a value that is too large is dropped at
+        once.
+        """
         self._let_go(key)
         self.expire()
         shares, size, owner = self._shares, self._nbytes(value), self._owner(key)
@@ -100,7 +102,7 @@ class Kept(Generic[K, V]):
         self._values.move_to_end(key)
 
     def _let_go(self, key: K) -> list[V]:
-        """The value of that key, if there is one."""
+        """Remove a key and return its value, if there is one."""
         if key not in self._values:
             return []
         value, _ = self._values.pop(key)

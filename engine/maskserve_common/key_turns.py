@@ -1,4 +1,6 @@
-"""What keys were given of a worker's time, and which rows of several keys take a step together."""
+"""Fair queue of keys: the work that each key has received on a worker, and the rows that step
+together.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from maskserve_common.contracts.keys import scope_of
 
 
 class KeyedRow(Protocol):
-    """What of a ticket counts here."""
+    """The part of a ticket that the fair queue reads."""
 
     @property
     def request_id(self) -> str: ...
@@ -29,22 +31,21 @@ _HEAVY = 1e30
 
 
 _MEMORY = 64
-"""Steps after which about a third of what a key was given still counts."""
+"""Steps after which about a third of a key's work still counts."""
 _FAR = 8
-"""Steps of its own by which a key may be behind before it steps alone."""
+"""Steps of work by which a key must lag before it steps alone."""
 
 
 class KeyWork:
-    """Work that each key was given of late; whoever had least is behind.
-
-    A key that edits now and then so goes before one that always has something to do, and what that
-    waits is bounded by the memory: two that always have something get equal parts.
+    """Recent work of each key; the key with least lags. Keys that send requests only occasionally
+    are served before busy keys. Earlier work decays, so a busy key never waits long, and two busy
+    keys share equally.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
         self._weight = 1.0
-        """Of what is given now. It grows, which is that what was given before counts less."""
+        """Weight of work that is added now. It grows, so that earlier work counts less."""
 
     def add(self, key: str, work: float, steps: float = 1.0) -> None:
         """A key was given so much more, so many steps after whoever was before it."""
@@ -56,11 +57,11 @@ class KeyWork:
             self._weight = 1.0
 
     def had(self, key: str) -> float:
-        """What a key was given, as far as it still counts."""
+        """Return the decayed work that a key has received."""
         return self._given.get(key, 0.0) / self._weight
 
     def behind(self, keys: Iterable[str]) -> str:
-        """Of these the one that had least."""
+        """Return the key that has received least."""
         return min(keys, key=lambda key: self._given.get(key, 0.0))
 
     def lag(self, key: str, keys: Iterable[str]) -> float:
@@ -88,12 +89,12 @@ class KeyTurns:
         self._step = 0
 
     def next(self, live: Sequence[KeyedRow]) -> str | None:
-        """The key whose turn it is; None: all rows are one key's."""
+        """Return the key that is served next; None: all rows belong to one key."""
         keys = dict.fromkeys(map(_whose, live))
         return self._work.behind(keys) if len(keys) > 1 else None
 
     def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
-        """Of a batch those that step now.
+        """Return the rows of a batch that step now.
 
         Args:
             batch: rows that may share a step; one at least is of the key whose turn it is.
@@ -135,7 +136,7 @@ def _whose(ticket: KeyedRow) -> str:
 
 
 def _work(ticket: KeyedRow) -> float:
-    """What a step takes longer by this row: seconds, or tokens where nobody knows those."""
+    """Return what the row adds to a step: seconds, or tokens where seconds are unknown."""
     if not ticket.seconds:
         return float(ticket.active_tokens)
     return ticket.seconds[0] - ticket.shared

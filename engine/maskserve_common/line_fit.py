@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_SHARE = 1e-3
-"""Of the longest sample: shorter ones count as if they were as long, in relative errors."""
+"""Shortest length, as a share of the longest sample, that a relative error is measured against."""
 
 Floats = NDArray[np.float64]
 
@@ -20,7 +20,7 @@ class Line:
     """`seconds = fixed + per_unit * x`, both at least 0."""
 
     fixed: float
-    """Seconds of a step or transfer however small."""
+    """Seconds of a step or transfer of any size."""
     per_unit: float
     """Seconds per FLOP or byte."""
     r2: float | None = None

@@ -1,4 +1,4 @@
-"""Which templates a worker has, by version: who knows one is told what has changed since."""
+"""Versions of a worker's template listing, and the changes between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from maskserve_common.contracts.status_record import TemplateChanges
 
 _KEPT = 16
-"""Versions that changes can be told since; whoever knows an older one is told all."""
+"""Versions whose changes are remembered; readers of an older one get the whole listing."""
 _decode = msgspec.json.Decoder(dict[str, frozenset[str]]).decode
 _NOTHING: frozenset[str] = frozenset()
 
@@ -25,11 +25,11 @@ class TemplateListings:
         self._raw = b""
         self._kept: dict[str, Mapping[str, frozenset[str]]] = {}
         self._told: dict[str, TemplateChanges] = {}
-        """Changes up to the last version, by the one that they are since."""
+        """Changes up to the last version, by the version since which they are."""
 
     @property
     def version(self) -> str:
-        """Of the last listing."""
+        """Version of the last listing."""
         return f"{self._name}-{self._number}"
 
     def take(self, raw: memoryview) -> None:
@@ -44,10 +44,10 @@ class TemplateListings:
         self._told.clear()
 
     def changes(self, since: str) -> TemplateChanges:
-        """What is other now; since none where that version is not known.
+        """Return the changes since a version; all templates where that version is not known.
 
         Args:
-            since: version that the reader knows; empty: none.
+            since: version that the reader has; empty: none.
         """
         since = since if since in self._kept else ""
         if since not in self._told:
@@ -62,13 +62,13 @@ def changes_of(
     since: str = "",
     version: str = "",
 ) -> TemplateChanges:
-    """What is other in the second listing, and the versions of both."""
+    """Return the differences of the second listing from the first, with the versions of both."""
     return TemplateChanges(version, since, added=_more(now, before), removed=_more(before, now))
 
 
 def _more(
     these: Mapping[str, frozenset[str]], those: Mapping[str, frozenset[str]]
 ) -> dict[str, tuple[str, ...]]:
-    """What is here and not there, by tier."""
+    """Return the ids in the first listing that the second lacks, by tier."""
     differences = {tier: ids - those.get(tier, _NOTHING) for tier, ids in these.items()}
     return {tier: tuple(sorted(ids)) for tier, ids in differences.items() if ids}

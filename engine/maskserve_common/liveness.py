@@ -48,7 +48,9 @@ class Silence:
         self._silent_s = 0.0
 
     def silent_s(self, stamp: int) -> float:
-        """Seconds since `stamp`, which changes with each sign; to be asked again and again."""
+        """Return the seconds since `stamp`, which changes with each sign of life, last changed;
+        must be called again and again.
+        """
         now_s = self._clock()
         self._silent_s += min(now_s - self._looked, _LONGEST_LOOK_S)
         self._looked = now_s
@@ -57,7 +59,7 @@ class Silence:
         return self._silent_s
 
     def too_long(self, status: WorkerStatus, heartbeat_timeout_s: float) -> str | None:
-        """What is wrong with an engine, in words, if it counts as hung.
+        """Return why an engine counts as hung, in words; None: it does not.
 
         It writes its record before each step, so a step is a silence.
         """
@@ -194,7 +196,7 @@ class Processes:
 
 
 def process_unwell(pid: int) -> str | None:
-    """What is wrong with a process, as "is stopped"; None if it runs."""
+    """Return the bad state of a process, as "is stopped"; None: it runs."""
     file = _open_stat(pid)
     try:
         return _UNWELL.get(_state(file))

@@ -30,7 +30,7 @@ from maskserve_common.config import Config, ConfigError, LogConfig
 
 _STANDARD_ERROR = 2
 _VARYING = re.compile("0x[0-9a-f]+|[0-9]+")
-"""Numbers and addresses, by which texts differ that say the same."""
+"""Numbers and addresses, which vary between lines of equal meaning."""
 _NO_FIELDS: Mapping[str, Any] = {}
 
 
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people: time, level, model, message, then what else is known as `name=value`."""
+    """Format lines for people: time, level, model, message, then other fields as `name=value`."""
 
     def __init__(self, worker: str, model: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LineFile(WatchedFileHandler):
 
     dropped = 0
     _torn = False
-    """The newest line was written in part."""
+    """Whether only a part of the newest line was written."""
     _over = False
 
     def close(self) -> None:
@@ -134,8 +134,8 @@ class LineFile(WatchedFileHandler):
 
 
 class Repeats(logging.Filter):
-    """Lets a few warnings or errors of one text through in a while; the next one says how many
-    there were beside. What strangers cause can be as much as they like.
+    """Limit repetitions: a few warnings or errors of one text pass in a period; the next one says
+    how many were suppressed. Clients can cause any number of them.
     """
 
     _SOME, _WHILE_S, _TEXTS = 20, 10.0, 1024
@@ -143,7 +143,7 @@ class Repeats(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
-        """Text -> when the while began, and lines since."""
+        """Text -> start of the period, and lines since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:

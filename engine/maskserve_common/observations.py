@@ -27,13 +27,15 @@ class Observations:
         self._held: deque[Observation] = deque()
 
     def add(self, metric: str, value: float = 1.0, *labels: str) -> None:
-        """From any thread; several of them may overshoot the capacity by one each."""
+        """Add an observation, from any thread; several threads may exceed the capacity by one
+        each.
+        """
         if len(self._held) < self._capacity:
             self._held.append((metric, value, labels))
         else:
             self.dropped += 1
 
     def take(self) -> Iterator[Observation]:
-        """What has been added so far, oldest first; for one thread."""
+        """Remove and yield the observations so far, oldest first; for one thread."""
         for _ in range(len(self._held)):
             yield self._held.popleft()

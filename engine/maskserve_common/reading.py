@@ -69,7 +69,7 @@ def read(value: Any, kind: type[T], *, strict: bool = True) -> T:
 
 
 def given(value: Any, known: Collection[str]) -> Any:
-    """The same without those of the `known` keys that are null, which stands for "not given"."""
+    """Return a copy without those of the `known` keys that are null, which means "not given"."""
     if not isinstance(value, dict):
         return value
     items = [(k, item) for k, item in value.items() if item is not None or k not in known]
@@ -109,7 +109,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def _misread(value: Any, kind: type, message: str, *, strict: bool) -> Misread:
-    """What a message of msgspec's says, in our words."""
+    """Translate an error message of msgspec's."""
     at = _PATH.search(message)
     path = at[1].lstrip(".") if at else ""
     expected, words = _plain(kinds.type_info(kind))
@@ -128,7 +128,7 @@ def _misread(value: Any, kind: type, message: str, *, strict: bool) -> Misread:
 
 
 def _wrong_keys(path: str, value: dict[Any, Any], expected: kinds.StructType) -> Misread:
-    """A key that is unknown or missing."""
+    """Describe a key that is unknown or missing."""
     below = f"{path}." if path else ""
     names = [field.encode_name for field in expected.fields]
     for key in sorted(str(key) for key in value):
@@ -145,7 +145,9 @@ def _wrong_keys(path: str, value: dict[Any, Any], expected: kinds.StructType) ->
 
 
 def _plain(kind: kinds.Type) -> tuple[kinds.Type, str]:
-    """The type below `| None` and annotations, and the description of what is accepted, if any."""
+    """Return the type without `| None` and annotations, and the description of accepted values, if
+    any.
+    """
     words = ""
     while True:
         if isinstance(kind, kinds.Metadata):
@@ -178,7 +180,7 @@ def _problem(value: Any, expected: kinds.Type, *, strict: bool) -> str:
 
 
 def _number(text: str) -> Any:
-    """The number that a text spells; the text, if it spells none."""
+    """Return the number that a text spells; otherwise the text itself."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -209,7 +211,7 @@ def _accepted(expected: kinds.Type) -> str:
 
 
 def _not_text(value: Any, path: str = "") -> str:
-    """Where a string is that is not Unicode text."""
+    """Return the path of a string that is not Unicode text."""
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
         strange = [name for name, _ in items if not _is_text(name)]

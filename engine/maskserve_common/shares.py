@@ -1,4 +1,4 @@
-"""What several clients share, so that none of them can have all of it.
+"""Fair shares of a resource that several clients have in common.
 
 A client is told apart by a key: the scope of its API key, an address, the maker of a template.
 Wherever something is bounded that keys have in common (bytes in memory, edits, files, threads),
@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 EVERYBODY = ""
-"""The key of those that are not told apart (`contracts.keys.NO_SCOPE`)."""
+"""Key of clients that are not distinguished (`contracts.keys.NO_SCOPE`)."""
 _REMEMBERED = 4096
-"""Keys whose last turn is remembered after they hold nothing more."""
+"""Keys whose last turn is remembered after they hold nothing."""
 T = TypeVar("T")
 
 
@@ -69,10 +69,9 @@ class Shares:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.total = 0
-        """Units that are held."""
         self._held: Counter[Hashable] = Counter()
         self._turns: OrderedDict[Hashable, int] = OrderedDict()
-        """Key -> the number of its last turn."""
+        """Key -> number of its last turn."""
         self._turn = 0
 
     def held(self, key: Hashable) -> int:
@@ -93,7 +92,7 @@ class Shares:
         return max(self._held, key=self._held.__getitem__, default=EVERYBODY)
 
     def take(self, key: Hashable, size: int = 1) -> None:
-        """The key holds so much more, and has had its turn.
+        """Take `size` more units for the key, which has had its turn.
 
         Raises:
             Full: there is no room for it.
@@ -103,7 +102,7 @@ class Shares:
         self.book(key, size)
 
     def book(self, key: Hashable, size: int = 1) -> None:
-        """The same without a question, where turns are all that keys share."""
+        """Record a use without a check, where keys share turns only."""
         self.total += size
         self._held[key] += size
         self._turn += 1
@@ -129,11 +128,11 @@ class Shares:
             self.give_back(key, size)
 
     def in_turn(self, waiting: Iterable[T], key_of: Callable[[T], Hashable]) -> list[T]:
-        """Those that wait, in the order of their turns.
+        """Return the waiting in the order of their turns.
 
         Args:
-            waiting: in the order in which each key wants its own served.
-            key_of: whose each is.
+            waiting: items, those of a key in the order in which to serve them.
+            key_of: gives an item's key.
         """
         ahead = Counter(self._held)
         ranked = []

@@ -19,7 +19,8 @@ ANY_SITE = "*"
 def foreign_site(
     headers: Mapping[str, str], names: Sequence[str] | None = None, origins: Sequence[str] = ()
 ) -> str:
-    """What is foreign of a request's site, in words; empty: nothing, or no browser's page asks.
+    """Return why a request comes from a foreign site, in words; empty: it does not, or no browser's
+    page sent it.
 
     Args:
         headers: by name in lower case.

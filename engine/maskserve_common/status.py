@@ -118,7 +118,7 @@ class StatusReader:
             return None
 
     def read_json(self) -> bytes | None:
-        """The same as JSON bytes, to be passed on without being parsed."""
+        """Return the record as JSON bytes, to be passed on without being parsed."""
         # A reader that is overtaken twice while it copies finds neither slot whole: look again.
         for _ in range(_READ_TRIES):
             try:
@@ -137,7 +137,7 @@ class StatusReader:
         self._file = self._identity = None
 
     def _follow(self) -> bool:
-        """Open the file at the path if it is another than the one at hand."""
+        """Reopen the file if the path leads to another one now."""
         try:
             stat = os.stat(self.path)
         except OSError:

@@ -45,7 +45,7 @@ class Stage:
     end_ns: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[tuple[str, int]] = ()
-    """Names and times."""
+    """Names and times of events."""
     error: BaseException | None = None
 
 
@@ -155,7 +155,6 @@ class Tracer:
 
 
 def make_tracer(config: Config, model: str) -> Tracer:
-    """The tracer of the process that serves `model`, as `[trace]` says."""
     if not config.trace.otlp_url:
         return Tracer()
     try:
@@ -183,7 +182,7 @@ def make_tracer(config: Config, model: str) -> Tracer:
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """Whatever goes wrong with a span, the request it tells of goes on."""
+    """Suppress errors of tracing, so that the request goes on."""
     try:
         yield
     except Exception:
@@ -191,7 +190,7 @@ def _harmless() -> Iterator[None]:
 
 
 def parent_of(request: Any) -> str:
-    """What a front told the models behind it to record below; empty if nothing."""
+    """Return the trace parent that a front passed to the models behind it; empty: none."""
     return str(parameters(request).get(TRACEPARENT, ""))
 
 
@@ -209,7 +208,9 @@ def _parent_of_front(request: Any) -> str:
 
 
 def _client_span(request: Any) -> str:
-    """The span that a client names in its header, which Triton hands on as a parameter; or ""."""
+    """Return the span that a client names in its header, which Triton passes on as a parameter; or
+    "".
+    """
     for name, value in parameters(request).items():
         if name.lower() == TRACEPARENT and _TRACEPARENT.fullmatch(str(value)):
             return str(value)
@@ -233,7 +234,7 @@ def _finish(span: Any, attributes: Mapping[str, Any], error: BaseException | Non
 
 
 def _sender(config: TraceConfig) -> Any:
-    """Takes spans and sends them from a thread of its own."""
+    """Return an exporter that sends spans from its own thread."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import (

@@ -1,4 +1,4 @@
-"""What gRPC connections are set to, so that calls of minutes outlive what stands between.
+"""Keepalive settings of gRPC connections, so that calls of minutes outlive load balancers between.
 
 An edit may take minutes in which no byte passes. Load balancers and address translators forget
 connections that are silent for so long (docs/deployment.md has their limits), so clients ping, and
@@ -9,12 +9,14 @@ ends the connection with all of its calls. Whoever vanishes is noticed by the sa
 from __future__ import annotations
 
 PING_MS = 30_000
-"""Of clients: half of the shortest limit that is usual, 60 s."""
+"""Milliseconds between pings of clients: half of the shortest usual limit, 60 s."""
 LISTENER_PING_MS = 60_000
-"""Of listeners: a client that does not answer has vanished, and its edits are withdrawn."""
+"""Milliseconds between pings of listeners: a client that does not answer has vanished, and its
+edits are withdrawn."""
 PING_TIMEOUT_MS = 20_000
 LEAST_PING_INTERVAL_MS = 250
-"""Clients may ping as often, calls or none; a third ping that comes sooner ends its connection."""
+"""Least milliseconds between a client's pings, with or without calls; a third ping that comes
+sooner ends the connection."""
 
 CHANNEL = (
     ("grpc.keepalive_time_ms", PING_MS),
@@ -54,4 +56,4 @@ TRITON = (
     "--grpc-http2-max-pings-without-data=0",
     f"--grpc-http2-min-recv-ping-interval-without-data={LEAST_PING_INTERVAL_MS}",
 )
-"""The same of a Triton's listener, as its command line has them."""
+"""The arguments of a Triton's listener, as its command line spells them."""

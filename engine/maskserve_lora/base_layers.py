@@ -60,9 +60,8 @@ _FLUX = {
     "final_layer.linear": ("proj_out",),
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }
-"""Names that FLUX's publisher gave its layers (kohya's files and ComfyUI's have them), and the
-layers of diffusers that each is, one behind the other.
-"""
+"""FLUX's published layer names, which kohya's files and ComfyUI use, and the diffusers layers that
+each one concatenates."""
 _FLUX |= {
     "double_blocks.{}.qkv_lora1": _FLUX["double_blocks.{}.img_attn.qkv"],
     "double_blocks.{}.qkv_lora2": _FLUX["double_blocks.{}.txt_attn.qkv"],
@@ -84,14 +83,14 @@ _FLUX2 = {
     "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
     "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
 }
-"""The same of FLUX.2, where its layers are others."""
+"""Published names of FLUX.2 where its layers differ from FLUX.1's."""
 _CHROMA = {
     f"distilled_guidance_layer.layers.{{}}.{published}": (
         f"distilled_guidance_layer.layers.{{}}.{layer}",
     )
     for published, layer in {"in_layer": "linear_1", "out_layer": "linear_2"}.items()
 }
-"""The same of Chroma, beside those of FLUX.1."""
+"""Published names of Chroma beside those of FLUX.1."""
 _Z_IMAGE = {
     **{
         f"{stack}.{{}}.attention.{name}": tuple(f"{stack}.{{}}.attention.{part}" for part in parts)
@@ -102,14 +101,14 @@ _Z_IMAGE = {
     "final_layer.linear": ("all_final_layer.2-1.linear",),
     "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
 }
-"""The same of Z-Image, where they differ from those of diffusers."""
+"""Published names of Z-Image where they differ from those of diffusers."""
 _QWEN_IMAGE_21 = {
     "transformer_blocks.{}.img_mlp.gate_up": (
         "transformer_blocks.{}.img_mlp.gate_layer",
         "transformer_blocks.{}.img_mlp.proj",
     ),
 }
-"""The same of Qwen-Image-2.1, as ComfyUI has it."""
+"""ComfyUI's names of Qwen-Image-2.1."""
 _SD3 = {
     **{
         f"joint_blocks.{{}}.{published}": tuple(
@@ -138,13 +137,13 @@ _SD3 = {
     "final_layer.linear": ("proj_out",),
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }
-"""The same of Stable Diffusion 3.5."""
+"""Published names of Stable Diffusion 3.5."""
 _TRANSFORMERS = tuple(
     names
     for table in (_FLUX, _FLUX2, _CHROMA, _Z_IMAGE, _QWEN_IMAGE_21, _SD3)
     for names in table.items()
 )
-"""All of these. A model has those whose layers it has."""
+"""All published names; a model has those whose layers it has."""
 _SWAPPED = ("norm_out.linear", "norm1_context.linear")
 """How the names of layers end whose outputs may be scale and shift: their publishers have shift and
 scale. The second is one where it has no more outputs than these, as in Stable Diffusion 3.5's last
@@ -164,25 +163,25 @@ _UNET = {
     "add_embedding.linear_1": "label_emb.0.0",
     "add_embedding.linear_2": "label_emb.0.2",
 }
-"""Layers of diffusers' UNets, and the names that Stability gave them."""
+"""Layers of diffusers' UNets, and Stability's names for them."""
 _TABLES = re.compile(r"(.*\.)?((token|position|class)_embedding|shared|embed_tokens|.*_bias)")
-"""Tables that are looked up: weights of two dimensions, and no layers that multiply."""
+"""Embedding tables: weights of two dimensions that are looked up, not multiplied."""
 _PACKED = ".quant_state.bitsandbytes__"
-"""Behind the name of a weight in 4 bits: the tensor that says what it is."""
+"""Suffix of the tensor that describes a 4-bit weight."""
 _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.self_attn\.q_proj")
 """A layer that CLIP's text models have, and no other text encoder of those served."""
 _ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
 class Meant(NamedTuple):
-    """What a name in a LoRA file stands for."""
+    """The layers that a name in a LoRA file stands for."""
 
     layers: tuple[str, ...]
-    """Dotted names in the served model; of several the outputs lie one behind the other."""
+    """Dotted names in the served model; the outputs of several are concatenated."""
     published: bool = False
-    """Whether it is a name of the model's first publisher."""
+    """Whether the name is that of the model's first publisher."""
     swapped: bool = False
-    """Whether the halves of the outputs have changed places since."""
+    """Whether the halves of the outputs have been swapped since publication."""
 
 
 class BaseLayers:
@@ -254,7 +253,7 @@ class BaseLayers:
         return frozenset(self._shapes)
 
     def _is_swapped(self, name: str, layers: Sequence[str]) -> bool:
-        """Whether the halves of a layer's outputs have changed places since it was published."""
+        """Return whether the halves of a layer's outputs have been swapped since publication."""
         if "adaLN_modulation" not in name or not layers[0].endswith(_SWAPPED):
             return False
         outputs, inputs, *_ = self._shapes["denoiser"][layers[0]]
@@ -313,8 +312,8 @@ def _words(inputs: int, kernel: Sequence[int]) -> str:
 
 
 def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
-    """Layers by the ways to spell them: kohya's files have underscores, and text models have lost
-    the first part of their names in the course of time.
+    """Return layers by their spellings: kohya's files have underscores, and text models have lost
+    the first part of their names over time.
     """
     spelled = {}
     for name in layers:
@@ -324,7 +323,6 @@ def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
 
 
 def _of_transformer(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Published names of a transformer's layers."""
     blocks = {number for name in layers for number in re.findall(r"(?<=\.)\d+(?=\.)", name)}
     published_layers: dict[str, tuple[str, ...]] = {}
     for published, names in _TRANSFORMERS:
@@ -375,7 +373,7 @@ def _of_unet(layers: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _modern(part: str, module: str) -> str:
-    """A layer's name by today's spelling: it was once that of an attention processor's own."""
+    """Return a layer's name in today's spelling: it once was that of an attention processor."""
     if part == "denoiser":
         module = re.sub(r"^sformer_blocks(?=[._])", "transformer_blocks", module)
         module = re.sub(r"\bto\.(?=[qkv]$)", "to_", module)
@@ -390,7 +388,6 @@ def _modern(part: str, module: str) -> str:
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of linear layers and convolutions."""
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         with file.open("rb") as opened:
@@ -434,6 +431,6 @@ def _gguf_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 class _QuantState(msgspec.Struct):
-    """What bitsandbytes says of a layer's weights of 4 bits, which lie packed in one column."""
+    """State that bitsandbytes keeps of a layer's 4-bit weights, which are packed in one column."""
 
     shape: tuple[int, ...]

@@ -36,25 +36,25 @@ class KnownAdapter(msgspec.Struct, frozen=True):
 
     name: str
     path: str
-    """In the storage."""
+    """Path in the storage."""
     version: str
-    """32 hexadecimal digits, others after the file has been replaced. Names the adapter's bytes
-    before anybody has read them; their sha256 is known once they are on the host.
-    """
+    """Version in 32 hexadecimal digits, which changes when the file is replaced. It names the
+    adapter's bytes before they are read; their sha256 is known once they are on the host."""
     nbytes: int
     rank: int = 0
-    """The largest of its layers'."""
+    """Largest rank of its layers."""
     parts: tuple[str, ...] = ()
-    """What it changes, of `lora_header.PARTS`."""
+    """Parts of the model that it changes, of `lora_header.PARTS`."""
     problem: str = ""
-    """Why it is not served; empty if it is."""
+    """Reason why it is not served; empty if it is."""
     notes: tuple[str, ...] = ()
-    """What of it is left out, or taken for granted (`lora_plan.LoraPlan.notes`)."""
+    """Notes on what is left out of it or assumed about it (`lora_plan.LoraPlan.notes`)."""
     config: str = ""
-    """PEFT's configuration beside it, in the storage; empty: there is none."""
+    """Path in the storage of PEFT's configuration; empty: there is none."""
     config_bytes: int = 0
     header: str = ""
-    """Digest of all that `described` goes by: another file with the same is what this one is."""
+    """Digest of everything that the description depends on: files of equal digest have equal
+    descriptions."""
 
     def check(self, field: str) -> None:
         """Refuse one that is not served.
@@ -67,13 +67,13 @@ class KnownAdapter(msgspec.Struct, frozen=True):
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """What the file holds."""
+    """Content of the catalogue's file."""
 
     adapters: dict[str, KnownAdapter]
     whole: bool
-    """Whether the storage has been listed to its end."""
+    """Whether the storage was listed to its end."""
     problem: str = ""
-    """Why it could not be listed the last time."""
+    """Reason why the last listing failed."""
     format: int = _FORMAT
 
 
@@ -104,7 +104,7 @@ class Catalogue:
         self._headers = HeaderProcess(bounds)
 
     def all(self) -> Mapping[str, KnownAdapter]:
-        """By name, as of the last scan of any process."""
+        """Return all adapters by name, as of the last scan of any process."""
         return self._current().adapters
 
     @property
@@ -162,7 +162,7 @@ class Catalogue:
                 self._headers.close()
 
     def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
-        """Read the headers that are new, and keep what is known meanwhile."""
+        """Read the headers that are new, and record what is known meanwhile."""
         adapters = {
             name: known[name]
             for name, stored in files.items()
@@ -189,8 +189,8 @@ class Catalogue:
         self._write(_Page(adapters, whole=not problem, problem=problem))
 
     def _described(self, stored: Stored, by_header: Mapping[str, KnownAdapter]) -> KnownAdapter:
-        """What the header of a file says, or why it is refused; those that were read are not read
-        again, so that a bad one costs its time once.
+        """Describe a file by its header, with the reason if it is refused. Headers read before are
+        not read again, so that a bad one costs its time once.
         """
         limits = self._config.adapters
         plain = KnownAdapter(
@@ -236,7 +236,7 @@ class Catalogue:
         return self._base
 
     def _current(self) -> _Page:
-        """The file's page, read again if another process has written it."""
+        """Return the file's content, read again if another process has written it."""
         try:
             about = self._file.stat()
             read = (about.st_mtime_ns, about.st_ino)
@@ -251,7 +251,7 @@ class Catalogue:
         return self._page
 
     def _written_at(self) -> float:
-        """Of the last scan; 0: there was none."""
+        """Time of the last scan; 0: there was none."""
         try:
             return self._file.stat().st_mtime
         except OSError:

@@ -23,17 +23,17 @@ from maskserve_lora.lora_plan import plan_of
 log = logging.getLogger("maskserve")
 
 _LIMIT_S = 10.0
-"""For one header; the longest that is taken needs a tenth of it."""
+"""Seconds for one header; the longest accepted one needs a tenth of it."""
 _START_S = 120.0
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What the process is told first."""
+    """First message to the process: the model and its limits."""
 
     model: str
     """Folder of the served model."""
     gguf: str
-    """File of its transformer's weights; empty: they are in the folder."""
+    """GGUF file with the transformer's weights; empty: they are in the folder."""
     max_bytes: int
     max_rank: int
 
@@ -45,13 +45,13 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What a header says."""
+    """Description of a file by its header."""
 
     rank: int = 0
     parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
-    """Why the file is not served; empty if it is."""
+    """Reason why the file is not served; empty if it is."""
 
 
 class HeaderProcess:
@@ -69,11 +69,11 @@ class HeaderProcess:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def describe(self, head: bytes, nbytes: int, config: bytes) -> Described:
-        """What a file is, by its header.
+        """Describe a file by its header.
 
         Args:
             head: the file's first bytes, with its header.
-            nbytes: of the file.
+            nbytes: length of the file.
             config: PEFT's adapter_config.json, or nothing.
 
         Raises:

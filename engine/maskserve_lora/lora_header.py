@@ -1,4 +1,4 @@
-"""What a LoRA file says of itself before any weight of it is read.
+"""Reader of LoRA files' headers, before any weight is read.
 
 Files are safetensors only: other formats may run code when they are read.
 
@@ -31,12 +31,13 @@ from maskserve_common.files.safetensors_header import (
 )
 
 PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-"""What PEFT's `save_pretrained` writes into a folder; alphas are in the second alone."""
+"""Files that PEFT's `save_pretrained` writes into a folder; only the second has alphas."""
 CONFIG_KEY = "adapter_config"
 """The second's key in the metadata of a file that was brought here: there it is one file."""
 MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 2**14
-"""Of all SDXL's layers, with alphas, there are 8,000."""
+"""Key of PEFT's configuration in the metadata of a file that was copied here: there both are one
+file."""
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
 _EXPONENTS = {
@@ -47,21 +48,18 @@ _EXPONENTS = {
     "F32": ("u4", 0x7F800000),
     "F64": ("u8", 0x7FF0000000000000),
 }
-"""Of each dtype that matrices may have: its words, and bits that are all set in a number that is
-infinite or NaN.
-"""
 _ENDS = {
     "down": (".lora_A", ".lora_down", ".lora.down", ".lora_linear_layer.down", "_lora.down"),
     "up": (".lora_B", ".lora_up", ".lora.up", ".lora_linear_layer.up", "_lora.up"),
     "alpha": (".alpha", ".lora_alpha"),
 }
-"""What the names of an update's tensors end with, but for `.weight`."""
+"""Name endings of an update's tensors, without `.weight`."""
 _OTHER_TENSORS = {
     "biases": tuple([f"{end}.bias" for role in ("down", "up") for end in _ENDS[role]]),
     "differences of biases": (".diff_b",),
     "differences of weights": (".diff",),
 }
-"""What else there may be, by what its names end with."""
+"""Name endings of tensors of other kinds."""
 # Other kinds of adapters, by what their tensors' names hold, or end with where that begins with $.
 _OTHER_KINDS = {
     "DoRA": ("dora_scale", "lora_magnitude_vector"),
@@ -112,10 +110,11 @@ class LoraHeader:
     """The checked header of a LoRA file."""
 
     layers: Mapping[tuple[str, str], Layer]
-    """By part (of PARTS) and the layer's name there, as the file spells it without its prefix."""
+    """Layers by part (of PARTS) and by the layer's name there, as the file spells it without its
+    prefix."""
     names: Mapping[tuple[str, str], Names]
     others: Mapping[str, str]
-    """Tensors that are no matrices of an update, and what each is."""
+    """Kinds of the tensors that are no matrices of an update, by name."""
     tensors: Mapping[str, TensorPlace]
     nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -135,13 +134,13 @@ class Names(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What an adapter adds to one layer."""
+    """Shape of the update of one layer."""
 
     rank: int
     inputs: int
     outputs: int
     kernel: tuple[int, ...]
-    """Of a convolution: its sides; of a linear layer: ()."""
+    """Sides of a convolution's kernel; () for a linear layer."""
 
 
 def read_tensors(read: Callable[[int, int], bytes], nbytes: int) -> Header:
@@ -164,13 +163,13 @@ def read_header(
     max_rank: int = sys.maxsize,
     config: bytes = b"",
 ) -> LoraHeader:
-    """What a LoRA file changes, by its header alone.
+    """Read which layers a LoRA file changes, from its header alone.
 
     Args:
         read: gives the file's bytes [begin, end).
-        nbytes: of the file.
-        max_bytes: that it may have.
-        max_rank: that its layers may have.
+        nbytes: length of the file.
+        max_bytes: largest file that is served.
+        max_rank: largest rank of a layer that is served.
         config: PEFT's adapter_config.json, where one lies beside the file.
 
     Raises:
@@ -233,11 +232,11 @@ def config_beside(path: Path) -> bytes:
 
 
 def with_config(header: Header, config: bytes) -> bytes:
-    """What stands before the tensors of a file that has PEFT's adapter_config.json in its metadata.
+    """Return the bytes before the tensors of a file whose metadata hold PEFT's adapter_config.json.
 
     Args:
-        header: of the file as it is.
-        config: what the other file holds.
+        header: header of the file as it is.
+        config: content of adapter_config.json.
     """
     metadata = {**header.metadata, CONFIG_KEY: config.decode("utf-8", "replace")}
     placed = sorted(header.tensors.items(), key=lambda item: item[1][2:])
@@ -279,7 +278,9 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
 
 
 def _taken_apart(name: str) -> tuple[str, str]:
-    """A tensor's module and its role (of `Names`); an empty role: it is no part of an update."""
+    """Split a tensor's name into module and role (of `Names`); an empty role: it is no part of an
+    update.
+    """
     stem = name.removesuffix(".weight")
     for role, ends in _ENDS.items():
         for end in ends:
@@ -358,7 +359,7 @@ def _has(name: str, marks: Iterable[str]) -> bool:
 
 
 def _layer(name: str, down: tuple[int, ...], up: tuple[int, ...]) -> Layer:
-    """The update's form, if the matrices fit one another."""
+    """Return the shape of the update, after checking that the matrices fit each other."""
     if len(down) != len(up) or len(down) not in (2, 4):
         raise BadAdapter(f"has matrices of other forms in {short(name)}: {down}, {up}")
     rank, inputs, *kernel = down

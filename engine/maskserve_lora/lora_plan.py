@@ -1,8 +1,7 @@
-"""What of a LoRA file goes where in the served model, by its header alone.
-
-Whoever looks at a file follows this plan: `adapters check`, the catalogue, and what reads it for an
-edit. Diffusers' own loader is its oracle. What that leaves out of a file is left out here, too, and
-said; what it cannot read is served where its meaning is plain.
+"""Plan of which tensors of a LoRA file change which layers of the served model, from the header
+alone. `adapters check`, the catalogue and the loader follow the same plan. Diffusers' own loader is
+the oracle: what it skips is skipped here, too, and noted; what it cannot read is served where the
+meaning is plain.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from maskserve_lora.lora_header import (
 
 _DIFFUSERS_KEY = "lora_adapter_metadata"
 _OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin a training that change the base's weights, too."""
+"""Initialisations of a training that change the base's weights, too."""
 _NEEDED = {
     "use_dora": "DoRA",
     "lora_bias": "LoRA with biases",
     "modules_to_save": "LoRA with whole layers (modules_to_save)",
     "layer_replication": "LoRA of a model with layers repeated (layer_replication)",
 }
-"""Keys of PEFT's configuration that say the adapter is more than factors."""
+"""Keys of PEFT's configuration for adapters that are more than two factors."""
 
 
 class LayerUpdate(NamedTuple):
-    """What the file adds to one layer: `scale` times the rows of B times A."""
+    """The update of one layer: `scale` times the rows of B times A."""
 
     part: str
-    """Of `lora_header.PARTS`."""
+    """One of `lora_header.PARTS`."""
     layer: str
-    """Its dotted name in the served model."""
+    """Dotted name in the served model."""
     names: Names
     scale: float | None
-    """As the metadata have it; None: alpha over rank if there is an alpha, else 1."""
+    """Scale given by the metadata. None: alpha over rank if there is an alpha, else 1."""
     rows: tuple[tuple[int, int], ...]
-    """[begin, end) of B's, one behind the other; none: all."""
+    """Row ranges [begin, end) of B, concatenated; none: all rows."""
     inputs: int
-    """Of the layer. A may have fewer columns: the others are 0."""
+    """Input features of the layer. A may have fewer columns: the others are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class LoraPlan:
 
     updates: tuple[LayerUpdate, ...]
     notes: tuple[str, ...]
-    """A sentence for each sort of what is left out, or taken for granted."""
+    """One sentence for each sort of tensor that is left out or assumption that is made."""
     zeros: tuple[str, ...]
     """Tensors that are left out if they are all zero; else the file is not served."""
 
@@ -80,11 +79,11 @@ class LoraPlan:
 
 
 def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
-    """What of a file goes where.
+    """Plan which tensors of a file change which layers.
 
     Args:
-        header: of the file.
-        base: layers of the model that it is for; None: whether it fits is not looked at.
+        header: header of the file.
+        base: layers of the model that it is for; None: the fit is not checked.
 
     Raises:
         BadAdapter: it is for another model, or says what is not served.
@@ -140,12 +139,12 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
 
 
 def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[LoraHeader, LoraPlan]:
-    """What a file on this host is, checked to its last weight.
+    """Check a file on this host down to its last weight.
 
     Args:
-        path: of a LoRA.
-        base: layers of the model that it is for; None: whether it fits is not looked at.
-        bounds: as of `read_header`.
+        path: the LoRA file.
+        base: layers of the model that it is for; None: the fit is not checked.
+        bounds: the limits that `read_header` takes.
 
     Raises:
         BadAdapter: it would not be served.
@@ -159,7 +158,7 @@ def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[Lora
 
 
 def _unplaced(header: LoraHeader) -> LoraPlan:
-    """Of a model that nobody knows."""
+    """Plan for a model whose layers are unknown: nothing is placed."""
     updates = [
         LayerUpdate(part, module, names, None, (), header.layers[part, module].inputs)
         for (part, module), names in header.names.items()
@@ -191,7 +190,7 @@ def _why_not(part: str, module: str, *, transformer: bool, known: bool, fixed: b
 
 
 def _dropped(name: str, what: str) -> bool:
-    """Whether diffusers' loaders of transformers pass over such a tensor."""
+    """Return whether diffusers' loaders of transformers skip such a tensor."""
     return what != "biases" and (what != "differences of weights" or "norm" in name)
 
 
@@ -232,7 +231,7 @@ def _updates(
 
 
 class _Alphas:
-    """What a file says of its strength beside its tensors.
+    """The alphas that a file gives in its metadata rather than in tensors.
 
     `lora_adapter_metadata` is what diffusers writes: PEFT's configuration of each part, with a
     prefix. `adapter_config` is PEFT's own. `lora_alpha` and `ss_network_alpha` say how a trainer
@@ -269,13 +268,13 @@ class _Alphas:
             )
 
     def scale(self, part: str, module: str, rank: int, *, own: bool) -> float | None:
-        """What B A is multiplied by; None: nothing is said.
+        """Return the factor of B A; None: the file gives none.
 
         Args:
-            part: of `lora_header.PARTS`.
+            part: one of `lora_header.PARTS`.
             module: as the file spells it.
-            rank: of its matrices.
-            own: whether a tensor says the module's alpha.
+            rank: rank of the module's matrices.
+            own: whether a tensor gives the module's alpha.
 
         Raises:
             BadAdapter: what is said has another form, or is said twice.

@@ -1,4 +1,4 @@
-"""What operators may do with adapters on a worker's host (`control`, design §3)."""
+"""Operations on adapters of a worker's host, called by `control` (design §3)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _FIELD = "OP.name"
 
 
 class AdapterOperations:
-    """Operations on the adapters of `[adapters] store`; each looks at the storage anew.
-
-    Args:
-        config: of the worker.
-    """
+    """Operations on the adapters of `[adapters] store`; each looks at the storage anew."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -43,10 +39,10 @@ class AdapterOperations:
         }
 
     def check(self, name: str) -> dict[str, Any]:
-        """What an adapter is, checked to its last weight; where it lies stays as it is.
+        """Check an adapter down to its last weight, without moving it.
 
         Raises:
-            MaskserveError: as AdapterStore.fetch.
+            MaskserveError: the adapter is unknown or cannot be served.
         """
         adapter = self._known(name)
         digest = self._store.checked(adapter, _FIELD)
@@ -85,7 +81,6 @@ class AdapterOperations:
         return {"name": name, "freed_bytes": self._store.forget(name)}
 
     def _held(self) -> dict[tuple[str, str, str], str]:
-        """Digests of the files on this host, by name, version and tier."""
         folders = {"host": self._store.host}
         if self._store.disk is not None:
             folders["disk"] = self._store.disk

@@ -32,11 +32,11 @@ from maskserve_lora.lora_header import (
 CHUNK_BYTES = 8 * 2**20
 
 JOINT = "--"
-"""Between the folders in a name."""
+"""Separator of folders in a name."""
 DEPTH = 4
-"""Names of a path in the storage, at most; what lies deeper is not looked for."""
+"""Most parts of a path in the storage; deeper files are not searched."""
 FOLDER_FILES = ("pytorch_lora_weights.safetensors", PEFT_FILE)
-"""Of a folder that is an adapter; the first of these that is there."""
+"""File names in a folder that is an adapter; the first of these that exists."""
 SUFFIX = ".safetensors"
 # What file systems say of a file that is another after the file has been replaced.
 _STAMPS = ("ETag", "etag", "checksum", "md5", "md5Hash", "generation", "version_id", "crc32c")
@@ -47,23 +47,23 @@ _R = TypeVar("_R")
 
 
 class StorageFailed(Exception):
-    """The storage does not answer, or not as it should; the text says how."""
+    """The storage does not answer, or not as expected; the text says how."""
 
 
 class Stored(NamedTuple):
     """A file of the storage."""
 
     name: str
-    """Of the adapter."""
+    """Name of the adapter."""
     path: str
     nbytes: int
     version: str
-    """32 hexadecimal digits: others after the file has been replaced."""
+    """Version in 32 hexadecimal digits, which changes when the file is replaced."""
     config: str = ""
-    """PEFT's configuration beside it; empty: there is none."""
+    """Path of PEFT's configuration; empty: there is none."""
     config_bytes: int = 0
     problem: str = ""
-    """Why it is not served, as far as its name tells; else empty."""
+    """Reason, found in its name, why it is not served; else empty."""
 
 
 class Storage:
@@ -148,7 +148,7 @@ class Storage:
             yield self.read(path, first, min(first + CHUNK_BYTES, nbytes))
 
     def _files(self) -> tuple[Any, str]:
-        """Fsspec's file system and the folder in it."""
+        """Return fsspec's file system and the folder in it."""
         if self._opened is None:
             # Workers have it; the client, which imports this package's other modules, may not.
             import fsspec
@@ -170,7 +170,7 @@ class Storage:
         return [stored for stored in adapters if stored is not None]
 
     def _within(self, doing: str, call: Callable[[], _R]) -> _R:
-        """What `call` returns, if it does so in time."""
+        """Return what `call` returns, if it does so in time."""
         if not self._calls.acquire(blocking=False):
             raise StorageFailed(f"{_MOST_STUCK} calls wait for it already")
         ended: list[tuple[_R | None, Exception | None]] = []
@@ -197,7 +197,7 @@ class Storage:
 
 
 def why_no_name(name: str) -> str:
-    """What is wrong with the name of an adapter's file or folder."""
+    """Return the error message for a name that cannot be served."""
     return (
         f"has a name that is not served: {short(name)!r}; rename it to letters of A to Z, digits, "
         "'.', '_' and '-', up to 128"
@@ -205,7 +205,7 @@ def why_no_name(name: str) -> str:
 
 
 def _precedence(path: str) -> tuple[int, str]:
-    """NAME.safetensors comes last, and wins over a folder NAME."""
+    """Sort key: NAME.safetensors comes last, and so wins over a folder NAME."""
     file = path.rpartition("/")[2]
     return -FOLDER_FILES.index(file) if file in FOLDER_FILES else 1, path
 
@@ -243,7 +243,7 @@ def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Sto
 
 
 def _stamps(about: Mapping[str, Any]) -> list[str]:
-    """What is another after the file has been replaced."""
+    """Return the properties that differ after the file has been replaced."""
     stamp = [str(about[key]) for key in _STAMPS if about.get(key)]
     stamp = stamp or [str(about[key]) for key in _TIMES if about.get(key)]
     return [str(int(about.get("size") or 0)), *stamp]

@@ -38,7 +38,7 @@ from maskserve_lora.storage import (
 log = logging.getLogger("maskserve")
 
 _AT_ONCE = 4
-"""Files on their way at the same time, per process."""
+"""Most files that a process copies at the same time."""
 
 
 class AdapterStore:
@@ -137,7 +137,7 @@ class AdapterStore:
         return self.host.remove(name) + (0 if self.disk is None else self.disk.remove(name))
 
     def _bring(self, name: str, version: str, field: str) -> AdapterFile:
-        """From the disk, or else from the storage."""
+        """Copy a file from the disk, or else from the storage."""
         on_disk = None if self.disk is None else self.disk.find(name, version)
         if on_disk is not None:
             brought = self._from_disk(on_disk)
@@ -163,7 +163,7 @@ class AdapterStore:
         return file
 
     def _whole(self, adapter: KnownAdapter) -> tuple[int, Iterator[bytes]]:
-        """Its bytes on this host, and its pieces."""
+        """Return the adapter's length in bytes on this host, and its data in pieces."""
         return self._storage.whole(
             adapter.path, adapter.nbytes, adapter.config, adapter.config_bytes
         )
@@ -172,7 +172,7 @@ class AdapterStore:
         check_file(path, self.catalogue.base_layers())
 
     def _from_disk(self, on_disk: AdapterFile) -> AdapterFile | None:
-        """Copied to memory; None: the file on disk is damaged, and dropped."""
+        """Copy a file from the disk to memory; None: it is damaged, and dropped."""
 
         def same(path: Path) -> None:
             digest = hashlib.sha256()
@@ -200,7 +200,9 @@ class AdapterStore:
         raise _replaced(adapter.name, field)
 
     def _patience_s(self, name: str) -> float:
-        """How long another may take to bring a file, if its storage answers each call in time."""
+        """Return the seconds within which another process must bring a file if its storage answers
+        each call in time.
+        """
         adapter = self.catalogue.all().get(name)
         pieces = 1 + (adapter.nbytes // CHUNK_BYTES if adapter else 0)
         return (pieces + 4) * self._config.adapters.timeout_s
@@ -230,11 +232,11 @@ def host_folder(config: Config) -> Path:
 
 
 def file_facts(path: Path, model: str | Path | None = None, gguf: str = "") -> dict[str, Any]:
-    """What a file is that nobody serves yet, checked to its last weight.
+    """Check a LoRA that nobody serves yet down to its last weight, and describe it.
 
     Args:
-        path: of a LoRA, or PEFT's or diffusers' folder of one.
-        model: folder of the model that it is for; None: that is not looked at.
+        path: a LoRA file, or PEFT's or diffusers' folder of one.
+        model: folder of the model that it is for; None: the fit is not checked.
         gguf: file whose weights take the place of the model's transformer; empty: there is none.
 
     Raises:

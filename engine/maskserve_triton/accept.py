@@ -1,4 +1,4 @@
-"""What a model and its configuration allow an edit to ask, pictures aside.
+"""Check of an edit's settings against the model and its configuration, pictures aside.
 
 A front refuses here what the model cannot do; it never ignores it: a client that asks for a
 negative prompt and gets a picture must be able to believe that the prompt was used.
@@ -28,7 +28,8 @@ from maskserve_engine.spec.facts import ModelFacts
 from maskserve_lora.catalogue import Catalogue
 
 _SEED_BITS = 32
-"""Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
+"""Bits of a drawn seed: short enough to read out, and exact in clients whose numbers are
+doubles."""
 
 
 def accept_edit(
@@ -93,7 +94,7 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
 
 
 def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tuple[Lora, ...]:
-    """The same, with the files that the names stand for now."""
+    """Add the files that the names stand for now."""
     if catalogue is None:
         raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
     resolved_loras = []
@@ -115,7 +116,7 @@ def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tu
 def _resolved(
     controls: tuple[ControlSetting, ...], nets: ControlNets | None
 ) -> tuple[ResolvedControl, ...]:
-    """The same, with the ControlNets that the names stand for now, and each with its picture."""
+    """Add the ControlNets that the names stand for now, and each control's picture."""
     if nets is None:
         raise InvalidRequest("SETTINGS.controls", "ControlNets are not served here", "no controls")
     resolved_controls = []
@@ -163,7 +164,7 @@ def _check_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> Non
 
 
 def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
-    """A second scale, beside embedded guidance or none."""
+    """Check the scale of true guidance, which may stand beside embedded guidance."""
     if settings.negative_prompt is not None:
         if not facts.true_cfg:
             raise _no_negative_prompt()
@@ -258,7 +259,7 @@ def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> floa
 
 
 def _two_passes(settings: EditSettings, facts: ModelFacts, config: Config) -> bool:
-    """Of an edit with classifier-free guidance: whether it is led away from a negative prompt."""
+    """Return whether classifier-free guidance runs the model twice, with a negative prompt."""
     return _guidance(settings, facts, config) > facts.guides_above
 
 

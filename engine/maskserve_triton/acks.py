@@ -28,7 +28,7 @@ from maskserve_triton.answer import Answer
 log = logging.getLogger("maskserve")
 
 ACKS = "acks"
-"""Parameter of a request to the pipeline: the key under which acks for its events come."""
+"""Request parameter: the key under which acknowledgements of its events arrive."""
 
 _NAME = "acks"
 _FINAL = "final"
@@ -55,14 +55,14 @@ class FlowControl:
         self._answer, self._ended = answer, ended
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[str, Any]] = {}
-        """Kind of event -> the newest of it, in the order in which they go."""
+        """Kind of event -> its newest one, in sending order."""
         self._under_way = False
         self._sealed = False
-        """The final event was given; nothing more is taken."""
+        """Whether the final event was given; no more events are accepted."""
         self._released = False
         self._over = False
         self._sent = time.monotonic()
-        """When the newest event was."""
+        """Time at which the newest event was sent."""
 
     def event(self, kind: str, outputs: dict[str, Any]) -> None:
         """Send an event that others follow, now or later or, if a newer one comes, never."""
@@ -102,7 +102,7 @@ class FlowControl:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Send what may go: one event or, when it was released, all; and then the end."""
+        """Send one event or, once released, all; and then the end."""
         while (event := self._next()) is not None:
             self._answer.event(*event)
         with self._lock:
@@ -125,7 +125,7 @@ class FlowControl:
 
 
 class AckSender:
-    """What a front says of one call."""
+    """Sender of a front's acknowledgements of one call."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
         self.key = uuid.uuid4().hex
@@ -204,7 +204,7 @@ class AckReceiver:
                 self._take(line.decode("ascii", "replace"))
 
     def _release_lost(self) -> None:
-        """An event that Triton lost on its way is not waited for: its edit would never end."""
+        """Stop waiting for an event that Triton lost: its edit would never end."""
         for call in list(self._kept.values()):
             if call.waits_s() > _LOST_S:
                 log.warning("an event has not arrived for %g s; its edit goes on", _LOST_S)

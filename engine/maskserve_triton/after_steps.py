@@ -26,12 +26,7 @@ class AfterSteps:
         self._last: deque[float] = deque(maxlen=_LAST)
 
     def learn(self, meta: Mapping[str, Any], taken_s: float) -> None:
-        """An edit was answered.
-
-        Args:
-            meta: what META says of it.
-            taken_s: from its acceptance on.
-        """
+        """Record an answered edit by its META and the seconds since its acceptance."""
         timings, tokens = meta.get("timings_ms"), meta.get("total_tokens")
         if not timings or not tokens:
             return

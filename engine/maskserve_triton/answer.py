@@ -13,7 +13,7 @@ from maskserve_triton.tensor_io import error_response, named_tensors
 log = logging.getLogger("maskserve")
 
 OnEnd = Callable[[MaskserveError | None, dict[str, Any]], None]
-"""Told, once, what the final answer was: an error, or outputs."""
+"""Callback, called once, with the final answer: an error, or outputs."""
 
 
 def _nobody(error: MaskserveError | None, outputs: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Answer:
         return True
 
     def _told_instead(self, error: MaskserveError) -> None:
-        """An answer could not be sent, as there was no room for it; an error takes next to none."""
+        """Send an error in place of an answer that found no room; an error needs almost none."""
         flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         try:
             self._sender.send(error_response(self._api, error), flags=flags)

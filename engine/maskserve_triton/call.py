@@ -23,21 +23,21 @@ class Call:
 
     edit: AcceptedEdit
     pictures: dict[str, list[bytes]]
-    """Elements of what is handed on unread (`contracts.tensors.PICTURES`)."""
+    """Elements of the pictures that are passed on unread (`contracts.tensors.PICTURES`)."""
     answer: Answer
     limit_name: str = "SETTINGS.deadline_ms"
-    """What the client bounded the edit by."""
+    """Name of the limit that the client set on the edit's time."""
     traceparent: str = ""
-    """The span below which the models record what they do for it."""
+    """Parent of the spans that the models record for it."""
     run: str = ""
-    """Of a workflow, for which its answer is put into a file; empty: it is answered."""
+    """Workflow run for which the answer is put into a file; empty: the answer is sent."""
     accepted: float = field(default_factory=time.monotonic)
     sent: bool = False
-    """Into the pipeline; until then it waits for a thread."""
+    """Whether it is in the pipeline; until then it waits for a thread."""
     heard: float = 0.0
-    """When the engine was last seen to hold it, or an event of it came; 0: never."""
+    """Time at which the engine last reported it or an event of it came; 0: never."""
     withdrawn: bool = False
-    """Nobody waits for it; its row is to be freed."""
+    """Whether the client has gone, so that the row is to be freed."""
     withdrawing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -46,7 +46,7 @@ class Call:
         return self.edit.settings.request_id
 
     def inputs(self) -> dict[str, list[bytes]]:
-        """What the pipeline is given."""
+        """Return the pipeline's input elements."""
         return {**self.pictures, "ACCEPTED": [self.edit.to_json()]}
 
     def too_late(self, now: float) -> bool:
@@ -106,14 +106,14 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """What a client asked, as a front takes it."""
+    """A client's request with its limits, as a front takes it."""
 
     settings: EditSettings
-    """Their `deadline_ms` is when the edit is dropped; None: never."""
+    """Settings; after their `deadline_ms` the edit is dropped; None: never."""
     limit_name: str
-    """What the client bounded the edit by."""
+    """Name of the limit that the client set on the edit's time."""
     due_ms: int | None
-    """When it wants the answer."""
+    """Milliseconds after which the client wants the answer."""
 
 
 def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> Bounded:

@@ -66,22 +66,15 @@ def _ask(folder: Path, front: str, request_id: str, timeout_s: float) -> bool:
 
 
 class Withdrawals:
-    """The edits of one front that are withdrawn.
-
-    Args:
-        api: triton_python_backend_utils.
-        runtime_dir: of the worker.
-        front: its name.
-        calls: its edits in flight.
-    """
+    """The edits of one front that are withdrawn."""
 
     def __init__(
         self, api: Any, runtime_dir: str | os.PathLike[str], front: str, calls: Calls
     ) -> None:
         self._api, self._calls = api, calls
         self._due: dict[Call, float] = {}
-        """When the denoiser is to be told again of a withdrawn edit that is still in the pipeline;
-        infinity while it is being told."""
+        """Time at which to repeat the withdrawal of an edit that is still in the pipeline to the
+        denoiser; infinity while it is being sent."""
         self._pool = ThreadPoolExecutor(_TELLING_THREADS, f"{front}-cancels")
         self._listener = CancelListener(runtime_dir, front, self.withdraw_by_id)
 

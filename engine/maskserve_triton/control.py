@@ -1,4 +1,4 @@
-"""What `control` does: operations on the worker, JSON in, JSON out.
+"""The `control` model: operations on the worker, JSON in, JSON out.
 
 `status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, those on
 adapters the storage, and the others the denoiser's process, which may be dead: they wait in threads
@@ -51,16 +51,16 @@ from maskserve_triton.tensor_io import read_bytes
 log = logging.getLogger("maskserve")
 
 ORIGIN = "origin"
-"""The header by which a browser names the page that asks."""
+"""Header by which a browser names the page that sends the request."""
 _OF_FILES = ("status", "drain")
 _PATIENT_S = 60.0
 _THREADS, _CANCELS = 8, 4
 _NICE = 5
-"""Edits are in more of a hurry than what is done beside them: a picture of 49 megapixels takes half
-a second of a processor to register."""
+"""Niceness of operations, which must not slow edits: registering a picture of 49 megapixels takes
+half a second of a processor."""
 _STRIPES = 64
 _MOST_WAITING = 256
-"""Operations that may wait for a thread."""
+"""Most operations that wait for a thread."""
 
 
 class _Unlisted(WorkerStatus):
@@ -81,7 +81,7 @@ class WorkerControl:
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
-        """Held while a template is put or evicted, by its id."""
+        """Locks by id, each held while a template is put or evicted."""
         self._listings = TemplateListings()
         self._adapters = AdapterOperations(config)
         self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
@@ -117,7 +117,7 @@ class WorkerControl:
         raise AssertionError(operation)
 
     def _asking(self, operation: dict[str, Any]) -> dict[str, Any]:
-        """An operation with a part in another process; blocks."""
+        """Prepare and run an operation with a part in another process; blocks."""
         match operation["op"]:
             case "cancel":
                 is_cancelled = cancel_edit(self._config.runtime_dir, operation["request_id"])
@@ -266,7 +266,6 @@ class WorkerControl:
         return {**size, **primed}
 
     def _prime(self, name: str) -> dict[str, Any]:
-        """Have a registered template primed in the background."""
         encoded = self._templates.get(name)
         if encoded is None:
             raise TemplateNotFound(f"OP.template_id: {name} is not registered here")

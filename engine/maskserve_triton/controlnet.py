@@ -32,12 +32,7 @@ _OPS = "attach, close, drop, health, load, open"
 
 
 class ControlNetFrontend:
-    """Answers denoisers.
-
-    Args:
-        api: Triton's (maskserve_triton).
-        config: of the service.
-    """
+    """Answers denoisers."""
 
     def __init__(self, api: Any, config: Config) -> None:
         self._api = api

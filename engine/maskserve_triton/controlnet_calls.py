@@ -37,15 +37,15 @@ class ControlNetCalls:
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
-        """What the service answers.
+        """Call the service and return its answer.
 
         Args:
-            op: with its keys.
+            op: the operation with its arguments.
             arrays: the ARRAYS tensor; empty: none.
-            limit_s: seconds after which it is given up.
+            limit_s: seconds after which the call fails.
 
         Raises:
-            MaskserveError: what the service says, or Overloaded where it says nothing.
+            MaskserveError: the service's error, or Overloaded where it does not answer.
         """
         request = pb.ModelInferRequest(model_name=_MODEL)
         bytes_tensor.add_input(request, "OP", [json.dumps(op).encode()])

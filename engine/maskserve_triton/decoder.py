@@ -1,5 +1,4 @@
-"""What the decoder model does with events: all of their latents become pixels, or those round what
-is pasted.
+"""The decoder model: it decodes an event's latents to pixels, whole or only round what is pasted.
 
 A dense edit is exactly the pipeline's, and reproducible ones are equal on every worker, so these
 are decoded as a whole. A cached edit equals its template outside of its mask, and is decoded in
@@ -31,18 +30,18 @@ from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
 from maskserve_engine.stages.vae_pieces import CellSums, Pieces, PixelBox
 
 _WHOLE_FROM = 0.7
-"""Share of a picture from which its pieces cost as much as all of it."""
+"""Share of a picture from which its pieces cost as much as the whole."""
 _FILTER = 3
-"""Pixels beyond a box that are read where it is brought to another size."""
+"""Margin of pixels that is read round a box when it is resized."""
 
 
 class _Event(msgspec.Struct):
-    """What META says of it."""
+    """Fields of META that the decoder reads."""
 
     event: str = ""
     cache: str = ""
     mask_ring: int | None = None
-    """That it was made with, once it has ended."""
+    """Margin that the edit was made with, known once it has ended."""
 
 
 _read_event = msgspec.json.Decoder(_Event).decode
@@ -55,31 +54,25 @@ class ToDecode(NamedTuple):
     """[C, h, w]"""
     meta: bytes
     context: NDArray[np.uint8]
-    """The tensor."""
+    """The CONTEXT tensor."""
 
 
 class _Whole(NamedTuple):
-    """All of an event's latents are decoded."""
+    """Plan to decode all of an event's latents."""
 
     alone: bool
-    """In a call of its own."""
+    """Whether it needs a call of its own."""
 
 
 class _InPieces(NamedTuple):
-    """What is pasted of an event is."""
+    """Pieces to decode of an event, and the norms of the template's decode."""
 
     pieces: Pieces
     template: CellSums
 
 
 class EditDecoder:
-    """The decoder of a worker. One thread decodes at a time.
-
-    Args:
-        decoder: of the served model.
-        facts: of it.
-        config: of the worker.
-    """
+    """Decoder of a worker. One thread decodes at a time."""
 
     def __init__(self, decoder: Decoder, facts: ModelFacts, config: Config) -> None:
         self._decoder, self._facts, self._stages = decoder, facts, config.stages
@@ -136,7 +129,7 @@ class EditDecoder:
             yield result
 
     def _plan(self, event: ToDecode) -> _Whole | _InPieces | Exception:
-        """How an event is decoded."""
+        """Choose how to decode an event."""
         size = event.latents.shape[1], event.latents.shape[2]
         try:
             in_pieces = self._stages.decode_halo and self._decoder.takes_pieces(size)
@@ -149,7 +142,7 @@ class EditDecoder:
             return error
 
     def _pieces(self, event: _Event, edit: EditRequest, size: tuple[int, int]) -> _InPieces | None:
-        """What to decode, beside what is known of its template; None: everything."""
+        """Return the pieces to decode and the norms of the template; None: the whole picture."""
         settings = edit.settings
         cached, is_preview = event.cache in ("hit", "own"), event.event == "preview"
         if not (cached or is_preview) or settings.reproducible or settings.cache == "off":
@@ -172,7 +165,9 @@ class EditDecoder:
         return None if template is None else _InPieces(pieces, template)
 
     def _template(self, pixels_id: str, *, make: bool) -> CellSums | None:
-        """Of a template's decode; where it is not kept, it is decoded if `make`."""
+        """Return the norms of a template's decode; if they are not cached, decode it when
+        `make`.
+        """
         cached_sums = self._sums.get(pixels_id)
         if cached_sums is not None or not make:
             return cached_sums

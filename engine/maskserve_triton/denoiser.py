@@ -95,7 +95,7 @@ class DenoiserFrontend:
             raise
 
     def _flow(self, answer: Answer, key: str) -> FlowControl:
-        """Events for a front that gives acks for them."""
+        """Return the flow control of a front that acknowledges events."""
         flow = FlowControl(answer, ended=lambda: self._acks.drop(key))
         self._acks.keep(key, flow)
         return flow
@@ -127,9 +127,8 @@ class DenoiserFrontend:
         events: Answer | FlowControl,
         parent: str,
     ) -> Sink:
-        """Sends a job's events, and records its spans below `parent` when it has ended.
-
-        What postprocess needs of its beginning goes with every image.
+        """Return a sink that sends a job's events, and records its spans below `parent` at the end.
+        Every image carries the context that postprocess needs.
         """
         new = self._doings.new_of(edit)
 
@@ -208,7 +207,7 @@ def _control(
     pictures: NDArray[np.uint8] | None,
     moments: NDArray[np.float32] | None,
 ) -> ControlInput:
-    """A control with its picture, of CONTROLS and CONTROL_MOMENTS."""
+    """Return a control with its picture, of CONTROLS and CONTROL_MOMENTS."""
     if pictures is None or asked.image is None:
         raise EngineFailed("an edit with controls came without its control pictures")
     encoded = None if moments is None or not len(moments) else moments[asked.image]
@@ -226,7 +225,7 @@ def _control(
 def _reply_when_done(
     future: Future[T], answer: Answer, result: Callable[[T], dict[str, Any]]
 ) -> None:
-    """Answer from the engine thread, between two steps: `execute` does not wait for it."""
+    """Answer from the engine thread, between two steps, so that `execute` does not wait."""
 
     def reply(done: Future[T]) -> None:
         try:

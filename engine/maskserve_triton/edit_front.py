@@ -1,4 +1,4 @@
-"""What `edit` and `edit_stream` do: answer for a pipeline that cannot answer for itself.
+"""The models `edit` and `edit_stream`, which answer for a pipeline that cannot report its own end.
 
 Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front
 watches both and answers by itself. Its parts, and their threads:
@@ -56,12 +56,12 @@ class EditFront:
 
     Args:
         api: triton_python_backend_utils.
-        config: of this worker.
-        facts: of the served model.
-        name: of the front.
+        config: configuration of this worker.
+        facts: spec of the served model.
+        name: name of the front.
         streaming: whether progress and previews are sent on.
         tracer: by default, as the configuration says.
-        lost_s: as the watcher's.
+        lost_s: seconds after the engine has released an edit when its answer counts as lost.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class EditFront:
             self._results.prime(template_id, call.request_id)
 
     def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
-        """META of the final event, with how it stands to its due time if it has one."""
+        """Add the outcome of the due time, if there is one, to META of the final event."""
         taken_s = time.monotonic() - call.accepted
         self._after_steps.learn(event.values, taken_s)
         due_ms = event.values.get("due_ms")

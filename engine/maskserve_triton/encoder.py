@@ -1,5 +1,5 @@
-"""What the encoder model does with edits: what another edit has made already is kept, and what
-several want at once is made in one call.
+"""The encoder model: it reuses cached embeddings and moments, and encodes the edits of one call
+together.
 
 A prompt's embeddings and a template's moments are functions of their keys alone, so an edit gets
 from what is kept what it would get from the models: the same bits, where the embeddings were not
@@ -46,9 +46,9 @@ log = logging.getLogger("maskserve")
 R = TypeVar("R")
 
 _COUNTED = 64
-"""Prompts whose tokens are counted once."""
+"""Prompts whose number of tokens is remembered."""
 _WHOLE_FROM = 0.5
-"""Share of a picture from which its pieces cost as much as all of it."""
+"""Share of a picture from which its pieces cost as much as the whole."""
 
 
 class ToEncode(NamedTuple):
@@ -71,26 +71,26 @@ class PromptKey(NamedTuple):
     """Tokens of a prompt: `[model] max_sequence_length`."""
     text: str
     negative: bool
-    """An empty negative prompt may be zeros."""
+    """Whether it is a negative prompt: an empty one may be zeros."""
     loras: tuple[tuple[str, float], ...]
-    """File and scale of those that change the text encoders, as they are added one by one."""
+    """File and scale of the LoRAs that change the text encoders, in the order of their addition."""
     picture: str = ""
-    """Digest of the source's pixels, where they are shown to the text encoder."""
+    """Digest of the source's pixels, if the text encoder sees them."""
     owner: str | None = None
-    """The API key's scope, where its prompts are kept for it alone."""
+    """Scope of the API key whose prompts are cached apart; None: they are shared."""
     alone: bool = False
-    """Never computed together with other prompts: a `reproducible` edit's."""
+    """Whether it must be computed by itself: a `reproducible` edit's."""
 
 
 class _Prompts(NamedTuple):
-    """An edit's, encoded."""
+    """Encoded prompts of an edit."""
 
     prompt: Conditioning
     negative: Conditioning | None
     kept: bool
-    """Nothing had to be computed."""
+    """Whether all came from the cache."""
     batch: int
-    """Prompts in one call of the text encoders."""
+    """Prompts in the call of the text encoders."""
     tokens: dict[str, dict[str, TokensRead]]
     """How much of each prompt is read. Counted where prompts are encoded: a tokenizer keeps the
     padding of a call as its own state, so that two threads would change each other's.
@@ -98,16 +98,16 @@ class _Prompts(NamedTuple):
 
 
 class _Pictures(NamedTuple):
-    """An edit's, encoded."""
+    """Encoded pictures of an edit."""
 
     moments: NDArray[np.float32]
     masked: NDArray[np.float32]
     kept: bool
-    """The template's moments."""
+    """Whether the template's moments came from the cache."""
     whole: bool
-    """The masked picture was encoded as a whole."""
+    """Whether the masked picture was encoded whole."""
     batch: int
-    """Masked pictures in one call of the VAE."""
+    """Masked pictures in the call of the VAE."""
 
 
 class EditEncoder:
@@ -222,8 +222,8 @@ class EditEncoder:
     # Prompts. On a GPU, all in a thread of their own.
 
     def _aside(self, work: Callable[[], R]) -> Callable[[], R]:
-        """`work`'s result: computed beside the VAE where the device has room for both, else when it
-        is asked for.
+        """Run `work` beside the VAE where the device has room for both, else when its result is
+        requested.
         """
         return work if self._texts is None else self._texts.begin(work)
 
@@ -232,7 +232,7 @@ class EditEncoder:
         return {name: self._read(text) for name, text in texts.items() if text is not None}
 
     def _keys(self, each: ToEncode) -> list[PromptKey]:
-        """Of the prompt and, where there is one, of the negative prompt."""
+        """Return the keys of the prompt and, where there is one, of the negative prompt."""
         edit, settings, picture = each.edit, each.edit.settings, ""
         if self._encoder.facts.shown:
             picture = edit.pixels_id or template_id(each.pixels)
@@ -295,7 +295,7 @@ class EditEncoder:
         return _Prompts(embeddings[keys[0]], negative, not is_computed, batch, self._tokens(edit))
 
     def _embeddings(self, key: PromptKey, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
-        """Computed alone. The key's LoRAs are applied by who calls."""
+        """Compute a prompt's embeddings by itself. The caller applies the key's LoRAs."""
         return self._keep(key, self._encoder.encode_prompt(key.text, pixels))
 
     def _keep(self, key: PromptKey, encoded: Conditioning) -> Conditioning:
@@ -320,7 +320,9 @@ class EditEncoder:
         return _Pictures(template.moments, moments, is_cached, False, 1)
 
     def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
-        """Edits whose masked pictures may share a call: none is known to go in pieces."""
+        """Return the edits whose masked pictures may share a call: none is known to go in
+        pieces.
+        """
         if not self._shares_calls or not self._encoder.facts.semantics.masked_picture:
             return []
         numbers = []
@@ -334,7 +336,7 @@ class EditEncoder:
     def _template(
         self, edit: EditRequest, pixels: NDArray[np.uint8]
     ) -> tuple[TemplateEncoding, bool]:
-        """The source's encoding, and whether it was kept."""
+        """Return the source's encoding, and whether it came from the cache."""
         cached = self._templates.get(edit.pixels_id) if edit.pixels_id else None
         if cached is not None:
             return cached, True
@@ -345,7 +347,7 @@ class EditEncoder:
         return encoding, False
 
     def _pieces(self, edit: EditRequest, template: TemplateEncoding) -> Pieces | None:
-        """In which to encode the masked picture; None: as a whole."""
+        """Return the pieces in which to encode the masked picture; None: encode it whole."""
         exact = edit.settings.reproducible or edit.settings.cache == "off"
         halo = self._stages.encode_halo
         if exact or not halo or not edit.edit_boxes or template.sums is None:
@@ -357,7 +359,7 @@ class EditEncoder:
         return pieces if pieces.share < _WHOLE_FROM else None
 
     def _control_moments(self, controls: NDArray[np.uint8] | None) -> NDArray[np.float32]:
-        """[pictures, 2C, h, w], where ControlNets are given latents."""
+        """Encode control pictures, [pictures, 2C, h, w], for ControlNets that read latents."""
         takes = self._encoder.facts.control
         if takes is None or not takes.latents or controls is None or not len(controls):
             return NO_CONTROLS
@@ -403,7 +405,7 @@ class _MaskedPictures:
 
 
 class _Aside:
-    """A thread, with a stream of its own on a GPU."""
+    """A thread with its own stream on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -48,13 +48,13 @@ _NO_EDIT = {
 }
 _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
 _THREADS = 16
-"""Requests that are with the service at once: twice what it takes together."""
+"""Most requests at the service at once: twice what it takes together."""
 _AGAIN_S = 0.1
 _PING_EVERY_S = 0.5
 _PING_S = 2.0
 _SAY_EVERY_S = 10.0
 _NOT_THERE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
-"""What a server says that is no stage service."""
+"""Status codes of a server that is no stage service."""
 
 
 class StageService:
@@ -79,7 +79,7 @@ class StageService:
         self._watcher = threading.Thread(target=self._watch, name=f"{stage}-service", daemon=True)
 
     def watch(self) -> None:
-        """From now on, say where it does not answer."""
+        """Start to report when the service does not answer."""
         self._watcher.start()
 
     def close(self) -> None:
@@ -109,11 +109,11 @@ class StageService:
         return infer_request
 
     def call(self, request: Any, *, patiently: bool = False) -> Outputs:
-        """Its outputs, with their batch dimension. Blocks.
+        """Return the model's outputs, with their batch dimension. Blocks.
 
         Args:
-            request: made by `request`.
-            patiently: as long as nobody answers, ask again, without end.
+            request: a request that `request` has built.
+            patiently: whether to repeat the call without end while nobody answers.
 
         Raises:
             MaskserveError: what the model answered; Overloaded: nobody answers any more.
@@ -147,7 +147,7 @@ class StageService:
         raise Overloaded("the worker is stopping")
 
     def _watch(self) -> None:
-        """Ask now and then whether it is there, so that a worker without edits knows it, too."""
+        """Ping the service, so that a worker without edits notices its end, too."""
         well, was_there = time.monotonic(), True
         ready_request = pb.ModelReadyRequest(name=self._stage)
         while not self._closing.wait(_PING_EVERY_S):
@@ -198,20 +198,22 @@ class ForwardedStage(ABC):
         answer_each(self._api, requests, self._take)
 
     def close(self) -> None:
-        """What is under way is answered by an error."""
+        """Stop; requests under way are answered by an error."""
         self._service.close()
         self._pool.shutdown()
 
     @abstractmethod
     def _open(self, config: Config) -> None:
-        """What has to be there before the worker is ready."""
+        """Check that the service has everything the stage needs, before the worker is ready."""
 
     @abstractmethod
     def _take(self, request: Any, answer: Answer) -> None:
         """Take one in."""
 
     def _inputs(self, request: Any) -> Outputs:
-        """Arrays, where they lie: in Triton's memory, until `execute` returns."""
+        """Return input arrays without a copy: they are in Triton's memory until `execute`
+        returns.
+        """
         contract = CONTRACTS[self.stage]
         return {
             declared.name: view_array(
@@ -287,7 +289,7 @@ class ForwardedDecoder(ForwardedStage):
 
 
 def _outputs(answer: Any) -> Outputs:
-    """Of a ModelInferResponse, with their batch dimension."""
+    """Return the outputs of a ModelInferResponse, with their batch dimension."""
     outputs: Outputs = {}
     for declared, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
         if declared.datatype == "BYTES":

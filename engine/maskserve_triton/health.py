@@ -27,11 +27,11 @@ class Health:
         self._processes = Processes(config.runtime_dir)
         self._next_processes = 0.0
         self.step_s = 0.0
-        """Mean length of a step so far."""
+        """Mean seconds of a step so far."""
         self.silence_limit_s = 0.0
-        """How long the engine may be silent, and with it all that waits for a step."""
+        """Seconds for which the engine, and all that waits for a step, may be silent."""
         self.held: frozenset[str] = frozenset()
-        """Ids of the edits that the engine holds."""
+        """Ids of the edits in the engine."""
         self._unwell: str | None = None
         self._lock = threading.Lock()
 

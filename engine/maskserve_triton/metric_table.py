@@ -22,7 +22,7 @@ def outcome_of(code: str) -> str:
 
 
 ENDS = tuple((outcome_of(code), code) for code in (OK, *CODES))
-"""Outcome and code of every way in which an edit can end."""
+"""Outcome and code of every end of an edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ ADAPTER_SERIES = (
     *((name, tier) for name in ("adapters", "adapter_bytes") for tier in ("device", "host")),
     *(("adapter_load_seconds", source) for source in ("host", "storage")),
 )
-"""Metric and label of what is there from the start, in workers without adapters, too."""
+"""Metrics and labels that exist from the start, in workers without adapters, too."""
 FRONT_METRICS = {
     "edit_ends_total": _counter(
         "Edits answered, by outcome and error code.", "model", "outcome", "code"

@@ -90,7 +90,7 @@ class MetricPage:
 
 
 class EngineMetrics:
-    """What the denoiser's process publishes."""
+    """Metrics of the denoiser's process."""
 
     def __init__(self, api: Any, worker: str, observations: Observations, runtime_dir: str) -> None:
         self._page = MetricPage(api, worker, ENGINE_METRICS)
@@ -114,7 +114,7 @@ class EngineMetrics:
             self.update(status)
 
     def update(self, status: WorkerStatus) -> None:
-        """Bring levels and totals to what the record says."""
+        """Set levels and totals from the record."""
         self._page.set("running_rows", len(status.running))
         self._page.set("waiting_rows", len(status.waiting))
         self._page.set("row_capacity", status.max_rows)
@@ -137,7 +137,7 @@ class EngineMetrics:
 
 
 class FrontMetrics:
-    """What a front's process publishes."""
+    """Metrics of a front's process."""
 
     def __init__(self, api: Any, worker: str, model: str, observations: Observations) -> None:
         self._page = MetricPage(api, worker, FRONT_METRICS)
@@ -156,7 +156,7 @@ class FrontMetrics:
 
 
 class MetricsPublisher(Protocol):
-    """What a MetricsThread calls."""
+    """Metrics that a MetricsThread publishes."""
 
     def publish(self) -> None: ...
 

@@ -30,7 +30,7 @@ class Event:
     kind: str
     """`progress`, `preview` or `final`."""
     values: dict[str, Any]
-    """What `meta` says."""
+    """Content of `meta`."""
 
 
 def run_edit(
@@ -93,10 +93,10 @@ _ENCODED = ("MOMENTS", "MASKED_MOMENTS", "CONDITIONING")
 
 
 def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
-    """What the denoiser needs to prime a template, as its input tensors. Blocks.
+    """Encode a template and return the denoiser's input tensors for priming it. Blocks.
 
     Raises:
-        MaskserveError: what the encoder answered.
+        MaskserveError: the encoder's error.
     """
     inputs = {
         "PIXELS": prepared.pixels,
@@ -164,7 +164,8 @@ def ask_denoiser(
 
 
 _KEPT_S = 2.0
-"""The stub's thread needs milliseconds; on a busy machine it may be hundreds."""
+"""Seconds that responses are kept: the stub's thread needs milliseconds; on a busy machine it may
+be hundreds."""
 
 
 class KeepAlive:
@@ -200,7 +201,7 @@ class KeepAlive:
 
 
 _KEEPER = KeepAlive(_KEPT_S)
-"""Of this process, as the stub is."""
+"""One keeper for the process, as it has one stub."""
 
 
 def responses_of(call: Any, keeper: KeepAlive = _KEEPER) -> Iterator[Any]:

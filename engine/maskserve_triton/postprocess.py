@@ -29,7 +29,7 @@ from maskserve_common.imaging.safety import Check, let_pass
 _PLAIN = Unsigned()
 _RGB = 3
 Fine: TypeAlias = npt.NDArray[np.uint16]
-"""A picture of 16-bit samples, [H, W, 3 or 4]."""
+"""Samples of 16 bits, [H, W, 3 or 4]."""
 
 
 def finish_edit(
@@ -99,19 +99,19 @@ def finish_edit(
 
 
 class OfSource(NamedTuple):
-    """What an edit's answer has of its source."""
+    """The source's part of an edit's answer."""
 
     canvas: Image.Image
     """RGB or RGBA, at the answer's size."""
     weights: Image.Image
-    """Of what is pasted over it, L."""
+    """Weights by which the edit is pasted over the canvas, L."""
     fine: Fine | None
-    """The canvas with 16 bits, where source and answer have them."""
+    """Canvas of 16 bits, if source and answer have them."""
     metadata: Metadata
 
 
 def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfSource:
-    """What an edit's answer has of its source, and where."""
+    """Decode the source's part of an edit's answer, and the weights of the paste."""
     left, top, right, bottom = margins = request.settings.expand
     height, width = request.source_size
     mode = "RGBA" if request.alpha else "RGB"
@@ -137,7 +137,7 @@ def source_and_weights(context: PostprocessContext, request: EditRequest) -> OfS
 
 
 def _samples(high: Pixels, low: Pixels) -> Fine:
-    """16-bit samples [H, W, channels of `high`] of their bytes; an alpha without low bytes is of 8
+    """Join bytes to 16-bit samples [H, W, channels of `high`]; an alpha without low bytes has 8
     bits.
     """
     lows = low if high.shape[2] <= low.shape[2] else np.dstack((low, high[..., 3]))
@@ -146,6 +146,6 @@ def _samples(high: Pixels, low: Pixels) -> Fine:
 
 
 def _mix(fine: Fine, edited: Pixels, weights: Pixels) -> None:
-    """Lay 8-bit pixels over a part of the canvas, by weights [h, w]; exact at 0 and at 255."""
+    """Paste 8-bit pixels over a part of the canvas, by weights [h, w]; exact at 0 and at 255."""
     share = weights[..., None].astype(np.uint32)
     fine[:] = (fine * (255 - share) + edited * (257 * share) + 127) // 255

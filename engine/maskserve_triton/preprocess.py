@@ -68,9 +68,7 @@ class PreparedEdit:
     controls: npt.NDArray[np.uint8]
     """CONTROLS: RGB [pictures, h, w, 3] at the model's size."""
     request: EditRequest
-    """REQUEST."""
     context: PostprocessContext
-    """CONTEXT."""
 
 
 def prepare_edit(
@@ -254,7 +252,6 @@ def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Siz
 
 
 def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.uint8]) -> bool:
-    """Whether the answer is transparent somewhere."""
     opaque = settings.background == "opaque" or settings.output_format == "jpeg"
     if opaque or source.alpha is None:
         return False
@@ -267,7 +264,6 @@ def _keeps_alpha(settings: EditSettings, source: Decoded, paste: npt.NDArray[np.
 
 
 def _decoded(source: Decoded, *, alpha: bool) -> bytes:
-    """RGB pixels, or RGBA."""
     if not alpha:
         return source.pixels.tobytes()
     assert source.alpha is not None
@@ -306,12 +302,12 @@ def _request(
 
 
 def _seen(source: Decoded, asked: EditSettings, view: View) -> npt.NDArray[np.uint8]:
-    """RGB [h, w, 3] of a source, as the model sees it."""
+    """Return the source as the model sees it, RGB [h, w, 3]."""
     return _at(view.window.of(grown(source.pixels, asked.expand)), source.colour, view.size)
 
 
 def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:
-    """RGB [h, w, 3] of a picture as models see it: at that size, in sRGB."""
+    """Resize a picture and convert it to sRGB, RGB [h, w, 3]."""
     if pixels.shape[:2] == size and colour == SRGB:
         return pixels
     return np.asarray(colour.shown(resize(Image.fromarray(pixels), size)))
@@ -337,7 +333,9 @@ def _source(
     config: Config,
     find_template: FindTemplate | None,
 ) -> tuple[Decoded, str]:
-    """The source and its template id: from IMAGE, or from the template that the settings name."""
+    """Return the source and its template id: from IMAGE, or from the template that the settings
+    name.
+    """
     named = settings.template_id
     if image or named is None:
         if not image:

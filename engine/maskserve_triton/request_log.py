@@ -50,11 +50,9 @@ class RequestLog:
         self.span = span or OpenSpan()
         self._accepted = time.monotonic()
         self.request_id = ""
-        """Set as soon as it is known."""
         self.due = False
-        """Whether it has a due time."""
         self.slack_s = 0.0
-        """What was left of it when the answer was there."""
+        """Seconds from the answer to the due time; negative: the answer was late."""
 
     def answered(self, error: MaskserveError | None, outputs: dict[str, Any]) -> None:
         """The final answer has been sent: an error, or `outputs`."""
@@ -78,7 +76,7 @@ class RequestLog:
         log.log(level, "edit %s", outcome, extra=extra)
 
     def _judge(self, code: str) -> None:
-        """Count it among those that were to be answered by some time."""
+        """Count the edit's outcome among those with a due time."""
         outcome = slo_outcome(code, self.slack_s) if self.due else None
         if outcome is None:
             return

@@ -1,4 +1,6 @@
-"""Results that edits asked to keep: templates of whoever made them, primed for the next edit."""
+"""Results that clients asked to keep: templates of the clients that made them, primed for the next
+edit.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,13 @@ from maskserve_triton.templates import templates_of
 
 log = logging.getLogger("maskserve")
 _MAX_QUEUED = 32
-"""Primings that wait. One more is left out: its template is primed as any is that is edited."""
+"""Most primings that wait. Further ones are dropped: their templates are primed when they are
+edited."""
 _NICE = 5
 
 
 class Results:
-    """The results of one front's edits.
-
-    Args:
-        api: triton_python_backend_utils.
-        config: of this worker.
-        facts: of the served model.
-    """
+    """Results of one front's edits."""
 
     def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
         self._api, self._config, self._facts = api, config, facts
@@ -59,7 +56,7 @@ class Results:
         return name
 
     def prime(self, name: str, request_id: str) -> None:
-        """Have a kept result primed in the background, in its client's turn."""
+        """Queue a result for priming in the background, by its client's turn."""
         if self._config.cache.enabled:
             with suppress(Full):
                 self._threads.submit(scope_of(request_id), partial(self._prime, name))

@@ -17,10 +17,6 @@ from maskserve_triton.tensor_io import named_tensors
 def check_by_model(api: Any, name: str) -> Check:
     """The check that asks a model: SOURCE and MADE (UINT8 [H, W, 3], RGB) and PROMPT (BYTES [1]);
     its REASON (BYTES [1]) is empty where the picture may pass.
-
-    Args:
-        api: triton_python_backend_utils.
-        name: of the model.
     """
 
     def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:

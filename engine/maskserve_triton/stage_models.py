@@ -34,10 +34,6 @@ from maskserve_triton.together import Together, view_item
 class EncoderStage:
     """VAE moments of the source and embeddings of the prompt.
 
-    Args:
-        api: triton_python_backend_utils.
-        config: of the worker or service.
-
     Raises:
         ConfigError: a part cannot be loaded.
     """
@@ -58,7 +54,7 @@ class EncoderStage:
         self._tracer.close()
 
     def _read(self, request: Any) -> ToEncode | None:
-        """None: the priming prompt is asked for."""
+        """Read a request's edit; None: it requests the priming prompt."""
         check_revision(request, self._revision)
         edit = read_bytes(self._api, request, "REQUEST")
         if edit == PRIMING_PROMPT:
@@ -99,10 +95,6 @@ class EncoderStage:
 
 class DecoderStage:
     """Latents to pixels; events without latents pass through.
-
-    Args:
-        api: triton_python_backend_utils.
-        config: of the worker or service.
 
     Raises:
         ConfigError: a part cannot be loaded.

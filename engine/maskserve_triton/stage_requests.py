@@ -1,4 +1,4 @@
-"""What a worker's encoder and decoder ask a stage service for, beside what edits ask of both."""
+"""Requests of a worker's encoder and decoder to a stage service that are not edits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from maskserve_common.contracts.parameters import parameters
 from maskserve_common.errors import EngineFailed
 
 REVISION = "stages_revision"
-"""Parameter of a request that a worker sends on: the digest of the stages that it is made for."""
+"""Parameter of a forwarded request: the digest of the stages that it is made for."""
 PRIMING_PROMPT = b'{"op":"priming_prompt"}'
-"""REQUEST that asks the encoder for its file of that name, as CONDITIONING; its pictures have no
-pixels."""
+"""REQUEST for the encoder's file of the empty prompt, returned as CONDITIONING; its pictures have
+no pixels."""
 NO_PIXELS: NDArray[np.uint8] = np.zeros((0, 0, 3), np.uint8)
 
 

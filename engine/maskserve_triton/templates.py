@@ -1,5 +1,5 @@
-"""Source images kept so that edits can name them, and whose they are: what clients registered, and
-for some time the results that edits asked to keep.
+"""Stored source images that edits can name, with their owners: images that clients registered and,
+for some time, results that edits asked to keep.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _RESULTS = "results"
 
 
 def templates_of(config: Config, values: Values) -> KeptTemplates:
-    """Those of a worker; where its host has a folder of values, results lie there, for all workers
-    of the host.
+    """Return a worker's templates; where the host has a folder of values, results lie there, for
+    all workers of the host.
     """
     limits = config.limits
     return KeptTemplates(
@@ -117,10 +117,10 @@ class KeptTemplates:
         self._results.put(template_id, encoded, owners)
 
     def keep(self, template_id: str) -> None:
-        """What is a result is registered for its owners, too; if its time is over it is gone.
+        """Register a result as a template for its owners; an expired result is gone.
 
         Raises:
-            Overloaded: as `put`.
+            Overloaded: there is no room for the image.
         """
         self.expire()
         encoded = self._results.read(template_id, NO_SCOPE)
@@ -147,8 +147,6 @@ class KeptTemplates:
 
 
 class _Pictures(NamedFiles):
-    """Encoded images, by the digest of their pixels."""
-
     def has(self, template_id: str) -> bool:
         return self._file(template_id).exists()
 
@@ -160,14 +158,14 @@ class _Pictures(NamedFiles):
         return None
 
     def owners(self, template_id: str) -> set[str]:
-        """As they are written down."""
+        """Return the scopes that own a template."""
         return self._marks(template_id)
 
     # Alone
 
     def _add(self, template_id: str, encoded: bytes, owners: Set[str]) -> None:
-        """Unless it is there, and whose it is; without a name that are all who are not told apart,
-        and so it was before owners were written down.
+        """Add an image and its owners. No owner means all clients that are not distinguished, as
+        before owners were recorded.
         """
         exists = self.has(template_id)
         nameless = (exists and not self._marks(template_id)) or not owners - {SHARED}
@@ -181,13 +179,13 @@ class _Pictures(NamedFiles):
 
 
 class RegisteredImages(_Pictures):
-    """Those that stay until they are evicted."""
+    """Registered images, which stay until they are evicted."""
 
     what, setting = "registered images", "[limits] max_template_bytes"
     advice = "; evict templates first"
 
     def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
-        """As `KeptTemplates.put`."""
+        """Store a template, as `KeptTemplates.put` does."""
         scopes = frozenset(owners)
         with self._alone():
             if not self.has(template_id):
@@ -196,7 +194,7 @@ class RegisteredImages(_Pictures):
 
 
 class KeptResults(_Pictures):
-    """Those that go some time after their last use, which is their file's time of change; several
+    """Results, which expire some time after their last use (their file's time of change). Several
     workers may share the folder.
     """
 
@@ -204,8 +202,8 @@ class KeptResults(_Pictures):
         super().__init__(path, max_bytes)
         self._expires_s = expires_s
         self._queues: dict[str, deque[tuple[float, str]]] = {}
-        """By whom they are booked on, times of last use and names, the oldest first: as they were
-        listed, and those that came since. One that was used since is passed over."""
+        """Scope → times of last use and names, the oldest first, as listed and added since. An
+        entry that was used since is skipped."""
         self._listed_at = -math.inf
 
     def expires_s(self, template_id: str) -> float | None:
@@ -223,7 +221,7 @@ class KeptResults(_Pictures):
         return encoded
 
     def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
-        """As `KeptTemplates.put_result`."""
+        """Store a result, as `KeptTemplates.put_result` does."""
         if len(encoded) > self._max_bytes:
             raise Overloaded(
                 f"{len(encoded)} bytes exceed [limits] max_result_bytes, {self._max_bytes}"
@@ -250,13 +248,12 @@ class KeptResults(_Pictures):
     # Alone
 
     def _booked_on(self, name: str) -> set[str]:
-        """On the first of its owners by name, or EVERYBODY where it has none."""
+        """Return the scope that the bytes count for: the first owner by name, or EVERYBODY."""
         return {min(super()._booked_on(name), default=EVERYBODY)}
 
     def _make_room(self, more: int, owner: str) -> None:
-        """Remove those whose time is over, and then others until there is room for so many bytes of
-        this owner: its own where its share is used up, else those of who has most, and of these the
-        ones that were not used for longest.
+        """Evict expired results, then others until the owner has room for `more` bytes: its own
+        where its share is used up, else those of the largest owner.
         """
         if time.time() - self._listed_at >= self._expires_s:
             self._list()
@@ -270,7 +267,7 @@ class KeptResults(_Pictures):
             self._remove(self._oldest(holder))
 
     def _oldest(self, whose: str) -> str:
-        """The one of its that was not used for longest; there is one."""
+        """Return the owner's least recently used image; there is one."""
         while True:
             queue = self._queues.get(whose, ())
             while queue:
@@ -280,8 +277,8 @@ class KeptResults(_Pictures):
             self._list()
 
     def _expire(self) -> None:
-        """Remove what is over of those that are queued; what is not, is not over either where they
-        were listed less than `expires_s` ago.
+        """Remove expired results from the queues. Others were used since, or were listed less than
+        `expires_s` ago.
         """
         for queue in self._queues.values():
             while queue and time.time() - queue[0][0] >= self._expires_s:

@@ -94,7 +94,8 @@ def read_array(
 def view_array(
     api: Any, request: Any, name: str, dtype: type[np.generic], *, ndim: int
 ) -> npt.NDArray[Any]:
-    """The same where it lies, in Triton's memory: for models that answer before `execute` returns.
+    """Return a view of an input in Triton's memory, for models that answer before `execute`
+    returns.
 
     Raises:
         InvalidRequest: absent, or of another type or rank.
@@ -113,7 +114,7 @@ def view_array(
 def read_array_or_none(
     api: Any, request: Any, name: str, dtype: type[np.generic], *, ndim: int
 ) -> npt.NDArray[Any] | None:
-    """As `read_array`; None of an absent tensor."""
+    """Return the array that `read_array` returns; None: the tensor is absent."""
     if api.get_input_tensor_by_name(request, name) is None:
         return None
     return read_array(api, request, name, dtype, ndim=ndim)

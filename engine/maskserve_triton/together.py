@@ -63,7 +63,9 @@ class Together(Generic[T]):
             self._answer(request, next(results), begin)
 
     def _results(self, items: Sequence[T]) -> Iterator[Outputs | Exception]:
-        """What `work` gives, and without end what it raised or that it ended too soon."""
+        """Yield the results of `work`; after the last one, for ever the exception it raised, or an
+        error that it ended too soon.
+        """
         end: Exception = RuntimeError("not all requests were worked on")
         try:
             yield from self._work(items)
@@ -93,7 +95,7 @@ class Together(Generic[T]):
 def view_item(
     api: Any, request: Any, name: str, dtype: type[np.generic], *, ndim: int
 ) -> npt.NDArray[Any]:
-    """As `view_array`, without the batch dimension, which `ndim` does not count.
+    """Return a view of an input without its batch dimension, which `ndim` does not count.
 
     It is read before the request is answered: Triton's memory is reused then.
     """

@@ -17,7 +17,7 @@ from maskserve_common.liveness import Silence
 from maskserve_triton.call import Call
 
 PROBE = "maskserve_probe"
-"""Parameter of a request that is no edit: its front answers when it has looked at its edits."""
+"""Parameter of a request that is no edit: its front answers after it has checked its edits."""
 
 
 def is_probe(request: Any) -> bool:
@@ -40,9 +40,8 @@ class Passage:
         self._left += 1
 
     def stuck_s(self, *, entered: bool) -> float:
-        """Seconds for which edits have been in it and none has left; to be asked again and again.
-
-        `entered`: whether any edit is in it now.
+        """Return the seconds since an edit last left while edits were inside; must be called again
+        and again. `entered`: whether any edit is inside now.
         """
         if not entered:
             self._left += 1
@@ -71,12 +70,12 @@ class Traffic:
     def stuck(
         self, calls: Collection[Call], held: Collection[str], limit_s: float
     ) -> EngineFailed | None:
-        """What is wrong if they are stuck. To be asked again and again.
+        """Return an error if calls are stuck; must be called again and again.
 
         Args:
-            calls: that the pipeline has not let go of, answered or not.
+            calls: calls that the pipeline still has, answered or not.
             held: ids of the edits that the engine holds.
-            limit_s: what counts as long.
+            limit_s: seconds after which a call counts as stuck.
         """
         is_inbound = any(call.sent and not call.heard for call in calls)
         # One alone may be lost by itself (the watcher says so to its client); more of them follow

@@ -1,4 +1,4 @@
-"""What every model of a worker does as its process starts and ends."""
+"""Start and end of every model's process on a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorkerModel(ABC):
     """A Triton model's Python class, but for its `execute`."""
 
     name: ClassVar[str]
-    """Of the Triton model."""
+    """Name of the Triton model."""
 
     @abstractmethod
     def open(self, config: Config) -> None:

@@ -12,14 +12,13 @@ class AskedNode(NamedTuple):
     node: str
     inputs: Mapping[str, Any]
     settings: Mapping[str, Any]
-    """Every one of them."""
 
 
 class Nodes(Protocol):
-    """What runs the nodes of one model."""
+    """Runner of one model's nodes."""
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call, in order, its outputs by name or why there are none."""
+        """Yield each call's outputs by name, or why there are none, in order."""
 
 
 def one_by_one(

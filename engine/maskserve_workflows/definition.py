@@ -44,17 +44,17 @@ from maskserve_workflows.ports import (
 
 
 class Workflow:
-    """What a `with` block records.
+    """Recorder of the nodes called in a `with` block.
 
     Args:
-        name: under which a router serves it.
+        name: name under which a router serves it.
         about: what it does, for people.
     """
 
     def __init__(self, name: str, about: str = "") -> None:
         self.name, self.about = name, about
         self.plan: WorkflowPlan
-        """Once the block has ended."""
+        """The plan, once the block has ended."""
         self._inputs: list[Input] = []
         self._outputs: dict[str, str] = {}
         self._bodies: list[list[Step]] = [[]]
@@ -92,7 +92,7 @@ class Workflow:
         return Words(self._input(name, Words))
 
     def gives(self, **outputs: Picture | Mask | Words | Verdict) -> None:
-        """What the workflow answers with."""
+        """Declare the workflow's outputs, by name."""
         for name, port in outputs.items():
             self._outputs[name] = _ref(f"{self.name}.{name}", port)
 
@@ -172,7 +172,7 @@ def _ref(where: str, value: Any) -> str:
 
 
 class _Loop:
-    """What loops have in common: a body, and values that it gives."""
+    """Common part of loops: a body, and the values that it gives."""
 
     def __init__(self, name: str) -> None:
         flow = OPEN.get()
@@ -205,7 +205,7 @@ class _Loop:
         raise NotImplementedError
 
     def _given(self, port: Any) -> str:
-        """The name under which the loop gives a value of its body."""
+        """Return the name under which the loop gives a value of its body."""
         ref = _ref(f"{self._id}.gives", port)
         for name, known_ref in self._gives.items():
             if known_ref == ref:
@@ -247,14 +247,14 @@ class each(_Loop):  # noqa: N801  it reads as a statement
 
     @property
     def picture(self) -> Picture:
-        """What the round before gave, or `carry`."""
+        """The picture of the previous round; `carry` in the first round."""
         if self._carry is None:
             raise WorkflowError(f"{self._id}.picture: nothing is carried; accepted: carry=picture")
         return Picture(f"{self._id}.picture")
 
     @property
     def carried(self) -> Picture:
-        """What the last round gave; set in the block."""
+        """The picture of the last round; set in the block."""
         return Picture(f"{self._id}.carried")
 
     @carried.setter
@@ -303,7 +303,7 @@ class repeat(_Loop):  # noqa: N801
         self._until: str | None = None
 
     def until(self, verdict: Verdict) -> None:
-        """What ends the loop once it has passed."""
+        """Set the verdict that ends the loop once it has passed."""
         self._until = _ref(f"{self._id}.until", verdict)
 
     @overload

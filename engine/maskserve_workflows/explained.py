@@ -11,7 +11,7 @@ from maskserve_workflows.plan import Each, NodeCall, Step, WorkflowPlan
 
 
 def explained(plan: WorkflowPlan) -> str:
-    """What a plan takes, runs and gives, and what the passes did to it: lines of text."""
+    """Explain a plan in lines of text: its inputs, steps, outputs, and the passes' notes."""
     lines = [f"{plan.name} {plan.digest}: {plan.about}".rstrip(": ")]
     lines += [
         f"  takes {workflow_input.name}, a {workflow_input.kind}" for workflow_input in plan.inputs

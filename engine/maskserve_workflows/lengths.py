@@ -12,13 +12,13 @@ from typing import Final
 from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, taken
 
 Price = Callable[[NodeCall], float]
-"""Seconds that a call takes by itself."""
+"""Function from a call to its seconds on an idle device."""
 COMPOSE: Final = NodeCall(id="compose", node="compose")
-"""What makes one picture of those of rounds that were side by side."""
+"""The node that composes one picture from rounds that ran side by side."""
 
 
 def tails(steps: Sequence[Step], price: Price) -> dict[str, float]:
-    """Of each step, seconds of the longest chain that lies behind it among these."""
+    """Return for each step the seconds of the longest chain of steps after it."""
     tail_s: dict[str, float] = dict.fromkeys((step.id for step in steps), 0.0)
     for step in reversed(steps):
         with_it = span(step, price) + tail_s[step.id]
@@ -50,6 +50,6 @@ def work(step: Step, price: Price) -> float:
 
 
 def _in_turn(step: Each | Repeat) -> int:
-    """Rounds that come one after the other at the least."""
+    """Return the least number of rounds that run one after the other."""
     is_single = isinstance(step, Repeat) or step.over is not None or step.carry is None
     return 1 if is_single else step.most

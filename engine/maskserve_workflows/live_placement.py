@@ -14,44 +14,45 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from maskserve_workflows.placement import ModelLoad, Placed, grown, place, sustained
 
 BUSY_SHARE: Final = 0.8
-"""Of its time that a server is to be busy: the rest is for bursts. The chart scales by it."""
+"""Share of its time that a server should be busy: the rest is for bursts. The chart scales by
+it."""
 _ENOUGH: Final = 1.0 / BUSY_SHARE
-"""`sustained` of a placement that needs no change."""
+"""Value of `sustained` at which a placement needs no change."""
 _GAIN: Final = 1.2
-"""By which another has to be better."""
+"""Least factor by which another placement must be better."""
 _WINDOW_S: Final = 60.0
-"""In which what was asked counts, what is older less."""
+"""Seconds of the window in which calls count, older ones less."""
 _IDLE: Final = 1e-3
-"""A load below is none."""
+"""Load below which a model counts as idle."""
 Record: TypeAlias = Mapping[str, Any]
 """`NodeModels.record`."""
 _Told: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Of one server, by model."""
+"""Telemetry of one server, by model."""
 
 
 class _Lying(NamedTuple):
-    """What is known of the servers that answer."""
+    """Current placement, as the servers that answer report it."""
 
     told: Mapping[str, _Told]
     rooms: Mapping[str, int]
     placed: Placed
-    """Models with weights that lie there, or are to."""
+    """Models with weights on each server, or about to be loaded there."""
     busy: Mapping[str, float]
-    """Servers that calls of each model keep busy."""
+    """Number of servers that the calls of each model keep busy."""
 
 
 class LivePlacement:
-    """All but `seen` may be asked in another thread."""
+    """Placement that follows the load. All methods but `seen` may be called from another thread."""
 
     def __init__(self) -> None:
         self._lying = _Lying({}, {}, {}, {})
         self._ended: dict[tuple[str, str], int] = {}
-        """Calls in all, by server and model, when they were last counted."""
+        """Total of calls by server and model at the last count."""
         self._counted_at = 0.0
         self._busy: dict[str, float] = {}
-        """Seconds that calls of a model have run in the window."""
+        """Seconds that the calls of a model have run in the window."""
         self._seen_s = 0.0
-        """Of the window, so far."""
+        """Seconds of the window that have been observed."""
 
     def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
         """The lowest one has a call: first where its model lies, then where there is room for it,
@@ -73,7 +74,9 @@ class LivePlacement:
         return place, load_s + queue_s + record["seconds"]
 
     def busy(self) -> Mapping[str, float]:
-        """Servers that calls of each model have kept busy in the last minute, whoever asked."""
+        """Return how many servers the calls of each model have kept busy in the last minute, over
+        all routers.
+        """
         return self._lying.busy
 
     def goes(self, model: str, server: str) -> None:
@@ -111,7 +114,7 @@ class LivePlacement:
         return {name: names for name, names in placed.items() if names != loaded[name]}
 
     def _count(self, told: Mapping[str, _Told], now: float) -> dict[str, float]:
-        """`_Lying.busy`."""
+        """Return the number of servers that each model keeps busy."""
         passed = now - self._counted_at if self._ended else 0.0
         self._counted_at, decay = now, math.exp(-passed / _WINDOW_S)
         self._seen_s = self._seen_s * decay + passed
@@ -130,8 +133,8 @@ class LivePlacement:
 def _loads(
     told: Mapping[str, _Told], rooms: Mapping[str, int], busy: Mapping[str, float]
 ) -> list[ModelLoad]:
-    """Of models with weights that some server can have. Where one could not be loaded it is not to
-    lie; a call tries it there again that has no other server.
+    """Return the loads of models with weights that some server can hold. A server where a model
+    failed to load is left out; a call tries it again there only if no other server can take it.
     """
     sizes: dict[str, int] = {}
     only: dict[str, set[str]] = {}
@@ -147,7 +150,7 @@ def _loads(
 
 
 def _can_be_had(told: Mapping[str, Any], room: int) -> bool:
-    """Whether a model that lies at a server, or may, has room there and no load of it failed."""
+    """Return whether a server has room for a model and no load of it failed there."""
     return told["state"] != "failed" and _needed(told) <= room
 
 
@@ -159,7 +162,7 @@ def _needed(told: Mapping[str, Any]) -> int:
 def _better(
     loads: Sequence[ModelLoad], rooms: Mapping[str, int], here: Placed, told: Mapping[str, _Told]
 ) -> Placed:
-    """What is worth its loads, or what lies there."""
+    """Return a placement that is worth its loads, or the current one."""
     current_score = sustained(loads, here)
     if len(here) < 2 or current_score >= _ENOUGH:
         return here

@@ -18,9 +18,8 @@ _ACCEPTED: Final = MappingProxyType(
         "likeness": ("clip",),
     }
 )
-"""Classes by model, as transformers calls them. The hub has SAM 2 as it is for films, of which the
-part for pictures is read.
-"""
+"""Accepted `model_type`s by model. The hub publishes SAM 2 for films; only its part for pictures is
+read."""
 
 
 class NodeFolder(NamedTuple):
@@ -30,16 +29,18 @@ class NodeFolder(NamedTuple):
     kind: str
     """`model_type` of its config.json."""
     nbytes: int
-    """Of its weights' files."""
+    """Bytes of the files of its weights."""
 
     @property
     def version(self) -> str:
-        """As `Holdings` names it: of each name there is one, for as long as its server runs."""
+        """Version for `Holdings`: a name has one version as long as its server runs."""
         return self.name
 
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
-        """Raises ConfigError: it is of no class that the model may have."""
+        """Return the folder's description. Raises ConfigError: its class is not one that the model
+        may have.
+        """
         kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
         accepted = _ACCEPTED[name]
         if kind not in accepted:
@@ -49,8 +50,8 @@ class NodeFolder(NamedTuple):
 
 
 def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
-    """By model the folders whose weights its calls need, its own first: what a GroundingDINO finds
-    is cut out by `segment`.
+    """Return by model the folders whose weights its calls need, the model's own first: `segment`
+    cuts out what a GroundingDINO finds.
 
     Raises:
         ConfigError: a folder is of another class, or one that is needed is missing.

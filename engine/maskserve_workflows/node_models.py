@@ -45,45 +45,39 @@ NODE_MODELS: Final = Kind(
 _THERE: Final = ("here", "coming")
 _TOGETHER: Final = 8
 _MOST_WAITING: Final = 10_000
-"""Calls that wait for a load; routers send no more than keep a server busy."""
+"""Most calls that wait for a load; routers send no more than keep a server busy."""
 _REMEMBERED: Final = 0.2
-"""Weight of the last call in what a model's calls take."""
+"""Weight of the latest call in the mean seconds of a model's calls."""
 
 
 Done = Callable[[dict[str, Any] | Exception, float], None]
-"""Told, in any thread, what became of a call, and the seconds that it ran."""
+"""Callback with the outcome of a call and the seconds that it ran, in any thread."""
 
 
 OpenNodes: TypeAlias = Callable[[str, Config, Mapping[str, Nodes]], Nodes]
-"""Loads a model of this class (`NodeFolder.kind`, or `verify`); it is given those that are loaded,
-now and later, by name: its calls find those there that they need, too.
-"""
+"""Loader of a model of this class (`NodeFolder.kind`, or `verify`). It receives the mapping of
+loaded models, in which its calls find the other models that they need."""
 
 
 @dataclass(frozen=True, eq=False)
 class NodeWork:
-    """A call and who asked."""
+    """A call and its callback."""
 
     model: str
     asked: AskedNode | None
-    """None: its model is to be loaded."""
+    """The call; None: only load its model."""
     done: Done
     id: str
 
 
 class NodeLoader(ResourceLoader[NodeFolder]):
-    """Opens them, one at a time.
-
-    Args:
-        config: of the node server.
-        open_nodes: reads a model.
-    """
+    """Opens them, one at a time."""
 
     def __init__(self, config: Config, open_nodes: OpenNodes) -> None:
         super().__init__(NODE_MODELS)
         self._config, self._open = config, open_nodes
         self.opened: dict[str, Nodes] = {}
-        """By name of the model."""
+        """Runners of the loaded models, by name."""
 
     def typical_bytes(self) -> float:
         return 0.0
@@ -103,14 +97,14 @@ class _Held(Holdings[NodeFolder]):
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Of one model."""
+    """Queue of one model."""
 
     thread: ThreadPoolExecutor
     calls: list[NodeWork] = field(default_factory=list)
-    """The first ones may run."""
+    """Calls of the model; the first ones may run."""
     ended: int = 0
     seconds: float = 0.0
-    """That a call has taken of late."""
+    """Recent mean seconds of a call."""
 
 
 class NodeModels:
@@ -131,7 +125,7 @@ class NodeModels:
         self._config, self._thread = config, thread
         self._needed = node_folders(config.nodes)
         self._light: dict[str, Nodes] = {LIGHT: PictureNodes(config.limits)}
-        """Those without weights."""
+        """Runners without weights."""
         if config.nodes.verify_url:
             self._light["verify"] = open_nodes("verify", config, {})
         self._door = threading.Lock()
@@ -141,7 +135,7 @@ class NodeModels:
         self._held = _Held(NODE_MODELS, self._residency, self._loader, self._came, Observations())
         self._line: deque[NodeWork] = deque()
         self._waiting: dict[str, NodeWork] = {}
-        """For a load, by id."""
+        """Calls that wait for a load, by id."""
         self._holding: set[str] = set()
         """Ids of calls that have, or wait for, a model."""
         self._queues: dict[str, _Queue] = {}
@@ -165,8 +159,8 @@ class NodeModels:
         self._submit(model, asked, done)
 
     def place(self, models: Collection[str]) -> None:
-        """Have these loaded as far as there is room beside what is needed now; of all others what
-        nothing needs goes. Whoever wants more asks again.
+        """Load these models as far as there is room beside those that calls need now; evict others
+        that nothing needs.
         """
         with self._door:
             requested = {name: self._needed[name] for name in models if name in self._needed}
@@ -188,9 +182,9 @@ class NodeModels:
             self._advance()
 
     def record(self) -> dict[str, Any]:
-        """What routers and operators are told: each model's state, bytes, those that its calls need
-        with what they share, seconds of a load, calls that wait or run, those that ended, and
-        seconds that one has taken of late.
+        """Return the record that routers and operators read: each model's state; its bytes, and
+        those that its calls need with shared parts; seconds of a load; calls that wait or run;
+        calls that ended; and recent seconds per call.
         """
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
@@ -226,7 +220,7 @@ class NodeModels:
     # Under the door
 
     def _advance(self) -> None:
-        """Let the line go on as far as there is room."""
+        """Start waiting calls as far as there is room."""
         while self._line:
             work = self._line[0]
             needed = self._needed[work.model]
@@ -275,7 +269,7 @@ class NodeModels:
     # In other threads
 
     def _came(self, wanted: NodeFolder, outcome: Loaded | MaskserveError) -> None:
-        """In the loader's."""
+        """Handle the end of a load, in the loader's thread."""
         with self._door:
             if isinstance(outcome, Loaded):
                 for name in self._held.arrived(wanted, outcome):
@@ -288,7 +282,7 @@ class NodeModels:
             self._advance()
 
     def _run(self, model: str) -> None:
-        """In the model's: run what waits for it, a few at a time."""
+        """Run the model's waiting calls, a few at a time, in the model's thread."""
         with self._door:
             queue = self._queues[model]
             works = queue.calls[:_TOGETHER]
@@ -323,7 +317,7 @@ def _resource(folder: NodeFolder) -> Resource:
 
 
 def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
-    """Raises EngineFailed: there is no room for them here, whatever goes."""
+    """Raise EngineFailed if the models do not fit even into an empty budget."""
     nbytes = sum(folder.nbytes for folder in needed)
     if nbytes > budget:
         names = " and ".join(folder.name for folder in needed)
@@ -332,7 +326,7 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
 
 
 def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-    """What the nodes give; of what they leave out, why."""
+    """Yield the outputs of the nodes, and an exception for each call that they leave unanswered."""
     end: Exception = RuntimeError("not all calls were answered")
     remaining = len(asked)
     try:

@@ -1,4 +1,4 @@
-"""What a node is: its ports, settings, price and the model that runs it, in one declaration.
+"""Declaration of a node: ports, settings, price, and the model that runs it.
 
     @node(model="find", price_s=0.1)
     def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
@@ -37,7 +37,7 @@ from maskserve_workflows.ports import Port, WorkflowError
 P = ParamSpec("P")
 R = TypeVar("R")
 EDIT: Final = "edit"
-"""The one node type that workers run, step by step in their batches."""
+"""The only node type that workers run, step by step in their batches."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,14 @@ class NodeType:
     name: str
     about: str
     model: str
-    """That runs it: `edit` at a worker, or one of a node server's."""
+    """Model that runs it: `edit` at a worker, or one of a node server's."""
     price_s: float
-    """Seconds that a call is taken to need until some have been measured."""
+    """Seconds that a call is expected to take until some have been measured."""
     deterministic: bool
-    """Equal inputs and settings give the same answer: equal nodes are one, and answers are kept."""
+    """Whether equal inputs and settings give the same answer: equal nodes are then merged, and
+    answers cached."""
     inputs: Mapping[str, str]
-    """Name → kind."""
+    """Name → kind of each input."""
     optional: frozenset[str]
     outputs: Mapping[str, str]
     settings: type[Table]
@@ -85,9 +86,8 @@ class Definition(Protocol):
 
 
 OPEN: ContextVar[Definition | None] = ContextVar("workflow", default=None)
-"""The definition whose block is being run."""
 DECLARED: Final[dict[str, NodeType]] = {}
-"""By name, what `node` has declared so far; all of them are `nodes.NODE_TYPES`."""
+"""Node types declared so far, by name; all of them are `nodes.NODE_TYPES`."""
 
 
 def node(
@@ -157,11 +157,11 @@ def _declared(
 
 
 def _port(hint: Any) -> type[Port] | None:
-    """The port's class that a hint has, or None."""
+    """Return the port class that a type hint contains, or None."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return next((x for x in parts if isinstance(x, type) and issubclass(x, Port)), None)
 
 
 def setting_error(where: str, error: Misread) -> WorkflowError:
-    """What is wrong with a node's setting."""
+    """Return the error for a node's invalid setting."""
     return WorkflowError(f"{where}.{error.path}: {error.problem}; accepted: {error.accepted}")

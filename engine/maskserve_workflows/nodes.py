@@ -74,8 +74,8 @@ def resembles(picture: Picture, text: Words | str, *, enough: Share = 0.25) -> V
 
 @node(model="verify", price_s=1.0, deterministic=False)
 def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> Verdict:
-    """Whether the picture shows what is stated, as a vision-language model says that the operator
-    named: a score from 0 to 1, which passes from `enough` on.
+    """Whether the picture shows what is stated, as judged by the vision-language model that the
+    operator named: a score from 0 to 1, which passes from `enough` on.
     """
     raise NotImplementedError
 
@@ -84,8 +84,9 @@ def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> 
 def segment(
     picture: Picture, *, points: tuple[Click, ...] = (), box: tuple[float, ...] = ()
 ) -> Found:
-    """What lies under clicks (x, y, and 1, or 0 for what is none of it) and in a box (left, top,
-    right, bottom); the verdict is how well the model says that it fits. Nothing is an error.
+    """Select the region under clicks (x, y, and 1, or 0 for what is not part of it) and in a box
+    (left, top, right, bottom); the verdict is how well the model says that it fits. Nothing is an
+    error.
     """
     raise NotImplementedError
 

@@ -1,5 +1,5 @@
-"""What a compiler does to a plan. Each pass has a flag, changes no answer but as it says, and notes
-what it did.
+"""Compiler passes over a plan. Each has a flag, leaves answers as they are unless its docstring
+says otherwise, and notes what it did.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ def compiled(plan: WorkflowPlan, passes: Collection[str] | None = None) -> Workf
 
 
 def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Nodes whose answers nobody takes are left out."""
+    """Drop nodes whose outputs nothing uses."""
     notes: list[str] = []
 
     def alive(steps: Sequence[Step], wanted: set[str]) -> tuple[Step, ...]:
-        """Those of the steps of which something is wanted; what they take is added to that."""
+        """Return the steps whose values are required; their inputs are added to the required
+        ones.
+        """
         live_steps: list[Step] = []
         for step in reversed(steps):
             required_names = {
@@ -72,7 +74,7 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Nodes that would give the same are called once."""
     notes: list[str] = []
     new: dict[str, str] = {}
-    """Step → the equal one that stays."""
+    """Step → the equal step that stays."""
 
     def renamed(ref: str) -> str:
         step, _, name = ref.partition(".")
@@ -163,11 +165,11 @@ PASSES: Final[dict[str, Callable[[WorkflowPlan], tuple[WorkflowPlan, list[str]]]
     "prime": prime_first,
     "early": bring_early,
 }
-"""In the order in which they run."""
+"""Passes in the order in which they run."""
 
 
 def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
-    """The step, with what it names itself of others under new names; its body stays."""
+    """Rename a step's own references to other steps; its body stays."""
     if isinstance(step, NodeCall):
         inputs = {name: renamed(ref) for name, ref in step.inputs.items()}
         return structs.replace(step, inputs=inputs)
@@ -181,7 +183,7 @@ def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
 
 
 def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    """Pictures that edits need, and by how many edits at once at most."""
+    """Yield the pictures that edits need, each with the most edits at once."""
     for step in steps:
         if isinstance(step, NodeCall):
             if step.node == EDIT:

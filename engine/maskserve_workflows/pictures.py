@@ -27,17 +27,13 @@ Encoded: TypeAlias = bytes | memoryview
 Box = tuple[int, int, int, int]
 """First and last + 1 row, first and last + 1 column."""
 _MOST_RUNS: Final = 2**17
-"""Of a mask, in all its rows: what is painted has some in each, noise has millions."""
+"""Most runs of a mask in all its rows: painted masks have some in each, noise has millions."""
 _RIM: Final = 40
-"""Difference to a neighbour, of 255, from which on a pixel is a rim."""
+"""Difference to a neighbour, of 255, from which a pixel is a rim."""
 
 
 class PictureNodes:
-    """Runs them.
-
-    Args:
-        limits: of pictures.
-    """
+    """Runs them."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -48,7 +44,7 @@ class PictureNodes:
         }
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Of each call its outputs."""
+        """Yield each call's outputs."""
         return one_by_one(self._run, calls)
 
     def _run(self, asked: AskedNode) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def read_picture(encoded: Encoded, limits: LimitsConfig) -> Pixels:
 
 
 def read_mask(encoded: Encoded, limits: LimitsConfig, size: tuple[int, ...] | None = None) -> Grey:
-    """What of a mask is white, [H, W]; `size` is the picture's.
+    """Return the white pixels of a mask, [H, W]; `size` is the picture's.
 
     Raises:
         InvalidRequest: it cannot be used, or is of another size.
@@ -154,7 +150,7 @@ def mask_pixels(white: Grey) -> Pixels:
 
 
 def encode_mask(white: Grey) -> bytes:
-    """The same as a PNG."""
+    """Encode a mask as a PNG."""
     return encode_png(mask_pixels(white))
 
 
@@ -162,7 +158,7 @@ class Component(NamedTuple):
     """Pixels of a mask that hang together by their sides."""
 
     runs: npt.NDArray[np.int64]
-    """[N, 3], by row and column: a row, the first column and one behind the last."""
+    """Runs, [N, 3], by row and column: row, first column and last + 1 column."""
 
     @property
     def area(self) -> int:

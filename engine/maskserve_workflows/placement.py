@@ -18,17 +18,17 @@ Placed = Mapping[str, frozenset[str]]
 """Device → models."""
 _LEAST_GAIN = 1e-9
 _MOST_LOOKS = 10_000
-"""At places for models, until it is taken that they do not fit."""
+"""Most placements of models that are tried before they count as not fitting."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """A model and what is asked of it."""
+    """A model and its load."""
 
     name: str
     nbytes: int
     load: float
-    """Devices that it keeps busy: calls in a second, times their seconds."""
+    """Devices that it keeps busy: calls per second times seconds per call."""
     only: Set[str] | None = None
     """Devices that may have it; None: all."""
 
@@ -90,8 +90,8 @@ def _by_load_of_a_byte(model: ModelLoad) -> float:
 def _each_once(
     models: Sequence[ModelLoad], rooms: Mapping[str, int], *, spread: bool
 ) -> dict[str, frozenset[str]] | None:
-    """Where most room is left, or where a model fits best, and where that leads nowhere elsewhere;
-    None: they do not fit, as far as was looked.
+    """Place each model where most room is left, or where it fits best, and if that fails elsewhere;
+    None: they do not fit, as far as the search went.
     """
     free_bytes = dict(rooms)
     placed: dict[str, set[str]] = {name: set() for name in rooms}
@@ -141,8 +141,8 @@ def grown(
 def _filled(
     by_name: Mapping[str, ModelLoad], rooms: Mapping[str, int], placed: Placed
 ) -> dict[str, frozenset[str]]:
-    """With a copy of a tight model wherever one fits, then of any: of those that lie nowhere, then
-    of those with the most load for their copies.
+    """Fill the free room: first with copies of tight models, then of models without a place, then
+    of those with the most load per copy.
     """
     placed = dict(placed)
     models = list(by_name.values())
@@ -176,8 +176,8 @@ def _changes(
     placed: Placed,
     tight: frozenset[str],
 ) -> Iterator[dict[str, frozenset[str]]]:
-    """Devices that have none of the tight models, each with one of them in place of others; of
-    equal devices one. What lay there alone goes to another.
+    """Yield placements in which a device that lacks the tight models gets one of them in place of
+    others; of equal devices one. A model that had no other copy moves elsewhere.
     """
     copies = Counter(model for names in placed.values() for model in names)
     tried = set()
@@ -201,7 +201,7 @@ def _changes(
 def _sets(
     held: Iterable[str], over: int, by_name: Mapping[str, ModelLoad]
 ) -> Iterator[frozenset[str]]:
-    """One or two of those held that make so much room."""
+    """Yield one or two of the placed models that free so much room."""
     for count in (1, 2):
         for subset in itertools.combinations(sorted(held), count):
             if _size(by_name, subset) >= over:
@@ -215,8 +215,8 @@ def _moved(
     placed: Placed,
     change: dict[str, frozenset[str]],
 ) -> bool:
-    """Whether another device has room for a model, or copies that make room for it, which `change`
-    then says.
+    """Move a model to another device that has room, or that copies can leave; record the moves in
+    `change`; return whether one was found.
     """
     current = {name: change.get(name, names) for name, names in placed.items()}
     if any(model in names for names in current.values()):
@@ -245,7 +245,7 @@ def _moved(
 
 
 def _most(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> float:
-    """What no placement exceeds: all devices are full."""
+    """Return the upper bound of every placement: all devices are busy."""
     total = sum(model.load for model in models)
     return (1.0 - _LEAST_GAIN) * len(rooms) / total if total else math.inf
 
@@ -255,8 +255,8 @@ def _size(by_name: Mapping[str, ModelLoad], held: Iterable[str]) -> int:
 
 
 def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozenset[str]]:
-    """`sustained`, and the models that bound it: each guess is what the last one's bottleneck
-    allows (Dinkelbach), until no bottleneck is left.
+    """Return `sustained` and the models that limit it, by Dinkelbach's iteration: each guess is
+    what the last bottleneck allows.
     """
     loads = {model.name: model.load for model in models if model.load > 0.0}
     groups = Counter(frozenset(names & loads.keys()) for names in placed.values())
@@ -279,8 +279,8 @@ def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozense
 def _short(
     loads: Mapping[str, float], hosts: Sequence[tuple[frozenset[str], int]], factor: float
 ) -> frozenset[str]:
-    """Models that the devices which have any of them cannot serve at this factor: none, or those on
-    the source's side of a minimum cut.
+    """Return the models whose devices cannot serve them at this factor: those on the source's side
+    of a minimum cut, or none.
     """
     need = {name: factor * load for name, load in loads.items()}
     free = [float(count) for _, count in hosts]

@@ -21,12 +21,12 @@ from maskserve_workflows.ports import MANY, WorkflowError
 
 VERSION: Final = 1
 MOST: Final = 16
-"""Rounds of a loop, at most."""
+"""Most rounds of a loop."""
 MOST_STEPS: Final = 64
 INPUTS: Final = "inputs"
 INPUT_KINDS: Final = ("picture", "mask", "text")
 RESERVED: Final = frozenset({"edit", "edit_stream", "edit_pipeline", "control"})
-"""Names of models that there are in any case."""
+"""Model names that are always taken."""
 
 Id = Annotated[
     str,
@@ -44,10 +44,10 @@ class NodeCall(Table, frozen=True, tag="call", tag_field="step"):
 
     id: Id
     node: str
-    """Its type."""
+    """Node type."""
     inputs: dict[str, Ref] = msgspec.field(default_factory=dict)
     texts: dict[str, Annotated[str, Meta(max_length=32_000)]] = msgspec.field(default_factory=dict)
-    """Inputs that are written out."""
+    """Literal text inputs."""
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -57,18 +57,19 @@ class Each(Table, frozen=True, tag="each", tag_field="step"):
     id: Id
     body: tuple[Step, ...]
     most: Rounds
-    """More regions are an error."""
+    """Most rounds; more regions are an error."""
     over: Ref | None = None
-    """Regions; None: it runs `most` times. In the body `ID.mask` is the round's."""
+    """Regions to loop over; None: it runs `most` times. In the body `ID.mask` is the round's
+    region."""
     carry: Ref | None = None
-    """The picture that the first round begins with, `ID.picture` in the body; a round gives the
-    next one its own. None: rounds know nothing of one another."""
+    """Picture that the first round begins with, `ID.picture` in the body; each round passes its own
+    to the next. None: rounds are independent."""
     carried: Ref | None = None
-    """What a round gives the next."""
+    """Value that a round passes to the next."""
     side_by_side: bool = False
-    """Rounds whose regions stay apart begin with the same picture and are composed."""
+    """Whether rounds whose regions do not touch begin with the same picture and are composed."""
     gives: dict[str, Ref] = msgspec.field(default_factory=dict)
-    """Name → a value of the body; outside `ID.NAME` is the list of all rounds'."""
+    """Name → a value of the body; outside, `ID.NAME` is the list of all rounds' values."""
 
 
 class Repeat(Table, frozen=True, tag="repeat", tag_field="step"):
@@ -79,18 +80,17 @@ class Repeat(Table, frozen=True, tag="repeat", tag_field="step"):
     most: Rounds
     until: Ref
     gives: dict[str, Ref] = msgspec.field(default_factory=dict)
-    """Name → a value of the body; outside `ID.NAME` is that of the round that counts."""
+    """Name → a value of the body; outside, `ID.NAME` is the value of the round that counts."""
 
 
 Step = NodeCall | Each | Repeat
 
 
 class Input(Table, frozen=True):
-    """What a client sends."""
+    """An input of the workflow, given by the client."""
 
     name: Id
     kind: str
-    """picture, mask or text."""
 
 
 class WorkflowPlan(Table, frozen=True):
@@ -102,12 +102,12 @@ class WorkflowPlan(Table, frozen=True):
     outputs: dict[Id, Ref]
     about: str = ""
     notes: tuple[str, ...] = ()
-    """What the passes did."""
+    """Changes that the passes made."""
     early: tuple[str, ...] = ()
-    """LoRAs and ControlNets of later nodes, which are brought as a run begins."""
+    """LoRAs and ControlNets of later nodes, which are loaded as a run begins."""
     version: int = VERSION
     digest: str = ""
-    """Of all else; an answer's META names it."""
+    """Digest of all other fields; an answer's META names it."""
 
 
 def kinds_of(step: Step, inner: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +126,7 @@ def kinds_of(step: Step, inner: Mapping[str, str]) -> dict[str, str]:
 
 
 def round_kinds(step: Step) -> dict[str, str]:
-    """What a loop gives its body, by reference."""
+    """Return the kinds of the values that a loop gives its body, by reference."""
     kinds = {}
     if isinstance(step, Each):
         if step.over is not None:
@@ -148,7 +148,7 @@ def references(step: Step) -> Iterator[str]:
 
 
 def taken(step: Step) -> list[str]:
-    """What a step needs of what is outside of it, by reference."""
+    """Return the references that a step takes from outside of it."""
     inner_ids = {step.id}
     if not isinstance(step, NodeCall):
         bodies = list(step.body)
@@ -234,7 +234,7 @@ def check_plan(plan: WorkflowPlan) -> None:
 
 
 def _where_made(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
-    """Step → the loop that it stands in."""
+    """Return for each step the loop that contains it."""
     loop_by_step = {}
     for step in steps:
         loop_by_step[step.id] = inside
@@ -244,7 +244,7 @@ def _where_made(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
 
 
 def _check_steps(steps: Sequence[Step], known: dict[str, str], made: Mapping[str, str]) -> None:
-    """Check steps that see `known`, to which what they give is added."""
+    """Check steps that may refer to `known`, and add their outputs to it."""
     for step in steps:
         if isinstance(step, NodeCall):
             _check_call(step, known, made)
@@ -288,7 +288,7 @@ def _check_call(step: NodeCall, known: Mapping[str, str], made: Mapping[str, str
 def _check_loop(
     step: Each | Repeat, known: Mapping[str, str], made: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the body's values are, by reference."""
+    """Check a loop's inputs and body; return the kinds of the body's values, by reference."""
     if isinstance(step, Each):
         if step.over is not None:
             _fits(f"{step.id}.over", step.over, "regions", known, made)
@@ -319,11 +319,7 @@ def _check_loop(
 
 
 def _kind(where: str, ref: str, known: Mapping[str, str], made: Mapping[str, str]) -> str:
-    """The kind of what is referred to.
-
-    Raises:
-        WorkflowError: it is not there.
-    """
+    """Return the kind of a referenced value. Raises: WorkflowError: the value does not exist."""
     if ref in known:
         return known[ref]
     owner = ref.partition(".")[0]

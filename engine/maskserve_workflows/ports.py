@@ -1,4 +1,4 @@
-"""What flows between nodes, typed by what it means.
+"""Values that flow between nodes, typed by meaning.
 
 In a definition a value is a handle of one of these classes; in a plan it is a reference, as text,
 and its kind is the class's. As a workflow runs, values are plain data (`values.py`).
@@ -21,7 +21,7 @@ class Port:
     """
 
     ref: str
-    """As a plan names it: `inputs.image`, `find-1.mask`."""
+    """Reference in the form that a plan uses: `inputs.image`, `find-1.mask`."""
     kind: ClassVar[str] = ""
 
     def __bool__(self) -> NoReturn:
@@ -50,7 +50,7 @@ class Picture(Port):
 
 
 class Mask(Port):
-    """What of a picture is meant: white."""
+    """A region of a picture: white."""
 
     kind = "mask"
 
@@ -62,7 +62,7 @@ class Words(Port):
 
 
 class Verdict(Port):
-    """Whether a picture is as it was asked for, and how nearly."""
+    """Whether a picture is as requested, and how nearly."""
 
     kind = "verdict"
 
@@ -89,4 +89,4 @@ KINDS: Final[dict[str, type[Port]]] = {
     each.kind: each for each in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts)
 }
 MANY: Final = {"mask": "regions", "picture": "pictures", "verdict": "verdicts"}
-"""Kind → the kind of several of it."""
+"""Kind → the kind of a list of such values."""

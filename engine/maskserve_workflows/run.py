@@ -42,7 +42,7 @@ class Task:
     key: str
     call: NodeCall
     inputs: Mapping[str, Any]
-    """Name → value, text that is written out among them."""
+    """Name → value, literal text included."""
 
 
 def seed_of(seed: int, key: str) -> int:
@@ -52,7 +52,7 @@ def seed_of(seed: int, key: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Scope:
-    """The plan's steps, or a round of a loop."""
+    """Scope of values: the plan's steps, or a round of a loop."""
 
     path: str
     steps: Sequence[Step]
@@ -82,21 +82,21 @@ class _Scope:
 
 @dataclass(slots=True, eq=False)
 class _Rounds:
-    """A loop that has begun."""
+    """State of a loop that has begun."""
 
     step: Each | Repeat
     scope: _Scope
-    """That it stands in."""
+    """Scope that contains the loop."""
     key: str
     areas: Areas | None = None
     waves: list[list[int]] = field(default_factory=list)
-    """Of `each`: numbers of the rounds that are still to begin, those of one wave together."""
+    """Rounds of `each` that are still to begin, by number; those of one wave together."""
     current: Any = None
-    """The picture that is carried."""
+    """Picture that rounds pass on."""
     under_way: list[int] = field(default_factory=list)
     rounds: dict[int, _Scope] = field(default_factory=dict)
     left: int = 0
-    """Of the rounds under way those that have not ended."""
+    """Running rounds that have not ended."""
 
     def later(self, price: Price) -> float:
         """Seconds of the rounds that have not begun, one wave after the other."""
@@ -136,15 +136,15 @@ class WorkflowRun:
         self._ready: list[Task] = []
         self._under_way: dict[str, tuple[Task, _Scope | _Rounds]] = {}
         self.tries: dict[str, int] = {}
-        """Of each task."""
+        """Number of tries of each task."""
         self._made: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
-        """Tasks that were answered, and by what."""
+        """Answered tasks, with their scopes and outputs."""
         self._maker: dict[NamedValue, str] = {}
-        """Whose output each is."""
+        """Task whose output each value is."""
         self._blocked: dict[str, Task] = {}
         """Tasks that wait until their inputs are made again."""
         self._loops: list[_Rounds] = []
-        """Those that have begun and not ended."""
+        """Loops that have begun and not ended."""
         values = {f"{INPUTS}.{name}": value for name, value in inputs.items()}
         self._top = _Scope("", plan.steps, values)
         self._advance(self._top)
@@ -220,7 +220,7 @@ class WorkflowRun:
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """What the workflow answers with, once it has ended."""
+        """Return the workflow's outputs, once it has ended."""
         return {name: self._top.value(ref) for name, ref in self._plan.outputs.items()}
 
     def needed(self) -> Iterator[Any]:
@@ -273,7 +273,7 @@ class WorkflowRun:
         return path, calls
 
     def _advance(self, scope: _Scope) -> None:
-        """Begin what has all that it takes."""
+        """Begin all steps whose inputs are complete."""
         for step in scope.steps:
             if step.id in scope.begun or not all(map(scope.knows, taken(step))):
                 continue
@@ -299,7 +299,7 @@ class WorkflowRun:
         self._settle(scope)
 
     def _settle(self, scope: _Scope) -> None:
-        """Tell a round's loop once all of it has ended."""
+        """Report a round to its loop once all of it has ended."""
         if len(scope.ended) == len(scope.steps) and scope.loop is not None:
             loop, scope.loop = scope.loop, None
             self._round_ended(loop)
@@ -375,15 +375,15 @@ class WorkflowRun:
         self._next_wave(rounds)
 
     def _compose(self, rounds: _Rounds, parts: list[Any]) -> None:
-        """One picture of those of a wave."""
+        """Compose the pictures of a wave."""
         inputs = {"picture": rounds.current, "parts": tuple(parts)}
         key = f"{rounds.key}/compose[{rounds.under_way[0]}]"
         rounds.under_way = []
         self._start(Task(key, COMPOSE, inputs), rounds)
 
     def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
-        """The round that counts: of those that passed, or else of all, the first with the highest
-        score.
+        """Return the round that counts: of those that passed, or else of all, the first with the
+        highest score.
         """
 
         def rank(number: int) -> tuple[bool, float, int]:
@@ -410,7 +410,7 @@ class WorkflowRun:
 
 
 def _behind(scope: _Scope, step: str, price: Price) -> float:
-    """Seconds of the longest chain behind a step of the scope."""
+    """Return the seconds of the longest chain after a step of the scope."""
     seconds, loop = tails(scope.steps, price)[step], scope.loop
     if loop is None:
         return seconds

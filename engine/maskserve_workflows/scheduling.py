@@ -28,24 +28,23 @@ class ReadyNode:
 
     key: str
     arrival: float
-    """Of its plan."""
+    """Arrival time of the plan."""
     depth: int
-    """Nodes before it."""
     due: float
-    """Of its plan; infinite: at no time."""
+    """Due time of the plan; infinite: none."""
     run_s: tuple[float, ...]
-    """On one device, on two, and so on."""
+    """Seconds on one device, on two, and so on."""
     behind_s: float = 0.0
-    """Of the longest chain behind it."""
+    """Seconds of the longest chain of nodes behind this one."""
     models: frozenset[str] = frozenset()
     inputs: Mapping[str, int] = field(default_factory=dict)
-    """Bytes, by the place that has them."""
+    """Bytes of inputs, by the place that has them."""
     only: Set[str] | None = None
-    """Places that may take it; None: all."""
+    """Places that may run it; None: all."""
     at_once: int = 1
-    """Calls like this one that are ready together."""
+    """Number of equal calls that are ready together."""
     together: int = 1
-    """Nodes of its models that share a call at the most."""
+    """Most nodes of its models in one call."""
 
     @property
     def latest_start(self) -> float:
@@ -58,13 +57,13 @@ class ReadyNode:
 
 
 def in_pieces(key: str, arrival: float, due: float, path_s: float, work_s: float) -> ReadyNode:
-    """What is left of a plan as one node.
+    """Return the rest of a plan as one node.
 
     Args:
-        key: the plan's.
-        arrival: its.
-        due: when it is.
-        path_s: its remaining critical path.
+        key: key of the plan.
+        arrival: its arrival time.
+        due: its due time.
+        path_s: seconds of its remaining critical path.
         work_s: seconds that devices need in all: as many run at once as fit into the path.
     """
     pieces = max(1, math.ceil(work_s / path_s - 1e-6)) if path_s else 1
@@ -79,7 +78,7 @@ class NodePlace:
     name: str
     free_at: float
     models: frozenset[str] = frozenset()
-    """That it has loaded."""
+    """Models that are loaded there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +88,20 @@ class Dispatch:
     nodes: tuple[ReadyNode, ...]
     places: tuple[str, ...]
     before_s: float
-    """Fetch and load, of the slowest place."""
+    """Seconds to fetch inputs and load models, at the slowest place."""
     run_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What is measured of models and links."""
+    """Measured costs of models and links."""
 
     load_s: Mapping[str, float] = field(default_factory=dict)
-    """By model."""
+    """Seconds to load each model."""
     byte_s: float = 0.0
-    """To fetch a byte from another place."""
+    """Seconds to fetch a byte from another place."""
     shared: float = 0.1
-    """Of a call's seconds what does not grow with its nodes."""
+    """Share of a call's seconds that does not grow with its number of nodes."""
 
     def before_s(self, node: ReadyNode, place: NodePlace) -> float:
         """Seconds until a place has a node's inputs and models."""
@@ -119,12 +118,12 @@ Order = Callable[[ReadyNode], tuple[float | str, ...]]
 
 
 def least_slack(node: ReadyNode) -> tuple[float | str, ...]:
-    """Whoever must begin first; what is due at no time by arrival, behind all others."""
+    """Order by the latest start; nodes without a due time come last, by arrival."""
     return (node.latest_start, *first_come(node))
 
 
 def first_come(node: ReadyNode) -> tuple[float | str, ...]:
-    """By arrival of the plan, then by depth."""
+    """Order by the plan's arrival, then by depth."""
     return (node.arrival, node.depth, node.key)
 
 
@@ -138,7 +137,7 @@ def decide(
     now: float,
     order: Order = least_slack,
 ) -> tuple[list[Dispatch], list[ReadyNode]]:
-    """What begins now, and nodes whose plans cannot be in time any more.
+    """Choose the nodes that begin now, and return the nodes whose plans must be late.
 
     A node waits for a busy place that would have done it before any idle one could. It gets as many
     devices as its due time needs, and more only while over half of them idle and nobody waits.
@@ -173,7 +172,7 @@ def _chosen(
     prices: Prices,
     now: float,
 ) -> list[NodePlace]:
-    """Where a node begins now; nowhere if it is to wait."""
+    """Choose the places where a node begins now; none if it has to wait."""
     able = [place for place in places if node.only is None or place.name in node.only]
     if not able or min(able, key=lambda place: prices.score(node, place, now)) not in idle:
         return []
@@ -263,7 +262,7 @@ def predicted(
 
 
 def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
-    """Whether any place will do for any node: all have all models."""
+    """Return whether all places have all models, so that any place serves any node."""
     required_models: frozenset[str] = frozenset().union(*(node.models for node in nodes))
     return all(node.only is None for node in nodes) and all(
         required_models <= place.models for place in places
@@ -271,7 +270,7 @@ def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
 
 
 def _listed(nodes: Sequence[ReadyNode], free: Iterable[float], now: float) -> dict[str, float]:
-    """List scheduling on places that are alike."""
+    """Return when each node's plan would end, by list scheduling on equal places."""
     ends: dict[str, float] = {}
     heap = [max(at, now) for at in free]
     heapq.heapify(heap)

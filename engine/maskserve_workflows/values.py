@@ -1,5 +1,5 @@
-"""What values are as a workflow runs: bytes of pictures and masks, text, and these. Whoever makes a
-picture or mask gives its pixels.
+"""Values of a running workflow: bytes of pictures and masks, text, and the classes here. The node
+that makes a picture or mask gives its pixels.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Areas:
 
     masks: tuple[Any, ...]
     waves: tuple[int, ...]
-    """Of each the wave in which it may be painted: regions of one wave stay apart, and a region is
-    in a later one than those before it that it touches."""
+    """Wave of each region. Regions of one wave do not touch; a region is in a later wave than the
+    earlier regions that it touches."""
 
     @classmethod
     def in_turn(cls, masks: Sequence[Any]) -> Areas:
@@ -30,11 +30,11 @@ class NamedValue:
 
     reference: bytes
     data: bytes | None = None
-    """In place of the file, where it was made again and found no room."""
+    """Data in place of the file, if it was made again and found no room."""
 
     @property
     def element(self) -> bytes:
-        """What stands for it in a tensor."""
+        """Return the bytes that represent it in a tensor."""
         return self.reference if self.data is None else self.data
 
     def is_now(self, made: Any) -> None:
@@ -58,7 +58,7 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def named_in(values: Any) -> list[NamedValue]:
-    """What of a value, or of several, lies in files."""
+    """Return the parts of a value, or of several, that lie in files."""
     return [part for part in parts_of(values) if isinstance(part, NamedValue)]
 
 
@@ -77,5 +77,4 @@ class Judgement:
     """A verdict."""
 
     score: float
-    """The more the better."""
     passed: bool

@@ -19,15 +19,15 @@ from maskserve_common.imaging.images import encode_png, plain_picture
 from maskserve_workflows.values import Areas, Judgement, NamedValue, changed
 
 RECORD = "record"
-"""In place of a node: what the server hosts (`NodeModels.record`), as RESULT."""
+"""Node name that requests the server's record (`NodeModels.record`), as RESULT."""
 PLACED = "placed"
-"""Setting of it: models that are to be loaded there (`NodeModels.place`)."""
+"""Setting of it: models that the server has to load (`NodeModels.place`)."""
 NOT_HOSTED = "is not run by this node server"
-"""Words of a server whose `[nodes]` lack the node's model."""
+"""Message of a server whose `[nodes]` lack the node's model."""
 MOST_ELEMENTS = 256
-"""Of a call, one way."""
+"""Most elements of a call, one way."""
 Put: TypeAlias = Callable[[Sequence[bytes | memoryview]], bytes | None]
-"""Makes a file of these parts and gives its reference; None: it goes as bytes."""
+"""Stores parts as one file and returns its reference; None: the value passes as bytes."""
 
 
 class Laid(msgspec.Struct, frozen=True):
@@ -37,28 +37,27 @@ class Laid(msgspec.Struct, frozen=True):
     kind: str
     count: Annotated[int, Meta(ge=0, le=MOST_ELEMENTS)] = 1
     waves: tuple[int, ...] = ()
-    """Of regions."""
+    """Waves of the regions."""
 
 
 class NodeTask(msgspec.Struct, frozen=True):
-    """What a node server is asked."""
+    """Request to a node server."""
 
     node: str
     inputs: tuple[Laid, ...]
     settings: dict[str, Any]
     scope: str = ""
-    """Of who asks."""
+    """Scope of the client."""
     run: str = ""
-    """That what is made is put for, where the server shares files with the router; empty: it is
-    answered as bytes."""
+    """Run that outputs are stored for, where the server shares files with the router; empty:
+    outputs pass as bytes."""
 
 
 class NodeResult(msgspec.Struct, frozen=True):
-    """What it answers."""
+    """Answer of a node server."""
 
     outputs: tuple[Laid, ...]
     seconds: float
-    """That the node ran."""
 
 
 def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What passes between processes: settings, tensors, META, the status record."""
+"""Messages between processes: settings, tensors, META, the status record."""

@@ -18,14 +18,14 @@ class DenseSteps:
     """
 
     every: int = 0
-    """Of any edit, however few its steps."""
+    """Dense steps of any edit, however few its steps."""
     prompt: int = 0
-    """Of one with a prompt."""
+    """Dense steps of an edit with a prompt."""
     side: int = 0
-    """Of one whose active tokens cover a whole side of the picture."""
+    """Dense steps of an edit whose computed tokens cover a whole side of the picture."""
 
     def of(self, steps: int, *, prompt: bool, side: bool) -> int:
-        """Of an edit of so many steps that has a prompt, or covers a side, or both."""
+        """Return the number of dense first steps of an edit of `steps` steps."""
         needed = max(self.prompt if prompt else 0, self.side if side else 0)
         return max(self.every, min(needed, steps // _PER_DENSE_STEP))
 

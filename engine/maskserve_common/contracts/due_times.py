@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from maskserve_common.errors import DeadlineExceeded, EngineFailed, Overloaded
 
 OK = "OK"
-"""The code of an edit that ended well."""
 SIDES = (256, 512, 1024)
-"""Squares up to which the first times are; the last is that of all larger edits."""
+"""Sides of the squares that bound the first times; larger edits have the last time."""
 SLO_OUTCOMES = ("met", "late", "deadline", "refused", "failed")
-"""How an edit that was due at some time can end; all but `met` are misses."""
+"""Outcomes of an edit with a due time; all but `met` are misses."""
 _MISSED = {
     DeadlineExceeded.code: "deadline",
     Overloaded.code: "refused",
@@ -32,7 +31,8 @@ def due_by_size(times_ms: Sequence[int], pixels: int) -> int | None:
 
 
 def slo_outcome(code: str, slack_s: float) -> str | None:
-    """Of SLO_OUTCOMES; None where the client is the cause: a mistake in its request, or a cancel.
+    """Return one of SLO_OUTCOMES; None where the client is the cause: a mistake in its request, or
+    a cancel.
 
     Args:
         code: `OK`, or the error's.

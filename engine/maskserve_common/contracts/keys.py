@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
-"""The form of a template's name."""
 
 
 _SEEN_DIGITS = 32
@@ -49,22 +48,22 @@ def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"", unseen: byte
 
 
 def entries_id(template: str) -> str:
-    """What the names of all templates begin with that share the entries of this one."""
+    """Return the prefix that names of templates with the same entries share."""
     return template[:_SEEN_DIGITS]
 
 
 def sharing(template: str, names: Iterable[str]) -> list[str]:
-    """Of these templates those that share a template's entries, it itself too if it is one."""
+    """Return those of `names` whose templates share the entries of `template`."""
     shared_id = entries_id(template)
     return [name for name in names if entries_id(name) == shared_id]
 
 
 SCOPE = re.compile(r"[0-9a-z]{1,32}")
-"""The form of a scope."""
 NO_SCOPE = ""
-"""Of edits that came without a router, or through one without keys: they may use every template."""
+"""Scope of edits that came without a router, or through one without keys: they may use every
+template."""
 SHARED = "shared"
-"""The owner that stands for every client."""
+"""Owner that stands for every client."""
 
 
 def scoped(scope: str, name: str) -> str:
@@ -98,7 +97,7 @@ LAYOUT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class TemplateKey:
-    """What all entries of one primed template share."""
+    """Properties that determine the entries of one primed template."""
 
     model_revision: str
     pixels_id: str
@@ -136,8 +135,8 @@ class Anchor:
 
 
 STILL = Anchor(0.0, 0.0, 0.0)
-"""In an anchor's place: of pictures that see nothing of a row, whose keys and values any step reads
-(`Semantics.exact`). It scales alike with none, so that no step takes it for its nearest."""
+"""Anchor of pictures that do not depend on the row: every step can read their keys and values
+(`Semantics.exact`). Its scale equals no other, so that no step takes it for its nearest."""
 
 
 def anchor_steps(sigmas: Sequence[float], stride: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the memory of a worker's device goes to, as it is told at its start."""
+"""Memory of a worker's device by use, measured at its start."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ class MemoryTable(msgspec.Struct, frozen=True):
     device: str
     total: int
     weights: int
-    """Of the denoiser."""
+    """Bytes of the denoiser's weights."""
     encoder: int
-    """Its weights, and what encoding one edit takes beside them."""
+    """Bytes of the encoder's weights, and of encoding one edit."""
     decoder: int
-    """Likewise."""
+    """Bytes of the decoder's weights, and of decoding one edit."""
     step: int
-    """What a step of `rows` rows takes, and a template that is primed meanwhile."""
+    """Bytes for a step of `rows` rows and for a template that is primed meanwhile."""
     cache: int
-    """The device's budget for entries."""
+    """Bytes of the device's budget for entries."""
     others: int
-    """Taken by others when the worker started: other processes, CUDA's own."""
+    """Bytes that other processes and CUDA itself had taken when the worker started."""
     left: int
-    """Below 0: more is promised than there is."""
+    """Bytes that are left; below 0: budgets exceed the memory."""
     rows: int
     """`[engine] max_rows`."""
     template: int
-    """Of a square template of the model's native size, all its anchors."""
+    """Bytes of a square template of the model's native size, all anchors."""
     adapters: int = 0
-    """The device's budget for LoRAs; 0 where edits may name none."""
+    """Bytes of the device's budget for LoRAs; 0 where edits may name none."""
     controls: int = 0
-    """The same for ControlNets, and what rows keep of the largest one."""
+    """Bytes of the device's budget for ControlNets, and of what rows cache of the largest one."""
     own: int = 0
-    """Of the cache's budget, what anchors of its own leave of an edit of native size with a small
-    mask; 0: edits have none."""
+    """Bytes of the cache's budget that refresh steps of an edit of native size with a small mask
+    leave; 0: edits have no refresh steps."""
 
     def text(self) -> str:
         """For people: a line per part, in GiB; `reserved` is kept free and may be empty yet."""

@@ -1,4 +1,4 @@
-"""The META tensor: what an event says of its edit (design §3)."""
+"""The META tensor: description of an event of an edit (design §3)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from maskserve_common.contracts.request import EditRequest
 from maskserve_common.errors import MaskserveError
 
 STAGES = ("preprocess", "encode", "prepare", "queue", "denoise", "decode", "postprocess")
-"""Of an edit at its worker, one after the other; the handovers between them are in none."""
+"""Stages of an edit at its worker, in order; handovers between them count in none."""
 TIMINGS = (*STAGES, "load_stall")
-"""Of `timings_ms`; `load_stall` is a part of `denoise`."""
+"""Keys of `timings_ms`; `load_stall` is a part of `denoise`."""
 
 NEW = "new"
 """A field that stays inside the worker: what cannot be the doing of the edit's key
@@ -93,11 +93,11 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
 
 
 def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
-    """META of a final event that says how its picture was decoded; spliced as by `with_timing`.
+    """Add to the META of a final event how its picture was decoded.
 
     Args:
-        meta: so far it says that all was decoded, and alone.
-        share: of the picture that was decoded.
+        meta: META that says so far that the whole picture was decoded, by itself.
+        share: share of the picture that was decoded.
         batch: pictures that were decoded in one call.
     """
     head, slot, tail = meta.rpartition(b'"decoded":1.0,"decode_batch":1')
@@ -106,12 +106,12 @@ def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
 
 
 def with_slack(meta: bytes, due_ms: int, taken_ms: float) -> bytes:
-    """META of a final event that says how the edit stands to its due time; spliced likewise.
+    """Add to the META of a final event how the edit met its due time.
 
     Args:
-        meta: as the pipeline gave it.
-        due_ms: after acceptance.
-        taken_ms: from acceptance to the answer.
+        meta: META of the pipeline.
+        due_ms: due time, in milliseconds after acceptance.
+        taken_ms: milliseconds from acceptance to the answer.
     """
     slack = round(due_ms - taken_ms, 3)
     slo = "met" if slack >= 0.0 else "late"

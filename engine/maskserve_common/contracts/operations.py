@@ -30,13 +30,15 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "adapter_evict": ("name",),
 }
 SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
-"""They may have a `scope` (`contracts.keys.SCOPE`): what a client of that scope may see and do."""
+"""Operations that may have a `scope` (`contracts.keys.SCOPE`): the scope of the client that they
+act for."""
 _FLAGS = ("shared", "prime")
 _MAY_SAY = {"status": ("templates",)}
 ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
-"""They change what lies on a host, for all its clients."""
+"""Operations that change the adapters of a host, for all its clients."""
 PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
-"""Encoding a large image without a GPU takes its time, and so does a storage far away."""
+"""Slow operations: encoding a large image without a GPU takes its time, and so does a remote
+storage."""
 # An operation is a flat object of a few strings, of which only an image may be long. JSON of
 # other forms is refused before it is read: it takes up to fifty times its size as objects.
 _PLAIN_BYTES = 64 * 1024

@@ -27,7 +27,6 @@ def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
 @dataclass(frozen=True, slots=True)
 class PostprocessContext:
     request: bytes
-    """REQUEST."""
     source: bytes | memoryview
     """The source image: RGB pixels, or the file as it came or was registered."""
     paste: bytes | memoryview
@@ -35,7 +34,7 @@ class PostprocessContext:
     decoded: bool
     """Whether `source` and `paste` are pixels."""
     colour: bytes = b""
-    """What the source's numbers mean (`imaging.colour.Colour.pack`)."""
+    """Colour space of the source (`imaging.colour.Colour.pack`)."""
 
     def pack(self) -> npt.NDArray[np.uint8]:
         """[n] bytes: the lengths of all parts but the last and `decoded`, then the parts."""

@@ -1,4 +1,4 @@
-"""What a row costs on a worker, as linear coefficients (FlashPS §4.4, Fig. 11).
+"""Linear coefficients of what a row costs on a worker (FlashPS §4.4, Fig. 11).
 
 The FLOPs and the loaded bytes of a batch are sums over its rows, and those of a row are linear in
 its active tokens (FlashPS Table 1). So a worker's cost model comes down to a few coefficients that
@@ -30,29 +30,29 @@ class RowPrice:
 
     dense_row: float
     cached_row: float
-    """Of a cached row of `tokens` tokens, but for its active ones."""
+    """Share for a cached row of `tokens` tokens, without its computed tokens."""
     active_token: float
 
 
 @dataclass(frozen=True, slots=True)
 class DegreePrice:
-    """What a step of a row by itself takes on several devices, as shares of its seconds on one."""
+    """Step time of a row by itself on several devices, as shares of its seconds on one device."""
 
     dense: float
     cached: float
 
 
 class RingShares(NamedTuple):
-    """Of a row's steps that read something, those that compute the ring which they may leave out;
-    None: rows compute their edit's own at every step.
+    """Shares of a row's reading steps that also compute the ring round the mask. None: the edit's
+    own ring is computed at every step.
     """
 
     template: float | None
     own: float | None
-    """Of the steps between its own anchors."""
+    """Share for the steps between two refresh steps."""
     ahead: float = 0.0
-    """Of a row that reads a template, how often per step it computes the mask's tokens once more,
-    where what it leaves out is foreseen."""
+    """How often per step a row that reads a template computes the mask's tokens once more for the
+    lookahead."""
 
 
 RINGS = RingShares(None, None)
@@ -65,35 +65,37 @@ class Pricing:
     """
 
     step: float
-    """Of a step, whatever its rows."""
+    """Seconds of a step, whatever its rows."""
     dense_row: float
-    """Of the computation of a dense row of `tokens` tokens, per step."""
+    """Seconds of computation of a dense row of `tokens` tokens, per step."""
     cached_row: float
-    """Of a cached row's computation, per step: its text tokens and modulation."""
+    """Seconds of computation of a cached row's text tokens and modulation, per step."""
     active_token: float
-    """Of a cached row's computation, per step and active token."""
+    """Seconds of computation of a cached row, per step and computed token."""
     spare_token: float = 0.0
-    """Of loading a cached row's entries from the host tier, per step and inactive token."""
+    """Seconds to load a cached row's entries from the host tier, per step and cached token."""
     fetch: Mapping[str, float] = field(default_factory=dict)
     """Tier -> seconds to bring a template's entries from there to the host tier. A tier that is
     not named, `host` and `device` apart, cannot be used."""
     tokens: float = 0.0
-    """Of the image that the coefficients are of; a dense row of another costs in proportion.
-    0: every dense row costs the same."""
+    """Image tokens for which the coefficients hold; a dense row of another size costs in
+    proportion. 0: every dense row costs the same."""
     controls: Mapping[str, RowPrice] = field(default_factory=dict)
-    """Of the ControlNets that the worker has, by name."""
+    """Prices of the worker's ControlNets, by name."""
     between: RowPrice | None = None
-    """Of a row of `tokens` tokens in a step between its own anchors. None: as of a cached row."""
+    """Price of a row of `tokens` tokens in a step between refresh steps. None: the price of a
+    cached row."""
     whole: RowPrice | None = None
-    """Of a row that reads a template and computes text and ring in every step. None: all that read
-    one do."""
+    """Price of a row that reads a template and computes text and ring in every step. None: all rows
+    that read a template do."""
     lora_byte: RowPrice | None = None
-    """Of a byte of a LoRA's file, were it one of every linear layer of the blocks in half
+    """Price per byte of a LoRA file that changes every linear layer of the blocks in half
     precision. None: LoRAs cost nothing."""
     rings: RingShares = RINGS
-    """Of the ring round their masks."""
+    """How often rows compute the ring round their mask."""
     degrees: tuple[DegreePrice, ...] = ()
-    """Of 2, 4 and 8 devices, as far as an edit that the worker has to itself is given them."""
+    """Prices on 2, 4 and 8 devices, as far as the worker gives that many to an edit it has to
+    itself."""
 
     def __post_init__(self) -> None:
         tables = ("fetch", "controls", "between", "whole", "lora_byte", "rings", "degrees")
@@ -127,7 +129,7 @@ class Pricing:
         return self.dense(total), 0.0
 
     def whole_row(self, active: float, total: float) -> tuple[float, float]:
-        """The same of a cached row that computes text and ring in every step."""
+        """Price per step of a cached row that computes text and ring in every step."""
         if self.whole is None:
             return self.row(active, total, cached=True)
         return self._read_row(self.whole.cached_row, self.whole.active_token, active, total)
@@ -153,13 +155,13 @@ class Pricing:
         return (self.whole.cached_row + self.whole.active_token * whole) / row_s if row_s else 1.0
 
     def own_row(self, active: float, total: float, dense_share: float, first: float) -> float:
-        """The same of a row with anchors of its own, which loads nothing.
+        """Return the price per step of a row with refresh steps, which loads nothing.
 
         Args:
-            active: tokens that steps compute which read something.
-            total: that are computed at the anchors.
-            dense_share: of its steps, the anchors.
-            first: of its steps, its first one, which reads nothing: the other anchors are computed
+            active: tokens that a reading step computes.
+            total: tokens that a refresh step computes.
+            dense_share: share of its steps that are refresh steps.
+            first: share of its steps that the first one is; it reads nothing. Others are computed
                 beside steps that do.
         """
         dense = self.dense(total)
@@ -170,20 +172,22 @@ class Pricing:
         return dense_share * dense + (1.0 - first) * between_s
 
     def share(self, devices: int, *, cached: bool) -> float:
-        """Of one device's seconds per step, what a row takes that so many devices could step."""
+        """Return the share of one device's seconds per step that a row takes when `devices` could
+        step it.
+        """
         shares = [degree.cached if cached else degree.dense for degree in self.degrees]
         return min([1.0, *shares[: max(devices, 1).bit_length() - 1]])
 
     def control_seconds(
         self, controls: Iterable[tuple[str, float]], active: float, total: float, *, cached: bool
     ) -> float:
-        """What ControlNets add to a row per step, on average over its steps.
+        """Return the seconds that ControlNets add to a row per step, averaged over its steps.
 
         Args:
-            controls: their names, each with the share of the steps in which it acts. One that is
-                not known costs nothing.
+            controls: names, each with the share of the steps in which the net acts. Unknown
+                names cost nothing.
             active: tokens that a cached row computes.
-            total: of the row.
+            total: tokens of the row.
             cached: whether the row is cached.
         """
         return sum(
@@ -193,7 +197,7 @@ class Pricing:
         )
 
     def lora_seconds(self, nbytes: float, active: float, total: float, *, cached: bool) -> float:
-        """What LoRAs of so many bytes add to a row per step; the rest as `control_seconds`."""
+        """Return the seconds that LoRAs of `nbytes` bytes add to a row per step."""
         if self.lora_byte is None:
             return 0.0
         return nbytes * self._added(self.lora_byte, active, total, cached=cached)

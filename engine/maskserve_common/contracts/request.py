@@ -19,15 +19,13 @@ class Lora(LoraSetting, frozen=True):
     """A LoRA of an edit, with the file that its name stands for since the edit was accepted."""
 
     version: str = ""
-    """Which file of that name (`maskserve_lora.catalogue.KnownAdapter.version`): all stages take
-    the same one.
-    """
+    """Version of the adapter's file (`maskserve_lora.catalogue.KnownAdapter.version`): all stages
+    use the same one."""
     text: bool = False
     """Whether it changes text encoders, too: its file is then on the host before the edit leaves
-    the front, as an encoder waits for nobody.
-    """
+    the front, because an encoder never waits."""
     notes: tuple[str, ...] = ()
-    """What of the file is left out, or taken for granted (`maskserve_lora.lora_plan`)."""
+    """Notes on what is left out of the file or assumed about it (`maskserve_lora.lora_plan`)."""
 
 
 class ResolvedControl(ControlSetting, frozen=True):
@@ -41,17 +39,17 @@ class ResolvedControl(ControlSetting, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedEdit:
-    """What a front hands to preprocess, beside the client's IMAGE and MASK."""
+    """An edit that a front passes to preprocess, beside the client's IMAGE and MASK."""
 
     prompt: str
     settings: EditSettings
-    """Checked, with the worker's defaults, a seed and a request id."""
+    """Settings, checked, with the worker's defaults, a seed and a request id."""
     accepted_ns: int
     """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
     due_ms: int | None = None
-    """From then on, of what the client asked; None: it asked for nothing."""
+    """Milliseconds from then until the client wants the answer; None: no wish."""
     after_token_s: float = 0.0
-    """Seconds from an edit's last step to its answer, of late, per token of its picture."""
+    """Recent seconds from an edit's last step to its answer, per token of its picture."""
     loras: tuple[Lora, ...] = ()
     controls: tuple[ResolvedControl, ...] = ()
 
@@ -65,7 +63,7 @@ class AcceptedEdit:
 
 @dataclass(frozen=True, slots=True)
 class EditRequest:
-    """What preprocess hands on. Sizes are (height, width) in pixels."""
+    """An edit as preprocess passes it on. Sizes are (height, width) in pixels."""
 
     request_id: str
     prompt: str
@@ -74,15 +72,15 @@ class EditRequest:
     template_id: str
     """Digest of the decoded source pixels and their size."""
     source_size: tuple[int, int]
-    """Of the answer: what `expand` adds counts."""
+    """Size of the answer, with what `expand` adds."""
     model_size: tuple[int, int]
     accepted_ns: int
-    """As of AcceptedEdit."""
+    """Time of acceptance, as in `AcceptedEdit`."""
     due_ms: int | None = None
     after_token_s: float = 0.0
     loras: tuple[Lora, ...] = ()
     controls: tuple[ResolvedControl, ...] = ()
-    """Each with its `image`."""
+    """ControlNets, each with its `image`."""
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
     window: tuple[int, int, int, int] | None = None
@@ -92,7 +90,7 @@ class EditRequest:
     edit_boxes: tuple[tuple[int, int, int, int], ...] = ()
     """Top, left, bottom and right of what the edit mask covers, in pixels of the model's size."""
     warnings: tuple[str, ...] = ()
-    """What META tells the client to look at, though the edit runs."""
+    """Warnings of META to the client; the edit runs nevertheless."""
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -102,12 +100,12 @@ class EditRequest:
 
     @property
     def used_loras(self) -> tuple[Lora, ...]:
-        """Those that change anything."""
+        """LoRAs with an effect."""
         return tuple([lora for lora in self.loras if lora.scale])
 
     @property
     def template_noise_seed(self) -> int:
-        """Of the noise that all edits of these pixels share."""
+        """Seed of the noise that all edits of these pixels share."""
         return int((self.pixels_id or self.template_id)[:12], 16)
 
     def to_json(self) -> bytes:

@@ -18,27 +18,27 @@ from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
 
 Way = Literal["cached", "own", "dense"]
-"""How an edit runs: from a template, with anchors of its own, or computing all tokens."""
+"""Execution plan: from a template, by refresh steps, or dense."""
 
 
 class ReuseLevel(NamedTuple):
     """A way of leaving work out."""
 
     name: str
-    """Of the system in the tables."""
+    """Name of the system in the tables."""
     ring: int | None
-    """Tokens computed round the mask; None: as the edit has it."""
+    """Margin round the mask that is computed, in tokens; None: the edit's own."""
     first_block_threshold: float
     psnr: float
     """dB in the mask, against our dense edit; the mean over edits."""
     work: float
-    """Its FLOPs, as a share of the edit's without, which computes its text in every step."""
+    """FLOPs, as a share of those of the same edit that computes its text in every step."""
     anchors: int = 0
-    """Of its own, evenly over its steps; 0: as many as the edit has."""
+    """Refresh steps, evenly over the edit's steps; 0: as many as the edit has."""
 
 
 RING = 1
-"""Of the edits that levels with another ring were measured against."""
+"""Ring of the edits that levels with another ring were measured against."""
 _FILL = (
     ReuseLevel("kv-int4-one-ring3-skip0.05", 3, 0.05, 43.24, 0.725),
     ReuseLevel("kv-int4-one-ring3-skip0.1", 3, 0.1, 39.33, 0.481),
@@ -75,8 +75,8 @@ LEVELS: dict[tuple[Semantics, Way], tuple[ReuseLevel, ...]] = {
     (INPAINT, "own"): _INPAINT_OWN,
     (INPAINT, "dense"): _INPAINT_DENSE,
 }
-"""By what the model takes, and how the edit runs; the nearest to the edit without first. Those of
-other models were not measured: they have none."""
+"""Levels by what the model takes and by execution plan; the nearest to the unchanged edit first.
+Models that were not measured have none."""
 _BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()}
 
 
@@ -90,8 +90,8 @@ def levels_of(
     Args:
         settings: of the edit, with its ring.
         skipping: of the model (`ModelFacts.skipping`).
-        way: how it runs.
-        own_steps: anchors of its own, where it has such.
+        way: execution plan of the edit.
+        own_steps: number of its refresh steps, if it has any.
     """
     if settings.reuse != "elastic":
         return ()

@@ -1,4 +1,6 @@
-"""What models take of an edit's source and mask. A family's `PIPELINES` say which of them it is."""
+"""The ways in which models use an edit's source and mask. A family's `PIPELINES` name one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ class Semantics:
     """Whether latents outside the mask follow the noised source, step by step. The mask is then
     sampled once per latent."""
     reference: bool = False
-    """Whether the source's latents stand behind the edited ones as further image tokens, which no
-    step moves and no mask covers: the context."""
+    """Whether the source's latents follow the edited ones as further image tokens, which no step
+    moves and no mask covers: the context."""
     sampled: bool = False
-    """Whether these are a draw of the VAE's posterior, as what is blended in is; else its mode."""
+    """Whether the context is a draw of the VAE's posterior, as blended latents are; else its
+    mode."""
     exact: bool = False
-    """Whether these see neither text nor noise nor time: their keys and values are made once."""
+    """Whether the context sees neither text nor noise nor time: its keys and values are computed
+    once."""
 
     @property
     def context(self) -> bool:

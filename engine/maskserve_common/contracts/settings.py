@@ -80,9 +80,9 @@ class LoraSetting(Table, frozen=True):
     """A LoRA that an edit asks for."""
 
     name: AdapterName
-    """Of the adapter, as the worker's catalogue has it; never a path or URL."""
+    """Name of the adapter, as the worker's catalogue has it; never a path or URL."""
     scale: Annotated[float, Meta(ge=-100, le=100)] = 1.0
-    """What its update is multiplied by; negative leads away from it, 0 is none."""
+    """Factor of the adapter's update; negative leads away from it, 0 is none."""
 
 
 LoraSettings = Annotated[
@@ -98,9 +98,9 @@ class ControlSetting(Table, frozen=True):
     """A control picture of an edit, and the ControlNet that reads it."""
 
     name: AdapterName
-    """Of the ControlNet; never a path or URL."""
+    """Name of the ControlNet; never a path or URL."""
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
-    """What the ControlNet adds is multiplied by it; 0 is none."""
+    """Factor of the ControlNet's residuals; 0 is none."""
     start: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the edit's steps before which it adds nothing."""
     end: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -125,7 +125,7 @@ Click = Annotated[tuple[float, float, Literal[0, 1]], Meta(description=_CLICK)]
 
 
 class MaskFrom(Table, frozen=True):
-    """What a mask is found by: words, or clicks and a box."""
+    """How to find a mask: by words, or by clicks and a box."""
 
     text: Annotated[str, Meta(max_length=1000)] = ""
     """The thing's name."""
@@ -161,7 +161,7 @@ class EditSettings(Table, frozen=True):
     model: Name | None = None
     """A router chooses by it; a worker refuses any other than its own."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Of the edit's noise; drawn by the server if it is not given, and named in META."""
+    """Seed of the edit's noise; drawn by the server if it is not given, and named in META."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; the model's by default."""
     guidance_scale: Guidance | None = None
@@ -172,7 +172,7 @@ class EditSettings(Table, frozen=True):
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the negative prompt is steered away from;
     above 1 each step runs the model twice, 1 is off."""
     negative_prompt: Text | None = None
-    """What to steer away from. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image take it
+    """A description of what to avoid. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image take it
     together with `true_cfg_scale`."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the schedule that is run: below 1 fewer steps."""
@@ -195,7 +195,7 @@ class EditSettings(Table, frozen=True):
     source larger than the model's area, where the window is under half of it. META's `window` says
     which."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
-    """What the window has round the mask: below 1 a share of the mask's longer side, from 1 on
+    """Margin of the window round the mask: below 1 a share of the mask's longer side, from 1 on
     pixels."""
     expand: Margins = (0, 0, 0, 0)
     """Pixels by which the picture grows; what is new is edited. MASK has the source's size, or is
@@ -206,10 +206,11 @@ class EditSettings(Table, frozen=True):
     output_format: OutputFormat = "png"
     """Encoding of the answer."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
-    """Of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has none."""
+    """Quality of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has
+    none."""
     background: Background = "auto"
-    """Of a transparent source: `auto`: the answer is so outside the mask, in PNG and WebP;
-    `transparent`: likewise, and refused for JPEG; `opaque`: it is not."""
+    """Answer to a transparent source: `auto`: transparent outside the mask, in PNG and WebP;
+    `transparent`: the same, and refused for JPEG; `opaque`: not transparent."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
     progress: bool = False
@@ -217,10 +218,10 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """What steps may leave out: `auto`: what the template's cached activations or the edit's own
-    dense steps give; `own`: the latter alone; `off`: nothing, so it is the pipeline's own picture
-    of its seed; `require`: waits for the template, or runs dense where META's `dense_for` says
-    so."""
+    """Which computation steps may leave out: `auto`: tokens that the template's cached activations
+    or the edit's own refresh steps give; `own`: only those of refresh steps; `off`: none, so the
+    answer is the pipeline's own picture of its seed; `require`: waits for the template, or runs
+    dense where META's `dense_for` says so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
     the edit waits for its template and runs cached, or dense where META's `dense_for` says so.
@@ -248,8 +249,8 @@ class EditSettings(Table, frozen=True):
     """`drop`: a late edit ends with an error, and one that cannot be in time is refused at once;
     `finish`: it goes on."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: an edit that would be late may leave steps out, with another ring, or have
-    fewer anchors of its own. It needs `reuse_floor`."""
+    """FLUX, `elastic`: an edit that would be late may leave steps out, compute another margin round
+    the mask, or refresh less often. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
     """With `reuse` `elastic`: dB in the mask against a dense edit, as measured on the demo models,
     below which no steps are left out."""
@@ -260,13 +261,13 @@ class EditSettings(Table, frozen=True):
 
     @property
     def limit_ms(self) -> int | None:
-        """When nobody wants the answer any more; None: that never comes."""
+        """Milliseconds after which the client no longer needs the answer; None: never."""
         return self.deadline_ms if self.on_late == "drop" else None
 
     @property
     def may_anchor(self) -> bool:
-        """Whether the edit may have anchors of its own: it follows no fixed plan, and leaves out
-        nothing else.
+        """Whether the edit may have refresh steps: it follows no fixed plan, and leaves out nothing
+        else.
         """
         is_allowed = self.cache in ("auto", "own") and not self.reproducible
         return is_allowed and not self.first_block_threshold
@@ -351,7 +352,7 @@ def _values(settings: EditSettings) -> list[tuple[str, Any]]:
 
 
 class Ranged(Protocol):
-    """What says when a control acts."""
+    """A control's scale and the range of steps in which it acts."""
 
     @property
     def scale(self) -> float: ...
@@ -380,8 +381,8 @@ def scale_at(control: Ranged, step: int, steps: int) -> float:
 
 
 def acting(controls: Sequence[R], steps: int) -> tuple[R, ...]:
-    """Those that add something in any step. The others are as if nobody had asked for them: no
-    random number is drawn for them, either, as diffusers would.
+    """Return the controls that add something in any step. The others are ignored: no random number
+    is drawn for them, as in diffusers.
     """
     return tuple(
         control
@@ -391,7 +392,7 @@ def acting(controls: Sequence[R], steps: int) -> tuple[R, ...]:
 
 
 def shares(controls: Sequence[Named], steps: int) -> tuple[tuple[str, float], ...]:
-    """Of those that act, the name and the share of the steps in which it does."""
+    """Return the name of each control that acts, with the share of the steps in which it does."""
     control_shares = (
         (item.name, sum(bool(scale_at(item, step, steps)) for step in range(steps)) / steps)
         for item in controls

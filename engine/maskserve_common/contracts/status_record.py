@@ -46,18 +46,18 @@ class RowStatus(msgspec.Struct):
     """When its last step is to have ended for its answer to come in time, on the host's
     time.monotonic_ns; 0: it is due at no time."""
     controls: tuple[tuple[str, float], ...] = ()
-    """Its ControlNets, each with the share of the steps in which it acts."""
+    """ControlNets of the row, each with the share of the steps in which it acts."""
     adapter_bytes: int = 0
-    """Of the files of the LoRAs that its steps are computed with."""
+    """Bytes of the files of the LoRAs that its steps are computed with."""
     dense_share: float = 0.0
-    """Of a cached row's steps, those that compute all tokens."""
+    """Share of a cached row's steps that compute all tokens."""
     own: bool = False
     """Whether a cached row reads what it has left at these steps, and loads nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What of the served model decides how much work an edit is."""
+    """Properties of the served model that decide how much work an edit is."""
 
     native_resolution: int
     """Side of the square whose area bounds the model's input, in pixels."""
@@ -76,8 +76,8 @@ class Served:
     dense_steps: DenseSteps = NO_DENSE_STEPS
     """First steps of a cached row that compute all tokens."""
     own_stride: float = 0.0
-    """Of an edit whose template is not at hand, the share of its steps from one that computes all
-    tokens to the next; 0: all do."""
+    """Share of its steps from one refresh step to the next, for an edit whose template is not at
+    hand; 0: all steps compute all tokens."""
     own_ring: int = 0
     """`ModelFacts.own_ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
@@ -98,10 +98,10 @@ class NodeStatus(msgspec.Struct):
 
 
 class TemplateChanges(msgspec.Struct, frozen=True):
-    """What is other in a worker's templates than in a version that the reader knows."""
+    """Changes of a worker's templates since a version that the reader has."""
 
     version: str
-    """Of what the changes lead to."""
+    """Version after the changes."""
     since: str = ""
     """The version that they are since; empty: none, and all that the worker has is added."""
     added: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
@@ -113,7 +113,7 @@ class ValuesHeld(msgspec.Struct, frozen=True):
     """Values that lie in the folder of a host."""
 
     host: str = ""
-    """Of all who share the folder; empty: there is none."""
+    """Name of the host whose processes share the folder; empty: there is none."""
     count: int = 0
     bytes: int = 0
 
@@ -125,13 +125,13 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     tier: AdapterTier
     """The nearest one that has it; `coming`: it is on its way to the device."""
     nbytes: int
-    """Of its file."""
+    """Bytes of the adapter's file."""
     digest: str = ""
     """sha256 of its file; empty while it is coming."""
 
 
 class AdapterTierTotal(msgspec.Struct, frozen=True):
-    """What a tier holds of adapters."""
+    """Total of a tier's adapters."""
 
     count: int
     nbytes: int
@@ -148,7 +148,7 @@ class LoadCost(msgspec.Struct, frozen=True):
 
 
 class Stamp(NamedTuple):
-    """What the writer adds to a record."""
+    """Sequence number and times that the writer adds to a record."""
 
     sequence: int
     wall_ns: int
@@ -184,29 +184,29 @@ class WorkerStatus(msgspec.Struct):
     served: Served | None = None
     """None before the model is known."""
     pricing: Pricing | None = None
-    """What rows cost here; None before it is known."""
+    """Prices of rows on this worker; None before they are known."""
     memory: MemoryTable | None = None
-    """Of the worker's device; None before the model is loaded."""
+    """Memory of the worker's device; None before the model is loaded."""
     adapters: tuple[AdapterStatus, ...] = ()
-    """Of those at hand the ones that were used last, at most `ADAPTERS_LISTED`."""
+    """Adapters at hand that were used last, at most `ADAPTERS_LISTED`."""
     adapter_tiers: Mapping[str, AdapterTierTotal] = msgspec.field(default_factory=dict)
     """Tier -> all that it holds."""
     typical_adapter_bytes: float = 0.0
-    """Of the file of any other, on average over all that the worker knows of."""
+    """Bytes of the file of any other adapter, averaged over all that the worker knows."""
     adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
     """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
     measured lately. Empty: the worker serves none."""
     controlnets: tuple[AdapterStatus, ...] = ()
     """ControlNets on the device, or on their way there, with their bytes on it."""
     typical_controlnet_bytes: float = 0.0
-    """Of any other, on average over all that the worker knows of."""
+    """Bytes of any other ControlNet on the device, averaged over all that the worker knows."""
     controlnet_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
-    """As `adapter_loads`, from `storage`."""
+    """Costs of loading ControlNets, by source: always `storage`."""
     nodes: tuple[NodeStatus, ...] = ()
     """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
     in the records of writers that know of no nodes."""
     values: ValuesHeld = ValuesHeld()
-    """As of when the record is handed out."""
+    """Values in files, as of when the record is handed out."""
     version: int = VERSION
 
     @property
@@ -216,7 +216,7 @@ class WorkerStatus(msgspec.Struct):
 
     @property
     def ended(self) -> str | None:
-        """What will not run again, in words, if anything."""
+        """Return what has ended for good, in words; None: nothing has."""
         if self.state in _ENDED:
             return f"engine has {self.state}"
         ended_nodes = [node for node in self.nodes if node.state in _ENDED]

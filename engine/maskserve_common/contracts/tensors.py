@@ -30,22 +30,21 @@ class Contract:
     """A Triton model: its tensors, and how Triton runs it."""
 
     about: str
-    """The comment above its config.pbtxt."""
+    """Comment above its config.pbtxt."""
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     decoupled: bool = False
-    """Answers a request with any number of responses."""
+    """Whether it answers a request with any number of responses."""
     on_device: bool = False
-    """Places itself on the device; else it runs on the CPU."""
+    """Whether it places itself on the device; else it runs on the CPU."""
     instances: int = 1
-    """Processes."""
     together: int = 0
     """Requests that wait are given to one `execute`, up to so many and whatever their shapes; no
     request waits for others to come. Triton then puts a batch dimension of 1 before the dims of
     each tensor, within the ensemble, too. 0: they are given one by one, without that dimension."""
 
     def input(self, name: str) -> Tensor:
-        """Raises KeyError: there is none of this name."""
+        """Return the input of this name. Raises KeyError: there is none."""
         for tensor in self.inputs:
             if tensor.name == name:
                 return tensor
@@ -86,7 +85,7 @@ ENCODED = text("ENCODED")  # how that was made, and its time: JSON
 LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
 
 PICTURES = (IMAGE, MASK, CONTROL)
-"""What of a client's tensors a front hands on to the ensemble unread: BYTES, [1], or [-1] where a
+"""The client's tensors that a front passes to the ensemble unread: BYTES, [1], or [-1] where a
 client may send any number."""
 
 

@@ -11,17 +11,17 @@ class CacheTier:
 
     name: str
     budget: str
-    """Key of `[cache]` that has its bytes."""
+    """Key of `[cache]` with its bytes."""
     folder: str = ""
-    """Key of `[cache]` that has its folder; empty: it has none."""
+    """Key of `[cache]` with its folder; empty: it has none."""
     read_by_steps: bool = False
     """Whether steps load entries from it; from others they are fetched to a nearer one first."""
     memory: bool = False
-    """Whether what lies there is memory of this host, which a GPU may read by itself."""
+    """Whether it is memory of this host, which a GPU may read by itself."""
     gbytes: float | None = None
-    """GB/s that it is read at where nothing was measured; None: what the device's link has."""
+    """GB/s of reads where nothing was measured; None: those of the device's link."""
     wait: float = 0.0
-    """Seconds of each read beside that."""
+    """Seconds of latency of each read."""
 
 
 DEVICE = CacheTier("device", "budget_bytes", read_by_steps=True, gbytes=float("inf"))
@@ -32,4 +32,4 @@ REMOTE = CacheTier("remote", "remote_bytes", gbytes=1.0, wait=1e-4)
 """Read over a network of 10 Gbit/s."""
 
 TIERS = {tier.name: tier for tier in (DEVICE, HOST, DISK, REMOTE)}
-"""By name. The one behind a tier is the one below it: where what is not there is looked for."""
+"""Tiers by name, from near to far: an entry that is absent in one is looked for in the next."""

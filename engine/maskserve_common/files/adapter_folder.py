@@ -36,10 +36,9 @@ class AdapterFile(NamedTuple):
     name: str
     version: str
     digest: str
-    """sha256 of the file, in hexadecimal digits."""
     nbytes: int
     used: float
-    """When it was last of use, seconds since 1970."""
+    """Time of the last use, seconds since 1970."""
 
 
 class AdapterFolder:
@@ -132,7 +131,7 @@ class AdapterFolder:
         return self._store.bringing(f"{name}@{version}", timeout_s)
 
     def _make_room(self, nbytes: int) -> None:
-        """Have what is least recently used go for a file; only `alone`."""
+        """Evict the least recently used files to make room; only within `alone`."""
         pins, files = self.pinned(), self.held()
         used_bytes = self._store.arriving() + sum(file.nbytes for file in files)
         free = {file: file.nbytes for file in files if file.name not in pins}
@@ -149,7 +148,9 @@ class AdapterFolder:
 
 
 def _described(path: Path) -> AdapterFile | None:
-    """What a file's name and its clock say; None: it is gone, or no file of ours."""
+    """Describe a file by its name and modification time; None: it is gone, or has another form of
+    name.
+    """
     parts = _FILE.fullmatch(path.name)
     if parts is None:
         return None

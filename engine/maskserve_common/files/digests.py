@@ -9,17 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 
 _KEPT = ".maskserve-digests.json"
-"""Name -> size, time of change, digest."""
+"""File of digests: name -> size, time of change, digest."""
 _CHUNK = 2**24
 
 
 def file_digest(folder: Path, name: str) -> str:
     """32 hexadecimal digits over a file's bytes, for as long as its size and time of change are
     the same. Of a folder that cannot be written each process reads the file once.
-
-    Args:
-        folder: where the digest is kept.
-        name: of the file, in it.
 
     Raises:
         OSError: it cannot be read.

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 MAX_TENSORS = 2**16
 MAX_VALUES = 2**22
-"""Of all metadata, those in arrays too; a tokenizer's words are some 2¹⁸."""
+"""Most values of all metadata, those in arrays included; a tokenizer has some 2¹⁸ words."""
 MAX_SIDES = 4
 MAX_NAME = 2**16
 MAX_HEADER_BYTES = 2**28

@@ -17,10 +17,10 @@ from maskserve_common.files.store import Aside, FileStore, listed, make_private,
 from maskserve_common.shares import room
 
 UNSCOPED = "unscoped"
-"""The owner that stands for those who are not told apart: a worker's own callers, and a router's
+"""Owner of files from clients that are not distinguished: a worker's own callers, and a router's
 without keys."""
 _OWNER = re.compile(r"[0-9a-z]{1,32}(-[0-9a-z]{1,32})?")
-"""A client's scope, and behind it which of its runs where that matters."""
+"""Form of an owner: a client's scope, followed by its run where that matters."""
 
 
 _OWNERS, _SUMS = ".owners", ".sums"
@@ -63,7 +63,7 @@ class NamedFiles:
     """
 
     what, setting, advice = "files", "", ""
-    """Words of a refusal: what there is too much of, by which setting, and what to do."""
+    """Words of a refusal: the kind of files, the setting that bounds them, and the advice."""
 
     def __init__(
         self, path: str | os.PathLike[str], max_bytes: int = 2**63, wait_s: float = math.inf
@@ -104,7 +104,7 @@ class NamedFiles:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Be the only one who adds or removes any; see `FileStore.alone`."""
+        """Hold the lock to add or remove files; see `FileStore.alone`."""
         with self._store.alone(self._lock_s):
             yield
 
@@ -128,13 +128,13 @@ class NamedFiles:
                 self._mark(name, missing)
 
     def _keep(self, new: Aside, name: str, owners: Iterable[str], *, durable: bool = False) -> None:
-        """A new file has its name and its owners."""
+        """Give a new file its name and its owners."""
         with self._booked_anew(name):
             new.keep_as(name, durable=durable)
             self._mark(name, owners)
 
     def _marks(self, name: str) -> set[str]:
-        """Its owners, as they are written down."""
+        """Return the recorded owners of a file."""
         return {path.name for path in listed(self._owners_of(name))}
 
     def _remove(self, name: str) -> bool:
@@ -157,12 +157,12 @@ class NamedFiles:
         self._store.mark(checked(name), there=False)
 
     def _booked_on(self, name: str) -> set[str]:
-        """Scopes whose bytes a file's are."""
+        """Return the scopes that a file's bytes count for."""
         return {scope_of_owner(owner) for owner in self._marks(name)} - {SHARED, UNSCOPED}
 
     @contextmanager
     def _booked_anew(self, name: str) -> Iterator[None]:
-        """The sums follow what is done to a file and its owners; where that fails they are gone."""
+        """Update the sums for a change of a file or its owners; delete them if it fails."""
         sums = self._sums()
         self._book(sums, name, -1)
         self._store.mark(_SUMS, there=False)
@@ -184,14 +184,14 @@ class NamedFiles:
         return found
 
     def _sums_there(self) -> Sums | None:
-        """Those that are written down; None: just now they are not."""
+        """Return the sums as they are recorded; None: there is no valid record now."""
         try:
             return msgspec.json.decode((self._store.folder / _SUMS).read_bytes(), type=Sums)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
     def _check_room(self, more: int, scopes: Set[str]) -> None:
-        """Raises Overloaded: so many bytes are too many, in all or of one of these scopes."""
+        """Raise Overloaded if so many more bytes exceed the total or a scope's share."""
         sums = self._sums()
         if sums.bytes + more > self._max_bytes:
             raise Overloaded(
@@ -207,7 +207,7 @@ class NamedFiles:
                 )
 
     def _take_over(self) -> None:
-        """Take over owners that an earlier version wrote as files NAME.OWNER, and what it left."""
+        """Adopt owners that an earlier version wrote as files NAME.OWNER, and its leftovers."""
         for path in listed(self._store.folder):
             name, dot, owner = path.name.partition(".")
             if TEMPLATE_ID.fullmatch(name) and (not dot or _OWNER.fullmatch(owner)):
@@ -229,14 +229,14 @@ class NamedFiles:
 
 
 def checked(name: str) -> str:
-    """Raises ValueError: it is not a name of such a file."""
+    """Return the name if it is valid. Raises ValueError: it is not a name of such a file."""
     if TEMPLATE_ID.fullmatch(name) is None:
         raise ValueError(f"{name!r} is not a template id")
     return name
 
 
 def scope_of_owner(owner: str) -> str:
-    """Whose a file is that this owner has."""
+    """Return the scope that an owner belongs to."""
     return owner.partition("-")[0]
 
 

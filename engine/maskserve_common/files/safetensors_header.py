@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 16 * 2**20
 """A LoRA of a thousand layers has 300 KB."""
 MAX_TENSORS = 2**16
 MAX_NAME = 512
-"""Characters; the longest of a published model has some 100."""
+"""Most characters of a name; the longest of a published model has some 100."""
 MAX_DIMENSIONS = 8
 FIRST_READ = 256 * 1024
 """Bytes that hold most headers whole."""
@@ -53,7 +53,7 @@ class TensorPlace(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Of its bytes, in the file."""
+    """Offset of the tensor's first byte in the file."""
     end: int
 
     @property
@@ -62,12 +62,12 @@ class TensorPlace(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """Header of a safetensors file."""
 
     tensors: dict[str, TensorPlace]
     metadata: dict[str, str]
     begin: int
-    """Of the first tensor's bytes, in the file."""
+    """Offset of the first tensor's first byte in the file."""
 
 
 class _Declared(msgspec.Struct):
@@ -183,7 +183,7 @@ def _placed(name: str, declared: _Declared, data: int) -> TensorPlace:
 
 
 def _check_places(tensors: Mapping[str, TensorPlace], begin: int, nbytes: int) -> None:
-    """Refuse tensors that lie over one another, apart, or beyond the file's end."""
+    """Refuse tensors that overlap, leave gaps, or end beyond the file's end."""
     end = begin
     for name, place in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if place.begin != end:

@@ -1,6 +1,6 @@
-"""What the encoder and the decoder of a worker leave in its runtime folder for its other models:
-how an empty prompt is encoded, which the denoiser primes with; and, while a service that runs them
-does not answer, a file for each in `away`: the worker then takes no edits.
+"""Files that a worker's encoder and decoder leave in the runtime folder for its other models: the
+encoded empty prompt, which the denoiser primes with; and, while a stage service does not answer, a
+file for each stage in `away`: the worker then takes no edits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ from maskserve_common.files.store import FileStore
 STAGES: tuple[Stage, ...] = ("encoder", "decoder")
 PRIMING_PROMPT_FILE = "priming_prompt.npz"
 NO_ANSWER = "the stage service does not answer; try again later"
-"""What clients are told then."""
+"""Error message for clients while the service does not answer."""
 
 
 class StagesAway:
-    """The stages of a worker whose service does not answer.
-
-    Args:
-        config: of the worker.
-    """
+    """The stages of a worker whose service does not answer."""
 
     def __init__(self, config: Config) -> None:
         self._files = FileStore(Path(config.runtime_dir) / "away")
@@ -37,13 +33,15 @@ class StagesAway:
             (self._files.folder / stage).unlink(missing_ok=True)
 
     def names(self) -> list[Stage]:
-        """Those that are away now."""
+        """Stages that do not answer now."""
         if not self._forwards:
             return []
         return [stage for stage in STAGES if os.access(self._files.folder / stage, os.F_OK)]
 
     def nodes(self, model: str) -> list[NodeStatus]:
-        """As a status record has them; none, where the worker has its own stages."""
+        """Return the stages as a status record lists them; none where the worker has its own
+        stages.
+        """
         if not self._forwards:
             return []
         away = self.names()

@@ -32,7 +32,7 @@ _POLL_S = 0.01
 
 
 class Aside:
-    """A file that nobody sees yet."""
+    """A file that has no name in the folder yet."""
 
     def __init__(self, store: FileStore, path: Path, file: BinaryIO) -> None:
         self._store, self.path, self.file = store, path, file
@@ -180,10 +180,10 @@ class FileStore:
 def chosen_victims(
     sizes: Mapping[_K, int], missing: int, order: Callable[[_K], float]
 ) -> list[_K] | None:
-    """What has to go until `missing` bytes are free; None: all of it would not do.
+    """Choose what to evict until `missing` bytes are free; None: all of it is too little.
 
     Args:
-        sizes: bytes of each that may go.
+        sizes: bytes of each candidate.
         missing: bytes over the budget.
         order: the smallest goes first.
     """
@@ -204,7 +204,7 @@ def make_private(folder: Path) -> None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing where there is none."""
+    """Return the paths in a folder; none where there is no folder."""
     try:
         return [folder / name for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -223,7 +223,7 @@ def size_of(path: Path) -> int:
 def _locked_file(
     path: Path, mode: int = _PRIVATE_FILE, timeout_s: float = math.inf
 ) -> Iterator[BinaryIO]:
-    """A file that is open and locked, made if it is not there.
+    """Open a file and lock it; create it if it is absent.
 
     Raises:
         TimeoutError: another has had the lock for so long.
@@ -252,7 +252,6 @@ def _lock(file: BinaryIO, until: float) -> bool:
 
 
 def _same_file(path: Path, opened: BinaryIO) -> bool:
-    """Whether a path still leads to a file that was opened by it."""
     try:
         return os.path.samestat(path.stat(), os.fstat(opened.fileno()))
     except FileNotFoundError:
@@ -260,7 +259,7 @@ def _same_file(path: Path, opened: BinaryIO) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Have a rename in a folder on the disk."""
+    """Flush a rename in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

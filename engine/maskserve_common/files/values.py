@@ -28,12 +28,13 @@ from maskserve_common.files.store import listed, make_private
 
 log = logging.getLogger("maskserve")
 RUN = "run"
-"""Parameter of a request: which run its answer's picture is for. Without it, it is answered."""
+"""Request parameter: the run for which the answer's picture is stored. Without it, the picture is
+sent."""
 PREFIX = b"value:"
 _REFERENCE = re.compile(rb"value:([0-9a-f]{64}):([0-9]{1,15})")
 _OPEN, _HOST = ".open", ".host"
 _CLOSED_S = 1.0
-"""After a lock that was not to be had."""
+"""Seconds without files after a lock could not be had."""
 _LOCKED = "another process holds its lock"
 
 
@@ -54,9 +55,9 @@ class Values(NamedFiles):
         self._told = False
         self._held = ValuesHeld()
         self._expires_at = -math.inf
-        """Of time.monotonic(): nothing expires sooner."""
+        """Time of time.monotonic() before which nothing expires."""
         self.host = ""
-        """Of those who share the folder; empty: there is none."""
+        """Name of the host whose processes share the folder; empty: there is none."""
         if config.folder:
             try:
                 super().__init__(config.folder, config.max_bytes, wait_s)
@@ -137,7 +138,7 @@ class Values(NamedFiles):
         return scope == NO_SCOPE or scope in map(scope_of_owner, owners)
 
     def read(self, element: bytes | memoryview, scope: str) -> bytes | memoryview:
-        """What an element of a tensor stands for: a reference for the file, mapped; else itself.
+        """Return an element's data: for a reference the file, mapped; else the element itself.
 
         Raises:
             TemplateNotFound: there is no such value, or none of a client of `scope`.
@@ -197,7 +198,7 @@ class Values(NamedFiles):
                 return True
 
     def _mark(self, name: str, owners: Iterable[str]) -> None:
-        """Each run's names lie in its folder, too."""
+        """Record the names in each run's folder, too."""
         owners = list(owners)
         for owner in owners:
             make_private(self._folder(owner))
@@ -210,7 +211,9 @@ class Values(NamedFiles):
         return gone
 
     def _folder(self, owner: str) -> Path:
-        """Of a run that is not over; its time is that of its last use."""
+        """Return the folder of a run that has not ended; its modification time is that of its last
+        use.
+        """
         return self._store.folder / _OPEN / owner
 
     def _open(self, owner: str) -> None:
@@ -264,4 +267,4 @@ def _owner(scope: str, run: str) -> str:
 
 
 NO_VALUES = Values(ValuesConfig())
-"""All goes as bytes."""
+"""A store without a folder: all values pass as bytes."""

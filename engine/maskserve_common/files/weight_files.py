@@ -24,9 +24,8 @@ class WeightFiles(NamedTuple):
     """The files that are read of a folder."""
 
     variant: str
-    """Empty: none."""
     files: tuple[Path, ...]
-    """By name; none where the folder has no safetensors files."""
+    """Files by name; none where the folder has no safetensors files."""
 
 
 def weight_files(folder: Path, variant: str = "") -> WeightFiles:

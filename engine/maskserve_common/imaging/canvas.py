@@ -33,13 +33,13 @@ def canvas_size(size: Size, margins: Margins, limits: LimitsConfig) -> Size:
 
 
 def grown(picture: A, margins: Margins, **how: Any) -> A:
-    """A picture [H, W, …] at the canvas's size: its edges continued, so that a model has something
-    to hold to, unless `how` tells numpy.pad otherwise.
+    """Return a picture [H, W, …] at the canvas's size. Its edges are continued, so that the model
+    has a context, unless `how` tells numpy.pad otherwise.
 
     Args:
-        picture: of the source's size.
+        picture: pixels of the source's size.
         margins: pixels left, top, right and bottom.
-        how: as of numpy.pad.
+        how: keyword arguments of numpy.pad.
     """
     if not any(margins):
         return picture

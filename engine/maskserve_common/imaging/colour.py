@@ -1,4 +1,4 @@
-"""What a picture's numbers mean: its colour profile, kept on the answer or converted by.
+"""Colour profiles of pictures: kept on the answer, or converted to sRGB.
 
     source numbers ─────────────────────────► the answer's numbers outside the mask, tagged alike
           │ shown                        ▲ painted
@@ -34,7 +34,7 @@ CHUNKS = {b"cICP": 4, b"mDCV": 24, b"cLLI": 8, PROFILE: 0, b"sRGB": 1, b"gAMA": 
 MOST_PROFILE_BYTES = 4 * 2**20
 """Real ones have up to 2 MiB, where a table stands in them."""
 Words = Mapping[bytes, bytes]
-"""What a file says of its colours: chunk name → body, each once."""
+"""Colour information of a file: chunk name → body, each once."""
 
 _SPACES = {"1": b"GRAY", "L": b"GRAY", "LA": b"GRAY", "I": b"GRAY", "CMYK": b"CMYK"}
 """ICC's name of the space of a picture, by the beginning of its mode; all others are RGB."""
@@ -42,18 +42,18 @@ _SPACES = {"1": b"GRAY", "L": b"GRAY", "LA": b"GRAY", "I": b"GRAY", "CMYK": b"CM
 
 @dataclass(frozen=True, slots=True)
 class Colour:
-    """What the numbers of RGB pixels mean; without anything they are sRGB."""
+    """Colour space of RGB pixels; sRGB where every field is empty."""
 
     profile: bytes = b""
     """ICC profile: the file's own, or what its chunks say; empty: sRGB, or none can say it."""
     chunks: bytes = b""
-    """The chunks of a PNG that say it, whole."""
+    """Chunks of a PNG that state the colour space, whole."""
     only_png: bool = False
-    """Whether nothing but the chunks can say it: HDR, whose curves no profile has."""
+    """Whether only the chunks can state it: HDR, whose curves no profile has."""
 
     @property
     def identity(self) -> bytes:
-        """What tells apart pictures of equal numbers; empty for sRGB."""
+        """Bytes that distinguish pictures of equal numbers; empty for sRGB."""
         return self.chunks if self.only_png else self.profile
 
     def in_png(self) -> bytes:
@@ -90,7 +90,7 @@ SRGB = Colour()
 
 
 def pillow_words(image: Image.Image) -> dict[bytes, bytes]:
-    """What Pillow has kept of what an image's file said."""
+    """Return the colour information that Pillow has read from an image's file."""
     words: dict[bytes, bytes] = {}
     if profile := image.info.get("icc_profile"):
         words[PROFILE] = profile
@@ -111,15 +111,15 @@ def chunk(name: bytes, body: bytes) -> bytes:
 
 
 def find_colour(image: Image.Image, words: Words) -> tuple[Image.Image, Colour, str]:
-    """What a decoded image's numbers mean.
+    """Find the colour space of a decoded image.
 
     Args:
-        image: as its file has it, of any mode.
-        words: of its file.
+        image: the decoded image, of any mode.
+        words: colour information of its file.
 
     Returns:
-        The image, converted to sRGB where its profile cannot stay; its colour; and what is to be
-        told of a profile that is left out, if one is.
+        The image, converted to sRGB where its profile cannot stay; its colour; and a warning
+        if its profile is left out.
     """
     profile, warning = words.get(PROFILE, b""), ""
     if profile:
@@ -143,7 +143,7 @@ def find_colour(image: Image.Image, words: Words) -> tuple[Image.Image, Colour, 
 
 
 def _chunks(words: Words) -> bytes:
-    """The chunks of a PNG, in the order that its readers want."""
+    """Return a PNG's chunks, in the order that its readers require."""
     if not any(name in words for name in CHUNKS if name != PROFILE):
         return b""  # a profile alone is written as that of any file
     bodies = dict(words)
@@ -175,7 +175,7 @@ def _stays(profile: bytes, mode: str) -> bool:
 
 
 def _converted(image: Image.Image, profile: bytes) -> Image.Image:
-    """Raises: PyCMSError, OSError: the profile leads nowhere."""
+    """Convert to sRGB. Raises: PyCMSError, OSError: the profile has no transform."""
     mode = {b"GRAY": "L", b"CMYK": "CMYK"}.get(profile[16:20], "RGB")
     alpha = image.getchannel("A") if image.mode in ("LA", "RGBA") else None
     if image.mode.startswith("I"):
@@ -191,7 +191,9 @@ Transform = ImageCms.ImageCmsTransform
 
 
 def _transform(profile: bytes, mode: str, *, to_srgb: bool) -> Transform:
-    """Raises: PyCMSError, OSError: the profile is broken, or leads nowhere."""
+    """Build the transform. Raises: PyCMSError, OSError: the profile is broken, or has no
+    transform.
+    """
     picture_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
     if to_srgb:
@@ -201,7 +203,9 @@ def _transform(profile: bytes, mode: str, *, to_srgb: bool) -> Transform:
 
 @lru_cache(32)
 def _ways(profile: bytes) -> tuple[Transform, Transform] | None:
-    """To sRGB and from it; None where both are the same colours but for rounding."""
+    """Return the transforms to sRGB and from it; None where both give the same colours but for
+    rounding.
+    """
     forward = _transform(profile, "RGB", to_srgb=True)
     back = _transform(profile, "RGB", to_srgb=False)
     side = np.linspace(0, 255, 9).astype(np.uint8)
@@ -245,7 +249,9 @@ _CURVES: dict[int, tuple[float, ...]] = {
 
 
 def _coded(cicp: bytes) -> bytes | None:
-    """The profile of code points, empty for sRGB; None where no profile has their curve."""
+    """Return the profile of cICP code points, empty for sRGB; None where no profile has their
+    curve.
+    """
     primaries, curve, matrix, full_range = cicp
     if primaries not in _PRIMARIES or curve not in _CURVES or matrix or full_range != 1:
         return None
@@ -255,7 +261,9 @@ def _coded(cicp: bytes) -> bytes | None:
 
 
 def _gamma_profile(words: Words) -> bytes:
-    """The profile that gAMA and cHRM stand for; empty without one, and where they are nonsense."""
+    """Return the profile that gAMA and cHRM describe; empty without one, or where they are
+    invalid.
+    """
     if b"gAMA" not in words and b"cHRM" not in words:
         return b""
     curve: tuple[float, ...] = _SRGB_CURVE

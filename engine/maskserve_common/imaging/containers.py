@@ -1,4 +1,4 @@
-"""What an encoded image says of itself before anything is decoded.
+"""Reader of encoded images' headers, before anything is decoded.
 
 Requests are untrusted. This module reads a container far enough to know its size, orientation,
 transparency and colours, and rewrites PNG, JPEG, GIF and TIFF without their metadata, so that the
@@ -34,8 +34,8 @@ from maskserve_common.imaging.tiff import first_page
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PIXELS_SIGNATURE = b"\x89PIX\r\n\x1a\n"
-"""Of pictures as they pass between the nodes of a workflow: height and width, 4 bytes each, then
-pixels, RGB or grey."""
+"""Signature of pictures that pass between the nodes of a workflow: height and width, 4 bytes each,
+then pixels, RGB or grey."""
 ACCEPTED = "PNG, JPEG, WebP, AVIF, GIF or TIFF bytes, or their base64 text or data: URI"
 
 _GIF, _TIFF = (b"GIF87a", b"GIF89a"), (b"II*\0", b"MM\0*")
@@ -55,7 +55,7 @@ _PNG_PROFILE, _PNG_IPTC = b"Raw profile type ", (b"Raw profile type iptc", b"Raw
 """Keywords of text chunks. Profiles are hexadecimal; that of EXIF is older than eXIf."""
 _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _MOST_TEXT_BYTES = 2**20
-"""Of such a chunk, inflated, as Pillow has it."""
+"""Markers without a length."""
 
 _FOREIGN = (
     (b"II+\x00", "a BigTIFF"),
@@ -83,22 +83,22 @@ class Container:
     size: tuple[int, int]
     """(height, width) as stored, before the orientation is applied."""
     orientation: int
-    """As Pillow turns: EXIF's, 1 to 8, or XMP's where EXIF has none; 1 when absent or nonsense."""
+    """EXIF's orientation, 1 to 8, or XMP's where EXIF has none; 1 when absent or invalid."""
     payload: bytes
-    """What the decoder is given: the image without its metadata."""
+    """The image without its metadata, which the decoder reads."""
     bit_depth: int = 8
     colour_type: int = -1
     """PNG's colour type; -1 for other formats."""
     transparency: bytes = b""
     """PNG's tRNS chunk, which the payload lacks."""
     words: Words = field(default_factory=dict)
-    """What the file says of its colours, which the payload of PNG and JPEG lacks."""
+    """Colour information of the file that the payload of PNG and JPEG lacks."""
     end: int = 0
-    """Bytes of the file that are the picture's."""
+    """Bytes of the file that belong to the picture."""
     metadata: Metadata = NOTHING
-    """What its answers say beside their pixels, too."""
+    """Metadata that answers keep."""
     told: str = ""
-    """What the client should know of the file; continues "<field>: "."""
+    """Warning for the client about the file; continues "<field>: "."""
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -249,7 +249,7 @@ _IEND = b"\0\0\0\0IEND\xaeB\x60\x82"
 
 
 def _colour_chunk(name: bytes, body: bytes) -> Words:
-    """What a chunk says of colours, a profile inflated; nothing where it is damaged."""
+    """Return a chunk's colour information, its profile inflated; empty where it is damaged."""
     if name != PROFILE:
         return {name: body} if len(body) == CHUNKS[name] else {}
     begin = body.find(b"\0", 0, 80)
@@ -260,7 +260,7 @@ def _colour_chunk(name: bytes, body: bytes) -> Words:
 
 
 def _text(name: bytes, text: bytes) -> bytes:
-    """What a text chunk of this name says behind its keyword, inflated."""
+    """Return a text chunk's value, inflated."""
     packed = name == b"zTXt"
     method = b""
     if packed:
@@ -274,7 +274,7 @@ def _text(name: bytes, text: bytes) -> bytes:
 
 
 def _inflated(data: bytes, most: int) -> bytes | None:
-    """None: it is damaged, or larger."""
+    """Inflate `data`; None: it is damaged, or larger than `most` bytes."""
     inflate = zlib.decompressobj()
     try:
         output = inflate.decompress(data, most)
@@ -284,7 +284,7 @@ def _inflated(data: bytes, most: int) -> bytes | None:
 
 
 def _from_hex(text: bytes) -> bytes:
-    """A profile in hexadecimal, behind three lines: empty, its name, its length."""
+    """Decode a profile in hexadecimal, which follows three lines: empty, its name, its length."""
     try:
         return bytes.fromhex("".join(text.decode("ascii").split("\n")[3:]))
     except ValueError:
@@ -348,7 +348,9 @@ def _read_jpeg(data: bytes) -> Container:
 
 
 def _jpeg_end(data: bytes, at: int) -> int:
-    """Where the scans that begin at `at` end, with EOI; the data's end where there is none."""
+    """Return where the scans that begin at `at` end, with EOI; the data's end where there is no
+    EOI.
+    """
     for _ in range(_MAX_PARTS):
         match = _MARKER.search(data, at)
         if match is None:
@@ -400,7 +402,7 @@ def _read_webp(data: bytes) -> Container:
 
 
 def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
-    """The first EXIF, ICCP and XMP chunk, by name."""
+    """Return the first EXIF, ICCP and XMP chunk, by name."""
     chunks: dict[bytes, bytes] = {}
     at = 12
     for _ in range(_MAX_PARTS):
@@ -435,7 +437,9 @@ def _read_tiff(data: bytes) -> Container:
 
 
 def _read_boxes(data: bytes) -> Container:
-    """AVIF and HEIC; their decoders take the file whole, and HEIC's turns the picture."""
+    """Read AVIF or HEIC; their decoders take the file whole, and HEIC's decoder rotates the
+    picture.
+    """
     found = boxed_picture(data, MOST_BYTES, MOST_PROFILE_BYTES)
     words = {PROFILE: found.profile} if found.profile else {}
     metadata = Metadata(upright(tiff_of(found.exif)), xmp_of(found.xmp))
@@ -449,7 +453,7 @@ def _read_boxes(data: bytes) -> Container:
 
 
 def _orientation(exif: bytes, xmp: bytes | None) -> int:
-    """That of EXIF, or of XMP where EXIF has none, which is how Pillow turns."""
+    """Return EXIF's orientation, or XMP's where EXIF has none, as Pillow does."""
     value = read_orientation(exif)
     if value is None and xmp:
         match = _XMP_ORIENTATION.search(xmp)

@@ -13,25 +13,25 @@ from typing import NamedTuple
 from PIL import Image
 
 MOST_BYTES = 65_527
-"""Of a block in a JPEG file; a longer one of another file is left out."""
+"""Most bytes of a block in a JPEG file; a longer one of another file is left out."""
 _SIZES = {1: 1, 2: 1, 7: 1, 3: 2, 4: 4, 5: 8, 6: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
-"""Bytes of one of a value, by TIFF's type."""
+"""Bytes of one value, by TIFF's type."""
 _ORIENTATION, _THUMBNAIL, _THUMBNAIL_BYTES = 0x0112, 0x0201, 0x0202
 _HEADS = re.compile(rb"(?:Exif\0\0)+")
 _UPRIGHT = (_ORIENTATION, 3, 1, 1, 0)
 
 
 class _Directory(NamedTuple):
-    """One of a block's directories."""
+    """One directory of a block."""
 
     entries: range
-    """Where each begins."""
+    """Offsets of the entries."""
     next: int
-    """Where the place of the next directory stands."""
+    """Offset of the pointer to the next directory."""
 
 
 def _order(tiff: bytes) -> str | None:
-    """How `struct` has its order of bytes; None: it is no TIFF."""
+    """Return the byte order as a prefix of `struct`; None: it is no TIFF."""
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     return order if tiff[2:4] in (b"*\0", b"\0*") and len(tiff) >= 8 else None
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _MOST_BLOCKS = 262_144
-"""Of 255 bytes each, as encoders write them."""
+"""Most blocks of a picture; encoders write blocks of 255 bytes."""
 _EXTENSION, _IMAGE, _END = 0x21, 0x2C, 0x3B
 _CONTROL = 0xF9
 
 
 class FirstPicture(NamedTuple):
-    """What a decoder needs, and what is known without it."""
+    """The first picture's payload for the decoder, and its properties."""
 
     size: tuple[int, int]
     """(height, width) of the canvas."""
     payload: bytes
     clear: int | None
-    """The colour's number that stands for no colour."""
+    """Index of the transparent colour; None: there is none."""
     animated: bool
 
 
@@ -78,5 +78,5 @@ def first_picture(data: bytes) -> FirstPicture:
 
 
 def _table(flags: int) -> int:
-    """Bytes of a table of colours."""
+    """Return the bytes of a colour table."""
     return 3 << ((flags & 7) + 1) if flags & 0x80 else 0

@@ -192,7 +192,7 @@ def _size(pixels: Pixels) -> Size:
 
 
 def _plain(encoded: bytes | memoryview) -> Pixels | None:
-    """The pixels of such a file, where they lie; None: it is none."""
+    """Return the pixels of a plain picture, without a copy; None: it is no plain picture."""
     if len(encoded) < _PIXELS_HEAD.size or encoded[:8] != PIXELS_SIGNATURE:
         return None
     _, height, width = _PIXELS_HEAD.unpack_from(encoded)
@@ -297,9 +297,9 @@ _TRANSPOSE = {
 MAX_OUTPUT_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}
 NO_LIMITS = LimitsConfig(max_image_bytes=2**31, max_pixels=2**31, max_side=65_535)
 _MOST_AROUND = 4
-"""What comes may have so many times the bytes that its picture may have."""
+"""Most bytes of an input, as a multiple of the bytes that its picture may have."""
 _BEGINNING = 1024
-"""Letters of a picture's text that tell whether it is one."""
+"""Characters of a text that tell whether it is a picture."""
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _BLANKS = b" \t\r\n\v\f"
 
@@ -315,13 +315,13 @@ class Decoded:
     encoded: bytes | memoryview
     """The file itself, base64 undone, without what stands behind the picture."""
     colour: Colour = SRGB
-    """What `pixels` mean."""
+    """Colour space of `pixels`."""
     warnings: tuple[str, ...] = ()
-    """What the client should know of the file."""
+    """Warnings for the client about the file."""
     low: Pixels | None = None
     """The low bytes of 16-bit samples: RGB or RGBA, uint8 [H, W, 3 or 4]; None: it has none."""
     metadata: Metadata = NOTHING
-    """What its answers say beside their pixels."""
+    """Metadata that the answers keep."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -330,7 +330,9 @@ class Decoded:
 
     @property
     def template_id(self) -> str:
-        """Its name as a template."""
+        """Digest that names the image as a template: pixels, colour, alpha, low bytes and metadata
+        count.
+        """
         clear = self.alpha is not None and self.alpha.min() < 255
         unseen = [
             name + hashlib.blake2b(np.ascontiguousarray(plane).data).digest()
@@ -362,7 +364,7 @@ class Raster:
     colour: Colour = SRGB
     warnings: tuple[str, ...] = ()
     low: Image.Image | None = None
-    """As of `Decoded`, if it was asked for."""
+    """Low bytes of 16-bit samples, if they were requested."""
     metadata: Metadata = NOTHING
 
 
@@ -412,15 +414,15 @@ def decode_raster(
     colours: bool = True,
     low: bool = False,
 ) -> Raster:
-    """As `decode_image`, kept in Pillow: nothing is copied that is not asked for.
+    """Decode as `decode_image` does but stay in Pillow, without copies that nobody requests.
 
     Args:
-        raw: as of `decode_image`, like `field` and `limits`.
-        field: of messages.
-        limits: bounds.
-        size: as of `decode_mask`.
-        colours: whether what the file says of its colours counts.
-        low: whether the low bytes of 16-bit samples are wanted.
+        raw: a file's bytes, base64 text or data: URI.
+        field: name of the input in error messages.
+        limits: bounds, checked before decoding.
+        size: (height, width) that the picture must have; None: any.
+        colours: whether the file's colour profile is read.
+        low: whether to decode the low bytes of 16-bit samples.
     """
     if (flat := _plain(raw)) is not None:
         check_size(_size(flat), field, limits)

@@ -1,5 +1,4 @@
-"""What an AVIF or HEIC file says of its picture, read from its boxes alone (ISO/IEC 14496-12 and
-23008-12).
+"""Reader of AVIF and HEIC files' boxes (ISO/IEC 14496-12 and 23008-12).
 
 Decoders believe what is coded, whatever size the boxes tell, and take memory for it: so AV1's own
 headers are read, too.
@@ -17,7 +16,7 @@ _AVIF: Final = (b"avif", b"avis")
 _HEIC: Final = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 _TURNS: Final = {(0, None): 1, (1, None): 8, (2, None): 3, (3, None): 6, (0, 0): 4, (0, 1): 2,
                  (1, 0): 5, (1, 1): 7, (2, 0): 2, (2, 1): 4, (3, 0): 7, (3, 1): 5}  # fmt: skip
-"""EXIF's orientation by quarter turns anticlockwise and the axis that mirrors behind them."""
+"""EXIF's orientation, by quarter turns anticlockwise and the axis of the mirror that follows."""
 _SEQUENCE_HEADER: Final = 1
 
 
@@ -29,20 +28,20 @@ class BoxedPicture(NamedTuple):
     size: tuple[int, int]
     """(height, width) as it is decoded, before it is turned."""
     orientation: int
-    """As EXIF counts, of the boxes; EXIF's own does not count."""
+    """Orientation in EXIF's numbers, from the boxes; EXIF's own does not count."""
     profile: bytes
     exif: bytes
     xmp: bytes
     sequence: bool
-    """Whether it is an animation, too."""
+    """Whether the file is also an animation."""
 
 
 class _Item(NamedTuple):
     kind: bytes
     beside: bytes
-    """What it is, of one that is no picture."""
+    """Type of an item that is no picture."""
     parts: list[tuple[int, int]]
-    """Where its bytes lie, and how many: offsets of the file."""
+    """Offset and length in the file of each part."""
 
 
 def brand_of(data: bytes) -> str:
@@ -57,7 +56,7 @@ def brand_of(data: bytes) -> str:
 
 
 def boxed_picture(data: bytes, most_beside: int, most_profile: int) -> BoxedPicture:
-    """Read the boxes.
+    """Read the picture's properties from the boxes.
 
     Raises:
         ValueError: it is cut short or damaged, or coded larger than it says; continues "is ".
@@ -139,7 +138,7 @@ def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, tuple[int, i
 
 
 def _items(data: bytes, meta: dict[bytes, tuple[int, int]]) -> dict[int, _Item]:
-    """By number."""
+    """Return the items by number."""
     begin, end = meta[b"iinf"]
     counted = 4 if data[begin] else 2
     kinds: dict[int, tuple[bytes, bytes]] = {}
@@ -158,7 +157,7 @@ def _items(data: bytes, meta: dict[bytes, tuple[int, int]]) -> dict[int, _Item]:
 def _places(
     data: bytes, meta: dict[bytes, tuple[int, int]]
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Where each item lies, by the box iloc."""
+    """Yield where each item lies, from the box iloc."""
     at, _ = meta[b"iloc"]
     version, sizes = data[at], _number(data, at + 4, 2)
     offset, length, base = sizes >> 12, sizes >> 8 & 15, sizes >> 4 & 15
@@ -192,7 +191,7 @@ def _places(
 
 
 def _properties(data: bytes, begin: int, end: int) -> dict[int, list[tuple[bytes, int, int]]]:
-    """Of each item, its properties: name, and where it begins and ends."""
+    """Return each item's properties: name, and where it begins and ends."""
     every: list[tuple[bytes, int, int]] = []
     found: dict[int, list[tuple[bytes, int, int]]] = {}
     for name, (at, until) in _boxes(data, begin, end):
@@ -218,7 +217,7 @@ def _size(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _cropped(data: bytes, at: int, size: tuple[int, int]) -> tuple[int, int]:
-    """(height, width) without the border that fills up whole blocks."""
+    """Return (height, width) without the border that fills up whole blocks."""
     width, wide, height, high = (_number(data, at + 4 * i, 4) for i in range(4))
     if not wide or not high or width % wide or height % high:
         raise IndexError
@@ -229,7 +228,7 @@ def _cropped(data: bytes, at: int, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _fits(coded: bytes, size: tuple[int, int]) -> bool:
-    """Whether AV1's sequence headers, of which there is one, are of no larger picture."""
+    """Return whether AV1's sequence headers, of which there is one, describe no larger picture."""
     at, found = 0, False
     for _ in range(_MOST_BOXES):
         if at >= len(coded):

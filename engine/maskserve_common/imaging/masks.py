@@ -70,7 +70,7 @@ def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int]
 
 
 def _tight(mask: Bytes2D, box: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """The box without rims that hold nothing; it holds something."""
+    """Shrink the box to the rows and columns that hold something; at least one does."""
     top, left, bottom, right = box
     inside = bounding_box(mask[top:bottom, left:right] > 0, 0)
     assert inside is not None
@@ -148,17 +148,17 @@ def _span(used: Bools) -> tuple[int, int] | None:
 WHITE_FROM = 128
 """Luminance from which a mask pixel counts as white."""
 COVERS_MOST = 0.9
-"""A mask that selects more than this share of its picture is told of."""
+"""Share of a picture above which a mask is reported to the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What is to be edited."""
+    """The selected part of the canvas."""
 
     pixels: Bools
     """bool [H, W], of the canvas."""
     warnings: tuple[str, ...] = ()
-    """What the client should know of the mask."""
+    """Warnings for the client about the mask."""
     strength: Bytes2D | None = None
     """uint8 [H, W], how much of the canvas may change; None: all of what is selected."""
 
@@ -166,10 +166,10 @@ class Selected:
 def select(
     raw: bytes | memoryview, asked: EditSettings, limits: LimitsConfig, size: Size
 ) -> Selected:
-    """What a mask selects, and all that the canvas grows by.
+    """Return the pixels that a mask selects, including those that the canvas grows by.
 
     Args:
-        raw: MASK; it may be empty where the canvas grows.
+        raw: bytes of MASK; they may be empty where the canvas grows.
         asked: settings of the edit.
         limits: bounds, checked before decoding.
         size: (height, width) of the image, which the mask must have too.
@@ -198,8 +198,8 @@ def select(
 
 
 def _looked_at(mask: DecodedMask, mode: str, chosen: Bools) -> tuple[str, ...]:
-    """A mask that leaves next to nothing is most often one that was meant the other way round, as
-    a layer with strokes on transparent ground is.
+    """Warn of a mask that leaves next to nothing: most often it was meant inverted, as a layer with
+    strokes on transparent ground is.
     """
     share = np.count_nonzero(chosen) / chosen.size
     if share <= COVERS_MOST:
@@ -331,7 +331,7 @@ def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
 
 
 def _clip(span: slice, margin: int, side: int) -> tuple[slice, slice]:
-    """Where a span widened by `margin` lies in [0, side), and that part of the wide span."""
+    """Return where a span widened by `margin` lies in [0, side), and that part of the wide span."""
     low, high = span.start - margin, span.stop + margin
     start, stop = max(0, low), min(side, high)
     return slice(start, stop), slice(start - low, stop - low)
@@ -347,14 +347,13 @@ def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
 
 
 def strongest(values: Bytes2D, model_size: Size) -> Bytes2D:
-    """Of all source pixels under a model pixel the largest value, uint8 [h, w]."""
+    """Return the largest value of the source pixels under each model pixel, uint8 [h, w]."""
     for axis, size in enumerate(model_size):
         values = cover(values, size, axis)
     return values
 
 
 def _full(values: Bytes2D) -> Bytes2D:
-    """255 where `values` is above 0."""
     full: Bytes2D = (values > 0).view(np.uint8) * np.uint8(255)
     return full
 
@@ -394,7 +393,7 @@ def _token_grid(edit: Bytes2D, side: int) -> Bools:
 
 
 def _grown(grid: Bools, ring: int) -> Bools:
-    """With all within `ring` tokens of a computed one."""
+    """Add all tokens within `ring` tokens of a computed one."""
     for axis in (0, 1):
         grid = grow(grid, ring, ring, axis)
     return grid
@@ -435,14 +434,14 @@ def cover_a_side(active: TokenIds, rows: int, columns: int) -> bool:
 def active_tokens_per_level(
     edit: Bytes2D, token_pixels: int, levels: Sequence[int], ring: int = 0
 ) -> dict[int, TokenIds]:
-    """Active tokens of a UNet whose stacks attend at several scales.
+    """Return the computed tokens of a UNet whose stacks attend at several scales.
 
     Args:
         edit: [h, w] edit mask at the model's size.
         token_pixels: model pixels along one side of a token at level 0.
-        levels: how often each wanted level has been halved. A side that does not halve evenly
+        levels: number of halvings of each requested level. A side that does not halve evenly
             rounds up, as a convolution of stride 2 with padding 1 does.
-        ring: as of `active_tokens`, in tokens of level 0.
+        ring: width of the margin round the mask, in tokens of level 0.
 
     Returns:
         level → ids, row-major over the level's own grid.

@@ -1,4 +1,4 @@
-"""What an answer says beside its pixels, as its source did: EXIF, XMP, IPTC, texts, resolution.
+"""Metadata that an answer keeps from its source: EXIF, XMP, IPTC, texts, resolution.
 
 It is a stranger's: each kind has a bound, and what is longer or damaged is left out. What is true
 no more is left out, too: how the source was turned, its thumbnail, what signs its pixels.
@@ -15,15 +15,14 @@ from xml.etree import ElementTree
 from maskserve_common.imaging.exif import MOST_BYTES
 
 MOST_XMP_BYTES = 60_000
-"""Of a packet: with the server's mark it fits into a segment of a JPEG file."""
+"""Most bytes of an XMP packet: with the server's mark it fits into a segment of a JPEG file."""
 MOST_TEXTS = 64
 _PHOTOSHOP = b"Photoshop 3.0\0"
 _RESOURCE, _IPTC = b"8BIM", 0x0404
 _METRES = 0.0254
-"""In an inch."""
 _TURNED = re.compile(r"(tiff:Orientation(?:\s*=\s*[\"']|>))[0-9]+")
 _NAMES = "DigitalSourceType|HasExtendedXMP|provenance"
-"""XMP's properties that speak of the source alone."""
+"""XMP properties that hold for the source alone."""
 _UNTRUE = re.compile(
     rf"\s[\w.-]+:(?:{_NAMES})\s*=\s*(?:\"[^\"]*\"|'[^']*')"
     rf"|<([\w.-]+:(?:{_NAMES}))\b(?:[^>]*/>|.*?</\1\s*>)",
@@ -40,18 +39,18 @@ _RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Of one picture, upright."""
+    """Metadata of one picture, upright."""
 
     exif: bytes = b""
-    """Its EXIF block."""
+    """EXIF block."""
     xmp: bytes = b""
-    """Its XMP packet, UTF-8."""
+    """XMP packet, UTF-8."""
     iptc: bytes = b""
-    """Its IPTC-IIM records."""
+    """IPTC-IIM records."""
     texts: tuple[tuple[bytes, bytes], ...] = ()
     """PNG's text chunks, none deflated: name and body."""
     dpi: tuple[float, float] | None = None
-    """Pixels in an inch, across and down."""
+    """Pixels per inch, across and down."""
 
     def __bool__(self) -> bool:
         return self != NOTHING
@@ -142,7 +141,7 @@ def iptc_of(app13: bytes) -> bytes:
 
 
 def dpi_of_jfif(app0: bytes) -> tuple[float, float] | None:
-    """The resolution that a JPEG's JFIF segment says; None: it says none."""
+    """Return the resolution in a JPEG's JFIF segment; None: there is none."""
     if not app0.startswith(b"JFIF\0") or len(app0) < 12 or app0[7] not in (1, 2):
         return None
     across, down = struct.unpack_from(">HH", app0, 8)
@@ -151,7 +150,7 @@ def dpi_of_jfif(app0: bytes) -> tuple[float, float] | None:
 
 
 def dpi_of_phys(chunk: bytes) -> tuple[float, float] | None:
-    """The resolution of PNG's chunk pHYs; None: it says none."""
+    """Return the resolution in PNG's chunk pHYs; None: there is none."""
     if len(chunk) != 9 or chunk[8] != 1:
         return None
     across, down = struct.unpack_from(">II", chunk)

@@ -25,7 +25,7 @@ from maskserve_common.imaging.images import encode_png
 Box = tuple[int, int, int, int]
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/compositeWithTrainedAlgorithmicMedia"
-"""IPTC's word for a picture of which a trained model has made a part."""
+"""IPTC's term for a picture of which a trained model has made a part."""
 _RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
 _IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
 XMP = (
@@ -36,11 +36,11 @@ XMP = (
 
 
 _SOURCE = {"title": "source", "relationship": "parentOf", "label": "source"}
-"""The ingredient of an edit, as C2PA has it."""
 _MOST_BOXES = {b"c2cs": 64, b"jumb": 4096}
-"""Of a source's history: each manifest's signature (10 ms to check), and boxes of any kind."""
+"""Most boxes in a source's history: signatures of manifests (10 ms each to check), and boxes of any
+kind."""
 _MOST_HISTORY = 4 * 2**20
-"""Bytes of it, which all edits of its edits carry on."""
+"""Most bytes of a history, which all edits of an edit carry on."""
 log = logging.getLogger("maskserve")
 
 
@@ -48,7 +48,7 @@ class Mark(Protocol):
     """How answers are marked."""
 
     xmp: bytes
-    """For the file as it is encoded; empty: nothing."""
+    """XMP for the file as it is encoded; empty: none."""
 
     def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
         """The file, signed if the operator has a certificate.
@@ -147,11 +147,11 @@ class _Signed:
         return signed.getvalue()
 
     def _with_source(self, box: Box, source: bytes) -> Any:
-        """What signs an edit of a file with a manifest.
+        """Return the builder that signs an edit of a file with a manifest.
 
         Raises:
             C2paError: its manifest cannot be read.
-            InvalidRequest: it has more of them than are worth reading.
+            InvalidRequest: its history is too long to read.
         """
         at = source.index(b"jumb")
         size = int.from_bytes(source[max(at - 4, 0) : at], "big")  # of all manifests
@@ -164,7 +164,7 @@ class _Signed:
         return builder
 
     def _in_time(self, *asked: Any) -> bytes:
-        """The same in a thread: the library waits for the time-stamp authority without an end."""
+        """Sign in a thread: the library waits for the time-stamp authority without limit."""
         results: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
         def work() -> None:
@@ -184,7 +184,9 @@ class _Signed:
         return result
 
     def _manifest(self, box: Box, *, opened: bool = False) -> dict[str, Any]:
-        """What is said of an edit, in C2PA's terms; `opened`: of an ingredient, too."""
+        """Return the C2PA manifest of an edit; `opened` adds the action that opens an
+        ingredient.
+        """
         left, top, right, bottom = box
         painted = {
             "type": "rectangle",

@@ -1,4 +1,4 @@
-"""The operator's own check of what was asked and made."""
+"""The operator's own check of requests and answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from maskserve_common.errors import EngineFailed, Refused
 log = logging.getLogger("maskserve")
 
 Check: TypeAlias = Callable[[Image.Image, str, Image.Image], str | None]
-"""Of the source, the prompt and the picture that was made (RGB or RGBA, as large as the answer):
-why it is not let pass; None: it is.
-"""
+"""Check of the source, the prompt and the answer's picture (RGB or RGBA, of the answer's size):
+returns why the picture is refused; None: it is accepted."""
 
 
 def load_check(config: Config) -> Check | None:
@@ -44,7 +43,6 @@ def load_check(config: Config) -> Check | None:
 
 
 def _module(place: str) -> ModuleType:
-    """A module by its name, or from its file."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     spec = importlib.util.spec_from_file_location("operators_check", place)
@@ -56,11 +54,11 @@ def _module(place: str) -> ModuleType:
 
 
 def let_pass(check: Check, source: Image.Image, prompt: str, made: Image.Image) -> None:
-    """Nothing, if the check lets a picture pass.
+    """Raise unless the check accepts a picture.
 
     Raises:
         Refused: it does not; the message is the check's.
-        EngineFailed: the check itself failed, so that nobody knows.
+        EngineFailed: the check itself failed.
     """
     try:
         reason = check(source, prompt, made)

@@ -23,12 +23,12 @@ _READ: Final = {1, 2, 3, 4, 5, 7, 8, 32_773, 32_946}
 """Compressions: none, fax, LZW, JPEG, Deflate, PackBits."""
 _MOST_TAGS = 1024
 _LEAST_TILE = 2**22
-"""Pixels that a tile may have though its picture is smaller."""
+"""Pixels that a tile may have although its picture is smaller."""
 _MOST_SAMPLES = 6
 
 
 class FirstPage(NamedTuple):
-    """What a decoder needs, and what is known without it."""
+    """The first page's payload for the decoder, and its properties."""
 
     size: tuple[int, int]
     """(height, width) as stored."""
@@ -38,16 +38,16 @@ class FirstPage(NamedTuple):
     xmp: bytes
     iptc: bytes
     pages: bool
-    """Whether others follow."""
+    """Whether further pages follow."""
 
 
 def first_page(data: bytes, most_profile: int, most_beside: int) -> FirstPage:
     """Read the first directory.
 
     Args:
-        data: of the file.
-        most_profile: bytes of a profile that is read.
-        most_beside: likewise of XMP and IPTC.
+        data: bytes of the file.
+        most_profile: most bytes of a profile that is read.
+        most_beside: most bytes of XMP, and of IPTC, that are read.
 
     Raises:
         ValueError: it is cut short or damaged, or of a kind that is not read; continues "is ".

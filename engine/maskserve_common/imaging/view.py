@@ -1,4 +1,4 @@
-"""What a model sees of a picture: the window round the mask.
+"""The window round the mask that a model sees.
 
     source ─ expand ─► canvas ─ window ─► the model's size
                           ▲                      │
@@ -56,14 +56,14 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a model sees of an edit."""
+    """Window of the canvas that a model sees, and its size at the model."""
 
     canvas: Size
     """(height, width) of the whole."""
     window: Window
-    """The part of it."""
+    """Part of the canvas that the model sees."""
     size: Size
-    """(height, width) at which the model sees that."""
+    """(height, width) of that part at the model."""
 
     @property
     def is_part(self) -> bool:
@@ -71,13 +71,13 @@ class View:
 
 
 def see(selected: Bools, asked: EditSettings, native_resolution: int, multiple: int) -> View:
-    """What a model sees of an edit.
+    """Choose the window that a model sees of an edit.
 
     Args:
-        selected: bool [H, W], what is to be edited of the canvas; something.
+        selected: bool [H, W], the selected pixels of the canvas; at least one is set.
         asked: settings of the edit.
-        native_resolution: side of the square that the model was made for.
-        multiple: as of `model_size`.
+        native_resolution: side in pixels of the square that the model was trained for.
+        multiple: number of pixels that the model's sides are multiples of.
     """
     box = bounding_box(selected, asked.mask_dilate + asked.mask_feather)
     assert box is not None, "something is selected"
@@ -98,10 +98,10 @@ def window_round(
     the picture goes on: more is seen there at no loss of sharpness.
 
     Args:
-        rows: first and one behind the last that the mask covers.
-        columns: likewise.
+        rows: first and last + 1 row that the mask covers.
+        columns: first and last + 1 column that the mask covers.
         size: (height, width) of the canvas.
-        native: side of the square that the model was made for.
+        native: side in pixels of the square that the model was trained for.
         mode: `auto` takes a window under half of a canvas that is larger than the model's area.
         padding: round the mask; below 1 a share of its longer side, from 1 on pixels.
     """
@@ -119,7 +119,7 @@ def window_round(
 
 
 def _spread(span: Span, margin: int, side: int, least: int, cell: int) -> Span:
-    """A span with its margin, brought to the grid and to `least`, within [0, side)."""
+    """Widen a span by its margin, then to the grid and to `least`, within [0, side)."""
     low = max(0, (span[0] - margin) // cell * cell)
     high = min(side, -((-span[1] - margin) // cell) * cell)
     missing = min(least, side) - (high - low)

@@ -1,1 +1,1 @@
-"""What an edit needs on a host or a device, and how it comes there."""
+"""Resource cache: the LoRAs, ControlNets and templates that edits need on a host or a device."""

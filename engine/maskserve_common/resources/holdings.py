@@ -1,4 +1,4 @@
-"""What of one kind is on the device, who needs it, and what makes room for what.
+"""Resource cache of one kind: the resources on the device, the edits that need them, and eviction.
 
 An owner (an edit, a priming, another process's session) holds what it needs from when it is
 accepted until it ends: what it waits for, or steps with, is not evicted. Of the rest the least used
@@ -23,14 +23,14 @@ from maskserve_common.resources.residency import Residency, Resource
 
 
 class Holdings(ABC, Generic[W]):
-    """Those of one kind.
+    """Resource cache of one kind.
 
     Args:
-        kind: of them.
-        residency: keeps the kind's budget, and who waits.
-        source: brings them.
+        kind: kind of the resources.
+        residency: states of all resources, with budgets and waiting edits.
+        source: loader of the files.
         came: hands its news to this object's thread, which passes them to `arrived` or `failed`.
-        observations: of the worker.
+        observations: observations of the worker.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Holdings(ABC, Generic[W]):
         self._observations, self._popularity = observations, Popularity()
         self.costs, self.counters = LoadCosts(kind.estimates), kind.counters()
         self._loaded: dict[str, tuple[str, Loaded]] = {}
-        """Version → name and what is on the device."""
+        """Version → name and loaded resource."""
         self._coming: dict[str, tuple[str, int]] = {}
-        """Version → name and bytes, as records have them, of what is on its way."""
+        """Version → name and bytes of each loading resource, as records list them."""
         self._owners: dict[str, tuple[Resource, ...]] = {}
-        """What each holds."""
+        """Resources that each owner needs."""
         self._listed: tuple[AdapterStatus, ...] | None = None
         self._listed_host: tuple[AdapterFile, ...] = ()
 
@@ -106,7 +106,7 @@ class Holdings(ABC, Generic[W]):
         self._listed = None
 
     def waited(self, seconds: float) -> None:
-        """An edit has gone on after so long a wait for some."""
+        """Record the seconds that an edit has waited for resources."""
         self._observations.add(f"{self.kind.metrics}_wait_seconds", seconds)
 
     def loaded(self, wanted: W) -> Loaded:
@@ -118,11 +118,11 @@ class Holdings(ABC, Generic[W]):
         return self.loaded(wanted).digest
 
     def names(self) -> tuple[str, ...]:
-        """Of those on the device."""
+        """Names of the resources on the device."""
         return tuple(sorted({name for name, _ in self._loaded.values()}))
 
     def nbytes(self) -> int:
-        """Of those on the device."""
+        """Bytes of the resources on the device."""
         return sum(loaded.nbytes for _, loaded in self._loaded.values())
 
     def typical_bytes(self) -> float:
@@ -130,7 +130,9 @@ class Holdings(ABC, Generic[W]):
         return self._source.typical_bytes()
 
     def listed(self) -> tuple[AdapterStatus, ...]:
-        """What routers are told of; the same object for as long as nothing changes."""
+        """Resources as the status record lists them; the same object for as long as nothing
+        changes.
+        """
         host = self._on_host()
         if self._listed is None or host is not self._listed_host:
             self._listed_host = host
@@ -153,8 +155,8 @@ class Holdings(ABC, Generic[W]):
         """It holds this one no more."""
 
     def _on_host(self) -> tuple[AdapterFile, ...]:
-        """Files in the host's memory that routers are told of; the same object for as long as they
-        are the same.
+        """Files in the host's memory that routers read of; the same object as long as nothing
+        changes.
         """
         return ()
 
@@ -171,7 +173,9 @@ class Holdings(ABC, Generic[W]):
             )
 
     def _load(self, resource: Resource, wanted: W, worth: float) -> bool:
-        """Have it loaded, if there is room or what is worth less makes it; whether there is."""
+        """Load a resource if there is room, or if less valuable ones can be evicted; return whether
+        it loads.
+        """
         device_bytes, record_bytes = self._bytes(wanted)
         if not self._residency.coming(resource, device_bytes, worth):
             return False
@@ -189,6 +193,6 @@ class Holdings(ABC, Generic[W]):
         """
 
     def _value(self, resource: Resource) -> None:
-        """Who goes first when another needs room: the least uses per byte."""
+        """Update the resource's score: uses per byte; the lowest is evicted first."""
         worth = self._popularity.worth(resource.name, self._residency.nbytes_of(resource))
         self._residency.touch(resource, worth)

@@ -1,4 +1,4 @@
-"""What it has cost lately to bring LoRAs or ControlNets to the device, by where they were."""
+"""Recent costs of loading LoRAs or ControlNets onto the device, by where they were."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.line_fit import fit
 
 _LOADS_KEPT = 64
-"""Of each source, that costs are fitted to."""
+"""Latest loads of each source that costs are fitted to."""
 
 
 class LoadCosts:

@@ -18,7 +18,7 @@ _log = logging.getLogger("maskserve")
 
 
 class Loadable(Protocol):
-    """What an edit names, found as the edit was accepted."""
+    """A resource that an edit names, as it was found when the edit was accepted."""
 
     @property
     def name(self) -> str: ...
@@ -35,19 +35,19 @@ W_contra = TypeVar("W_contra", bound=Loadable, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What there is of its sort: LoRAs, ControlNets."""
+    """A kind of resource: LoRAs or ControlNets."""
 
     name: str
-    """Of its resources and their budget."""
+    """Name of the resources and of their budget."""
     noun: str
     setting: str
-    """That names them in an edit."""
+    """Setting of an edit that names them."""
     budget: str
-    """Key of the configuration."""
+    """Configuration key of the budget."""
     metrics: str
-    """What its metrics begin with."""
+    """Prefix of its metrics."""
     estimates: Mapping[str, LoadCost]
-    """What a load costs before any was measured, by where the files are."""
+    """Load costs before any load was measured, by where the files are."""
 
     def counters(self) -> dict[str, int]:
         """Totals since the worker's start, by metric; none yet."""
@@ -58,27 +58,29 @@ class Loaded(NamedTuple):
     """One that steps can be computed with."""
 
     digest: str
-    """sha256 of its weights' files, one after the other."""
+    """sha256 of the weights' files, in order."""
     nbytes: int
-    """On the device."""
+    """Bytes on the device."""
     seconds: float
-    """From when it was asked for."""
+    """Seconds since the load was requested."""
     file_bytes: int = 0
     source: str = "storage"
-    """Where its files were when it was asked for: one of its kind's estimates."""
+    """Where the files were when the load was requested: a key of its kind's estimates."""
     layers: Mapping[str, int] = MappingProxyType({})
-    """Numbers that it adds to the denoiser's layers, where that is known."""
+    """Numbers that it adds to the denoiser's layers, where known."""
 
 
 Done = Callable[[Loaded | MaskserveError], None]
-"""Told, in any thread, what became of a load."""
+"""Callback with the outcome of a load, in any thread."""
 
 
 class Source(Protocol[W_contra]):
-    """What `Holdings` has things brought by."""
+    """Loader of a kind's resources."""
 
     def typical_bytes(self) -> float:
-        """Of the files of one, on average over all that may be asked for; 0: none is known."""
+        """Return the bytes of a resource's files, averaged over all known ones; 0: none is
+        known.
+        """
         ...
 
     def load(self, wanted: W_contra, done: Done) -> None: ...
@@ -102,7 +104,7 @@ class ResourceLoader(ABC, Generic[W]):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def load(self, wanted: W, done: Done) -> None:
-        """Have it loaded; `done` is told in another thread what became of it."""
+        """Start a load; `done` is called in another thread with its outcome."""
         self._pool.submit(self._load, wanted, done, time.monotonic())
 
     @abstractmethod

@@ -8,11 +8,10 @@ import math
 from collections import OrderedDict
 
 HALF_LIFE = 1_000
-"""Uses of all of a kind together after which one counts half. A longer life holds on to what is
-out of fashion; a shorter one forgets what is asked for steadily but rarely (`scripts/bench
-adapter_misses`)."""
+"""Uses of all resources of a kind after which a use counts half. A longer life keeps what is out of
+fashion; a shorter one forgets what is used steadily but rarely (`scripts/bench adapter_misses`)."""
 _REMEMBERED = 32_768
-"""That are remembered, on the device or not: what comes back is not taken for a new one."""
+"""Most resources whose uses are remembered, on the device or not."""
 
 
 class Popularity:

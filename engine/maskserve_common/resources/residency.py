@@ -1,4 +1,4 @@
-"""What edits need before they can run, which of it is here, and who waits for it.
+"""States of resources that edits need, and the edits that wait for them.
 
     absent ──coming()──► coming ──arrived()──► here
                             └────failed()────► failed        both begin anew with coming()
@@ -22,7 +22,7 @@ from maskserve_common.shares import room
 
 class Resource(NamedTuple):
     kind: str
-    """Such as `template`."""
+    """Kind of the resource, such as `template`."""
     name: str
 
 
@@ -56,7 +56,7 @@ class Residency:
         self._held: dict[Resource, _Held] = {}
         self._pins: Counter[Resource] = Counter()
         self._missing: dict[str, set[Resource]] = {}
-        """Request id → what it waits for; in the order in which they came."""
+        """Request id → resources that it waits for, in order of arrival."""
 
     def state(self, resource: Resource) -> Residence:
         record = self._held.get(resource)
@@ -68,11 +68,11 @@ class Residency:
         return None if record is None else record.error
 
     def nbytes(self, kind: str) -> int:
-        """Of a kind: what is here and what is coming."""
+        """Return the bytes of a kind's loaded and loading resources."""
         return sum(h.nbytes for resource, h in self._held.items() if resource.kind == kind)
 
     def nbytes_of(self, resource: Resource) -> int:
-        """What is booked for it."""
+        """Return the bytes that are reserved for a resource."""
         record = self._held.get(resource)
         return 0 if record is None else record.nbytes
 
@@ -157,7 +157,7 @@ class Residency:
         return resource in self._pins
 
     def touch(self, resource: Resource, score: float) -> None:
-        """What is here, or coming, is worth so much now."""
+        """Set the score of a loaded or loading resource."""
         self._held[resource].score = score
 
     def drop(self, resource: Resource) -> None:
@@ -167,13 +167,13 @@ class Residency:
             self._evict(resource)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a budget is passed, or an edit waits for nothing."""
+        """Raise AssertionError if a budget is exceeded, or an edit waits for nothing."""
         for kind, budget in self._budgets.items():
             assert self.nbytes(kind) <= budget, f"{kind}: {self.nbytes(kind)} of {budget} bytes"
         assert all(self._missing.values()), "an edit waits for nothing"
 
     def _to_go(self, resource: Resource, nbytes: int, score: float) -> list[Resource] | None:
-        """What makes room for it; None: it does not fit."""
+        """Return the resources to evict for a new one; None: it does not fit."""
         budget = self._budgets.get(resource.kind)
         if budget is None:
             return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from maskserve_common.contracts.status_record import AdapterStatus, LoadCost, WorkerStatus
 
 _LEFT = 0.5
-"""Share of a load that is still to come, of one that somebody else has begun: on average half."""
+"""Share of a load still to come if another edit has begun it: half on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +17,15 @@ class AdapterView:
 
     held: Mapping[str, AdapterStatus]
     loads: Mapping[str, LoadCost]
-    """`host` and `storage` -> cost of a load from there."""
+    """Cost of a load from `host` and from `storage`."""
     typical_bytes: float
-    """Of one that the worker does not have."""
+    """Bytes of an adapter that the worker does not have."""
     coming: frozenset[str] = frozenset()
-    """AskedNode for by edits on their way to the worker."""
+    """Adapters of edits on their way to the worker."""
 
     @classmethod
     def from_status(cls, status: WorkerStatus) -> AdapterView | None:
-        """None: the worker says nothing of adapters."""
+        """Return the view of adapters; None: the record has none."""
         if not status.adapter_loads:
             return None
         statuses = {adapter.name: adapter for adapter in status.adapters}
@@ -33,7 +33,7 @@ class AdapterView:
 
     @classmethod
     def of_controlnets(cls, status: WorkerStatus) -> AdapterView | None:
-        """None: the worker says nothing of ControlNets."""
+        """Return the view of ControlNets; None: the record has none."""
         if not status.controlnet_loads:
             return None
         statuses = {controlnet.name: controlnet for controlnet in status.controlnets}
@@ -44,7 +44,7 @@ class AdapterView:
         return max((self._seconds(name) for name in names), default=0.0)
 
     def nbytes(self, names: Iterable[str]) -> float:
-        """Of the files of all of these."""
+        """Return the bytes of the files of all named adapters."""
         return sum(map(self._nbytes, names))
 
     def asked(self, names: Iterable[str]) -> AdapterView:

@@ -26,7 +26,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.intp]
 Holders: TypeAlias = Callable[[str, str, int], Flags]
-"""`(tier, entries_id, count)` -> which of the first so many rows have it there."""
+"""Function `(tier, entries_id, count)` -> which of the first `count` rows have the entries
+there."""
 
 _TIERS = tuple(TIERS)
 _HOST, _DEVICE = _TIERS.index(HOST.name), _TIERS.index(DEVICE.name)
@@ -55,23 +56,19 @@ _AT = {name: number for number, name in enumerate(_COLUMNS)}
 _FETCH = _AT[f"fetch_{_TIERS[0]}"]
 _FIRST_ROWS = 64
 _KNOTS = 40
-"""Of a profile, at most; a worker with more is asked itself."""
+"""Most knots of a profile; a worker with more is predicted by itself."""
 _ALL, _URGENT = 0, 1
-"""Profiles of a worker: all that it has, and what is before the most urgent edit."""
+"""Profiles of a worker: all its work, and the work that precedes the most urgent edit."""
 _FEW = 12
-"""Workers that are asked one by one in less time."""
+"""Number of workers that are predicted one by one in less time."""
 _BELOW = 1.0 - 1e-9
-"""Of a bound that was summed in another order."""
+"""Slack of a bound that was summed in another order."""
 _MOST_ASKED = 64
-"""Workers that are asked for an estimate that arrays do not give."""
+"""Most workers that are predicted one by one where arrays give only bounds."""
 
 
 class Board:
-    """Rows of workers, by number.
-
-    Args:
-        holders: says who has a template.
-    """
+    """Rows of workers, by number."""
 
     def __init__(self, holders: Holders) -> None:
         self._holders = holders
@@ -80,7 +77,7 @@ class Board:
         self._size(_FIRST_ROWS)
 
     def _size(self, rows: int) -> None:
-        """Room for so many rows; what is there stays."""
+        """Allocate room for so many rows; existing ones stay."""
 
         def larger(name: str, shape: tuple[int, ...], kind: type) -> None:
             new: npt.NDArray[Any] = np.zeros((rows, *shape), kind)
@@ -101,11 +98,11 @@ class Board:
     _flags: Flags
     _model: Rows
     _urgency: Floats
-    """Lowest priority and latest due time of those that wait."""
+    """Lowest priority and latest due time of the waiting edits."""
     _free_at: npt.NDArray[np.int64]
     _knots: npt.NDArray[np.int64]
     _work: Floats
-    """Busy, its slope, loading, its slope; of each profile at each knot."""
+    """Busy seconds, their slope, loading seconds, their slope, by profile and knot."""
 
     def put(
         self,
@@ -193,7 +190,9 @@ class Board:
         return self._of_model(edit, self._flags[:, 0])
 
     def there(self, edit: Edit) -> Rows:
-        """Who says that it serves it, also where nothing is sent for a time."""
+        """Return the workers that report that they serve the edit, even if nothing is sent to them
+        for a time.
+        """
         return self._of_model(edit, self._flags[:, 4])
 
     def taking(self, edit: Edit) -> Rows:
@@ -206,15 +205,16 @@ class Board:
         return np.flatnonzero(those)
 
     def choose(self, edit: Edit, now: float, without: Collection[int] = ()) -> int | None:
-        """The worker that would be done first, the lowest id of several: as `MaskAware`.
+        """Return the number of the worker that would finish first, as `MaskAware` chooses: the
+        lowest id of several.
 
         Args:
-            edit: the edit.
-            now: as of `predicted_seconds`.
-            without: numbers that are passed over.
+            edit: the edit to place.
+            now: seconds, by the clock of `predicted_seconds`.
+            without: numbers of workers to pass over.
 
         Returns:
-            its number; None: nobody has a place.
+            None: no worker has a place.
         """
         rows = self.taking(edit)
         if without:
@@ -252,15 +252,16 @@ class Board:
         alone: bool = False,
         primed: bool = False,
     ) -> float | None:
-        """Seconds to an edit's answer from whom among these it would take least.
+        """Return the least seconds to an edit's answer among the given workers.
 
         Args:
-            edit: which may step down, where it has levels for that.
-            now: as of `predicted_seconds`.
+            edit: the edit; it may step down where it has levels.
+            now: seconds, by the clock of `predicted_seconds`.
             rows: numbers of workers.
-            ask: what it takes at one of them; asked of the most promising, where arrays do not say.
-            alone: as if they had nothing else to do.
-            primed: as if they had its template.
+            ask: predicts the seconds at one worker; called for the most promising ones whose
+                scores are only bounds.
+            alone: whether to assume idle workers.
+            primed: whether to assume that the workers have the template.
 
         Returns:
             None: there are no such workers.
@@ -280,7 +281,9 @@ class Board:
         return best
 
     def earliest(self, rows: Rows, count: int) -> list[int]:
-        """Of these the ones at which a new row gets a place first, at most so many."""
+        """Return at most `count` of these workers, those first at which a new row gets a place
+        soonest.
+        """
         waits = self._costs[rows, _AT["waits"]]
         order = np.argsort(waits, kind="stable")[:count]
         numbers: list[int] = rows[order].tolist()
@@ -289,8 +292,8 @@ class Board:
     def _scores(
         self, edit: Edit, now: float, rows: Rows, *, alone: bool = False, primed: bool = False
     ) -> tuple[Floats, Flags]:
-        """Seconds until the edit would be done at each of these, and whether that is exact; else it
-        is a lower bound.
+        """Return seconds until each worker would have done the edit, and whether each is exact or a
+        lower bound.
         """
         costs, steps = self._costs[rows], edit.steps
         step = costs[:, _AT["step"]]
@@ -328,12 +331,13 @@ class Board:
         dense = costs[:, _AT["dense_row"]] * size
 
         def tokens_of(ring: Floats, ahead: Floats | float) -> Floats:
-            """As `Edit.active`."""
             with_ring = (1.0 + ahead) * edit.inner_tokens + ring * edit.ring_tokens
             return np.where(np.isnan(ring), (1.0 + ahead) * edit.active_tokens, with_ring)
 
         def row(base: str, token: str, active: Floats | float) -> tuple[Floats, Floats]:
-            """As `Pricing.row` of a cached row; the price of a row that is not there is NaN."""
+            """Compute and load seconds of a cached row, as `Pricing.row` gives them; NaN where a
+            price is missing.
+            """
             compute = costs[:, _AT[base]] + costs[:, _AT[token]] * active
             load = costs[:, _AT["spare_token"]] * np.maximum(total - active, 0.0)
             dear = (compute >= dense) | (load >= dense)
@@ -378,7 +382,9 @@ class Board:
         )
 
     def _tiers(self, edit: Edit, rows: Rows, *, primed: bool) -> Rows:
-        """Of each the nearest tier that has the template, by its place in `TIERS`; -1: none."""
+        """Return for each worker the position in `TIERS` of the nearest tier that has the template;
+        -1: none.
+        """
         nearest_tiers = np.full(len(rows), -1, np.intp)
         if not edit.cache or edit.own:
             return nearest_tiers

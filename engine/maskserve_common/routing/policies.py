@@ -19,7 +19,7 @@ class NoWorkerAvailable(Overloaded):
         ready = [w for w in workers if w.ready]
         fitting = [w for w in ready if not edit.model or w.model == edit.model]
         self.full = bool(fitting)
-        """Every worker that could serve the edit has a full queue: trying again helps."""
+        """Whether every worker that could serve the edit has a full queue: trying again helps."""
         if fitting:
             why = f"the queues of all {len(fitting)} workers are full"
         elif ready:

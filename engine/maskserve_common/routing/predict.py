@@ -51,23 +51,24 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
 
 
 class Dealt(NamedTuple):
-    """What each of some workers would get of the edits that wait before them."""
+    """Waiting edits, as they would be dealt to workers."""
 
     edits: dict[str, list[Edit]]
-    """By worker."""
+    """Edits by worker."""
     free_s: dict[str, float]
-    """Seconds until it has a place behind them, by worker."""
+    """Seconds until each worker has a place behind them."""
 
 
 def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Dealt:
-    """Deal the edits that wait before all workers.
+    """Deal the edits that wait in front of all workers: each goes to the first free place, computed
+    with the edits before it. So one prediction per worker serves every edit behind them.
 
     Each goes where places come free first, by what edits before it take of the worker; so one
     prediction at each worker is enough for whoever is behind them all.
 
     Args:
         edits: in the order in which they get places.
-        workers: that any of them may go to, with the rows that each has; of none, nobody gets any.
+        workers: workers that may take them, with their rows; without workers nothing is dealt.
     """
     free: list[tuple[float, int]] = []
     for number, worker in enumerate(workers):

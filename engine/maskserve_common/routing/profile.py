@@ -1,4 +1,4 @@
-"""What a worker will be doing, by step: the work of its rows as a function of a horizon.
+"""The work of a worker's rows as a function of a horizon in steps.
 
 When rows start and end, counted in steps, follows from their numbers of steps alone: each waiting
 row takes the place that is free first. Row r, which starts at step s_r and takes n_r, has taken
@@ -28,7 +28,6 @@ class RowLoad(NamedTuple):
     """A running or waiting row as a policy sees it."""
 
     steps: int
-    """Steps still to take."""
     compute: float
     """Seconds of computation per step."""
     load: float
@@ -37,7 +36,7 @@ class RowLoad(NamedTuple):
     """Tokens computed per step."""
     priority: int = 0
     due: float = math.inf
-    """When it should have ended, on the policies' clock; infinite: at no time."""
+    """Due time on the policies' clock; infinite: none."""
 
 
 class Profile(NamedTuple):
@@ -46,7 +45,7 @@ class Profile(NamedTuple):
     free_at: int
     """Step at which a new row gets a place."""
     knots: tuple[int, ...]
-    """Ascending, from 0."""
+    """Steps of the knots, ascending from 0."""
     busy: tuple[float, ...]
     """Seconds of computation before the knot."""
     busy_slope: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What a policy knows of an edit and of a worker."""
+"""Views of an edit and of a worker that routing policies decide by."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ class Edit:
     template_id: str = ""
     priority: int = 0
     model: str = ""
-    """Name of the model it needs; empty: any."""
+    """Name of the model that the edit needs; empty: any."""
     cache: bool = True
     """Whether it may use cached activations."""
     dense_steps: int = 0
     """First steps that compute all tokens in any case."""
     own_steps: int = 0
-    """Steps that compute all tokens where its template is not at hand; 0: all do."""
+    """Refresh steps where its template is not at hand; 0: all steps are dense."""
     own: bool = False
-    """Whether it has these wherever its template is."""
+    """Whether it uses refresh steps even where its template is at hand."""
     inner_tokens: int = 0
-    """Of the active ones those of the mask: all that steps compute which leave its ring out."""
+    """Computed tokens that lie inside the mask: steps that leave out its ring compute only
+    these."""
     ring_tokens: int = 0
-    """Of the ring that these leave out."""
+    """Tokens of the ring round the mask."""
     adapters: tuple[str, ...] = ()
-    """Names of the LoRAs that it is made with."""
     controls: tuple[tuple[str, float], ...] = ()
     """Names of its ControlNets, each with the share of the steps in which it acts."""
     cached_levels: tuple[ReuseLevel, ...] = ()
-    """To which it may step down where it would be late and reads a template (`reuse: elastic`)."""
+    """Levels that it may step down to when it would be late and reads a template (`reuse:
+    elastic`)."""
     own_levels: tuple[ReuseLevel, ...] = ()
-    """Likewise where it has anchors of its own."""
+    """Levels that it may step down to with refresh steps of its own."""
     dense_levels: tuple[ReuseLevel, ...] = ()
-    """Likewise where it runs dense."""
+    """Levels that it may step down to when it runs dense."""
     due: float = math.inf
-    """When it should be answered, on the policies' clock: workers give rows to the most urgent.
-    Infinite: at no time, and whoever waits is before it."""
+    """Due time on the policies' clock; workers give rows to the most urgent first. Infinite: none,
+    and it comes after all others."""
 
     def active(self, ring_share: float | None, ahead: float = 0.0) -> float:
         """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
@@ -61,13 +62,13 @@ class Edit:
 
 
 class _WayPrice(NamedTuple):
-    """Seconds of an edit that runs in one way, as of `WorkerView.price`."""
+    """Seconds of an edit under one execution plan, as `WorkerView.price` counts them."""
 
     compute: float
     load: float = 0.0
     fetch: float = 0.0
     tokens: float | None = None
-    """That a step which reads something computes, on average; None: the edit runs dense."""
+    """Mean computed tokens of a reading step; None: the edit runs dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +81,26 @@ class WorkerView:
     max_waiting: int
     running: tuple[RowLoad, ...] = ()
     waiting: tuple[RowLoad, ...] = ()
-    """In the order in which they get rows."""
+    """Waiting edits, in the order in which they get rows."""
     templates: Mapping[str, Container[str]] | None = None
-    """Tier -> `entries_id` of what it has; `None`: every template is in the host tier."""
+    """Tier -> `entries_id` of its templates; None: every template is in the host tier."""
     adapters: AdapterView | None = None
     controlnets: AdapterView | None = None
-    """`None`: loading one is not known to take any time."""
+    """ControlNets of the worker; None: loading one takes no known time."""
     model: str = ""
     devices: int = 1
-    """With a batch of `max_rows` each, among which rows are spread."""
+    """Devices, each with a batch of `max_rows`, among which rows are spread."""
     ready: bool = True
-    """Takes new edits: alive, loaded and not draining."""
+    """Whether it takes new edits: alive, loaded and not draining."""
     as_of: float = 0.0
-    """Seconds of the clock that the policies' `now` is on."""
+    """Time of the view on the policies' clock, in seconds."""
     profile: Profile = field(init=False, repr=False, compare=False)
-    """Made with the view, which happens when a record arrives, so that decisions need not."""
+    """Profile of the work, made with the view when a record arrives, so that decisions need not
+    make it."""
     lowest_priority: float = field(init=False, repr=False, compare=False)
-    """Of those that wait; infinite without any."""
+    """Lowest priority of the waiting edits; infinite without any."""
     latest_due: float = field(init=False, repr=False, compare=False)
-    """Likewise; minus infinity without any."""
+    """Latest due time of the waiting edits; minus infinity without any."""
 
     def __post_init__(self) -> None:
         profile = self.profile_of(self.waiting)
@@ -114,7 +116,7 @@ class WorkerView:
         return max(self.devices * self.max_rows - len(self.running), 0)
 
     def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
-        """What an edit shares its device with, were these all that wait."""
+        """Return the profile of the worker's work if `waiting` were all edits that wait."""
         stride = self.devices
         return build_profile(self.running[::stride], waiting[::stride], self.max_rows)
 
@@ -150,7 +152,7 @@ class WorkerView:
         return seconds, way.load, way.fetch
 
     def _way(self, edit: Edit) -> _WayPrice:
-        """Of the ways in which the worker could run it, the one of least work, as it chooses."""
+        """Return the price of the cheapest execution plan, which the worker chooses, too."""
         tier = self._tier(edit)
         ways = [_WayPrice(self.pricing.dense(edit.total_tokens))]
         if tier is not None:
@@ -164,7 +166,9 @@ class WorkerView:
         return best
 
     def _template_ways(self, edit: Edit, tier: str) -> list[_WayPrice]:
-        """From its template's entries: leaving out text and ring where that is possible, or not."""
+        """Return the plans that read the template: with text and ring left out where possible, or
+        computed.
+        """
         pricing, total = self.pricing, edit.total_tokens
         tokens, whole = self._cached_tokens(edit), edit.active(None)
         rows = [(tokens, *pricing.row(tokens, total, cached=True))]
@@ -179,17 +183,19 @@ class WorkerView:
         return ways
 
     def _tier(self, edit: Edit) -> str | None:
-        """Where the entries that it reads are; None: it reads none."""
+        """Return the nearest tier with the entries that the edit reads; None: it reads none."""
         return self.tier_of(edit.template_id) if edit.cache and not edit.own else None
 
     def _cached_tokens(self, edit: Edit) -> float:
-        """That its step computes where it reads a template, on average."""
+        """Return the mean computed tokens of a step that reads a template."""
         rings = self.pricing.rings
         # Beside a template a ControlNet goes on with the tokens that its row computes.
         return edit.active(None) if edit.controls else edit.active(rings.template, rings.ahead)
 
     def least_share(self, edit: Edit) -> float:
-        """Of its work here, to which it may step down where it would be late."""
+        """Return the least share of its work to which the edit may step down here when it would be
+        late.
+        """
         levels = edit.dense_levels if self._way(edit).tokens is None else edit.own_levels
         if self._tier(edit) is not None:
             times = self.pricing.whole_times(edit.active(None), self._cached_tokens(edit))
@@ -197,13 +203,13 @@ class WorkerView:
         return min((level.work for level in levels), default=1.0)
 
     def _own_way(self, edit: Edit) -> _WayPrice:
-        """With anchors of its own."""
+        """Return the plan by refresh steps."""
         active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
         compute = self.pricing.own_row(active, edit.total_tokens, share, 1.0 / edit.steps)
         return _WayPrice(compute, tokens=active)
 
     def _with_added(self, edit: Edit, way: _WayPrice) -> _WayPrice:
-        """With what its ControlNets and LoRAs add to a step."""
+        """Add the cost per step of its ControlNets and LoRAs."""
         pricing, cached = self.pricing, way.tokens is not None
         tokens, seconds = (way.tokens or 0.0, edit.total_tokens), way.compute
         if edit.controls:
@@ -300,5 +306,4 @@ class WorkerView:
 
 
 def _nets(edit: Edit) -> Iterator[str]:
-    """Names of its ControlNets."""
     return (name for name, _ in edit.controls)
