@@ -592,15 +592,20 @@ def test_values_that_are_lost_are_made_again(site: Site, folder: Path) -> None:
 def test_nothing_is_left_of_runs(site: Site) -> None:
     """But for kept answers: also of runs that were cancelled, refused or killed above."""
 
+    def owners() -> set[Path]:
+        return set(site.values.glob(".owners/*/*/*"))
+
     def left() -> set[str]:
-        files = [path for path in site.values.rglob("*") if path.is_file()]
-        owned = {path.name for path in files if path.name not in (".lock", ".host", ".sums")}
-        return {name for name in owned if "." in name and "unscoped-kept" not in name}
+        of_runs = {path.name for path in owners() if "unscoped-kept" not in path.name}
+        on_their_way = (
+            path for name in (".open", ".new") for path in site.values.glob(f"{name}/*")
+        )
+        return of_runs | {path.name for path in on_their_way}
 
     site.run("tries", image=SOURCE, mask=two_regions())
     eventually("all is gone", lambda: not left())
-    owned = {path.stem for path in site.values.glob("*.unscoped-kept*")}
-    assert owned >= {path.name for path in site.held()}
+    kept_values = {path.parent.name for path in owners() if "unscoped-kept" in path.name}
+    assert kept_values >= {path.name for path in site.held()}
     folder = str(site.values).encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
