@@ -55,7 +55,7 @@ class Audit:
             progress=False,
             preview_every=0,
         )
-        name = f"audit:{self.job.request.request_id}"
+        name = f"audit#{self.job.request.request_id}"  # no client's id has a `#`
         return replace(
             self.job,
             request=replace(self.job.request, request_id=name, settings=settings, due_ms=None),

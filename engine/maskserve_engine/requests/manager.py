@@ -323,7 +323,7 @@ class RequestManager:
             return
         edit = RequestState.of(audit.again(), lambda event: None, self.adapter)
         edit.audit = audit
-        with suppress(MaskserveError):  # a client's edit has this very id, or a LoRA is gone
+        with suppress(MaskserveError):  # a LoRA is gone, or no more edits may wait
             if self.adapters.absent_nets(edit) or self.adapters.absent_loras(edit):
                 self._let_go(edit.request_id)
             else:

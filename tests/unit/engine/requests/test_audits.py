@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from maskserve_common.contracts.settings import RequestId
 from maskserve_common.observations import Observations
 from maskserve_engine.base.job import EditJob, FinalEvent
 from maskserve_engine.batch.transfer import HostCopy
@@ -102,10 +104,13 @@ def test_nothing_is_audited_unless_asked(engine: Engine, encoder: Encoder) -> No
 
 
 @pytest.mark.parametrize("engine", [{}], indirect=True)
-def test_an_audit_gives_way_to_a_client_of_its_name(engine: Engine, encoder: Encoder) -> None:
-    """Ids are the clients': one of them may take that which an audit would have."""
-    edit(engine, job(encoder, 3, "audit:a", cache="require"))
-    edit(engine, job(encoder, 3, "a", cache="require"))
+def test_an_audit_has_a_name_that_no_client_may_have(engine: Engine, encoder: Encoder) -> None:
+    """Else a client's edit of its name would be refused while the audit runs."""
+    done = job(encoder, 3, "a", cache="require")
+    edit(engine, done)
+    name = Audit("", done, HostCopy(torch.zeros(1))).again().request.request_id
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(name, RequestId)
     assert edit(engine, job(encoder, 3, "audit:a", cache="off")).meta["request_id"] == "audit:a"
 
 
