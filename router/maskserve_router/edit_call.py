@@ -20,8 +20,8 @@ from maskserve_common.contracts.settings import EditSettings, dump_settings, par
 from maskserve_common.contracts.tensors import CONTRACTS, Contract
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.reading import nearest
+from maskserve_router.forwarded import Metadata
 from maskserve_router.model_request import MOST_ELEMENTS, ModelRequest
-from maskserve_router.upstream import Metadata
 
 EDITS = ("edit", "edit_stream")
 PUBLIC = (*EDITS, "control")

@@ -7,11 +7,12 @@ which ends a call for its headers in words that cannot be told from a failure of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.upstream import Metadata
 
+Metadata: TypeAlias = Sequence[tuple[str, str]]
 # https://www.w3.org/TR/trace-context/: ids of zeros are not valid; later versions may be longer.
 _IDS = "(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 _TRACEPARENT = re.compile(f"00-{_IDS}|(?!00|ff)[0-9a-f]{{2}}-{_IDS}(-[ -~]{{0,64}})?")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import TypeAlias
+from collections.abc import AsyncIterator
 
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common import transport
 from maskserve_common.contracts import bytes_tensor
+from maskserve_router.forwarded import Metadata
 
 SERVICE = "inference.GRPCInferenceService"
-Metadata: TypeAlias = Sequence[tuple[str, str]]
 OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
