@@ -14,7 +14,7 @@ from typing import Any
 from maskserve_common.config import ConfigError
 from maskserve_common.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
-from maskserve_router.descriptors import raise_limit
+from maskserve_router.listeners.descriptors import raise_limit
 from maskserve_router.memory import keep_freed_memory
 from maskserve_router.router import Router
 

@@ -13,7 +13,7 @@ from maskserve_common.contracts.keys import NO_SCOPE
 from maskserve_common.errors import AdapterNotFound
 from maskserve_common.sites import foreign_site
 from maskserve_router.config import Key
-from maskserve_router.failures import Unauthorized
+from maskserve_router.messages.failures import Unauthorized
 
 
 @dataclass(slots=True)

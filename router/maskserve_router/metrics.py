@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from maskserve_common.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
 from maskserve_common.errors import CODES
-from maskserve_router.job_states import ENDS as JOB_ENDS
-from maskserve_router.predictions import Predictions
-from maskserve_router.worker import Sent
+from maskserve_router.messages.job_states import ENDS as JOB_ENDS
+from maskserve_router.workers.predictions import Predictions
+from maskserve_router.workers.worker import Sent
 
 _ROUTE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from maskserve_common.config import Config
 from maskserve_common.tracing import TRACEPARENT, OpenSpan, make_tracer
 from maskserve_router.config import RouterConfig
-from maskserve_router.edit_call import EditCall
+from maskserve_router.messages.edit_call import EditCall
 
 
 class Tracing:

@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
-from maskserve_router.openai.form import EXTENSIONS, Fields
-from maskserve_router.openapi import document
+from maskserve_router.api.openai.form import EXTENSIONS, Fields
+from maskserve_router.listeners.openapi import document
 
 DOCUMENT = document()
 OPERATORS = re.compile(r"/v2/(trace|logging|repository/models|\w*sharedmemory|.*/trace)|/versions/")

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.router_site import RouterSite
-from maskserve_router.openapi import document
+from maskserve_router.listeners.openapi import document
 from maskserve_serving.worker import WorkerProcess
 
 

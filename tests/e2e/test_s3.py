@@ -27,7 +27,7 @@ pytestmark = [
 PUT = """
 import asyncio, sys
 from maskserve_common.errors import EngineFailed
-from maskserve_router.outputs import Outputs, check_output
+from maskserve_router.api.outputs import Outputs, check_output
 
 check_output(sys.argv[1], ["s3://answers/of-one/", "s3://nowhere/"])
 try:

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_router.model_request import ModelRequest
+from maskserve_router.messages.model_request import ModelRequest
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 

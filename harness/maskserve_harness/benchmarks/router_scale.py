@@ -31,11 +31,11 @@ from maskserve_harness.emulated.server import SERVICE, answer_of
 from maskserve_harness.machine import machine
 from maskserve_harness.reports import about, table, write_json
 from maskserve_router.config import RouterConfig, router_config_of
-from maskserve_router.descriptors import raise_limit
-from maskserve_router.dispatch import Dispatcher
-from maskserve_router.pending_queue import PendingQueue
-from maskserve_router.pool import Pool
-from maskserve_router.worker import Worker, read_status
+from maskserve_router.listeners.descriptors import raise_limit
+from maskserve_router.scheduling.dispatch import Dispatcher
+from maskserve_router.scheduling.pending_queue import PendingQueue
+from maskserve_router.workers.pool import Pool
+from maskserve_router.workers.worker import Worker, read_status
 
 _MODEL: Final = "m"
 _ROWS, _PLACES = 8, 8

@@ -22,10 +22,10 @@ from maskserve_harness.benchmarks.timing import rates_in_turn
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.second_host import SecondHost
 from maskserve_router.config import WorkflowFiles
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
-from maskserve_router.node_pool import NodePool
-from maskserve_router.run_values import RunValues
-from maskserve_router.turns import Turns
+from maskserve_router.workers.node_pool import NodePool
+from maskserve_router.workflows.run_values import RunValues
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.supervisor import Supervisor

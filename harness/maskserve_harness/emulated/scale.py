@@ -36,7 +36,7 @@ from maskserve_harness.simulator.result import measure
 from maskserve_harness.simulator.scenario import Scenario, Tiers
 from maskserve_harness.simulator.workload import Workload, draw
 from maskserve_router.config import RouterConfig
-from maskserve_router.worker import read_status
+from maskserve_router.workers.worker import read_status
 
 GPUS = (8, 64, 1000)
 GROUP = 64

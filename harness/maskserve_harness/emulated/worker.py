@@ -26,7 +26,7 @@ from maskserve_common.listings import TemplateListings
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
 from maskserve_harness.emulated.server import Context, answer_of, server_of
 from maskserve_harness.simulator.hardware import Hardware
-from maskserve_router.measure import count_tokens
+from maskserve_router.scheduling.edit_cost import count_tokens
 
 
 @dataclass(slots=True, eq=False)

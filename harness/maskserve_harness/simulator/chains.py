@@ -22,7 +22,7 @@ from maskserve_common.contracts.status_record import Served
 from maskserve_harness.simulator.hardware import STEPS, Hardware
 from maskserve_harness.simulator.plans import Asked, Device, Node, PlanRun, Rules
 from maskserve_harness.simulator.workload import draw_gaps
-from maskserve_router.measure import count_tokens
+from maskserve_router.scheduling.edit_cost import count_tokens
 from maskserve_workflows.pictures import encode_mask
 
 WORKERS: Final = tuple(f"w{n}" for n in range(8))

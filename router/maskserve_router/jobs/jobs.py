@@ -31,10 +31,11 @@ from maskserve_common.errors import (
 from maskserve_common.files.store import make_private
 from maskserve_common.logs import about
 from maskserve_common.shares import Shares, room
-from maskserve_router.admission import Admission
+from maskserve_router.api.openai.answers import NotFound, error_body
+from maskserve_router.api.openai.edits import ImageEdits
+from maskserve_router.api.openai.form import EditForm
 from maskserve_router.config import RouterConfig
-from maskserve_router.failures import Failure, NotSupported, RetryLater, guarded, retry_after
-from maskserve_router.job_states import CANCELLED, FAILED, QUEUED, SUCCEEDED
+from maskserve_router.fair_share import Turns
 from maskserve_router.jobs.owners import Owners
 from maskserve_router.jobs.pauses import Pauses
 from maskserve_router.jobs.store import (
@@ -51,11 +52,16 @@ from maskserve_router.jobs.store import (
 )
 from maskserve_router.jobs.webhooks import Webhooks
 from maskserve_router.keys import Daily, KeyHolder, KeyRing
+from maskserve_router.messages.failures import (
+    Failure,
+    NotSupported,
+    RetryLater,
+    guarded,
+    retry_after,
+)
+from maskserve_router.messages.job_states import CANCELLED, FAILED, QUEUED, SUCCEEDED
 from maskserve_router.metrics import Metrics
-from maskserve_router.openai.answers import NotFound, error_body
-from maskserve_router.openai.edits import ImageEdits
-from maskserve_router.openai.form import EditForm
-from maskserve_router.turns import Turns
+from maskserve_router.scheduling.admission import Admission
 
 log = logging.getLogger("maskserve.router")
 _SEED_BITS: Final = 32

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.front import Front
+from maskserve_router.api.front import Front
+from maskserve_router.api.openai.answers import answering, json_answer
+from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.jobs.jobs import Jobs, told_of
 from maskserve_router.jobs.store import MOST_LISTED
-from maskserve_router.openai.answers import answering, json_answer
-from maskserve_router.openai.edits import ImageEdits
 
 _NAME = re.compile(r"[!-~]{1,255}")
 """An idempotency key, as a header may have it."""

@@ -53,8 +53,8 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 
 from maskserve_common.config import ConfigError
-from maskserve_router.job_states import FAILED, QUEUED, RUNNING
 from maskserve_router.keys import Daily
+from maskserve_router.messages.job_states import FAILED, QUEUED, RUNNING
 
 P = ParamSpec("P")
 T = TypeVar("T")

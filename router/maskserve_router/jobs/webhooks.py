@@ -27,8 +27,8 @@ from tenacity import (
 )
 
 from maskserve_common.errors import InvalidRequest
+from maskserve_router.api.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
 from maskserve_router.config import JobsConfig, webhook_key
-from maskserve_router.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
 
 log = logging.getLogger("maskserve.router")
 _LONGEST_PAUSE_S: Final = 300

@@ -15,9 +15,9 @@ from maskserve_harness.emulated.worker import EmulatedWorker
 from maskserve_harness.simulator.chains import KINDS, NODES, RULES, WORKERS, drawn, simulated
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import WorkflowFiles
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
-from maskserve_router.node_pool import NodePool
-from maskserve_router.turns import Turns
+from maskserve_router.workers.node_pool import NodePool
 from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import Judgement

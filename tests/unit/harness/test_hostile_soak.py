@@ -20,7 +20,7 @@ from maskserve_harness.soaking.hostile import (
     passed,
     verdict,
 )
-from maskserve_router.edit_call import parse_request
+from maskserve_router.messages.edit_call import parse_request
 
 FINE: dict[str, Any] = {
     "lost": 0,

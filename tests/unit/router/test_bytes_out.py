@@ -20,10 +20,10 @@ from PIL import Image
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_router import http_events
-from maskserve_router.measure import answer_bytes
-from maskserve_router.model_answer import ModelAnswer
+from maskserve_router.api import http_events
+from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_router.router import Router
+from maskserve_router.scheduling.edit_cost import answer_bytes
 from tests.support.router import Faulty, calling, cluster, edit, http_edit, until
 
 MIB = 2**20

@@ -20,17 +20,17 @@ from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHe
 from maskserve_common.errors import CODES, MaskserveError
 from maskserve_common.routing import POLICIES, Edit, dealt, make_policy
 from maskserve_harness.emulated.server import answer_of
-from maskserve_router.admission import Admission
 from maskserve_router.config import router_config_of
-from maskserve_router.dispatch import Dispatcher
-from maskserve_router.edit_call import EditCall, make_edit_call, parse_request
-from maskserve_router.failures import Failure
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.edit_call import EditCall, make_edit_call, parse_request
+from maskserve_router.messages.failures import Failure
 from maskserve_router.metrics import Metrics
-from maskserve_router.pending_queue import PendingQueue
-from maskserve_router.pool import Pool
-from maskserve_router.turns import Turns
-from maskserve_router.worker import PolledStatus
+from maskserve_router.scheduling.admission import Admission
+from maskserve_router.scheduling.dispatch import Dispatcher
+from maskserve_router.scheduling.pending_queue import PendingQueue
+from maskserve_router.workers.pool import Pool
+from maskserve_router.workers.worker import PolledStatus
 from tests.support.examples import examples
 from tests.support.router_requests import edit_request, mask_of
 
@@ -291,7 +291,7 @@ async def settle(site: Site, last: str) -> None:
 
 
 async def run(policy: str, order: str, script: list[tuple[Any, ...]], last: str) -> None:
-    with patch("maskserve_router.worker.Upstream", ScriptedUpstream):
+    with patch("maskserve_router.workers.worker.Upstream", ScriptedUpstream):
         site = Site(policy, order)
         await site.pool.start()
         try:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from maskserve_router.config import Http
-from maskserve_router.http_server import HttpServer
+from maskserve_router.listeners.http_server import HttpServer
 from maskserve_router.metrics import Metrics
 from tests.support.draws import fresh_seed
 from tests.support.examples import number

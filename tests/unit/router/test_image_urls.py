@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.admission import Admission
+from maskserve_router.api.openai.image_urls import ImageUrls
+from maskserve_router.api.public_hosts import is_public
 from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_of
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
-from maskserve_router.openai.image_urls import ImageUrls
-from maskserve_router.public_hosts import is_public
-from maskserve_router.turns import Turns
+from maskserve_router.scheduling.admission import Admission
 from tests.support.examples import examples
 from tests.support.tls_host import Host, answer, serving, trusted_by
 

@@ -16,7 +16,6 @@ from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
 from maskserve_common.config import ConfigError
-from maskserve_router.job_states import CANCELLED, FAILED, QUEUED, RUNNING, SUCCEEDED
 from maskserve_router.jobs.store import (
     _CONTENTS,
     _COUNTS,
@@ -32,6 +31,7 @@ from maskserve_router.jobs.store import (
     open_store,
 )
 from maskserve_router.keys import Daily
+from maskserve_router.messages.job_states import CANCELLED, FAILED, QUEUED, RUNNING, SUCCEEDED
 from tests.support.draws import fresh_random
 from tests.support.postgres import find_postgres, postgres
 

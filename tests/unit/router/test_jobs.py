@@ -22,11 +22,11 @@ from standardwebhooks.webhooks import Webhook
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
+from maskserve_router.api.public_hosts import is_public
 from maskserve_router.config import JobsConfig, router_config_of
-from maskserve_router.failures import NotSupported
 from maskserve_router.jobs.jobs import _either, place_of
 from maskserve_router.jobs.webhooks import Webhooks
-from maskserve_router.public_hosts import is_public
+from maskserve_router.messages.failures import NotSupported
 from maskserve_router.router import Router
 from tests.support.postgres import find_postgres, postgres, start, stop
 from tests.support.router import Faulty, cluster, until

@@ -18,13 +18,13 @@ from maskserve_common.contracts.settings import MaskFrom
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import decode_mask
 from maskserve_common.imaging.masks import selected
-from maskserve_router.failures import Failure
+from maskserve_router.api.openai.masks import _text_of_mask
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
-from maskserve_router.masks import MaskFinder
-from maskserve_router.model_request import ModelRequest
-from maskserve_router.node_pool import Made
-from maskserve_router.openai.masks import _text_of_mask
-from maskserve_router.turns import Turns
+from maskserve_router.messages.failures import Failure
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.scheduling.mask_finder import MaskFinder
+from maskserve_router.workers.node_pool import Made
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import Judgement
 from tests.fakes.pictures import encode, scene

@@ -16,16 +16,16 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.containers import PNG_SIGNATURE
-from maskserve_router.edit_call import parse_request
-from maskserve_router.kserve_http import infer_request
-from maskserve_router.model_request import ModelRequest
-from maskserve_router.operations import (
+from maskserve_router.api.kserve_http import infer_request
+from maskserve_router.messages.control_message import (
     check_image,
     control_request,
     image_size,
     read_operation,
     registration,
 )
+from maskserve_router.messages.edit_call import parse_request
+from maskserve_router.messages.model_request import ModelRequest
 from tests.support.router import control_request as asked_for
 from tests.support.router_requests import edit_request
 

@@ -16,16 +16,16 @@ from starlette.datastructures import Headers
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.admission import Admission
+from maskserve_router.api.openai.answers import error_body
+from maskserve_router.api.openai.edits import _margins
+from maskserve_router.api.openai.form import EditForm, read_form
+from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.config import AdmissionBounds, ImageHosts
-from maskserve_router.failures import Failure
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyRing
+from maskserve_router.messages.failures import Failure
 from maskserve_router.metrics import Metrics
-from maskserve_router.openai.answers import error_body
-from maskserve_router.openai.edits import _margins
-from maskserve_router.openai.form import EditForm, read_form
-from maskserve_router.openai.image_urls import ImageUrls
-from maskserve_router.turns import Turns
+from maskserve_router.scheduling.admission import Admission
 from tests.support.examples import examples
 
 BOUNDARY = "frontier"

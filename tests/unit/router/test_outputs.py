@@ -16,8 +16,8 @@ from PIL import Image
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_router.api.outputs import Outputs, check_output
 from maskserve_router.config import router_config_of
-from maskserve_router.outputs import Outputs, check_output
 from tests.support.router import cluster
 from tests.support.router_requests import mask_of
 
@@ -104,7 +104,7 @@ async def test_a_file_is_there_whole_or_not_at_all(
 
 async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("maskserve_router.outputs._write", lambda *_: go_on.wait(30))
+    monkeypatch.setattr("maskserve_router.api.outputs._write", lambda *_: go_on.wait(30))
     outputs = Outputs(0.05)
     with pytest.raises(EngineFailed, match=r"not within 0\.05 s"):
         await outputs.put("memory://a", b"")

@@ -30,25 +30,26 @@ from maskserve_common.contracts.status_record import Served
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.logs import Repeats
 from maskserve_harness.soaking.pictures import png_file
-from maskserve_router import front, grpc_server, http_inference, http_server
-from maskserve_router.admission import Admission, EditRoom
+from maskserve_router.api import front, http_inference
+from maskserve_router.api.http_body import Bodies
+from maskserve_router.api.kserve_http import generate_request, infer_request
+from maskserve_router.api.openai import edits
+from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.config import AdmissionBounds, Http
-from maskserve_router.descriptors import connections, raise_limit
-from maskserve_router.edit_call import MODELS, parse_request
-from maskserve_router.failures import RetryLater
-from maskserve_router.forwarded import known_headers
-from maskserve_router.http_body import Bodies
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
-from maskserve_router.kserve_http import generate_request, infer_request
-from maskserve_router.measure import MaskTokens, count_tokens
+from maskserve_router.listeners import grpc_server, http_server
+from maskserve_router.listeners.descriptors import connections, raise_limit
+from maskserve_router.messages.edit_call import MODELS, parse_request
+from maskserve_router.messages.failures import RetryLater
+from maskserve_router.messages.forwarded_headers import known_headers
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
-from maskserve_router.model_request import ModelRequest
-from maskserve_router.openai import edits
-from maskserve_router.openai.form import EditForm, Fields
-from maskserve_router.picture_rooms import PictureRooms
 from maskserve_router.router import Router
-from maskserve_router.turns import Turns
-from maskserve_router.unread import Message, Unread
+from maskserve_router.scheduling.admission import Admission, EditRoom
+from maskserve_router.scheduling.edit_cost import MaskTokens, count_tokens
+from maskserve_router.scheduling.picture_rooms import PictureRooms
+from maskserve_router.workers.stream_buffer import Message, Unread
 from maskserve_workflows.plan import WorkflowPlan
 from tests.support.router import (
     FAST,

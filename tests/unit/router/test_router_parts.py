@@ -19,9 +19,13 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.admission import Admission, NoRoomInMemory
-from maskserve_router.answer_times import AnswerTimes
-from maskserve_router.breaker import Breaker
+from maskserve_router.api.kserve_http import (
+    generate_request,
+    generate_response,
+    infer_request,
+    infer_response,
+)
+from maskserve_router.api.statistics import summed
 from maskserve_router.config import (
     AdmissionBounds,
     Faults,
@@ -30,23 +34,19 @@ from maskserve_router.config import (
     RouterConfig,
     load_router_config,
 )
-from maskserve_router.edit_call import check_request, make_edit_call, parse_request
-from maskserve_router.failures import Blame, Failure, RetryLater, Status, Unauthorized
-from maskserve_router.http_server import HttpServer
-from maskserve_router.json_values import values_of
 from maskserve_router.keys import KeyRing
-from maskserve_router.kserve_http import (
-    generate_request,
-    generate_response,
-    infer_request,
-    infer_response,
-)
+from maskserve_router.listeners.http_server import HttpServer
+from maskserve_router.messages.edit_call import check_request, make_edit_call, parse_request
+from maskserve_router.messages.failures import Blame, Failure, RetryLater, Status, Unauthorized
+from maskserve_router.messages.json_values import values_of
+from maskserve_router.messages.model_answer import ModelAnswer
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
-from maskserve_router.model_answer import ModelAnswer
-from maskserve_router.model_request import ModelRequest
-from maskserve_router.predictions import Predictions
-from maskserve_router.retry_budget import RetryBudget
-from maskserve_router.statistics import summed
+from maskserve_router.scheduling.admission import Admission, NoRoomInMemory
+from maskserve_router.scheduling.retry_budget import RetryBudget
+from maskserve_router.workers.answer_times import AnswerTimes
+from maskserve_router.workers.breaker import Breaker
+from maskserve_router.workers.predictions import Predictions
 from tests.support.router_requests import parsed
 
 FAULTS = Faults(failures_to_eject=3, eject_s=2.0, max_eject_s=5.0)

@@ -10,9 +10,9 @@ from maskserve_common.contracts.status_record import NodeStatus
 from maskserve_common.errors import Cancelled, DeadlineExceeded
 from maskserve_common.routing import Edit, NoWorkerAvailable, make_policy
 from maskserve_router.config import router_config_of
-from maskserve_router.pending_queue import PendingQueue
-from maskserve_router.pool import Pool
-from maskserve_router.worker import PolledStatus, Worker
+from maskserve_router.scheduling.pending_queue import PendingQueue
+from maskserve_router.workers.pool import Pool
+from maskserve_router.workers.worker import PolledStatus, Worker
 
 
 def full_pool(places: int) -> tuple[Pool, Worker]:

@@ -8,16 +8,16 @@ from contextlib import ExitStack
 
 import pytest
 
-import maskserve_router.http_body as http_body
-import maskserve_router.turns as turns
+import maskserve_router.api.http_body as http_body
+import maskserve_router.fair_share as turns
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.admission import Admission
+from maskserve_router.api.http_body import Bodies
 from maskserve_router.config import AdmissionBounds, Http, Key
-from maskserve_router.failures import RetryLater
-from maskserve_router.http_body import Bodies
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder, KeyRing
+from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
-from maskserve_router.turns import Turns
+from maskserve_router.scheduling.admission import Admission
 
 MIB = 2**20
 

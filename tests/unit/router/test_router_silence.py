@@ -14,9 +14,9 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_router.config import Grpc
-from maskserve_router.failures import RetryLater
+from maskserve_router.listeners.open_calls import OpenCalls
+from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
-from maskserve_router.open_calls import OpenCalls
 from maskserve_router.router import Router
 from tests.support.router import calling, cluster, control_request, edit, until
 from tests.support.router_requests import INFER

@@ -14,8 +14,8 @@ from msgspec import structs
 
 from maskserve_common.contracts.status_record import TemplateChanges
 from maskserve_router.config import router_config_of
-from maskserve_router.template_index import TemplateIndex
-from maskserve_router.worker import PolledStatus, Worker
+from maskserve_router.workers.template_index import TemplateIndex
+from maskserve_router.workers.worker import PolledStatus, Worker
 from tests.support.examples import examples
 from tests.support.router import FAST, Faulty, cluster, until
 

@@ -9,8 +9,8 @@ import pytest
 
 from maskserve_common.errors import DeadlineExceeded
 from maskserve_router.config import RouterConfig
-from maskserve_router.failures import RetryLater
-from maskserve_router.run_times import RunTime, RunTimes
+from maskserve_router.messages.failures import RetryLater
+from maskserve_router.workflows.run_times import RunTime, RunTimes
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.nodes import best, edit, enlarge, shows
 from maskserve_workflows.run import WorkflowRun

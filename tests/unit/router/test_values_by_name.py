@@ -23,18 +23,18 @@ from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import TemplateNotFound
 from maskserve_common.files.values import RUN, Values
 from maskserve_common.imaging.images import encode_png, plain_picture
-from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
-from maskserve_router.edit_call import make_edit_call
-from maskserve_router.failures import Failure
+from maskserve_router.fair_share import IN_A_THREAD, Turns
 from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.edit_call import make_edit_call
+from maskserve_router.messages.failures import Failure
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
-from maskserve_router.model_request import ModelRequest
-from maskserve_router.node_pool import Made, NodePool
-from maskserve_router.run_times import RunTimes
-from maskserve_router.run_values import RunValues
-from maskserve_router.turns import IN_A_THREAD, Turns
-from maskserve_router.workflows import Workflows, _edit_request
+from maskserve_router.scheduling.admission import Admission
+from maskserve_router.workers.node_pool import Made, NodePool
+from maskserve_router.workflows.run_times import RunTimes
+from maskserve_router.workflows.run_values import RunValues
+from maskserve_router.workflows.workflows import Workflows, _edit_request
 from maskserve_workflows.definition import Workflow
 from maskserve_workflows.nodes import edit, invert, outline
 from maskserve_workflows.passes import compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_router.wanted import servers_wanted
+from maskserve_router.workers.autoscaling import servers_wanted
 
 
 def test_servers_are_wanted_for_bursts_too_and_one_in_any_case() -> None:

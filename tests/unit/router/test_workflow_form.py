@@ -13,10 +13,10 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.model_answer import ModelAnswer
-from maskserve_router.openai.edits import _picture_of
-from maskserve_router.openai.form import EditForm, Fields, convert
-from maskserve_router.openai.workflow_form import check_form, texts_of, workflow_message
+from maskserve_router.api.openai.edits import _picture_of
+from maskserve_router.api.openai.form import EditForm, Fields, convert
+from maskserve_router.api.openai.workflow_form import check_form, texts_of, workflow_message
+from maskserve_router.messages.model_answer import ModelAnswer
 from maskserve_workflows.definition import Workflow
 from maskserve_workflows.nodes import edit, find, outline, shows
 from maskserve_workflows.passes import compiled

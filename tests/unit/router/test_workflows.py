@@ -19,20 +19,20 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
-from maskserve_router import node_pool
-from maskserve_router import workflows as served_workflows
-from maskserve_router.admission import Admission
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
-from maskserve_router.edit_call import check_request
-from maskserve_router.failures import Failure, RetryLater
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.edit_call import check_request
+from maskserve_router.messages.failures import Failure, RetryLater
+from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
-from maskserve_router.model_request import ModelRequest
-from maskserve_router.node_pool import Made, NodePool
-from maskserve_router.run_times import RunTimes
-from maskserve_router.turns import Turns
-from maskserve_router.upstream import Upstream
-from maskserve_router.workflows import Workflows
+from maskserve_router.scheduling.admission import Admission
+from maskserve_router.workers import node_pool
+from maskserve_router.workers.node_pool import Made, NodePool
+from maskserve_router.workers.upstream import Upstream
+from maskserve_router.workflows import workflows as served_workflows
+from maskserve_router.workflows.run_times import RunTimes
+from maskserve_router.workflows.workflows import Workflows
 from maskserve_workflows.definition import Workflow, each
 from maskserve_workflows.nodes import best, edit, enlarge, shows
 from maskserve_workflows.passes import compiled

@@ -20,9 +20,9 @@ from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.spec.facts import dense_steps
 from maskserve_router.config import RouterConfig
+from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyRing
-from maskserve_router.measure import Measure
-from maskserve_router.turns import Turns
+from maskserve_router.scheduling.edit_cost import Measure
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pictures import encode
 from tests.support.draws import fresh_rng

@@ -1,0 +1,167 @@
+"""What both listeners serve: inferences, each by who runs its model, for whoever may ask."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack, aclosing
+
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts.tensors import Contract
+from maskserve_common.errors import InvalidRequest
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder, KeyRing
+from maskserve_router.messages.edit_call import parse_request
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.operations.control import ClusterControl
+from maskserve_router.scheduling.admission import Admission, EditRoom
+from maskserve_router.scheduling.edits import Edits
+from maskserve_router.scheduling.picture_rooms import PictureRooms
+from maskserve_router.workflows.workflows import Workflows
+from maskserve_workflows.plan import WorkflowPlan
+
+
+class Front:
+    """Serves inferences, unary and streamed.
+
+    Args:
+        keys: tells clients apart.
+        admission: holds their bytes.
+        turns: reads and writes messages, off the loop.
+        edits: runs `edit` and `edit_stream`.
+        control: runs `control`.
+        workflows: run those of their names.
+    """
+
+    def __init__(
+        self,
+        keys: KeyRing,
+        admission: Admission,
+        turns: Turns,
+        edits: Edits,
+        control: ClusterControl,
+        workflows: Workflows,
+    ) -> None:
+        self._keys, self._admission, self._turns = keys, admission, turns
+        self._edits, self._control, self._workflows = edits, control, workflows
+
+    @property
+    def models(self) -> Mapping[str, Contract]:
+        """What clients may call: tensors by name."""
+        return self._workflows.models
+
+    @property
+    def plans(self) -> Mapping[str, WorkflowPlan]:
+        """Workflows by name."""
+        return self._workflows.plans
+
+    def client(self, headers: Mapping[str, str]) -> KeyHolder:
+        """Who calls; see `KeyRing.client`."""
+        return self._keys.client(headers)
+
+    async def may_read(self, headers: Mapping[str, str]) -> None:
+        """Wait until the next message of a call with these headers may be read."""
+        await self._turns.may_read(self.client(headers))
+
+    async def parse(self, raw: bytes, client: KeyHolder, held: ExitStack) -> ModelRequest:
+        """The message of a client's call, held against its bytes until `held` is closed.
+
+        Raises:
+            InvalidRequest: as `parse_request`.
+            RetryLater: too many bytes are under way.
+        """
+        self._turns.came(client, len(raw))
+        held.enter_context(self._admission.hold(client, len(raw)))
+        return await self._turns.run(client, len(raw), parse_request, raw, self.models)
+
+    def room(self, client: KeyHolder) -> EditRoom:
+        """As `Admission.room`."""
+        return self._admission.room(client)
+
+    def rooms(self, client: KeyHolder) -> PictureRooms:
+        """For the pictures of one request."""
+        return PictureRooms(self._admission, client)
+
+    def most_bytes(self, client: KeyHolder) -> int:
+        """As `Admission.most_bytes`."""
+        return self._admission.most_bytes(client)
+
+    def check_pictures(self, count: int, client: KeyHolder) -> None:
+        """Refuse a request for more pictures than its client can ever have under way.
+
+        Raises:
+            InvalidRequest: naming `n`.
+        """
+        most = self._admission.most_edits(client)
+        if count > most:
+            raise InvalidRequest(
+                "n",
+                f"is {count}, and {most} edits of {client.name} may be under way",
+                f"1 to {most}",
+            )
+
+    async def infer(
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+        room: EditRoom,
+    ) -> bytes:
+        """The answer to one request, a ModelInferResponse as bytes.
+
+        Args:
+            message: the request, as `parse_request` checked it.
+            size: its bytes.
+            client: who calls.
+            headers: of the call, names in lower case.
+            timeout: seconds the client waits.
+            route: which way it came, for logs and metrics.
+            room: of the answer; the caller gives it back when that is written.
+
+        Raises:
+            MaskserveError: the router's own.
+            Failure: the worker's.
+        """
+        if message.head.model_name == "control":
+            return await self._control.infer(message, client)
+        if message.head.model_name in self._workflows.plans:
+            answer = await self._workflows.infer(message, headers, timeout, client)
+            room.becomes(len(answer))
+            return answer
+        return await self._edits.infer(message, size, client, headers, timeout, route, room)
+
+    async def stream(
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+        room: EditRoom,
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers to one request, ModelStreamInferResponses as bytes; as `infer` otherwise."""
+        if message.head.model_name == "control":
+            answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
+            yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+            return
+        if message.head.model_name in self._workflows.plans:
+            run = self._workflows.stream(message, headers, timeout, client)
+            async with aclosing(run) as events:
+                async for event in events:
+                    room.becomes(event.ByteSize())
+                    yield await self._turns.run(client, room.size, _in_stream, event)
+            return
+        edit = self._edits.stream(message, size, client, headers, timeout, route, room)
+        async with aclosing(edit) as answers:
+            async for answer_bytes in answers:
+                yield answer_bytes
+
+
+def _in_stream(event: pb.ModelInferResponse) -> bytes:
+    """A message of a stream."""
+    message: bytes = pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
+    return message

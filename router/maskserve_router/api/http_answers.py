@@ -1,0 +1,152 @@
+"""Answers of the HTTP listeners: messages and errors as JSON, with their status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+)
+from contextlib import ExitStack, suppress
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+from google.protobuf.message import Message
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from maskserve_common.errors import MaskserveError
+from maskserve_router.messages.failures import (
+    Failure,
+    guarded,
+    http_status,
+    let_go,
+    retry_after,
+    text_of,
+)
+from maskserve_router.messages.json_values import values_of
+
+JSON = "application/json"
+T = TypeVar("T")
+Parts: TypeAlias = AsyncIterator[bytes | memoryview]
+_WRITTEN_AT_A_TIME = 256 * 1024
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class WrittenAnswer(StreamingResponse):
+    """An answer that is written little by little, as the client takes it: what is behind in a part
+    is not copied before. What `held` holds is given back when all is written, or when the client
+    has left.
+
+    Args:
+        parts: of the body.
+        held: is closed behind the last one.
+        more: as of a Response.
+    """
+
+    def __init__(self, parts: Parts, held: ExitStack, **more: Any) -> None:
+        super().__init__(_small(parts), **more)
+        self._parts, self._held = parts, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(MaskserveError, Failure):  # too late to be told; the body ends short
+                await super().__call__(scope, receive, send)
+        finally:
+            if isinstance(self._parts, AsyncGenerator):
+                await self._parts.aclose()
+            self._held.close()
+
+
+async def _small(parts: Parts) -> AsyncIterator[bytes | memoryview]:
+    async for part in parts:
+        if len(part) <= _WRITTEN_AT_A_TIME:
+            yield part
+            continue
+        view = memoryview(part)
+        for at in range(0, len(view), _WRITTEN_AT_A_TIME):
+            yield view[at : at + _WRITTEN_AT_A_TIME]
+
+
+async def each_of(parts: Iterable[bytes | memoryview]) -> Parts:
+    """Parts that are all there."""
+    for part in parts:
+        yield part
+
+
+def answering(handler: Handler) -> Handler:
+    """`handler`, with its errors as answers."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except (MaskserveError, Failure) as error:
+            return error_response(error)
+        except Exception as error:
+            return error_response(guarded("", error))
+
+    return answer
+
+
+_PATH = ("not_found_error", "not_found")
+_METHOD = ("invalid_request_error", "method_not_allowed")
+"""OpenAI's type and code of what is not there."""
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, no such method) as JSON, like all others: below
+    `/v1` in OpenAI's form, else in KServe's.
+    """
+    assert isinstance(error, HTTPException)
+    detail: Any = f"{error.detail}: {request.method} {request.url.path}"[:300]
+    if request.url.path.startswith("/v1/"):
+        kind, code = _PATH if error.status_code == 404 else _METHOD
+        detail = {"message": detail, "type": kind, "param": None, "code": code}
+    return Response(msgspec.json.encode({"error": detail}), error.status_code, error.headers, JSON)
+
+
+def error_response(error: MaskserveError | Failure) -> Response:
+    seconds = retry_after(error)
+    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    return Response(error_json(error), http_status(error), headers, JSON)
+
+
+def error_json(error: MaskserveError | Failure) -> bytes:
+    let_go(error)
+    return msgspec.json.encode({"error": text_of(error)})
+
+
+def json_response(message: Message) -> Response:
+    return Response(msgspec.json.encode(values_of(message)), media_type=JSON)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; it is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left.
+    """
+    task = asyncio.create_task(work)
+    disconnection = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, disconnection), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for waiter in (task, disconnection):
+            waiter.cancel()
+        await asyncio.gather(task, disconnection, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,124 @@
+"""Bodies of HTTP requests, read within bounds on their size and pace."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+import zlib
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+
+from starlette.requests import Request
+
+from maskserve_common.errors import InvalidRequest
+from maskserve_router.config import Http
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.scheduling.admission import Admission
+
+_PATIENCE_S = 10.0
+_ACCEPTED_ENCODINGS = ("", "identity", "gzip", "deflate")
+_INFLATED_AT_A_TIME = 2**20
+_INFLATED_FREELY, _MOST_INFLATION = 4 * 2**20, 100
+"""Bytes that any body may become, and how many times what was read of it a larger one may:
+pictures in JSON become 1.3 times as large, numbers as text some five times. What grows more is
+made to cost time.
+"""
+
+
+class Bodies:
+    """Reads the bodies of one router's requests.
+
+    Args:
+        bounds: on one body.
+        admission: counts what is in memory.
+        turns: inflates.
+    """
+
+    def __init__(self, bounds: Http, admission: Admission, turns: Turns) -> None:
+        self._bounds, self._admission, self._turns = bounds, admission, turns
+
+    async def read(self, request: Request, client: KeyHolder, held: ExitStack) -> bytes:
+        """The request's body, inflated as it comes, held against the client's bytes under way
+        until `held` is closed.
+
+        Its content type is not looked at: clients send JSON as forms.
+
+        Raises:
+            InvalidRequest: too long, or too slow.
+            RetryLater: too many bytes are under way.
+        """
+        encoding = request.headers.get("content-encoding", "").lower()
+        if encoding not in _ACCEPTED_ENCODINGS:
+            raise InvalidRequest("Content-Encoding", f"is {encoding[:20]}", "gzip, deflate or none")
+        most, declared_length = (
+            self._bounds.max_body_bytes,
+            request.headers.get("content-length", ""),
+        )
+        if declared_length.isdigit() and int(declared_length) > most:
+            raise InvalidRequest("body", f"is {declared_length} bytes", f"up to {most}")
+        parts = self._coming(request)
+        if encoding in ("gzip", "deflate"):
+            parts = self._inflated(parts, client)
+        await self._turns.may_read(client)
+        body = io.BytesIO()  # gives what was written without a copy of all of it
+        size = 0
+        async with aclosing(parts):
+            async for part in parts:
+                size += len(part)
+                if size > most:
+                    raise InvalidRequest("body", f"is over {most} bytes", f"up to {most}")
+                held.enter_context(self._admission.hold(client, len(part)))
+                body.write(part)
+        return body.getvalue()
+
+    async def _coming(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """The body's parts as the client sends them. Every part brings as much time as it may take
+        at the least pace, and no more than `_PATIENCE_S` of it is saved up: a body that came fast
+        at first cannot stand still for long behind that.
+        """
+        pace, left_s, size = max(self._bounds.min_bytes_per_s, 1), _PATIENCE_S, 0
+        stream = aiter(request.stream())
+        while True:
+            began = time.monotonic()
+            try:
+                part = await asyncio.wait_for(anext(stream), max(left_s, 0.0))
+            except StopAsyncIteration:
+                return
+            except (TimeoutError, asyncio.TimeoutError):
+                raise InvalidRequest(
+                    "body", f"came too slowly: {size} bytes", "a body sent without pauses"
+                ) from None
+            left_s -= time.monotonic() - began
+            left_s = min(left_s + len(part) / pace, _PATIENCE_S)
+            size += len(part)
+            yield part
+
+    async def _inflated(
+        self, coming: AsyncGenerator[bytes, None], client: KeyHolder
+    ) -> AsyncGenerator[bytes, None]:
+        """The same, inflated a little at a time: a kilobyte may hold a megabyte."""
+        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
+        received_bytes = inflated_bytes = 0
+        async for part in coming:
+            received_bytes += len(part)
+            while part and not inflater.eof:
+                try:
+                    plain = await self._turns.run(
+                        client, _INFLATED_AT_A_TIME, inflater.decompress, part, _INFLATED_AT_A_TIME
+                    )
+                except zlib.error:
+                    problem = "is not compressed as Content-Encoding says"
+                    raise InvalidRequest("body", problem) from None
+                inflated_bytes += len(plain)
+                part = inflater.unconsumed_tail
+                read = received_bytes - len(part)
+                if inflated_bytes > max(_INFLATED_FREELY, _MOST_INFLATION * read):
+                    problem = f"becomes over {inflated_bytes - 1} bytes from {read}"
+                    raise InvalidRequest(
+                        "body", problem, f"up to {_MOST_INFLATION} times what is sent"
+                    )
+                yield plain
+        if not inflater.eof:
+            raise InvalidRequest("body", "is cut short")

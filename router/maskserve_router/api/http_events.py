@@ -1,0 +1,111 @@
+"""Streams of server-sent events: their headers come at once, and comments while nothing happens.
+
+What a router or a worker refuses it refuses within milliseconds, and such an error is the status of
+the answer. An edit that waits for longer than that is on its way: from then on the client, and
+whatever stands between that forgets silent connections or keeps what it passes on, has headers and
+a comment every few seconds. An error that comes later is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maskserve_common.errors import EngineFailed, MaskserveError
+from maskserve_router.api.half_close import HALF_CLOSED
+from maskserve_router.api.http_answers import WrittenAnswer, while_connected
+from maskserve_router.messages.failures import Failure
+
+_REFUSED_WITHIN_S = 0.5
+_COMMENT_S = 10.0
+_LOOK_S = 1.0
+"""How often a client that may have left is written to."""
+_COMMENT = b":\n\n"
+_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx passes each event on as it comes
+}
+Event: TypeAlias = Iterable[bytes | memoryview]
+"""One event, in parts."""
+
+
+async def event_stream(
+    request: Request,
+    events: AsyncGenerator[Event, None],
+    held: ExitStack,
+    error_event: Callable[[MaskserveError | Failure], bytes],
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """The answer to a request for a stream.
+
+    Args:
+        request: what asks for it.
+        events: in their order; what it raises ends the stream.
+        held: is closed when all is written.
+        error_event: the event that tells of an error.
+        headers: of the answer, beside those of every stream.
+
+    Raises:
+        MaskserveError: the router's own, before all else.
+        Failure: a worker's, likewise.
+        ClientDisconnect: the client has left.
+    """
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await while_connected(request, _begun(first))
+    except BaseException:
+        await _end(first, events)
+        raise
+    return WrittenAnswer(
+        _written(first, events, error_event, request.scope.get("state", {})),
+        held.pop_all(),
+        headers={**_HEADERS, **(headers or {})},
+        media_type="text/event-stream; charset=utf-8",
+    )
+
+
+async def _begun(first: asyncio.Future[Event]) -> None:
+    """Wait for the first event, but not for long; raises what is raised in place of it."""
+    finished_tasks, _ = await asyncio.wait({first}, timeout=_REFUSED_WITHIN_S)
+    if finished_tasks:
+        try:
+            first.result()
+        except StopAsyncIteration:
+            raise EngineFailed("the stream ended before the answer") from None
+
+
+async def _written(
+    coming: asyncio.Future[Event],
+    events: AsyncGenerator[Event, None],
+    error_event: Callable[[MaskserveError | Failure], bytes],
+    state: Mapping[str, Any],
+) -> AsyncGenerator[bytes | memoryview, None]:
+    last_write_s = time.monotonic()
+    try:
+        while True:
+            while not (await asyncio.wait({coming}, timeout=min(_LOOK_S, _COMMENT_S)))[0]:
+                if HALF_CLOSED in state or time.monotonic() >= last_write_s + _COMMENT_S:
+                    yield _COMMENT
+                    last_write_s = time.monotonic()
+            for part in coming.result():
+                yield part
+            last_write_s = time.monotonic()
+            coming = asyncio.ensure_future(anext(events))
+    except StopAsyncIteration:
+        pass
+    except (MaskserveError, Failure) as error:
+        yield error_event(error)
+    finally:
+        await _end(coming, events)
+
+
+async def _end(coming: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> None:
+    coming.cancel()
+    await asyncio.gather(coming, return_exceptions=True)
+    await events.aclose()

@@ -1,0 +1,218 @@
+"""Inference over HTTP: KServe v2's `infer`, and Triton's `generate` and `generate_stream`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maskserve_common.contracts.tensors import Contract
+from maskserve_common.errors import InvalidRequest, MaskserveError
+from maskserve_router.api.front import Front
+from maskserve_router.api.http_answers import (
+    JSON,
+    WrittenAnswer,
+    each_of,
+    error_json,
+    while_connected,
+)
+from maskserve_router.api.http_body import Bodies
+from maskserve_router.api.http_events import Event, event_stream
+from maskserve_router.api.kserve_http import (
+    Wanted,
+    generate_request,
+    generate_response,
+    infer_request,
+    infer_response,
+)
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.edit_call import check_request
+from maskserve_router.messages.failures import Failure
+from maskserve_router.messages.model_answer import ModelAnswer
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.scheduling.admission import EditRoom
+
+_NUMBER = re.compile("[0-9]{1,18}")
+_HEADER_LENGTH = "inference-header-content-length"
+
+
+class HttpInference:
+    """Handlers of the requests that carry tensors."""
+
+    def __init__(self, bodies: Bodies, front: Front, turns: Turns) -> None:
+        self._bodies, self._front, self._turns = bodies, front, turns
+
+    async def infer(self, request: Request) -> Response:
+        with ExitStack() as exit_stack, ExitStack() as response_stack:
+            client, body = await self._body(request, exit_stack)
+            length = request.headers.get(_HEADER_LENGTH)
+            if length is not None and not _NUMBER.fullmatch(length):
+                raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
+            size, split = len(body), None if length is None else int(length)
+            message, output_forms = await self._turns.run(
+                client, size, _checked_infer, self._front.models, *model_of(request), body, split
+            )
+            del body
+            room = response_stack.enter_context(self._front.room(client))
+            work = self._front.infer(message, size, client, _headers(request), None, "http", room)
+            answer = await while_connected(request, work)
+            parts, head = await self._turns.run(
+                client, len(answer), infer_response, answer, output_forms
+            )
+            headers = {} if head is None else {_HEADER_LENGTH: str(head)}
+            kind = JSON if head is None else "application/octet-stream"
+            return _written(parts, room, response_stack, headers, kind)
+
+    async def generate(self, request: Request) -> Response:
+        with ExitStack() as exit_stack, ExitStack() as response_stack:
+            client, message, size = await self._generation(request, exit_stack)
+            room = response_stack.enter_context(self._front.room(client))
+            work = self._only_answer(message, size, client, _headers(request), room)
+            return _written([await while_connected(request, work)], room, response_stack, {}, JSON)
+
+    async def generate_stream(self, request: Request) -> Response:
+        with ExitStack() as exit_stack:
+            client, message, size = await self._generation(request, exit_stack)
+            room = exit_stack.enter_context(self._front.room(client))
+            answers = self._answers(message, size, client, _headers(request), room)
+            return await event_stream(request, _server_sent(answers), exit_stack, _error_event)
+
+    async def body(self, request: Request) -> bytes:
+        """The body of a request without tensors; raises as `Bodies.read`."""
+        with ExitStack() as exit_stack:
+            _, body = await self._body(request, exit_stack)
+            return body
+
+    async def _body(self, request: Request, held: ExitStack) -> tuple[KeyHolder, bytes]:
+        """The client and the body, of one that may call: who may not is told so before it is read.
+
+        Raises:
+            Unauthorized: keys are needed, and there is none that is known.
+            MaskserveError: as `Bodies.read`.
+        """
+        client = self._front.client(_headers(request))
+        return client, await self._bodies.read(request, client, held)
+
+    async def _generation(
+        self, request: Request, held: ExitStack
+    ) -> tuple[KeyHolder, ModelRequest, int]:
+        client, body = await self._body(request, held)
+        size = len(body)
+        work = _checked_generate, self._front.models, *model_of(request), body
+        return client, await self._turns.run(client, size, *work), size
+
+    async def _only_answer(
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: dict[str, str],
+        room: EditRoom,
+    ) -> bytes:
+        """The answer of /generate, which has room for one.
+
+        Raises:
+            InvalidRequest: there are several, as with progress.
+        """
+        async with aclosing(self._answers(message, size, client, headers, room)) as answers:
+            responses = [answer async for answer in answers]
+        if len(responses) != 1:
+            raise InvalidRequest(
+                "generate", f"has {len(responses)} responses", "generate_stream, or no progress"
+            )
+        return responses[0]
+
+    async def _answers(
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: dict[str, str],
+        room: EditRoom,
+    ) -> AsyncGenerator[bytes, None]:
+        """Each answer as JSON."""
+        if not self._front.models[message.head.model_name].decoupled:
+            answer = await self._front.infer(message, size, client, headers, None, "generate", room)
+            yield await self._turns.run(client, len(answer), _as_json, answer)
+            return
+        stream = self._front.stream(message, size, client, headers, None, "generate", room)
+        async with aclosing(stream) as answers:
+            async for raw in answers:
+                if event_json := await self._turns.run(client, len(raw), _event_as_json, raw):
+                    yield event_json
+
+
+def _as_json(answer: bytes) -> bytes:
+    return generate_response(ModelAnswer.parse(answer))
+
+
+def _event_as_json(raw: bytes) -> bytes:
+    """A message of a stream; empty where it has no outputs."""
+    response = ModelAnswer.parse(raw, streamed=True)
+    return generate_response(response) if response.head.outputs else b""
+
+
+async def _server_sent(answers: AsyncGenerator[bytes, None]) -> AsyncGenerator[Event, None]:
+    """The answers as server-sent events."""
+    async with aclosing(answers):
+        async for answer in answers:
+            yield _event(answer)
+
+
+def _event(told: bytes) -> tuple[bytes, ...]:
+    return b"data: ", told, b"\n\n"
+
+
+def _error_event(error: MaskserveError | Failure) -> bytes:
+    return b"".join(_event(error_json(error)))
+
+
+def _written(
+    parts: Sequence[bytes | memoryview],
+    room: EditRoom,
+    written: ExitStack,
+    headers: Mapping[str, str],
+    kind: str,
+) -> Response:
+    """An answer that is there; what it takes is given back when it is written.
+
+    Args:
+        parts: of its body.
+        room: that it has.
+        written: closes the room.
+        headers: beside its length.
+        kind: its content type.
+    """
+    size = sum(map(len, parts))
+    room.becomes(size)
+    headers = {**headers, "content-length": str(size)}
+    return WrittenAnswer(each_of(parts), written.pop_all(), headers=headers, media_type=kind)
+
+
+def _checked_infer(
+    models: Mapping[str, Contract], model: str, version: str, body: bytes, split: int | None
+) -> tuple[ModelRequest, Wanted]:
+    message, output_forms = infer_request(model, version, body, split)
+    check_request(message, models)
+    return message, output_forms
+
+
+def _checked_generate(
+    models: Mapping[str, Contract], model: str, version: str, body: bytes
+) -> ModelRequest:
+    message = generate_request(model, version, body, models)
+    check_request(message, models)
+    return message
+
+
+def model_of(request: Request) -> tuple[str, str]:
+    """Name and version of the path; empty where it has none."""
+    return request.path_params.get("model", ""), request.path_params.get("version", "")
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return dict(request.headers.items())

@@ -1,0 +1,283 @@
+"""KServe v2 over HTTP as gRPC's messages, and back: JSON, and the binary extension.
+
+The models that clients call have BYTES inputs and outputs, and nothing else is read here. JSON is
+read into typed structures: it can be no deeper than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.tensors import Contract, Tensor
+from maskserve_common.errors import InvalidRequest
+from maskserve_router.messages.edit_call import MODELS, UnknownModel
+from maskserve_router.messages.failures import NotSupported
+from maskserve_router.messages.model_answer import ModelAnswer
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.messages.request_limits import check_json
+
+_MOST_PARAMETERS = 64
+_FEW = Meta(max_length=_MOST_PARAMETERS)
+Parameters = Annotated[dict[str, bool | int | float | str | None], _FEW]
+
+
+class _Input(Struct):
+    name: str
+    datatype: str
+    shape: Annotated[list[int], _FEW]
+    parameters: Parameters = {}
+    data: Annotated[list[str | Annotated[list[str], _FEW]], _FEW] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+
+
+class _Output(Struct):
+    name: str
+    parameters: Parameters = {}
+
+
+class _Request(Struct):
+    inputs: Annotated[list[_Input], _FEW]
+    outputs: Annotated[list[_Output], _FEW] = []
+    id: str = ""
+    parameters: Parameters = {}
+
+
+_read_request = msgspec.json.Decoder(_Request).decode
+_read_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Wanted(Struct):
+    """How the client wants its outputs."""
+
+    binary: dict[str, bool]
+    """By name, for outputs that were named."""
+    otherwise: bool
+    """For those that were not."""
+
+    def is_binary(self, name: str) -> bool:
+        return self.binary.get(name, self.otherwise)
+
+
+def infer_request(
+    model: str, version: str, body: bytes, header_bytes: int | None
+) -> tuple[ModelRequest, Wanted]:
+    """The message of an inference; inputs that are binary stay in the body.
+
+    Args:
+        model: its name.
+        version: empty for any.
+        body: JSON, and behind it the binary inputs.
+        header_bytes: length of the JSON; None: all of it.
+
+    Raises:
+        InvalidRequest: naming what is wrong.
+    """
+    split = len(body) if header_bytes is None else header_bytes
+    if not 0 <= split <= len(body):
+        raise InvalidRequest(
+            "Inference-Header-Content-Length", f"is {split} of a body of {len(body)} bytes"
+        )
+    view = memoryview(body)
+    request = _parsed(view[:split])
+    head = pb.ModelInferRequest(model_name=model, model_version=version, id=request.id)
+    contents: list[bytes | memoryview] = []
+    _put_parameters(head, request.parameters, without=("binary_data_output",))
+    at = split
+    for tensor in request.inputs:
+        _check_tensor(tensor)
+        size = tensor.parameters.get("binary_data_size")
+        if size is None:
+            contents.append(_from_json(tensor))
+        else:
+            if type(size) is not int or not 0 <= size <= len(body) - at:
+                raise InvalidRequest(
+                    f"{tensor.name}.parameters.binary_data_size",
+                    f"is {size}",
+                    f"up to the {len(body) - at} bytes that follow",
+                )
+            contents.append(view[at : at + size])
+            at += size
+        added = head.inputs.add(name=tensor.name, datatype=tensor.datatype)
+        added.shape.extend(tensor.shape)
+    if at != len(body):
+        raise InvalidRequest("body", f"has {len(body) - at} bytes more than its inputs")
+    for output in request.outputs:
+        added_output = head.outputs.add(name=output.name)
+        other_parameters = {k: v for k, v in output.parameters.items() if k != "binary_data"}
+        _put_parameters(added_output, other_parameters)
+    output_forms = Wanted(
+        {o.name: bool(o.parameters.get("binary_data", False)) for o in request.outputs},
+        bool(request.parameters.get("binary_data_output", False)),
+    )
+    return ModelRequest(head, contents), output_forms
+
+
+def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryview], int | None]:
+    """The body of a response in its parts, and the length of its JSON if something follows.
+
+    Raises:
+        InvalidRequest: an output is no text, and was asked for as JSON.
+    """
+    response = ModelAnswer.parse(answer)
+    head, outputs = response.head, []
+    tail: list[bytes | memoryview] = []
+    for tensor, raw in zip(head.outputs, response.contents, strict=True):
+        output: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+        }
+        if wanted.is_binary(tensor.name):
+            output["parameters"] = {"binary_data_size": len(raw)}
+            tail.append(raw)
+        else:
+            output["data"] = [_text(tensor.name, bytes_tensor.only(raw))]
+        outputs.append(output)
+    values: dict[str, Any] = {
+        "model_name": head.model_name,
+        "model_version": head.model_version,
+        "outputs": outputs,
+    }
+    if head.id:
+        values["id"] = head.id
+    first = msgspec.json.encode(values)
+    return [first, *tail], len(first) if tail else None
+
+
+def generate_request(
+    model: str, version: str, body: bytes, models: Mapping[str, Contract] = MODELS
+) -> ModelRequest:
+    """The message of /generate: keys that name inputs become tensors, the others parameters.
+
+    Args:
+        model: its name.
+        version: empty for any.
+        body: a JSON object.
+        models: that clients may call.
+
+    Raises:
+        InvalidRequest: naming the key.
+    """
+    if model not in models:
+        raise UnknownModel(model, models=models)
+    check_json(body)
+    try:
+        values = _read_object(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is not a JSON object ({error})") from None
+    message = ModelRequest(pb.ModelInferRequest(model_name=model, model_version=version))
+    if isinstance(values.get("id"), str):
+        message.head.id = values.pop("id")
+    nested = values.pop("parameters", {})
+    if not isinstance(nested, dict):
+        raise InvalidRequest("parameters", "is not a JSON object")
+    for declared in models[model].inputs:
+        if declared.name in values:
+            elements = _elements(declared, values.pop(declared.name))
+            message.add(declared.name, list(map(_encoded, elements)))
+    if len(values) + len(nested) > _MOST_PARAMETERS:
+        raise InvalidRequest("parameters", f"are over {_MOST_PARAMETERS}")
+    _put_parameters(message.head, {**values, **nested})
+    return message
+
+
+def generate_response(response: ModelAnswer) -> bytes:
+    """The JSON of one response of /generate; raises as `infer_response`."""
+    values: dict[str, Any] = {
+        "model_name": response.head.model_name,
+        "model_version": response.head.model_version,
+    }
+    if response.head.id:
+        values["id"] = response.head.id
+    for name, element in response.outputs().items():
+        values[name] = _text(name, element)
+    return msgspec.json.encode(values)
+
+
+def _parsed(head: memoryview) -> _Request:
+    check_json(head)
+    try:
+        return _read_request(head)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is no inference request: {error}") from None
+
+
+def _check_tensor(tensor: _Input) -> None:
+    if "shared_memory_region" in tensor.parameters:
+        raise NotSupported(
+            tensor.name, "is in shared memory, which ends at the host", "the tensor's bytes"
+        )
+    if tensor.datatype != "BYTES":
+        raise InvalidRequest(f"{tensor.name}.datatype", f"is {tensor.datatype[:20]}", "BYTES")
+
+
+def _from_json(tensor: _Input) -> bytes:
+    """The raw contents of a tensor whose elements stand in the JSON."""
+    if tensor.data is msgspec.UNSET:
+        raise InvalidRequest(f"{tensor.name}.data", "is missing", "a list of strings")
+    elements: list[str] = []
+    for element in tensor.data:
+        elements.extend([element] if isinstance(element, str) else element)
+    return bytes_tensor.pack(map(_encoded, elements))
+
+
+def _elements(declared: Tensor, value: Any) -> list[str]:
+    """A tensor's elements: a list of strings, or one string where it holds one."""
+    elements = value if isinstance(value, list) else [value]
+    if not all(isinstance(element, str) for element in elements):
+        raise InvalidRequest(declared.name, "is not a string", _accepted(declared))
+    if declared.dims == (1,) and len(elements) != 1:
+        raise InvalidRequest(declared.name, "is not one string", _accepted(declared))
+    return elements
+
+
+def _accepted(declared: Tensor) -> str:
+    return "a string, or a list of one" if declared.dims == (1,) else "a list of strings"
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("body", "holds lone surrogates, not text", "Unicode text") from None
+
+
+def _text(name: str, element: memoryview) -> str:
+    """An element of a BYTES output, as text."""
+    try:
+        return str(element, "utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"outputs.{name}",
+            "is not text, and JSON was asked for",
+            'SETTINGS.output_encoding "base64", or binary_data_output true',
+        ) from None
+
+
+def _put_parameters(
+    message: pb.ModelInferRequest | pb.ModelInferRequest.InferRequestedOutputTensor,
+    values: dict[str, Any],
+    without: tuple[str, ...] = (),
+) -> None:
+    for name, value in values.items():
+        if name in without or value is None:
+            continue
+        parameter = message.parameters[name]
+        match value:
+            case bool():
+                parameter.bool_param = value
+            case int() if -(2**63) <= value < 2**63:
+                parameter.int64_param = value
+            case float():
+                parameter.double_param = value
+            case str():
+                parameter.string_param = value
+            case _:
+                raise InvalidRequest(f"parameters.{name[:40]}", "is no scalar", "a scalar")

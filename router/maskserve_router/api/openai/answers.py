@@ -1,0 +1,247 @@
+"""Answers in the forms that OpenAI's clients read: errors, pictures, events of a stream."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import msgspec
+import pybase64
+from PIL import Image, UnidentifiedImageError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, split_code
+from maskserve_router.api.http_answers import JSON
+from maskserve_router.api.openai.form import Fields
+from maskserve_router.messages.failures import (
+    Failure,
+    Unauthorized,
+    guarded,
+    http_status,
+    let_go,
+    retry_after,
+    text_of,
+)
+from maskserve_router.messages.forwarded_headers import foreign_id
+
+_FIELD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
+_OURS = re.compile(r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL)\[(\d+)\]|(IMAGE|MASK|PROMPT|CONTROL)\b)")
+_OPENAIS = {
+    "output_quality": "output_compression",
+    "preview_every": "partial_images",
+    "CONTROL": "image",
+}
+"""Names of OpenAI's API by those of ours that are others."""
+_HEAD = 64 * 1024
+"""Bytes of a picture in which its size stands, mostly."""
+_ENCODED_AT_A_TIME = 3 * 64 * 1024
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+Picture: TypeAlias = bytes | memoryview
+"""A picture's file."""
+Handler: TypeAlias = Callable[[Request, str], Awaitable[Response]]
+"""Of a request and its id."""
+
+
+class NotFound(InvalidRequest):
+    """What the path or a field names is not there."""
+
+    told_as = "not_found"
+    """The error's code in OpenAI's form."""
+
+
+class ModelNotFound(NotFound):
+    """No worker serves a model of that name."""
+
+    told_as = "model_not_found"
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        super().__init__("model", f"{name[:60]!r} is not served here", ", ".join(served))
+
+
+def status_of(error: MaskserveError | Failure) -> int:
+    return 404 if isinstance(error, NotFound) else http_status(error)
+
+
+def in_openais_words(text: str, sources: int = 1) -> str:
+    """A sentence of a worker's, with the fields of this API in place of those of KServe's.
+
+    Args:
+        text: the sentence.
+        sources: images that go before those of the controls.
+    """
+
+    def field(found: re.Match[str]) -> str:
+        setting, picture, index, tensor = found.groups()
+        if picture:
+            return f"image[{int(index) + sources}]"
+        name = setting or tensor
+        return _OPENAIS.get(name, name if setting else name.lower())
+
+    return _OURS.sub(field, text)
+
+
+def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
+    """OpenAI's error object; `param` is the field that the message names."""
+    let_go(error)
+    code, text = split_code(text_of(error))
+    text = in_openais_words(text)
+    field = _FIELD.match(text)
+    param = field["name"] if field else None
+    if isinstance(error, NotFound):
+        code = error.told_as
+    elif isinstance(error, Unauthorized):
+        code, param = "invalid_api_key", None
+    status = status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error_object = {"message": text, "type": kind, "param": param, "code": code.lower()}
+    return {"error": error_object}
+
+
+def error_answer(error: MaskserveError | Failure, request_id: str) -> Response:
+    seconds = retry_after(error)
+    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    return json_answer(error_body(error), request_id, status_of(error), headers)
+
+
+def json_answer(
+    body: Any, request_id: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    named = {"x-request-id": request_id, **(headers or {})}
+    return Response(msgspec.json.encode(body), status, named, JSON)
+
+
+def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """`handler`, given an id of the request, with its errors in OpenAI's form.
+
+    The id is made here. What a client or a proxy sends as `x-request-id` goes back with the answer
+    and into the log, and names nothing: it may be of any form, and of many requests at a time.
+    """
+
+    async def answer(request: Request) -> Response:
+        request_id = uuid.uuid4().hex
+        try:
+            response = await handler(request, request_id)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except (MaskserveError, Failure) as error:
+            response = error_answer(error, request_id)
+        except Exception as error:
+            response = error_answer(guarded(request_id, error), request_id)
+        if header_id := foreign_id(request.headers):
+            response.headers["x-request-id"] = header_id
+        return response
+
+    return answer
+
+
+def images_begin(asked: Fields, picture: Picture) -> bytes:
+    """The answer to an edit up to its first picture, which is this one."""
+    head = {
+        "created": int(time.time()),
+        **_told_of(picture),
+        "output_format": asked.output_format,
+    }
+    return msgspec.json.encode(head)[:-1] + b',"data":['
+
+
+def image_parts(picture: Picture, meta: Mapping[str, Any]) -> Iterator[bytes]:
+    """One picture of the answer."""
+    return _with_picture({}, picture, _kept_as(meta))
+
+
+def image_at(url: str, meta: Mapping[str, Any]) -> bytes:
+    """One picture that was put somewhere."""
+    return msgspec.json.encode({"url": url, **_kept_as(meta)})
+
+
+def images_end(metas: Sequence[Mapping[str, Any]]) -> bytes:
+    """The answer behind its pictures, of which this is META."""
+    tail = msgspec.json.encode({"usage": _usage(metas), "maskserve": metas})
+    return b"]," + tail[1:]
+
+
+def image_bytes(picture: Picture) -> int:
+    """Of its text in an answer."""
+    return -(-len(picture) // 3) * 4
+
+
+def partial_event(asked: Fields, picture: Picture, index: int) -> Iterator[bytes]:
+    """A preview on its way."""
+    more = {"partial_image_index": index}
+    return _event("image_edit.partial_image", asked, picture, more)
+
+
+def completed_event(asked: Fields, picture: Picture, meta: dict[str, Any]) -> Iterator[bytes]:
+    more = {**_kept_as(meta), "usage": _usage([meta]), "maskserve": [meta]}
+    return _event("image_edit.completed", asked, picture, more)
+
+
+def error_event(error: MaskserveError | Failure) -> bytes:
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(error_body(error))
+
+
+def _event(name: str, asked: Fields, picture: Picture, more: Mapping[str, Any]) -> Iterator[bytes]:
+    behind = {
+        "created_at": int(time.time()),
+        **_told_of(picture),
+        "quality": "auto",
+        "output_format": asked.output_format,
+        **more,
+    }
+    yield b"event: %b\ndata: " % name.encode()
+    yield from _with_picture({"type": name}, picture, behind)
+    yield b"\n\n"
+
+
+def _with_picture(
+    before: Mapping[str, Any], picture: Picture, behind: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """A JSON object with a picture's base64, which is made a little at a time."""
+    yield msgspec.json.encode(before)[:-1] + (b"," if before else b"") + b'"b64_json":"'
+    for at in range(0, len(picture), _ENCODED_AT_A_TIME):
+        yield pybase64.b64encode(picture[at : at + _ENCODED_AT_A_TIME])
+    yield b'"' + (b"," if behind else b"") + msgspec.json.encode(behind)[1:]
+
+
+def _kept_as(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The id under which a picture is kept for the next edit, where that was asked for."""
+    name = "result_template_id"
+    return {"template_id": meta[name]} if name in meta else {}
+
+
+def text_of_picture(picture: Picture) -> str:
+    text: str = pybase64.b64encode_as_string(picture)
+    return text
+
+
+def _told_of(picture: Picture) -> dict[str, str]:
+    """What the answer says of a picture that a worker has made."""
+    for part in (picture[:_HEAD], picture):  # all of it where profiles stand before its size
+        with (
+            suppress(UnidentifiedImageError, OSError, SyntaxError),
+            Image.open(io.BytesIO(part)) as opened,
+        ):
+            background = "transparent" if opened.mode == "RGBA" else "opaque"
+            return {"size": f"{opened.width}x{opened.height}", "background": background}
+    raise EngineFailed("the worker answered with something else")
+
+
+def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Image tokens: those of the image, and those that the mask covers. Text is not counted."""
+    image = sum(int(meta.get("total_tokens", 0)) for meta in metas)
+    output_tokens = sum(int(meta.get("active_tokens", 0)) for meta in metas)
+    return {
+        "input_tokens": image,
+        "input_tokens_details": {"image_tokens": image, "text_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"image_tokens": output_tokens, "text_tokens": 0},
+        "total_tokens": image + output_tokens,
+    }

@@ -1,0 +1,609 @@
+"""`/v1/images/edits` and `/v1/models`: OpenAI's API in front of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.settings import MAX_MARGIN, EditSettings, parse_settings
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_common.imaging.images import Size, decode_raster, read_size
+from maskserve_common.imaging.masks import select
+from maskserve_router.api.front import Front
+from maskserve_router.api.http_answers import JSON, WrittenAnswer, each_of, while_connected
+from maskserve_router.api.http_body import Bodies
+from maskserve_router.api.http_events import Event, event_stream
+from maskserve_router.api.openai.answers import (
+    ModelNotFound,
+    completed_event,
+    error_event,
+    image_at,
+    image_parts,
+    images_begin,
+    images_end,
+    in_openais_words,
+    json_answer,
+    partial_event,
+    text_of_picture,
+)
+from maskserve_router.api.openai.form import EditForm, Fields, read_form
+from maskserve_router.api.openai.image_urls import ImageUrls
+from maskserve_router.api.openai.workflow_form import (
+    PICTURE,
+    check_form,
+    texts_of,
+    workflow_message,
+)
+from maskserve_router.api.outputs import Outputs, check_output
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.failures import Failure, text_of
+from maskserve_router.messages.model_answer import ModelAnswer
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.scheduling.admission import EditRoom
+from maskserve_router.scheduling.edit_cost import answer_bytes
+from maskserve_router.workers.pool import Pool
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.plan import NodeCall, every_step
+
+_DRAWN_SEED_BITS = 32
+_OWNER = "maskserve"
+_MOST_STEPS = 1000
+_DECODED_PIXELS = 2**24
+"""Of a picture that is decoded here, which takes up to six bytes each."""
+_MIB = 2**20
+_ROUTE = "openai"
+Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
+"""A picture's file, where it came, and its META."""
+Tell: TypeAlias = Callable[[int, Mapping[str, Any]], None]
+
+
+class ImageEdits:
+    """Handlers of edits and of what models there are."""
+
+    def __init__(
+        self,
+        bodies: Bodies,
+        limits: LimitsConfig,
+        front: Front,
+        turns: Turns,
+        pool: Pool,
+        urls: ImageUrls,
+        outputs: Outputs,
+    ) -> None:
+        self._bodies, self._limits, self._front = bodies, limits, front
+        self._turns, self._pool, self._urls, self._outputs = turns, pool, urls, outputs
+
+    async def edit(self, request: Request, request_id: str) -> Response:
+        headers = dict(request.headers.items())
+        client = self._front.client(headers)  # who may not call is told so before the body is read
+        with ExitStack() as exit_stack:
+            form, size = await self.read(request, client, exit_stack)
+            if form.fields.webhook is not None:
+                raise InvalidRequest("webhook", "is given without a job", "POST /v1/jobs")
+            if form.fields.stream:
+                return await self._stream(
+                    request, client, form, size, headers, request_id, exit_stack
+                )
+            if request.scope["http_version"] == "1.0":  # knows no body without its length
+                work = self.answer(client, form, size, headers, request_id)
+                return self._whole(client, await while_connected(request, work), request_id)
+            urls = _output_urls(form.fields, request_id)
+            picture_stream = self._made(client, form, size, headers, request_id)
+            parts = self._parts(form, picture_stream, urls)
+            first = await while_connected(request, _first_of(parts))
+            return WrittenAnswer(
+                _behind(first, parts),
+                exit_stack.pop_all(),
+                headers={"x-request-id": request_id},
+                media_type=JSON,
+            )
+
+    def _whole(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
+        """An answer that is there, with its length."""
+        text = memoryview(body)
+        with ExitStack() as written:
+            written.enter_context(self._front.room(client)).becomes(len(text))
+            named = {"x-request-id": request_id, "content-length": str(len(text))}
+            parts = each_of([text])
+            return WrittenAnswer(parts, written.pop_all(), headers=named, media_type=JSON)
+
+    async def read(
+        self, request: Request, client: KeyHolder, held: ExitStack
+    ) -> tuple[EditForm, int]:
+        """What a request asks for, checked as far as no worker is needed for it, and its bytes.
+
+        Args:
+            request: with a form or JSON of `Fields` and settings.
+            client: who may call.
+            held: holds what comes among the bytes under way.
+
+        Raises:
+            InvalidRequest: naming the field.
+            RetryLater: too many bytes are under way.
+        """
+        body = await self._bodies.read(request, client, held)
+
+        async def picture(field: str, url: str) -> bytes:
+            return await self._urls.read(field, url, client, held)
+
+        size = len(body)
+        parse = partial(self._turns.run, client, size)
+        form = await read_form(request.headers, body, picture, parse, self._texts)
+        del body
+        self._front.check_pictures(form.fields.n, client)
+        if (url := form.fields.output_url) is not None:
+            check_output(url, client.output_urls)
+            if form.fields.stream:
+                raise InvalidRequest("output_url", "is given with a stream", "stream: false")
+            if form.fields.n > 1 and not url.endswith("/"):
+                raise InvalidRequest("output_url", "is one file for several", "a folder, NAME/")
+        return await parse(self._checked, form), size
+
+    async def answer(
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
+        tell: Tell | None = None,
+        called: str | None = None,
+    ) -> msgspec.Raw:
+        """The answer's JSON to a form that asks for no stream.
+
+        Args:
+            client: whose it is.
+            form: as `read` gave it.
+            size: its bytes.
+            headers: of the call.
+            request_id: of its edits.
+            tell: is told META of each event of each picture, with the picture's number.
+            called: what files in a folder are named by; None: `request_id`.
+
+        Raises:
+            MaskserveError: the router's own.
+            Failure: a worker's.
+        """
+        self._front.check_pictures(form.fields.n, client)
+        urls = _output_urls(form.fields, called or request_id)
+        if not urls:
+            self._check_text(client, form)
+        picture_stream = self._made(client, form, size, headers, request_id, tell)
+        body = io.BytesIO()
+        with self._front.room(client) as room:
+            async with aclosing(self._parts(form, picture_stream, urls)) as parts:
+                async for part in parts:
+                    room.becomes(room.size + len(part))
+                    body.write(part)
+        return msgspec.Raw(body.getvalue())
+
+    async def _parts(
+        self, form: EditForm, made: AsyncGenerator[Picture, None], urls: Sequence[str]
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer's JSON in parts, picture by picture."""
+        metas: list[Mapping[str, Any]] = []
+        async with aclosing(made) as pictures:
+            async for picture, meta in pictures:
+                yield images_begin(form.fields, picture) if not metas else b","
+                if urls:
+                    await self._outputs.put(urls[len(metas)], picture)
+                    yield image_at(urls[len(metas)], meta)
+                else:
+                    for part in image_parts(picture, meta):
+                        yield part
+                metas.append(meta)
+                del picture  # it is written, and its room is given back
+        yield images_end(metas)
+
+    def _check_text(self, client: KeyHolder, form: EditForm) -> None:
+        """Refuse an answer that as one text could be more than its client can ever hold.
+
+        Raises:
+            InvalidRequest: naming `n`.
+        """
+        if not (sized_image := form.image or form.mask):
+            return
+        fields = form.fields
+        settings = EditSettings(
+            output_format=fields.output_format,
+            output_quality=fields.output_compression,
+            background=fields.background,
+            output_encoding="base64",
+        )
+        height, width = read_size(sized_image, "image", self._limits)
+        size = fields.n * answer_bytes(height * width, settings)
+        if size > (most := self._front.most_bytes(client)):
+            problem = f"is {fields.n}, and their text may be {size // _MIB} MiB of {most // _MIB}"
+            raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
+
+    def check_pictures(self, form: EditForm) -> None:
+        """Refuse pictures that every worker refuses: those of a job are looked at before it waits.
+
+        Raises:
+            InvalidRequest: naming the picture.
+        """
+        pictures = {"IMAGE": form.image, "MASK": form.mask or b""}
+        pictures |= {f"CONTROL[{index}]": raw for index, raw in enumerate(form.control)}
+        decoded: dict[str, Size] = {}
+        for name, raw in pictures.items():
+            if raw:
+                height, width = read_size(raw, name, self._limits)
+                if height * width <= _DECODED_PIXELS:
+                    decoded[name] = height, width
+                    if name != "MASK":
+                        decode_raster(raw, name, self._limits)
+        if form.fields.model in self._front.plans or "mask_from" in form.settings:
+            return
+        settings = parse_settings(msgspec.json.encode(_with_mask_mode(form.settings)))
+        drawn = form.mask or (b"" if any(settings.expand) else form.image)
+        size = decoded.get("IMAGE" if form.image else "MASK")
+        if size is not None:
+            select(drawn, settings, self._limits, size)
+
+    def work(self, form: EditForm) -> float:
+        """Megapixels of a form's picture times the steps of all its edits, as asked or by default.
+
+        Raises:
+            InvalidRequest: the picture is none.
+        """
+        if form.image:
+            height, width = read_size(form.image, "image", self._limits)
+        else:
+            sides = [served.native_resolution for served in self._told()]
+            height = width = max(sides, default=1024)
+        plan = self._front.plans.get(form.fields.model or "")
+        if plan is None:
+            steps = self._steps(form.settings)
+        else:
+            calls = [call for call in every_step(plan.steps) if isinstance(call, NodeCall)]
+            edits = [call for call in calls if call.node == EDIT]
+            steps = sum(self._steps({**form.settings, **call.settings}) for call in edits)
+        return form.fields.n * steps * height * width / 1e6
+
+    async def models(self, request: Request, request_id: str) -> Response:
+        self._front.client(request.headers)
+        listed = [_model(name) for name in self._served()]
+        return json_answer({"object": "list", "data": listed}, request_id)
+
+    async def model(self, request: Request, request_id: str) -> Response:
+        self._front.client(request.headers)
+        name = request.path_params["model"]
+        if name not in self._served():
+            raise ModelNotFound(name, self._served())
+        return json_answer(_model(name), request_id)
+
+    def _served(self) -> list[str]:
+        """Names of the models that workers serve now, and of the workflows."""
+        models = {worker.status.model for worker in self._pool.up() if worker.status}
+        return sorted({*models, *self._front.plans})
+
+    def _texts(self, model: Any) -> Collection[str] | None:
+        plan = self._front.plans.get(model) if isinstance(model, str) else None
+        return None if plan is None else texts_of(plan)
+
+    def _checked(self, form: EditForm) -> EditForm:
+        """The same, with the growth that its size asks for; refuses what no worker is to be asked.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        model, size = form.fields.model, form.fields.size
+        if model is not None and model not in self._served():
+            raise ModelNotFound(model, self._served())
+        plan = self._front.plans.get(model or "")
+        if plan is not None:
+            check_form(plan, form)
+        if size == "auto":
+            return form
+        image = read_size(form.image or form.mask or b"", "image", self._limits)
+        margins = _margins(size, image, form.fields.anchor)
+        if form.settings.get("expand", margins) != margins:
+            raise InvalidRequest("size", f"is {size[:20]}", "auto beside expand")
+        return replace(form, settings={**form.settings, "expand": margins})
+
+    async def _made(
+        self,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
+        tell: Tell | None = None,
+    ) -> AsyncGenerator[Picture, None]:
+        """The pictures of `n` edits, side by side, which differ in their seeds; in their order,
+        each with its META. The first comes when all are made, or when one of them waits for room
+        that those before it have; none is left when one fails.
+        """
+        first = form.settings.get("seed")
+        first = secrets.randbits(_DRAWN_SEED_BITS) if first is None else first
+        model = "edit" if tell is None else "edit_stream"
+        request = await self._turns.run(client, size, self._message, model, form, {})
+        rooms = self._front.rooms(client)
+
+        async def one(number: int, room: EditRoom) -> Picture:
+            name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
+            seed = first + number if isinstance(first, int) else first
+            message = _with_settings(request, {"seed": seed, "request_id": name})
+            if tell is None:
+                arguments = message, size, client, headers, None, _ROUTE, room
+                return await self._picture(client, await self._front.infer(*arguments))
+            message = _with_settings(message, {"progress": True})
+            last: Picture | None = None
+            async with aclosing(self._events(client, message, size, headers, room)) as events:
+                async for last in events:
+                    tell(number, last[1])
+            if last is None:
+                raise EngineFailed("the stream ended before the answer")
+            return last
+
+        results: dict[int, Picture] = {}
+
+        async def make(number: int, room: EditRoom) -> None:
+            results[number] = await one(number, room)
+
+        with ExitStack() as room_stack:
+            numbered = [room_stack.enter_context(rooms.room(i)) for i in range(form.fields.n)]
+            tasks = [asyncio.create_task(make(i, room)) for i, room in enumerate(numbered)]
+            short = asyncio.create_task(rooms.short.wait())
+            whole = asyncio.gather(*tasks)
+            try:
+                await asyncio.wait((whole, short), return_when=asyncio.FIRST_COMPLETED)
+                if whole.done():
+                    whole.result()
+                for number, room in enumerate(numbered):
+                    with room:
+                        await tasks[number]
+                        yield results.pop(number)  # nobody else has it any more
+            except (MaskserveError, Failure) as error:
+                raise _told(form, error) from None
+            finally:
+                for task in (*tasks, short):
+                    task.cancel()
+                await asyncio.gather(*tasks, short, whole, return_exceptions=True)
+
+    async def _picture(self, client: KeyHolder, raw: bytes) -> Picture:
+        return await self._turns.run(client, len(raw), _picture_of, ModelAnswer.parse(raw))
+
+    async def _stream(
+        self,
+        request: Request,
+        client: KeyHolder,
+        form: EditForm,
+        size: int,
+        headers: dict[str, str],
+        request_id: str,
+        held: ExitStack,
+    ) -> Response:
+        extra_settings: dict[str, Any] = {"request_id": request_id}
+        if form.fields.partial_images:
+            extra_settings["preview_every"] = self._preview_every(form)
+        message = await self._turns.run(
+            client, size, self._message, "edit_stream", form, extra_settings
+        )
+        room = held.enter_context(self._front.room(client))
+        events = self._sent(form, self._events(client, message, size, headers, room))
+
+        def told(error: MaskserveError | Failure) -> bytes:
+            return error_event(_told(form, error))
+
+        try:
+            return await event_stream(request, events, held, told, {"x-request-id": request_id})
+        except (MaskserveError, Failure) as error:
+            raise _told(form, error) from None
+
+    async def _sent(
+        self, form: EditForm, pictures: AsyncGenerator[Picture, None]
+    ) -> AsyncGenerator[Event, None]:
+        preview_count, last = 0, None
+        async with aclosing(pictures):  # to their end, where the edit is booked
+            async for picture, meta in pictures:
+                if meta.get("event") != "preview":
+                    last = picture, meta
+                elif preview_count < form.fields.partial_images:
+                    yield partial_event(form.fields, picture, preview_count)
+                    preview_count += 1
+        if last is None:
+            raise EngineFailed("the stream ended before the answer")
+        yield completed_event(form.fields, *last)
+
+    async def _events(
+        self,
+        client: KeyHolder,
+        message: ModelRequest,
+        size: int,
+        headers: dict[str, str],
+        room: EditRoom,
+    ) -> AsyncGenerator[Picture, None]:
+        """Previews and the final picture, each with its META."""
+        stream = self._front.stream(message, size, client, headers, None, _ROUTE, room)
+        async with aclosing(stream) as answers:
+            async for raw in answers:
+                answer = ModelAnswer.parse(raw, streamed=True)
+                if answer.head.outputs:
+                    yield await self._turns.run(client, len(raw), _picture_of, answer)
+
+    def _message(self, model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
+        plan = self._front.plans.get(form.fields.model or "")
+        if plan is None:
+            return _edit_message(model, form, own)
+        return workflow_message(plan, form, own, self._limits)
+
+    def _preview_every(self, form: EditForm) -> int:
+        """Steps between previews, so that as many as are asked for come before the end."""
+        steps = self._steps(form.settings)
+        return min(max(1, steps // (form.fields.partial_images + 1)), _MOST_STEPS)
+
+    def _steps(self, settings: Mapping[str, Any]) -> int:
+        """Of an edit, as asked or by default; settings are not yet checked."""
+        steps, strength = settings.get("num_inference_steps"), settings.get("strength")
+        if not isinstance(steps, int):
+            steps = min((served.num_inference_steps for served in self._told()), default=1)
+        steps = min(max(steps, 1), _MOST_STEPS)
+        if isinstance(strength, int | float) and 0 < strength < 1:
+            return steps_run(steps, strength)
+        return steps
+
+    def _told(self) -> list[Served]:
+        """What workers say that they serve."""
+        return [w.status.served for w in self._pool.up() if w.status and w.status.served]
+
+
+def _margins(asked: str, image: Size, anchor: str) -> list[int]:
+    """Pixels left, top, right and bottom by which an image grows to a size.
+
+    Args:
+        asked: WIDTHxHEIGHT.
+        image: (height, width) of it.
+        anchor: where it lies on the canvas.
+
+    Raises:
+        InvalidRequest: that is no size, or smaller.
+    """
+    height, width = image
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked)
+    more = (int(match[2]) - height, int(match[1]) - width) if match else (-1, -1)
+    if min(more) < 0:
+        raise InvalidRequest(
+            "size", f"is {asked[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
+        )
+    top, left = (
+        0 if first in anchor else excess if last in anchor else excess // 2
+        for excess, first, last in zip(more, ("top", "left"), ("bottom", "right"), strict=True)
+    )
+    margins = [left, top, more[1] - left, more[0] - top]
+    if max(margins) > MAX_MARGIN:
+        raise InvalidRequest("size", f"is {asked[:20]}", f"at most {MAX_MARGIN} more on each side")
+    return margins
+
+
+def _output_urls(asked: Fields, name: str) -> list[str]:
+    """Where each picture is to be put; none: into the answer."""
+    if asked.output_url is None:
+        return []
+    if not asked.output_url.endswith("/"):
+        return [asked.output_url]
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    numbers = [""] if asked.n == 1 else [f"-{number}" for number in range(asked.n)]
+    return [f"{asked.output_url}{plain}{number}.{asked.output_format}" for number in numbers]
+
+
+async def _first_of(parts: AsyncGenerator[bytes, None]) -> bytes:
+    """The first part; the generator is closed if there is none."""
+    try:
+        return await anext(parts)
+    except BaseException:
+        await parts.aclose()
+        raise
+
+
+async def _behind(first: bytes, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """All parts, of which the first is taken already."""
+    async with aclosing(parts):
+        yield first
+        async for part in parts:
+            yield part
+
+
+def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelRequest:
+    """The same request with further settings; it shares the pictures."""
+    copied = message.copy()
+    settings = msgspec.json.decode(copied.view("SETTINGS"))
+    copied.write("SETTINGS", msgspec.json.encode({**settings, **more}))
+    return copied
+
+
+def _with_mask_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with OpenAI's reading of masks, unless they have one."""
+    chosen = {"mask_mode", "mask_from"} & settings.keys()
+    return {**settings} if chosen else {"mask_mode": "alpha", **settings}
+
+
+def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
+    """The request to a worker; `own` are settings that are not the client's."""
+    form_fields = form.fields
+    fields = {
+        "model": form_fields.model,
+        "background": form_fields.background,
+        "output_format": form_fields.output_format,
+        "output_quality": form_fields.output_compression,
+    }
+    settings = _with_mask_mode(form.settings) | fields | own | {"output_encoding": "raw"}
+    mask = form.mask
+    if mask is None:  # what an image is to grow by needs none, and one may be found
+        needs_no_mask = any(settings.get("expand") or ()) or settings.get("mask_from")
+        mask = b"" if needs_no_mask else form.image
+    inputs: dict[str, Sequence[bytes]] = {
+        "IMAGE": [form.image],
+        "MASK": [mask],
+        "PROMPT": [form.fields.prompt.encode()],
+        "SETTINGS": [msgspec.json.encode(settings)],
+        **({"CONTROL": form.control} if form.control else {}),
+    }
+    message = ModelRequest(pb.ModelInferRequest(model_name=model))
+    for name, values in inputs.items():
+        message.add(name, values)
+    return message
+
+
+def _picture_of(answer: ModelAnswer) -> Picture:
+    outputs = answer.outputs()
+    meta = msgspec.json.decode(outputs["META"], type=dict[str, Any])
+    if "outputs" in meta:  # of a workflow: their kinds
+        meta["outputs"] = {
+            name: _readable(kind, bytes(outputs[name.upper()]))
+            for name, kind in meta["outputs"].items()
+            if name != PICTURE
+        }
+    if "warnings" in meta:
+        meta["warnings"] = [in_openais_words(warning) for warning in meta["warnings"]]
+    return outputs.get("IMAGE", memoryview(b"")), meta
+
+
+def _readable(kind: str, value: bytes) -> Any:
+    """A further output of a workflow: a text as it is, a verdict as an object, a picture or mask as
+    base64.
+    """
+    match kind:
+        case "text":
+            return value.decode()
+        case "verdict":
+            return msgspec.json.decode(value)
+    return text_of_picture(value)
+
+
+def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:
+    """The error in the words of this API: who sent no mask is not told of one's channels."""
+    if form.mask is None and "MASK" in text_of(error):
+        return InvalidRequest(
+            "mask",
+            "is missing, and the image has no fully transparent pixels",
+            "a PNG of the image's size, transparent (alpha 0) where to edit",
+        )
+    for phrase, problem in (("no alpha channel",) * 2, ("it is opaque", "no transparent pixels")):
+        if phrase in text_of(error):
+            accepted = "transparent pixels where to edit, or mask_mode: white"
+            return InvalidRequest("mask", f"has {problem}", accepted)
+    if isinstance(error, Failure):
+        source = 0 if "template_id" in form.settings else 1
+        return replace(error, details=in_openais_words(error.details, source))
+    return error
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": _OWNER}

@@ -1,0 +1,425 @@
+"""Requests for image edits as OpenAI's API has them: a multipart form, or JSON with URLs.
+
+What no worker can do is refused by the field's name. Fields that are settings of an edit and none
+of OpenAI's (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, where a worker
+checks them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from maskserve_common.contracts.settings import Background, EditSettings
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.reading import Misread, Table, nearest, read
+from maskserve_router.messages.request_limits import check_json
+
+_MAX_FIELDS = 64
+_MAX_FILES = 18
+_MAX_TEXT = 256 * 1024
+"""Bytes of a field that is no file."""
+_OWN = (
+    "model",
+    "background",
+    "output_format",
+    "output_quality",
+    "output_encoding",
+    "progress",
+    "preview_every",
+    "request_id",
+)
+"""Settings that follow from OpenAI's own fields, or from how the answer travels."""
+EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
+_TEXT = frozenset(
+    (
+        "negative_prompt",
+        "mask_mode",
+        "crop_to_mask",
+        "cache",
+        "template_id",
+        "adapters",
+        "name",
+        "text",
+    )
+)
+"""Settings that are text, whatever they look like; others are read as JSON."""
+_CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
+"""A value in a list of objects, as forms have it: `loras[][name]`, `loras[0][name]`."""
+_MEMBER = re.compile(r"(\w{1,40})\[([A-Za-z_]\w{0,39})\]((?:\[\d{0,3}\]){0,2})")
+"""A value in an object: `mask_from[text]`, `mask_from[box][]`, `mask_from[points][][]`."""
+_NESTED = re.compile(r"(\w{1,40})((?:\[\d{0,3}\]){2})")
+"""A value in a list of lists: `points[][]`, `points[0][]`."""
+_OF_A_CLICK = 3
+"""Values in each of the inner lists, where the form does not say whose is which: all are clicks."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+T = TypeVar("T")
+Parse: TypeAlias = Callable[..., Awaitable[Any]]
+"""Calls a function with its arguments, wherever there is time for it; see `Turns.run`."""
+Texts: TypeAlias = Callable[[Any], Collection[str] | None]
+"""Names of the texts that a workflow takes beside the prompt; None: of that name there is none."""
+Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
+"""The bytes of the picture at a URL, which is the value of a field; see `ImageUrls.read`."""
+
+Anchor = Literal[
+    "center",
+    "left",
+    "right",
+    "top",
+    "bottom",
+    "top-left",
+    "top-right",
+    "bottom-left",
+    "bottom-right",
+]
+
+
+class ImageUrl(Table, frozen=True):
+    """A picture of a JSON request."""
+
+    image_url: str
+    """A data URL, or an https URL of a host that the router is allowed to ask."""
+
+
+class Fields(Table, frozen=True):
+    """OpenAI's fields of an edit, but for its pictures."""
+
+    prompt: Annotated[str, Meta(max_length=32_000)]
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=10)] = 1
+    size: str = "auto"
+    """`auto`, WIDTHxHEIGHT of the image, or a larger one: the canvas grows, and what is new is
+    edited."""
+    anchor: Anchor = "center"
+    """Where the image lies on a larger canvas."""
+    quality: Literal["auto"] = "auto"
+    background: Background = "auto"
+    """`auto` and `transparent` keep the image's own transparency outside the mask, `opaque` does
+    not."""
+    input_fidelity: Literal["low", "high"] | None = None
+    """Both are kept: pixels outside the mask are the image's own."""
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """Quality of JPEG and WebP."""
+    response_format: Literal["b64_json"] = "b64_json"
+    stream: bool = False
+    partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
+    output_url: str | None = None
+    """Where the picture is to be put in place of the answer, below a prefix that the key may write
+    to: a file, or a folder if it ends with a slash."""
+    webhook: str | None = None
+    """Of a job: https URL of a listed host that is told when it has ended."""
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EditForm:
+    """One request."""
+
+    fields: Fields
+    image: bytes
+    """Empty where `settings` name a template."""
+    mask: bytes | None
+    settings: dict[str, Any]
+    """Of SETTINGS, as the client gave them."""
+    control: tuple[bytes, ...] = ()
+    """Control pictures, or the further ones of a workflow."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Further inputs of a workflow."""
+
+
+async def read_form(
+    headers: Headers, body: bytes, picture: Picture, parse: Parse, texts: Texts = lambda _: None
+) -> EditForm:
+    """The edit that a request asks for.
+
+    Args:
+        headers: of the request.
+        body: of the request.
+        picture: reads what is given as a URL.
+        parse: calls what takes the longer the more the body holds.
+        texts: of the workflow that `model` names.
+
+    Raises:
+        InvalidRequest: naming the field.
+        RetryLater: too many bytes are under way.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        values, files = await parse(read_multipart, headers, body)
+    elif kind == "application/json":
+        values, files = await _with_pictures(await parse(_read_json, body), picture)
+    else:
+        raise InvalidRequest(
+            "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
+        )
+    images = files.pop("image", [])
+    masks = files.pop("mask", [])
+    if files:
+        raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
+    extension_values = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
+    settings = {name: setting_of(name, value) for name, value in extension_values.items()}
+    of_workflow = texts(values.get("model"))
+    further = {name: values.pop(name) for name in of_workflow or () if name in values}
+    known_fields = {*Fields.__struct_fields__, *EXTENSIONS, "image", "mask", *(of_workflow or ())}
+    if strange := sorted(values.keys() - known_fields):
+        problem = f"is not a known field{nearest(strange[0], known_fields)}"
+        raise InvalidRequest(strange[0][:40], problem, ", ".join(sorted(known_fields)))
+    for name, value in further.items():
+        if not isinstance(value, str):
+            raise InvalidRequest(name, "is no text", "a text")
+    control: list[bytes] = []
+    if of_workflow is not None:
+        images, control = images[:1], images[1:]
+    elif "controls" in settings:  # the pictures behind the source are those of its controls
+        source = 0 if "template_id" in settings else 1
+        images, control = images[:source], images[source:]
+    if len(images) > 1:
+        raise InvalidRequest("image", f"is given {len(images)} times", "one image")
+    if len(masks) > 1:
+        raise InvalidRequest("mask", f"is given {len(masks)} times", "one mask")
+    if not images and "template_id" not in settings:
+        raise InvalidRequest(
+            "image", "is missing", "a PNG, JPEG, WebP, AVIF, GIF or TIFF file, or template_id"
+        )
+    form = EditForm(
+        convert(values, Fields),
+        images[0] if images else b"",
+        masks[0] if masks else None,
+        settings,
+        tuple(control),
+        further,
+    )
+    if form.mask is None and not form.image:
+        raise InvalidRequest("mask", "is missing", "a PNG with transparent pixels where to edit")
+    if form.fields.partial_images and not form.fields.stream:
+        raise InvalidRequest("partial_images", "is given without stream", "0, or stream: true")
+    if form.fields.stream and form.fields.n > 1:
+        raise InvalidRequest("n", f"is {form.fields.n} in a stream", "1")
+    return form
+
+
+def read_multipart(headers: Headers, body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Texts by name, each given once, and files by name; `image[]` counts as `image`. A list of
+    objects, as SDKs send one, is a list.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    parsing = _read_multipart(headers, body)
+    try:
+        parsing.send(None)
+    except StopIteration as done:
+        result: tuple[dict[str, Any], dict[str, list[bytes]]] = done.value
+        return result
+    raise AssertionError("nothing is waited for, as files stay in memory")
+
+
+async def _read_multipart(
+    headers: Headers, body: bytes
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    async def once() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    parser = _InMemory(
+        headers, once(), max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_TEXT
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, ValueError, LookupError) as error:
+        problem = error.message if isinstance(error, MultiPartException) else "is no multipart form"
+        raise InvalidRequest("body", problem[:200], "a multipart form") from None
+    values: dict[str, Any] = {}
+    files: dict[str, list[bytes]] = {}
+    cells: dict[str, list[tuple[str, str, str]]] = {}
+    members: dict[str, dict[str, list[_Part]]] = {}
+    nested: dict[str, list[_Part]] = {}
+    try:
+        for key, value in form.multi_items():
+            name = key.removesuffix("[]")
+            if isinstance(value, UploadFile):
+                content = await value.read()
+                if content or value.filename:  # else a browser's input that was left empty
+                    files.setdefault(name, []).append(content)
+            elif cell := _CELL.fullmatch(key):
+                cells.setdefault(cell[1], []).append((cell[2], cell[3], value))
+            elif member := _MEMBER.fullmatch(key):
+                parts = members.setdefault(member[1], {}).setdefault(member[2], [])
+                parts.append((_places(member[3]), value))
+            elif inner := _NESTED.fullmatch(key):
+                nested.setdefault(inner[1], []).append((_places(inner[2]), value))
+            elif name in ("image", "mask"):
+                raise InvalidRequest(name, "is text", "a file part (with a filename)")
+            elif name != key:  # a list, as SDKs send one
+                values.setdefault(name, []).append(setting_of(name, value))
+            elif name in values:
+                raise InvalidRequest(name[:40], "is given twice", "each field once")
+            else:
+                values[name] = value
+    finally:
+        await form.close()
+    nested_values = [
+        *((name, _objects(name, parts)) for name, parts in cells.items()),
+        *((name, _object(name, parts)) for name, parts in members.items()),
+        *((name, _list(name, name, parts)) for name, parts in nested.items()),
+    ]
+    for name, value in nested_values:
+        if name in values:
+            raise InvalidRequest(name, "is given twice", "each field once")
+        values[name] = value
+    return values, files
+
+
+_Part: TypeAlias = tuple[tuple[str, ...], str]
+"""Where a value stands in lists (an index or nothing for each), and its text."""
+
+
+def _places(brackets: str) -> tuple[str, ...]:
+    """The indices of `[0][]`."""
+    return tuple(brackets[1:-1].split("][")) if brackets else ()
+
+
+def _object(name: str, members: Mapping[str, list[_Part]]) -> dict[str, Any]:
+    """The object that its values in a form stand for."""
+    return {key: _list(f"{name}.{key}", key, parts) for key, parts in members.items()}
+
+
+def _list(field: str, key: str, parts: list[_Part]) -> Any:
+    """The value, the list, or the list of lists that these parts stand for, in order.
+
+    Args:
+        field: that errors name.
+        key: of the setting.
+        parts: of the same depth.
+    """
+    if len({len(places) for places, _ in parts}) > 1 or (not parts[0][0] and len(parts) > 1):
+        raise InvalidRequest(field, "is given twice", "each field once")
+    read = [(places, setting_of(key, text)) for places, text in parts]
+    depth = len(read[0][0])
+    if not depth:
+        return read[0][1]
+    if depth == 1:
+        return [value for _, value in sorted(read, key=_in_order)]
+    if any(places[0] for places, _ in read):
+        rows: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+        for places, value in sorted(read, key=_in_order):
+            rows.setdefault(places[0], []).append((places[1:], value))
+        return [[value for _, value in sorted(row, key=_in_order)] for row in rows.values()]
+    flat = [value for _, value in read]
+    if len(flat) % _OF_A_CLICK:
+        raise InvalidRequest(field, f"has {len(flat)} values", "three of each click: x, y, 1 or 0")
+    return [flat[at : at + _OF_A_CLICK] for at in range(0, len(flat), _OF_A_CLICK)]
+
+
+def _in_order(part: tuple[tuple[str, ...], Any]) -> int:
+    """By the outermost index; without one they stay as they came."""
+    return int(part[0][0] or 0)
+
+
+def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """The list that its values in a form stand for, in order.
+
+    Args:
+        name: of the field.
+        parts: (index or nothing, key, text) of each value. SDKs send no index, and the values of
+            each key together: then whose is whose shows only where all objects have the same keys.
+    """
+    columns: dict[str, dict[int, Any]] = {}
+    for index, key, text in parts:
+        column = columns.setdefault(key, {})
+        place = int(index) if index else len(column)
+        if place in column:
+            raise InvalidRequest(f"{name}[{place}].{key}", "is given twice", "each key once")
+        column[place] = setting_of(key, text)
+    places = sorted({place for column in columns.values() for place in column})
+    if not all(index for index, _, _ in parts) and len({len(c) for c in columns.values()}) > 1:
+        raise InvalidRequest(
+            name,
+            "has objects of other keys, and the form does not say whose is which",
+            "the same keys in each object, or JSON text",
+        )
+    return [
+        {key: column[place] for key, column in columns.items() if place in column}
+        for place in places
+    ]
+
+
+class _InMemory(MultiPartParser):
+    """Files stay in memory: the body already is, and is counted."""
+
+    spool_max_size = 2**62
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+    check_json(body)
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        raise InvalidRequest("body", "is no JSON object", "a JSON object") from None
+
+
+async def _with_pictures(
+    values: dict[str, Any], picture: Picture
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """The values but for the pictures, and those, read."""
+    fields = {name: value for name, value in values.items() if value is not None}
+    files: dict[str, list[bytes]] = {}
+    images = fields.pop("images", [])
+    if not isinstance(images, list):
+        raise InvalidRequest("images", "is no list", '[{"image_url": "data:image/png;base64,…"}]')
+    if len(images) >= _MAX_FILES:
+        raise InvalidRequest("images", f"are {len(images)}", f"up to {_MAX_FILES - 1}")
+    if images:
+        files["image"] = [
+            await _read(f"images[{i}]", image, picture) for i, image in enumerate(images)
+        ]
+    if "mask" in fields:
+        files["mask"] = [await _read("mask", fields.pop("mask"), picture)]
+    return fields, files
+
+
+async def _read(name: str, told: Any, picture: Picture) -> bytes:
+    url = told.get("image_url") if isinstance(told, dict) else None
+    if not isinstance(url, str) or len(told) != 1:
+        accepted = '{"image_url": "data:image/png;base64,…"}'
+        raise InvalidRequest(name, "is not an object with image_url alone", accepted)
+    return await picture(f"{name}.image_url", url)
+
+
+def setting_of(name: str, value: Any) -> Any:
+    """A setting's value; forms carry text alone: JSON, and what Python writes in its place (`True`,
+    `.5`).
+    """
+    if not isinstance(value, str) or name in _TEXT:
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        pass
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if _NUMBER.fullmatch(value):
+        return float(value)
+    return value  # its check says what is wrong with it
+
+
+def convert(values: Mapping[str, Any], into: type[T]) -> T:
+    """Fields of a form, checked.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    try:
+        return read(values, into, strict=False)
+    except Misread as error:
+        raise InvalidRequest(error.path, error.problem, error.accepted) from None

@@ -1,0 +1,118 @@
+"""Pictures that requests name by URL: data URLs, and https URLs of hosts that the operator listed.
+
+They are fetched by the rules of `public_hosts`, up to the bytes of an image, and within a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import ssl
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import httpx
+import pybase64
+
+from maskserve_common.config import LimitsConfig
+from maskserve_common.errors import InvalidRequest
+from maskserve_router.api.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
+from maskserve_router.config import ImageHosts
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.scheduling.admission import Admission
+
+_ACCEPTED = '{"image_url": "data:image/png;base64,…"}'
+
+
+class ImageUrls:
+    """Reads the pictures of one router's requests.
+
+    Args:
+        hosts: which hosts may be asked.
+        limits: bounds on an image.
+        admission: counts what was fetched among the bytes under way.
+        turns: decodes data URLs.
+        resolver: addresses of a host and port.
+        public: whether an address may be asked.
+        trusted: certificates; by default those of certifi.
+    """
+
+    def __init__(
+        self,
+        hosts: ImageHosts,
+        limits: LimitsConfig,
+        admission: Admission,
+        turns: Turns,
+        resolver: Resolve = resolve,
+        public: Callable[[str], bool] = is_public,
+        trusted: ssl.SSLContext | None = None,
+    ) -> None:
+        self._hosts = PublicHosts(hosts.hosts, hosts.timeout_s, resolver, public, trusted)
+        self._timeout_s = hosts.timeout_s
+        self._most = limits.max_image_bytes
+        self._admission, self._turns = admission, turns
+
+    async def close(self) -> None:
+        await self._hosts.close()
+
+    async def read(self, field: str, url: str, holder: KeyHolder, held: ExitStack) -> bytes:
+        """The picture's bytes.
+
+        Args:
+            field: of the request, for errors.
+            url: a data URL, or one of a listed host.
+            holder: of the key; its share of the bytes under way is used.
+            held: holds what was fetched among the bytes under way.
+
+        Raises:
+            InvalidRequest: naming the field.
+            RetryLater: too many bytes are under way.
+        """
+        if url[:5].lower() == "data:":
+            return await self._turns.run(holder, len(url), _from_data, field, url)
+        if not self._hosts.hosts:
+            raise InvalidRequest(field, "is not a data URL; none is fetched", _ACCEPTED)
+        target = self._hosts.allowed(field, url, "data URLs, ")
+        try:
+            return await asyncio.wait_for(
+                self._fetched(field, target, holder, held), self._timeout_s
+            )
+        except (TimeoutError, asyncio.TimeoutError):
+            raise InvalidRequest(
+                field, f"did not come within {self._timeout_s:g} s", _ACCEPTED
+            ) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError):
+            # Why not is the network's affair, and not the client's to learn.
+            raise InvalidRequest(
+                field, f"could not be fetched from {target.host}", _ACCEPTED
+            ) from None
+
+    async def _fetched(
+        self, field: str, asked: PublicUrl, holder: KeyHolder, held: ExitStack
+    ) -> bytes:
+        headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+        async with await self._hosts.ask("GET", asked, headers) as answer:
+            if answer.status_code != 200:
+                raise InvalidRequest(
+                    field, f"is answered with status {answer.status_code}", "one answered with 200"
+                )
+            parts: list[bytes] = []
+            size = 0
+            async for part in answer.aiter_raw():
+                size += len(part)
+                if size > self._most:
+                    raise InvalidRequest(field, f"is over {self._most} bytes", f"to {self._most}")
+                held.enter_context(self._admission.hold(holder, len(part)))
+                parts.append(part)
+        return b"".join(parts)
+
+
+def _from_data(field: str, url: str) -> bytes:
+    head, comma, text = url.partition(",")
+    if not (head.endswith(";base64") and comma):
+        raise InvalidRequest(field, "is a data URL of another form", _ACCEPTED)
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(field, "is not base64", _ACCEPTED) from None

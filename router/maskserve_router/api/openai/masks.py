@@ -1,0 +1,61 @@
+"""`/v1/masks`: the mask of a thing in a picture, to look at before an edit of it is asked for."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from functools import partial
+
+from PIL import Image, ImageChops
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_common.contracts.settings import MaskFrom
+from maskserve_common.errors import InvalidRequest
+from maskserve_router.api.front import Front
+from maskserve_router.api.http_answers import while_connected
+from maskserve_router.api.http_body import Bodies
+from maskserve_router.api.openai.answers import answering, json_answer, text_of_picture
+from maskserve_router.api.openai.form import convert, read_multipart, setting_of
+from maskserve_router.fair_share import Turns
+from maskserve_router.scheduling.mask_finder import MaskFinder
+
+
+def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -> list[Route]:
+    """Routes of masks, for whoever may call."""
+
+    async def find(request: Request, request_id: str) -> Response:
+        """A multipart form: `image`, and `text`, or `points` and `box` as JSON."""
+        client = front.client(request.headers)
+        with ExitStack() as exit_stack:
+            body = await bodies.read(request, client, exit_stack)
+            parse = partial(turns.run, client, len(body))
+            values, files = await parse(read_multipart, request.headers, body)
+            del body
+            images = files.pop("image", [])
+            if files:
+                raise InvalidRequest(next(iter(files))[:40], "is no file of this form", "image")
+            if len(images) != 1:
+                raise InvalidRequest("image", f"is given {len(images)} times", "one file")
+            source = convert(
+                {name: setting_of(name, value) for name, value in values.items()}, MaskFrom
+            )
+            work = masks.find(images[0], source, client, "")
+            found_mask = await while_connected(request, work)
+            mask = await parse(_text_of_mask, found_mask.mask)
+        data = [{"b64_json": mask, "score": found_mask.score}]
+        return json_answer({"object": "list", "data": data}, request_id)
+
+    return [Route("/v1/masks", answering(find), methods=["POST"])]
+
+
+def _text_of_mask(mask: bytes) -> str:
+    """A white mask as base64, transparent besides where it is white: so it is read alike as a mask
+    of this API, of KServe's, and by people.
+    """
+    white = Image.open(io.BytesIO(mask)).convert("L")
+    picture = Image.merge("LA", (white, ImageChops.invert(white)))
+    out = io.BytesIO()
+    picture.save(out, "PNG", compress_level=1)
+    return text_of_picture(out.getvalue())

@@ -1,0 +1,28 @@
+"""The paths of OpenAI's API."""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from maskserve_router.api.openai.answers import answering
+from maskserve_router.api.openai.edits import ImageEdits
+from maskserve_router.api.openai.templates import TemplateRoutes
+
+_ONE = "/v1/templates/{template_id}"
+
+
+def openai_routes(edits: ImageEdits, templates: TemplateRoutes) -> list[Route]:
+    """Routes of edits, models and templates."""
+    return [
+        Route("/v1/images/edits", answering(edits.edit), methods=["POST"]),
+        Route("/v1/models", answering(edits.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", answering(edits.model), methods=["GET"]),
+        Route("/v1/templates", answering(templates.all), methods=["GET"]),
+        Route("/v1/templates", answering(templates.register), methods=["POST"]),
+        Route(_ONE, answering(templates.one), methods=["GET"]),
+        Route(_ONE, answering(templates.delete), methods=["DELETE"]),
+        *(
+            Route(f"{_ONE}/{name}", answering(templates.operation(name)), methods=["POST"])
+            for name in ("prime", "pin", "unpin")
+        ),
+    ]

@@ -1,0 +1,119 @@
+"""`/v1/templates`: source images that stay with the workers, so that edits need not upload them.
+
+A template belongs to the key that registered it (docs/router.md#keys).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maskserve_common.contracts.keys import TEMPLATE_ID
+from maskserve_common.errors import InvalidRequest, TemplateNotFound
+from maskserve_common.reading import Table
+from maskserve_router.api.front import Front
+from maskserve_router.api.http_body import Bodies
+from maskserve_router.api.openai.answers import Handler, json_answer
+from maskserve_router.api.openai.form import convert, read_multipart
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.control_message import registration
+from maskserve_router.operations.control import ClusterControl
+
+
+class TemplateRoutes:
+    """Handlers: register, list, look at, prime, pin, unpin and delete."""
+
+    def __init__(self, bodies: Bodies, front: Front, control: ClusterControl, turns: Turns) -> None:
+        self._bodies, self._front, self._control = bodies, front, control
+        self._turns = turns
+
+    async def register(self, request: Request, request_id: str) -> Response:
+        """A multipart form: `image`, and `shared` (for every key) and `prime`, true or false."""
+        client = self._client(request)
+        with ExitStack() as exit_stack:
+            body = await self._bodies.read(request, client, exit_stack)
+            parse = partial(self._turns.run, client, len(body))
+            values, files = await parse(read_multipart, request.headers, body)
+            del body
+            images = files.pop("image", [])
+            if len(images) != 1 or files:
+                raise InvalidRequest("image", f"is given {len(images)} times", "one file")
+            form_fields = convert(values, _Registration)
+            operation = await parse(registration, images[0])
+            if form_fields.shared:
+                operation["shared"] = True
+            if not form_fields.prime:
+                operation["prime"] = False
+            result = await self._control.do(operation, client)
+        return json_answer(
+            {"id": result["template_id"], "object": "template", **result}, request_id
+        )
+
+    async def all(self, request: Request, request_id: str) -> Response:
+        listed = await self._listed(self._client(request))
+        return json_answer({"object": "list", "data": listed}, request_id)
+
+    async def one(self, request: Request, request_id: str) -> Response:
+        name = _name(request)
+        for template in await self._listed(self._client(request)):
+            if template["id"] == name:
+                return json_answer(template, request_id)
+        raise TemplateNotFound(f"template_id: {name} is not known here")
+
+    def operation(self, op: str) -> Handler:
+        """The handler of `prime`, `pin` or `unpin`."""
+
+        async def operate(request: Request, request_id: str) -> Response:
+            operation = {"op": op, "template_id": _name(request)}
+            result = await self._control.do(operation, self._client(request))
+            body = {"id": result["template_id"], "object": "template", **result}
+            return json_answer(body, request_id)
+
+        return operate
+
+    async def delete(self, request: Request, request_id: str) -> Response:
+        operation = {"op": "evict", "template_id": _name(request)}
+        result = await self._control.do(operation, self._client(request))
+        body = {
+            "id": result["template_id"],
+            "object": "template.deleted",
+            "deleted": True,
+            **result,
+        }
+        return json_answer(body, request_id)
+
+    def _client(self, request: Request) -> KeyHolder:
+        return self._front.client(request.headers)
+
+    async def _listed(self, client: KeyHolder) -> list[dict[str, Any]]:
+        """Each with the bytes that its entries take, by tier."""
+        result = await self._control.do({"op": "templates"}, client)
+        listed = []
+        for template in result["templates"]:
+            sizes: dict[str, int] = {}
+            for entry in template["entries"]:
+                sizes[entry["tier"]] = sizes.get(entry["tier"], 0) + entry["bytes"]
+            name = template["template_id"]
+            listed.append({"id": name, "object": "template", "tier_bytes": sizes, **template})
+        return listed
+
+
+class _Registration(Table, frozen=True):
+    """What a registration says beside its image."""
+
+    shared: bool = False
+    prime: bool = True
+
+
+def _name(request: Request) -> str:
+    name: str = request.path_params["template_id"]
+    if TEMPLATE_ID.fullmatch(name) is None:
+        raise InvalidRequest(
+            "template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+        )
+    return name

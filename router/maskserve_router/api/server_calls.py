@@ -1,0 +1,152 @@
+"""The calls of KServe v2 beside inference: what the router says of itself and of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts.tensors import Contract
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.routing import Edit, NoWorkerAvailable
+from maskserve_router.api.statistics import served_by, summed
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.edit_call import MODELS, PUBLIC, VERSIONS, UnknownModel
+from maskserve_router.messages.failures import Failure, NotSupported
+from maskserve_router.workers.pool import Pool
+
+_TIMEOUT_S = 5.0
+_PLATFORM: Final = "maskserve_workflow"
+# What ends at a host, or is an operator's.
+_NOT_HERE = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
+
+
+class ServerCalls:
+    """Answers as one Triton would, in messages."""
+
+    def __init__(self, pool: Pool, models: Mapping[str, Contract] = MODELS) -> None:
+        self._pool, self._models = pool, models
+
+    def ready(self) -> bool:
+        """Whether there is a worker that takes edits."""
+        return bool(self._pool.ready())
+
+    def model_ready(self, name: str, version: str) -> bool:
+        return name in self._models and version in VERSIONS and self.ready()
+
+    async def server_metadata(self) -> pb.ServerMetadataResponse:
+        """A worker's, without the extensions that are not served here."""
+        raw = await self._ask("ServerMetadata", pb.ServerMetadataRequest())
+        metadata = pb.ServerMetadataResponse.FromString(raw)
+        extensions = [e for e in metadata.extensions if not any(part in e for part in _NOT_HERE)]
+        return pb.ServerMetadataResponse(
+            name=metadata.name, version=metadata.version, extensions=extensions
+        )
+
+    async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
+        self._known(name, version)
+        if name not in PUBLIC:
+            return _metadata(name, self._models[name])
+        request = pb.ModelMetadataRequest(name=name, version=version)
+        return pb.ModelMetadataResponse.FromString(await self._ask("ModelMetadata", request))
+
+    async def model_config(self, name: str, version: str) -> pb.ModelConfigResponse:
+        self._known(name, version)
+        if name not in PUBLIC:
+            return _config(name, self._models[name])
+        request = pb.ModelConfigRequest(name=name, version=version)
+        return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
+
+    async def statistics(
+        self, name: str, version: str, client: KeyHolder
+    ) -> pb.ModelStatisticsResponse:
+        """Summed over the workers; of one model, or of all with an empty name. A client that is no
+        admin gets what this router has answered it.
+        """
+        if version not in VERSIONS:  # here Triton says 400, elsewhere 404
+            raise InvalidRequest("model_version", f"there is no version {version[:20]!r}", "1")
+        if name:
+            self._known(name, version)
+        if not client.admin:
+            return served_by(client, [name] if name else sorted(PUBLIC))
+        request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
+        answers = await asyncio.gather(
+            *(w.upstream.call("ModelStatistics", request, _TIMEOUT_S) for w in self._pool.up()),
+            return_exceptions=True,
+        )
+        replies = [answer for answer in answers if isinstance(answer, bytes)]
+        if not replies:
+            raise NoWorkerAvailable(Edit(1, 1, 1), [])
+        return summed(map(pb.ModelStatisticsResponse.FromString, replies), PUBLIC)
+
+    def repository_index(self, *, ready: bool) -> pb.RepositoryIndexResponse:
+        """The public models; only those that are ready, if so asked."""
+        index = pb.RepositoryIndexResponse()
+        state = "READY" if self.ready() else "UNAVAILABLE"
+        if self.ready() or not ready:
+            for name in sorted(self._models):
+                index.models.add(name=name, version="1", state=state)
+        return index
+
+    def _known(self, name: str, version: str) -> None:
+        if name not in self._models:
+            raise UnknownModel(name, models=self._models)
+        if version not in VERSIONS:
+            raise UnknownModel(name, version)
+
+    async def _ask(
+        self,
+        method: str,
+        request: pb.ServerMetadataRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
+    ) -> bytes:
+        """Any worker's answer; the next one's if it gives none."""
+        broken: grpc.aio.AioRpcError | None = None
+        for worker in self._pool.up():
+            try:
+                return await worker.upstream.call(method, request.SerializeToString(), _TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise Failure(error.code(), error.details() or "") from None
+                broken = error
+        if broken is not None:
+            raise Failure(broken.code(), broken.details() or "")
+        raise NoWorkerAvailable(Edit(1, 1, 1), [])
+
+
+def _metadata(name: str, contract: Contract) -> pb.ModelMetadataResponse:
+    response = pb.ModelMetadataResponse(name=name, versions=["1"], platform=_PLATFORM)
+    for tensors, among in (
+        (contract.inputs, response.inputs),
+        (contract.outputs, response.outputs),
+    ):
+        for tensor in tensors:
+            among.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
+    return response
+
+
+def _config(name: str, contract: Contract) -> pb.ModelConfigResponse:
+    response = pb.ModelConfigResponse()
+    response.config.name, response.config.platform = name, _PLATFORM
+    for tensor in contract.inputs:
+        response.config.input.add(
+            name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims, optional=tensor.optional
+        )
+    for tensor in contract.outputs:
+        response.config.output.add(name=tensor.name, data_type="TYPE_STRING", dims=tensor.dims)
+    response.config.model_transaction_policy.decoupled = contract.decoupled
+    return response
+
+
+def shared_memory_refused() -> NotSupported:
+    return NotSupported(
+        "shared memory",
+        "cannot be registered with a router: a region is local to its host",
+        "tensors as bytes",
+    )
+
+
+def operators_only(what: str) -> NotSupported:
+    return NotSupported(what, "is not served by a router", "the worker's own ports")

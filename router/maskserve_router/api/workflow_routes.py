@@ -1,0 +1,24 @@
+"""`/v1/workflows`: the workflows that are served, and who runs their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_router.api.openai.answers import answering, json_answer
+from maskserve_router.keys import KeyHolder
+from maskserve_router.workflows.workflows import Workflows
+
+
+def workflow_routes(
+    who: Callable[[Mapping[str, str]], KeyHolder], workflows: Workflows
+) -> list[Route]:
+    """Routes of workflows, for whoever may call."""
+
+    async def listed(request: Request, request_id: str) -> Response:
+        return json_answer(await workflows.listed(who(request.headers)), request_id)
+
+    return [Route("/v1/workflows", answering(listed), methods=["GET"])]

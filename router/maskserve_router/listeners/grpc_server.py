@@ -1,0 +1,446 @@
+"""The gRPC listener: KServe v2's service, in bytes where payloads pass."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, aclosing
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common import transport
+from maskserve_common.contracts.keys import NO_SCOPE
+from maskserve_common.errors import DeadlineExceeded, MaskserveError
+from maskserve_router.api.front import Front
+from maskserve_router.api.server_calls import ServerCalls, operators_only, shared_memory_refused
+from maskserve_router.config import Grpc, RouterConfig
+from maskserve_router.keys import KeyHolder
+from maskserve_router.listeners.certificates import Certificates
+from maskserve_router.listeners.descriptors import connections
+from maskserve_router.listeners.open_calls import OpenCall, OpenCalls
+from maskserve_router.messages.failures import (
+    Failure,
+    NotSupported,
+    grpc_status,
+    guarded,
+    let_go,
+    retry_after,
+    text_of,
+)
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.workers.upstream import SERVICE
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_Answers: TypeAlias = "asyncio.Queue[bytes | MaskserveError | None]"
+"""Of a stream: its messages, and at the end None or what the router ended it for."""
+_OPEN = frozenset(
+    (
+        *(
+            f"/{SERVICE}/{name}"
+            for name in (
+                "ServerLive",
+                "ServerReady",
+                "ModelReady",
+                "SystemSharedMemoryStatus",
+                "SystemSharedMemoryUnregister",
+                "CudaSharedMemoryStatus",
+                "CudaSharedMemoryUnregister",
+            )
+        ),
+        "/grpc.health.v1.Health/Check",
+    )
+)
+"""Calls that need no key."""
+_PATIENCE_S = 30.0
+_LEAST_PACE = 16 * 1024
+"""Bytes per second at which a client has to take a message, behind `_PATIENCE_S`."""
+_PER_STREAM = 64
+"""Edits of one stream that may be under way; further ones are not read."""
+
+
+def _ages(bounds: Grpc) -> tuple[tuple[str, int], ...]:
+    age = math.ceil(1e3 * bounds.max_age_s)
+    return (("grpc.max_connection_age_ms", age),) if age else ()
+
+
+class GrpcServer:
+    """Serves one address."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        front: Front,
+        calls: ServerCalls,
+        open_calls: OpenCalls,
+        certificates: Certificates,
+    ) -> None:
+        self._front, self._calls = front, calls
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", config.http.max_body_bytes),
+                ("grpc.max_metadata_size", config.http.max_header_bytes),
+                ("grpc.so_reuseport", 0),
+                (
+                    "grpc.max_allowed_incoming_connections",
+                    connections(config.grpc.max_connections),
+                ),
+                ("grpc.max_connection_idle_ms", int(1e3 * config.grpc.idle_s)),
+                ("grpc.server_handshake_timeout_ms", int(1e3 * config.http.header_timeout_s)),
+                *transport.LISTENER,
+                *_ages(config.grpc),
+                # A compressed message is inflated before anybody can count it.
+                ("grpc.compression_enabled_algorithms_bitset", 1),
+            ),
+            interceptors=(_Gate(front, open_calls),),
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(calls), self._server)
+        self._address = f"{config.listen.host}:{config.listen.grpc_port}"
+        self._certificates = certificates
+        self.port = config.listen.grpc_port
+        """0 until it listens, if any will do."""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        try:
+            self.port = (
+                self._server.add_secure_port(self._address, self._certificates.for_grpc())
+                if self._certificates.files
+                else self._server.add_insecure_port(self._address)
+            )
+        except RuntimeError as error:  # gRPC's own word for it
+            raise OSError(f"gRPC cannot listen at {self._address}: {error}") from error
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; those under way have so many seconds."""
+        await self._server.stop(grace_s)
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        calls = self._calls
+        unary = grpc.unary_unary_rpc_method_handler
+
+        async def live(_: pb.ServerLiveRequest) -> Message:
+            return pb.ServerLiveResponse(live=True)
+
+        async def ready(_: pb.ServerReadyRequest) -> Message:
+            return pb.ServerReadyResponse(ready=calls.ready())
+
+        async def model_ready(request: pb.ModelReadyRequest) -> Message:
+            return pb.ModelReadyResponse(ready=calls.model_ready(request.name, request.version))
+
+        async def server_metadata(_: pb.ServerMetadataRequest, _by: KeyHolder) -> Message:
+            return await calls.server_metadata()
+
+        async def model_metadata(request: pb.ModelMetadataRequest, _by: KeyHolder) -> Message:
+            return await calls.model_metadata(request.name, request.version)
+
+        async def model_config(request: pb.ModelConfigRequest, _by: KeyHolder) -> Message:
+            return await calls.model_config(request.name, request.version)
+
+        async def statistics(request: pb.ModelStatisticsRequest, client: KeyHolder) -> Message:
+            return await calls.statistics(request.name, request.version, client)
+
+        async def index(request: pb.RepositoryIndexRequest, _by: KeyHolder) -> Message:
+            return calls.repository_index(ready=request.ready)
+
+        async def system_status(_: pb.SystemSharedMemoryStatusRequest) -> Message:
+            return pb.SystemSharedMemoryStatusResponse()
+
+        async def cuda_status(_: pb.CudaSharedMemoryStatusRequest) -> Message:
+            return pb.CudaSharedMemoryStatusResponse()
+
+        async def system_unregister(_: pb.SystemSharedMemoryUnregisterRequest) -> Message:
+            return pb.SystemSharedMemoryUnregisterResponse()
+
+        async def cuda_unregister(_: pb.CudaSharedMemoryUnregisterRequest) -> Message:
+            return pb.CudaSharedMemoryUnregisterResponse()
+
+        async def no_shared_memory(_: bytes) -> NoReturn:
+            raise shared_memory_refused()
+
+        async def operators(_: bytes) -> NoReturn:
+            raise operators_only("this call")
+
+        # To whoever holds a key, if keys are needed.
+        keyed_calls: dict[
+            str, tuple[type[Message], Callable[[Any, KeyHolder], Awaitable[Message]]]
+        ] = {
+            "ServerMetadata": (pb.ServerMetadataRequest, server_metadata),
+            "ModelMetadata": (pb.ModelMetadataRequest, model_metadata),
+            "ModelConfig": (pb.ModelConfigRequest, model_config),
+            "ModelStatistics": (pb.ModelStatisticsRequest, statistics),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, index),
+        }
+        # To everybody (`_OPEN`): health, and what says nothing of anybody.
+        open_calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
+            "ServerLive": (pb.ServerLiveRequest, live),
+            "ServerReady": (pb.ServerReadyRequest, ready),
+            "ModelReady": (pb.ModelReadyRequest, model_ready),
+            "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, system_status),
+            "SystemSharedMemoryUnregister": (
+                pb.SystemSharedMemoryUnregisterRequest,
+                system_unregister,
+            ),
+            "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, cuda_status),
+            "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, cuda_unregister),
+        }
+
+        def handler(
+            kind: type[Message], answer: Callable[[Any, Context], Awaitable[Message]]
+        ) -> grpc.RpcMethodHandler[Any, Any]:
+            return unary(
+                answer,
+                request_deserializer=kind.FromString,
+                response_serializer=lambda message: message.SerializeToString(),
+            )
+
+        authenticate = self._front.client
+        handlers = {name: handler(kind, _answering(do)) for name, (kind, do) in open_calls.items()}
+        for name, (kind, tell) in keyed_calls.items():
+            handlers[name] = handler(kind, _answering_client(tell, authenticate))
+        for name in ("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"):
+            handlers[name] = unary(_answering(no_shared_memory))
+        for name in (
+            "RepositoryModelLoad",
+            "RepositoryModelUnload",
+            "TraceSetting",
+            "LogSettings",
+        ):
+            handlers[name] = unary(_answering(operators))
+        handlers["ModelInfer"] = grpc.stream_stream_rpc_method_handler(self._infer)
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        return handlers
+
+    async def _infer(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
+        """The one answer to a call's one message; it has its room until it is written."""
+        headers = _headers(context)
+        client, left_s = self._front.client(headers), context.time_remaining()
+        with ExitStack() as exit_stack, self._front.room(client) as room:
+            parsing = self._front.parse(await requests.only(), client, exit_stack)
+            with requests.working():
+                message = await parsing
+                infer = self._front.infer
+                yield await infer(message, message.size, client, headers, left_s, "grpc", room)
+
+    async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
+        answers: _Answers = asyncio.Queue(maxsize=1)
+        reader = asyncio.create_task(self._serve_all(requests, context, answers))
+        try:
+            while (answer := await answers.get()) is not None:
+                if isinstance(answer, MaskserveError):
+                    raise answer
+                yield answer
+                answers.task_done()  # it is written
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _serve_all(self, requests: OpenCall, context: Context, answers: _Answers) -> None:
+        """Each request of the stream for itself, until the client has sent its last."""
+        places = asyncio.Semaphore(_PER_STREAM)
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def serve(raw: bytes) -> None:
+            with requests.working():
+                async with aclosing(self._events(raw, context)) as events:
+                    async for event in events:
+                        await answers.put(event)
+                        await answers.join()
+
+        def done(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            places.release()
+
+        ended_for: MaskserveError | None = None
+        try:
+            async for raw in requests:
+                await places.acquire()
+                task = asyncio.create_task(serve(raw))
+                tasks.add(task)
+                task.add_done_callback(done)
+            await asyncio.gather(*tasks)
+        except MaskserveError as error:
+            ended_for = error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await answers.put(ended_for)
+
+    async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+        """The messages that answer one request of a stream; an error is one of them."""
+        message, exit_stack = ModelRequest(pb.ModelInferRequest()), ExitStack()
+        try:
+            headers = _headers(context)
+            client = self._front.client(headers)
+            message = await self._front.parse(raw, client, exit_stack)
+            room = exit_stack.enter_context(self._front.room(client))
+            left_s = context.time_remaining()
+            stream = self._front.stream(
+                message, len(raw), client, headers, left_s, "grpc_stream", room
+            )
+            async with aclosing(stream) as events:
+                async for event in events:
+                    yield event
+        except (MaskserveError, Failure) as error:
+            yield _stream_error(message.head, error)
+        except Exception as error:
+            yield _stream_error(message.head, guarded("", error))
+        finally:
+            exit_stack.close()
+
+
+class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets a call in when it begins, before any of its messages: by its key and its client's share;
+    and each message when its key has its turn at this process.
+
+    To the protocol a unary call is a stream of one message. Served as one, it is here that its
+    message is waited for, so that a client which never sends it holds no more than it may.
+    """
+
+    def __init__(self, front: Front, open_calls: OpenCalls) -> None:
+        self._front, self._open_calls = front, open_calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        is_open = handler_call_details.method in _OPEN
+
+        async def serve(_: AsyncIterator[Any], context: Context) -> None:
+            async def read() -> Any:
+                if not is_open:
+                    await self._front.may_read(_headers(context))
+                return await context.read()
+
+            try:
+                client = self._client(context, is_open)
+                with self._open_calls.enter(client, read) as call:
+                    if handler.stream_stream is not None:
+                        async with aclosing(handler.stream_stream(call, context)) as answers:
+                            async for answer in answers:
+                                await _write(context, answer)
+                    elif handler.unary_unary is not None:
+                        first = await call.only()
+                        with call.working():
+                            await _write(context, await handler.unary_unary(first, context))
+                    else:
+                        raise NotSupported("call", "is not served")
+            except (MaskserveError, Failure) as error:
+                _refuse(context, error)
+            except Exception as error:
+                _refuse(context, guarded("", error))
+
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )
+
+    def _client(self, context: Context, is_open: bool) -> str:
+        """Whose call it is: the key's, or the address' where none is needed.
+
+        Raises:
+            Unauthorized: a key is needed, and this is none.
+        """
+        client = None if is_open else self._front.client(_headers(context))
+        if client is None or client.scope == NO_SCOPE:
+            return str(context.peer()).rpartition(":")[0]
+        return f"key {client.name}"
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1: serving as long as a worker takes edits."""
+
+    def __init__(self, calls: ServerCalls) -> None:
+        self._calls = calls
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        states = health_pb2.HealthCheckResponse
+        return states(status=states.SERVING if self._calls.ready() else states.NOT_SERVING)
+
+
+def _answering(
+    do: Callable[[Any], Awaitable[Message]],
+) -> Callable[[Any, Context], Awaitable[Message]]:
+    """A handler that answers with what `do` gives."""
+
+    async def handle(request: Any, _: Context) -> Message:
+        return await do(request)
+
+    return handle
+
+
+def _answering_client(
+    do: Callable[[Any, KeyHolder], Awaitable[Message]],
+    who: Callable[[Mapping[str, str]], KeyHolder],
+) -> Callable[[Any, Context], Awaitable[Message]]:
+    """The same for what is told to holders of keys alone."""
+
+    async def handle(request: Any, context: Context) -> Message:
+        return await do(request, who(_headers(context)))
+
+    return handle
+
+
+def _headers(context: Context) -> dict[str, str]:
+    metadata = context.invocation_metadata() or ()
+    return {str(name): value for name, value in metadata if isinstance(value, str)}
+
+
+async def _write(context: Context, answer: Any) -> None:
+    """Send a message.
+
+    Raises:
+        DeadlineExceeded: the client does not take it.
+    """
+    size = len(answer) if isinstance(answer, bytes) else 0
+    try:
+        await asyncio.wait_for(context.write(answer), _PATIENCE_S + size / _LEAST_PACE)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise DeadlineExceeded("the client does not read its answers") from None
+
+
+def _refuse(context: Context, error: MaskserveError | Failure) -> None:
+    """The call ends with this error.
+
+    `context.abort` is not for calls whose messages are large: grpc keeps the exception that it
+    raises, and by its traceback the message, long after the call.
+    """
+    seconds = retry_after(error)
+    if seconds is not None:
+        context.set_trailing_metadata((("retry-after", str(seconds)),))
+    context.set_code(grpc_status(error))
+    context.set_details(text_of(error))
+    let_go(error)
+
+
+def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
+    """An error as Triton's streams carry it: as text, with the request's id."""
+    let_go(error)
+    if isinstance(error, Failure) and error.message and error.coded:
+        return error.message
+    answer = pb.ModelStreamInferResponse(error_message=text_of(error))
+    answer.infer_response.id = message.id
+    answer.infer_response.model_name = message.model_name
+    answer.infer_response.parameters["triton_final_response"].bool_param = True
+    encoded: bytes = answer.SerializeToString()
+    return encoded

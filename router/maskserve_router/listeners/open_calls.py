@@ -1,0 +1,108 @@
+"""gRPC calls that are open: each has a place, and is silent while the router waits for its next
+message and does nothing for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from maskserve_common.errors import InvalidRequest, MaskserveError
+from maskserve_router.config import Grpc
+from maskserve_router.listeners.connection_limits import Places
+from maskserve_router.metrics import Metrics
+
+Read: TypeAlias = Callable[[], Awaitable[Any]]
+"""Gives a call's next message, `grpc.aio.EOF` behind the last."""
+
+
+class OpenCall:
+    """One call; an async iterator over its messages.
+
+    It raises what the router ended the call for: DeadlineExceeded or RetryLater.
+    """
+
+    def __init__(self, read: Read, places: Places) -> None:
+        self._read, self._places = read, places
+        self._working = 0
+        self._reading: asyncio.Future[Any] | None = None
+        self._ended_for: MaskserveError | None = None
+
+    def __aiter__(self) -> OpenCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._ended_for is not None:
+            raise self._ended_for
+        self._reading = asyncio.ensure_future(self._read())
+        try:
+            message = await self._reading
+        except asyncio.CancelledError:
+            if self._ended_for is not None:
+                raise self._ended_for from None
+            raise
+        finally:
+            self._reading = None  # it has the message, which is its reader's alone
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+    async def only(self) -> Any:
+        """The message of a call that has one.
+
+        Raises:
+            InvalidRequest: it has none.
+        """
+        try:
+            return await anext(self)
+        except StopAsyncIteration:
+            raise InvalidRequest("call", "has no message", "one") from None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Something is done for the client, which may be silent meanwhile."""
+        self._working += 1
+        if self._working == 1:
+            self._places.told(self, silent=False)
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._places.told(self, silent=True)
+
+    def end(self, reason: MaskserveError) -> None:
+        """Have its iterator raise `reason`."""
+        self._ended_for = reason
+        if self._reading is not None:
+            self._reading.cancel()
+
+
+class OpenCalls(Places):
+    """The open calls of a listener."""
+
+    def __init__(self, bounds: Grpc, metrics: Metrics) -> None:
+        super().__init__("calls", bounds.max_calls, bounds.silence_s, metrics, shared=True)
+
+    @contextmanager
+    def enter(self, client: str, read: Read) -> Iterator[OpenCall]:
+        """A call is open.
+
+        Args:
+            client: whose it is.
+            read: its messages. (The iterator that grpc has for them keeps the last one until
+                Python looks for cycles.)
+
+        Raises:
+            RetryLater: the client has as many as it may, or all places are taken by others.
+        """
+        call = OpenCall(read, self)
+        self.take(call, client)
+        try:
+            yield call
+        finally:
+            self.leave(call)

@@ -1,0 +1,383 @@
+"""The OpenAPI document of the router's HTTP side, made of what the handlers themselves read by."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from maskserve_common.contracts.keys import TEMPLATE_ID
+from maskserve_common.contracts.settings import EditSettings, MaskFrom
+from maskserve_common.contracts.tensors import CONTRACTS
+from maskserve_common.reading import sentences
+from maskserve_router.api.openai.form import EXTENSIONS, Fields, ImageUrl
+from maskserve_router.jobs.store import MOST_LISTED
+from maskserve_workflows.plan import INPUT_KINDS
+
+Json = dict[str, Any]
+_PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
+_TOLD = (400, 401, 404, 413, 429, 503, 504)
+"""Statuses with which any call may be refused (docs/router.md)."""
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_TEMPLATE = {
+    "name": "template_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": f"^{TEMPLATE_ID.pattern}$"},
+}
+
+
+@cache
+def document() -> Json:
+    """What `/openapi.json` answers."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "maskserve",
+            "version": importlib.metadata.version("maskserve"),
+            "description": "Masked image edits: OpenAI's API, templates, and KServe v2.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": {
+            **_openai(),
+            **_jobs(),
+            **_masks(),
+            **_workflows(),
+            **_templates(),
+            **_kserve(),
+            **_health(),
+        },
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {
+                "Error": _object(error=_object(message=_TEXT, type=_TEXT, param={}, code=_TEXT)),
+                "KServeError": _object(error=_TEXT),
+                "Template": _object(id=_TEXT, object=_TEXT),
+                "Job": _job(),
+                "Model": _object(id=_TEXT, object=_TEXT, created=_WHOLE, owned_by=_TEXT),
+                "Images": _object(
+                    created=_WHOLE,
+                    size=_TEXT,
+                    output_format=_TEXT,
+                    data=_list(_picture()),
+                    usage=_object(input_tokens=_WHOLE, output_tokens=_WHOLE, total_tokens=_WHOLE),
+                    maskserve=_list({"type": "object"}),
+                ),
+                **_reachable((Fields, EditSettings)),
+                "ImageUrl": _strict(ImageUrl),
+            },
+        },
+    }
+
+
+_TEXT: Json = {"type": "string"}
+_WHOLE: Json = {"type": "integer"}
+_NAMED = "^[!-~]{1,255}$"
+_DELETED: Json = {"type": "object", "properties": {"id": _TEXT, "object": _TEXT}}
+
+
+def _openai() -> Json:
+    edit = {
+        "summary": "Repaint the masked part of an image",
+        **_asked("webhook"),
+        "responses": {
+            "200": {
+                "description": "The pictures; with `stream`, server-sent events",
+                "content": {
+                    "application/json": {"schema": _ref("Images")},
+                    "text/event-stream": {"schema": _TEXT},
+                },
+            },
+            **_refusals("Error"),
+        },
+    }
+    models = _object(object=_TEXT, data=_list(_ref("Model")))
+    return {
+        "/v1/images/edits": {"post": edit},
+        "/v1/models": {"get": _answers("Models that workers serve now", models, "Error")},
+        "/v1/models/{model}": {
+            "parameters": [_MODEL],
+            "get": _answers("One of them", _ref("Model"), "Error"),
+        },
+    }
+
+
+def _jobs() -> Json:
+    add = {
+        "summary": "Have an edit, or a workflow, done later",
+        "parameters": [
+            {"name": "Idempotency-Key", "in": "header", "schema": {**_TEXT, "pattern": _NAMED}}
+        ],
+        **_asked("stream", "partial_images"),
+        "responses": {
+            "202": {
+                "description": "The job, kept",
+                "content": {"application/json": {"schema": _ref("Job")}},
+            },
+            **_refusals("Error"),
+            "501": {"description": "jobs are not kept here"},
+        },
+    }
+    named = {"type": ["string", "null"]}
+    listed = _object(
+        object=_TEXT,
+        data=_list(_ref("Job")),
+        first_id=named,
+        last_id=named,
+        has_more={"type": "boolean"},
+        today={"type": "object"},
+    )
+    pages = [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED},
+        },
+        {"name": "after", "in": "query", "schema": _TEXT},
+    ]
+    listing = {**_answers("Those of the key", listed, "Error"), "parameters": pages}
+    id_parameter = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+    return {
+        "/v1/jobs": {"post": add, "get": listing},
+        "/v1/jobs/{id}": {
+            "parameters": [id_parameter],
+            "get": _answers("State, progress and result", _ref("Job"), "Error"),
+            "delete": _answers("End it, or forget one that has ended", _DELETED, "Error"),
+        },
+    }
+
+
+def _masks() -> Json:
+    mask_schema = _object(b64_json=_TEXT, score={"type": ["number", "null"]})
+    answer = _answers(
+        "The mask of a thing", _object(object=_TEXT, data=_list(mask_schema)), "Error"
+    )
+    form = {
+        "type": "object",
+        "properties": {"image": _PICTURE, **_properties(MaskFrom)},
+        "required": ["image"],
+        "additionalProperties": False,
+    }
+    body = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    return {"/v1/masks": {"post": {**answer, "requestBody": body}}}
+
+
+def _workflows() -> Json:
+    workflow_schema = _object(
+        name=_TEXT,
+        about=_TEXT,
+        version=_WHOLE,
+        digest=_TEXT,
+        inputs=_list(_object(name=_TEXT, kind={"enum": list(INPUT_KINDS)})),
+        steps=_list({"type": "object"}),
+        outputs={"type": "object", "additionalProperties": _TEXT},
+        notes=_list(_TEXT),
+        early=_list(_TEXT),
+        hosts={"type": "object", "additionalProperties": _list(_TEXT)},
+    )
+    listed = _object(object={"const": "list"}, data=_list(workflow_schema))
+    says = "Workflows that are served, and who runs their nodes"
+    return {"/v1/workflows": {"get": _answers(says, listed, "Error")}}
+
+
+def _job() -> Json:
+    states = {"enum": ["queued", "running", "succeeded", "failed", "cancelled"]}
+    job = _object(id=_TEXT, object={"const": "job"}, status=states, created_at=_WHOLE)
+    job["properties"]["result"] = _ref("Images")
+    return job
+
+
+def _asked(*without: str) -> Json:
+    """The body of an edit, with its pictures as files or as URLs; some fields are not taken."""
+    files = {"image": _PICTURE, "mask": _PICTURE}
+    urls = {"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")}
+    content = {
+        "multipart/form-data": {"schema": _edit(files, without)},
+        "application/json": {"schema": _edit(urls, without)},
+    }
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _edit(pictures: Json, without: Collection[str]) -> Json:
+    """Fields of an edit: its pictures, OpenAI's, then settings under their own names."""
+    edit_fields, settings = _properties(Fields), _properties(EditSettings)
+    edit_fields = {name: schema for name, schema in edit_fields.items() if name not in without}
+    extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
+    return {
+        "type": "object",
+        "properties": {**pictures, **edit_fields, **extensions},
+        "required": ["prompt"],
+        "additionalProperties": False,
+    }
+
+
+def _picture() -> Json:
+    """A picture of an answer, or where it was put; with `keep_result` the id under which it is
+    kept, or null.
+    """
+    schema = _object(b64_json=_TEXT, url=_TEXT)
+    schema["required"] = []
+    schema["properties"]["template_id"] = {"type": ["string", "null"]}
+    return schema
+
+
+def _templates() -> Json:
+    form = {
+        "type": "object",
+        "properties": {
+            "image": _PICTURE,
+            "prime": {"type": "boolean", "default": True},
+            "shared": {"type": "boolean", "default": False},
+        },
+        "required": ["image"],
+        "additionalProperties": False,
+    }
+    register = _answers("Register a source image", _ref("Template"), "Error")
+    register["requestBody"] = {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": form}},
+    }
+    listed = _object(object=_TEXT, data=_list(_ref("Template")))
+    template_path = "/v1/templates/{template_id}"
+    paths: Json = {
+        "/v1/templates": {
+            "post": register,
+            "get": _answers("Those of the key", listed, "Error"),
+        },
+        template_path: {
+            "parameters": [_TEMPLATE],
+            "get": _answers("One of them", _ref("Template"), "Error"),
+            "delete": _answers("Forget the image and its entries", _ref("Template"), "Error"),
+        },
+    }
+    for operation, says in (
+        ("prime", "Compute its entries"),
+        ("pin", "Keep its entries from eviction"),
+        ("unpin", "No longer"),
+    ):
+        answer = _answers(says, _ref("Template"), "Error")
+        paths[f"{template_path}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
+    return paths
+
+
+def _kserve() -> Json:
+    """KServe v2 and Triton's extensions; the tensors of each model are in docs/design.md."""
+    named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
+    base = "/v2/models/{model}"
+    paths: Json = {
+        "/v2": {"get": _answers("Of the server", {"type": "object"}, "KServeError")},
+        "/v2/repository/index": {
+            "post": _answers("Models", _list({"type": "object"}), "KServeError")
+            | _body(_object(ready={"type": "boolean"}), required=False)
+        },
+    }
+    for path, says in (("", "Inputs and outputs"), ("/config", "Triton's"), ("/stats", "Counts")):
+        answer = _answers(says, {"type": "object"}, "KServeError")
+        paths[base + path] = {"parameters": [named], "get": answer}
+    tensor = {
+        "type": "object",
+        "properties": {
+            "name": _TEXT,
+            "shape": _list(_WHOLE),
+            "datatype": _TEXT,
+            "data": {"type": "array"},
+        },
+        "required": ["name", "shape", "datatype"],
+    }
+    infer = _object(inputs=_list(tensor), id=_TEXT)
+    infer["required"] = ["inputs"]
+    paths[base + "/infer"] = {
+        "parameters": [named],
+        "post": _answers("An inference", {"type": "object"}, "KServeError") | _body(infer),
+    }
+    generate = {"type": "object", "additionalProperties": _TEXT}
+    paths[base + "/generate"] = {
+        "parameters": [named],
+        "post": _answers("An inference, by name", {"type": "object"}, "KServeError")
+        | _body(generate),
+    }
+    streamed = _answers("An inference as it goes", _TEXT, "KServeError", "text/event-stream")
+    paths[base + "/generate_stream"] = {
+        "parameters": [named],
+        "post": streamed | _body(generate),
+    }
+    return paths
+
+
+def _health() -> Json:
+    def probe(says: str, *also: int) -> Json:
+        answers = {str(code): {"description": "no"} for code in also}
+        return {"get": {"summary": says, "responses": {"200": {"description": "yes"}, **answers}}}
+
+    named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
+    return {
+        "/healthz": probe("Whether the router lives"),
+        "/readyz": probe("Whether a worker takes edits", 503),
+        "/v2/health/live": probe("As /healthz"),
+        "/v2/health/ready": probe("As /readyz", 503),
+        "/v2/models/{model}/ready": {"parameters": [named], **probe("Whether it is served", 400)},
+        "/openapi.json": probe("This document"),
+    }
+
+
+def _answers(says: str, schema: Json, error: str, media: str = "application/json") -> Json:
+    return {
+        "summary": says,
+        "responses": {
+            "200": {"description": says, "content": {media: {"schema": schema}}},
+            **_refusals(error),
+        },
+    }
+
+
+def _refusals(error: str) -> Json:
+    content = {"application/json": {"schema": _ref(error)}}
+    return {str(code): {"description": "refused", "content": content} for code in _TOLD}
+
+
+def _body(schema: Json, *, required: bool = True) -> Json:
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _reachable(tables: tuple[type, ...]) -> Json:
+    """Schemas of tables and of what is inside of them, with a sentence for each key."""
+    _, schemas = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
+    return {name: schema for name, schema in schemas.items() if name not in _names(tables)}
+
+
+def _strict(table: type[msgspec.Struct]) -> Json:
+    """A table's schema; no other keys."""
+    properties = dict(_properties(table))
+    return {**_object(**properties), "additionalProperties": False}
+
+
+def _names(tables: tuple[type, ...]) -> set[str]:
+    return {table.__name__ for table in tables}
+
+
+def _properties(table: type[msgspec.Struct]) -> Mapping[str, Json]:
+    """Of a table's own keys, each with what it means."""
+    _, schemas = msgspec.json.schema_components(
+        (table,), ref_template="#/components/schemas/{name}"
+    )
+    says = sentences(table)
+    return {
+        name: {**schema, "description": says[name]} if name in says else schema
+        for name, schema in schemas[table.__name__]["properties"].items()
+    }

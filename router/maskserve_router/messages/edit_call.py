@@ -1,0 +1,332 @@
+"""One edit on its way through the router: what must be known of its request to route it.
+
+The message is parsed once and only its SETTINGS are ever written anew: the seed and the request id
+are drawn here, so that a second try of an edit is the same edit.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of, scoped
+from maskserve_common.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_common.contracts.tensors import CONTRACTS, Contract
+from maskserve_common.errors import InvalidRequest
+from maskserve_common.reading import nearest
+from maskserve_router.messages.forwarded_headers import Metadata
+from maskserve_router.messages.model_request import MOST_ELEMENTS, ModelRequest
+
+EDITS = ("edit", "edit_stream")
+PUBLIC = (*EDITS, "control")
+"""The models that clients may call; the others are a worker's own."""
+_SEED_BITS = 32
+MODELS: Mapping[str, Contract] = {name: CONTRACTS[name] for name in PUBLIC}
+VERSIONS = ("", "1", "-1")
+"""What Triton takes for the one version of a model: none, its number, and "the latest"."""
+
+
+@dataclass(slots=True, eq=False)
+class EditCall:
+    """An edit, from a client's request to its answer."""
+
+    message: ModelRequest
+    settings: EditSettings | None
+    """With seed and request id; None where the request has another form than it should. A worker
+    says what is wrong with it."""
+    image: memoryview
+    mask: bytes
+    prompted: bool
+    """Whether its prompt has any text."""
+    request_id: str
+    size: int
+    """Bytes of the request."""
+    metadata: Metadata = ()
+    """Headers that go on to the worker."""
+    timeout: float | None = None
+    """Seconds that the client waits, from `arrival`."""
+    arrival: float = field(default_factory=time.monotonic)
+    worker: str = ""
+    """Where it was last sent."""
+    sent_as: str = field(init=False)
+    """The request id of the present try: a worker may still hold the one before."""
+    tries: int = 0
+    restarts: int = 0
+    """Tries that failed after the client had seen events of them."""
+    by_size_ms: int | None = None
+    """When it is due by its size if it does not say so; None: at no time, or it is not known."""
+    answer_bytes: int = 0
+    """That its answer may have, as far as known."""
+    waits_until: float | None = None
+    """When no worker could do it in time any more, on time.monotonic's clock; None: never."""
+    starts_by: float | None = None
+    """When it has to begin to be in time, on time.monotonic's clock; None: it waits by arrival."""
+    cancelled: bool = False
+    """By its id: it is not sent any more."""
+
+    def __post_init__(self) -> None:
+        self.sent_as = self.request_id
+
+    @property
+    def deadline(self) -> float | None:
+        """When nobody will want it any more, on time.monotonic's clock."""
+        limits = [self.timeout] if self.timeout is not None else []
+        limit_ms = None if self.settings is None else self.settings.limit_ms
+        if limit_ms is not None:
+            limits.append(limit_ms / 1e3)
+        # KServe's own; the worker keeps it too. Looked for first: a map makes what is asked of it.
+        if "timeout" in self.message.head.parameters:
+            asked_us = self.message.head.parameters["timeout"].int64_param
+            if asked_us > 0:
+                limits.append(asked_us / 1e6)
+        return self.arrival + min(limits) if limits else None
+
+    @property
+    def deadline_name(self) -> str:
+        """What the client gave, or what of it is nearest."""
+        candidate_limits = {"the call's own timeout": self.timeout}
+        limit_ms = None if self.settings is None else self.settings.limit_ms
+        if limit_ms is not None:
+            candidate_limits["SETTINGS.deadline_ms"] = limit_ms / 1e3
+        if "timeout" in self.message.head.parameters:
+            asked_us = self.message.head.parameters["timeout"].int64_param
+            candidate_limits["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
+        limits = {
+            name: seconds for name, seconds in candidate_limits.items() if seconds is not None
+        }
+        return min(limits, key=limits.__getitem__)
+
+    @property
+    def primed(self) -> bool:
+        """Whether it runs cached in any case, once its template is primed."""
+        return self.settings is not None and self.settings.cache == "require"
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds from `arrival` to when its answer is due; None: at no time, as far as known."""
+        deadline_ms = None if self.settings is None else self.settings.deadline_ms
+        limits = [] if self.deadline is None else [self.deadline - self.arrival]
+        limits += [] if deadline_ms is None else [deadline_ms / 1e3]
+        if not limits and self.by_size_ms is not None:
+            return self.by_size_ms / 1e3
+        return min(limits, default=None)
+
+    def left(self) -> float | None:
+        """Seconds that the client still waits; None: for as long as it takes."""
+        if self.timeout is None:
+            return None
+        return max(self.timeout - (time.monotonic() - self.arrival), 0.001)
+
+    def drop_pictures(self) -> None:
+        """It is answered: what it was sent with is needed no more."""
+        self.message.contents.clear()
+        self.image, self.mask = memoryview(b""), b""
+
+    def encoded(self, host: str = "") -> bytes:
+        """The request to send to a worker of this host now: its deadline counts from the client's
+        sending.
+
+        Raises:
+            TemplateNotFound: what it names is not there any more, and not for that host.
+        """
+        message = self.message
+        if message.elsewhere is not None and message.host != host:
+            message = message.elsewhere()
+        if self.settings is not None:
+            settings = structs.replace(self.settings, request_id=self.sent_as)
+            if settings.deadline_ms is not None:
+                passed_ms = int(1e3 * (time.monotonic() - self.arrival))
+                settings = structs.replace(
+                    settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1)
+                )
+            message.write("SETTINGS", dump_settings(settings))
+        return message.encoded()
+
+
+def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelRequest:
+    """A request of one of these models.
+
+    Raises:
+        InvalidRequest: none that a worker should be given.
+    """
+    message = ModelRequest.parse(raw)
+    check_request(message, models)
+    return message
+
+
+_OURS_OF_PARAMETERS = {
+    "priority": "0, and SETTINGS.priority, which may be negative",
+    "timeout": "microseconds, or SETTINGS.deadline_ms",
+}
+"""KServe's parameters that Triton reads, and what is accepted in their place."""
+
+
+def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS) -> None:
+    """Refuse what a worker should not be given.
+
+    Raises:
+        InvalidRequest: it names another model, asks for what means nothing here, or its tensors
+            are not those of the model. Triton refuses those without a code, so that it could not
+            be told from a failure of the worker.
+    """
+    head = message.head
+    if head.model_name not in models:
+        raise UnknownModel(head.model_name, models=models)
+    if head.model_version not in VERSIONS:
+        raise UnknownModel(head.model_name, head.model_version)
+    if any("classification" in output.parameters for output in head.outputs):
+        # TRITON-2.51: it ends with SIGFPE when it is asked to classify text.
+        raise InvalidRequest(
+            "outputs", "ask for the classification extension", "outputs as they are"
+        )
+    for name in ("priority", "timeout"):
+        if name in head.parameters and not _is_count(head.parameters[name]):
+            raise InvalidRequest(
+                f"parameters.{name}", "is no whole number from 0", _OURS_OF_PARAMETERS[name]
+            )
+    tensors = (*head.inputs, *head.outputs)
+    if any("shared_memory_region" in tensor.parameters for tensor in tensors):
+        raise InvalidRequest(
+            "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
+        )
+    _check_tensors(message, models[head.model_name])
+
+
+def _is_count(parameter: pb.InferParameter) -> bool:
+    chosen = parameter.WhichOneof("parameter_choice")
+    return bool(
+        chosen == "uint64_param" or (chosen == "int64_param" and parameter.int64_param >= 0)
+    )
+
+
+def _check_tensors(message: ModelRequest, contract: Contract) -> None:
+    """Raises InvalidRequest: the request's tensors are not the model's."""
+    head = message.head
+    declared = {tensor.name: tensor for tensor in contract.inputs}
+    input_names = [tensor.name for tensor in head.inputs]
+    for tensor in head.inputs:
+        declaration = declared.get(tensor.name)
+        if declaration is None:
+            raise InvalidRequest(
+                "inputs",
+                f"{tensor.name[:40]!r} is no input of the model{nearest(tensor.name, declared)}",
+                ", ".join(declared),
+            )
+        if input_names.count(tensor.name) > 1:
+            raise InvalidRequest(tensor.name, "is given more than once")
+        if tensor.datatype != declaration.dtype:
+            raise InvalidRequest(
+                f"{tensor.name}.datatype", f"is {tensor.datatype[:20]!r}", declaration.dtype
+            )
+        shape = list(tensor.shape)
+        fits = len(shape) == len(declaration.dims) and all(
+            size == dim or (dim == -1 and 0 <= size <= MOST_ELEMENTS)
+            for size, dim in zip(shape, declaration.dims, strict=True)
+        )
+        if not fits:
+            raise InvalidRequest(
+                f"{tensor.name}.shape", f"is {shape[:8]}", str(list(declaration.dims))
+            )
+    for name, declaration in declared.items():
+        if not declaration.optional and name not in input_names:
+            raise InvalidRequest(name, "is missing", ", ".join(declared))
+    if len(message.contents) != len(input_names):
+        raise InvalidRequest(
+            "raw_input_contents",
+            f"has {len(message.contents)} elements for {len(input_names)} inputs",
+            "one per input",
+        )
+    if any(tensor.HasField("contents") for tensor in head.inputs):
+        raise InvalidRequest("inputs", "have contents beside raw_input_contents", "one of them")
+    for tensor in head.inputs:
+        if declared[tensor.name].dims == (1,):
+            try:
+                message.view(tensor.name)
+            except LookupError:
+                raise InvalidRequest(
+                    tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then it"
+                ) from None
+        elif message.count(tensor.name) != tensor.shape[0]:
+            raise InvalidRequest(
+                tensor.name,
+                f"is not {tensor.shape[0]} elements in BYTES form",
+                "of each a length of 4 bytes, then it",
+            )
+    outputs = [tensor.name for tensor in contract.outputs]
+    for output in head.outputs:
+        if output.name not in outputs:
+            raise InvalidRequest(
+                "outputs", f"{output.name[:40]!r} is no output of the model", ", ".join(outputs)
+            )
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model, or a version of one, that clients cannot call."""
+
+    def __init__(
+        self, name: str, version: str = "", models: Mapping[str, Contract] = MODELS
+    ) -> None:
+        if version:
+            problem = f"there is no version {version[:20]!r} of {name[:60]!r}"
+            super().__init__("model_version", problem, "1, or none")
+        else:
+            super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(models))
+
+
+def make_edit_call(
+    message: ModelRequest,
+    size: int,
+    metadata: Metadata = (),
+    timeout: float | None = None,
+    scope: str = NO_SCOPE,
+    *,
+    private_prompt: bool = False,
+) -> EditCall:
+    """The edit that a request asks for; its id gets the client's `scope`, and its prompt is
+    private if the client's all are.
+
+    Raises:
+        InvalidRequest: naming the setting.
+    """
+    try:
+        image = message.view("IMAGE")
+        mask, raw = message.read("MASK"), message.read("SETTINGS")
+        prompted = len(message.view("PROMPT")) > 0
+    except LookupError:
+        nothing = memoryview(b"")
+        name = scoped(scope, uuid.uuid4().hex)
+        return EditCall(message, None, nothing, b"", False, name, size, metadata, timeout)
+    settings = parse_settings(raw)
+    settings = structs.replace(
+        settings,
+        request_id=request_id_of(settings.request_id or uuid.uuid4().hex, scope),
+        private_prompt=settings.private_prompt or private_prompt,
+        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
+    )
+    assert settings.request_id is not None
+    return EditCall(
+        message, settings, image, mask, prompted, settings.request_id, size, metadata, timeout
+    )
+
+
+def request_id_of(name: str, scope: str) -> str:
+    """The id that workers are given for a client's own `name`.
+
+    Raises:
+        InvalidRequest: it names another client's edit.
+    """
+    for part, foreign in (
+        ("before '!'", scope_of(name) not in (NO_SCOPE, scope)),
+        ("behind '~'", edit_of(name) != name),
+    ):
+        if foreign:
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"has a part {part}", "letters, digits, or any of . _ : / -"
+            )
+    return scoped(scope, name_of(name))

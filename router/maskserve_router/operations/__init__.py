@@ -1,0 +1,1 @@
+"""Operations on all workers: templates, LoRAs, cancels, counters."""

@@ -1,0 +1,380 @@
+"""`control` of all workers: fanned out, or sent to the one that holds the edit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc.aio
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
+from maskserve_common.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPED
+from maskserve_common.errors import EngineFailed, InvalidRequest
+from maskserve_common.routing import Edit, NoWorkerAvailable
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.control_message import (
+    check_image,
+    control_request,
+    image_size,
+    read_operation,
+)
+from maskserve_router.messages.edit_call import request_id_of
+from maskserve_router.messages.failures import Blame, Failure, NotSupported, Unauthorized
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.operations.replication_queue import MissedOperations, refused
+from maskserve_router.scheduling.admission import Admission
+from maskserve_router.scheduling.dispatch import Dispatcher
+from maskserve_router.workers.autoscaling import workers_wanted
+from maskserve_router.workers.pool import Pool
+from maskserve_router.workers.predictions import Predictions
+from maskserve_router.workers.worker import Worker
+from maskserve_router.workflows.workflows import Workflows
+
+log = logging.getLogger("maskserve.router")
+_ANSWER_S = 12.0
+_PATIENT_S = 75.0
+"""For operations that take their time."""
+
+
+class ClusterControl:
+    """Operations on the cluster."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        turns: Turns,
+        predictions: Predictions,
+        workflows: Workflows,
+    ) -> None:
+        self._workflows = workflows
+        self._name, self._pool, self._dispatcher = name, pool, dispatcher
+        self._admission, self._turns, self._predictions = admission, turns, predictions
+        self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
+
+    async def infer(self, message: ModelRequest, client: KeyHolder) -> bytes:
+        """The answer to a request of the model `control`.
+
+        Raises:
+            MaskserveError: the operation is not known, or no worker does it.
+            Failure: as a worker said.
+        """
+        try:
+            text = message.view("OP")
+        except LookupError:
+            raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
+        operation = await self._turns.run(client, len(text), read_operation, text)
+        result = msgspec.json.encode(await self.do(operation, client))
+        answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.head.id)
+        bytes_tensor.add_output(answer, "RESULT", [result])
+        encoded: bytes = answer.SerializeToString()
+        return encoded
+
+    async def do(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
+        """One operation's result; raises as `infer`."""
+        # Its image is there once more as a message, of which gRPC has a copy for each worker.
+        copies = 1 + len(self._pool.workers)
+        with self._admission.operation(client, copies * image_size(operation)):
+            result = await self._done(operation, client)
+        if client.admin:
+            return result
+        # Where workers are is the operators' affair: a client knows them by number.
+        numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
+        named: dict[str, Any] = _renamed(result, numbers)
+        return named
+
+    async def _done(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
+        name = operation["op"]
+        if "scope" in operation:
+            raise InvalidRequest("OP.scope", "is the router's to say", "an operation without it")
+        if name in SCOPED and not client.admin:
+            operation = {**operation, "scope": client.scope}
+        if name == "register":
+            check_image(operation)
+            # An admin's own registration is its own, too; it sees the others' all the same.
+            operation["scope"] = client.scope
+            operation["shared"] = operation.get("shared", False) or client.shares
+        match name:
+            case "drain":
+                raise NotSupported(
+                    "OP.op", "drain is an operator's", "POST /workers/ADDRESS/drain (admin port)"
+                )
+            case "status":
+                status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
+                status["nodes"] = await self._workflows.node_servers(client)
+                status["wanted"] = {
+                    "workers": workers_wanted(self._pool.workers.values()),
+                    "nodes": self._workflows.node_servers_wanted(),
+                }
+                return status if client.admin else _as_seen_by(client, status)
+            case "cancel":
+                return await self._cancel(operation["request_id"], client)
+            case "templates":
+                templates = merged_templates(await self._everywhere(operation, client))
+                for template in templates:
+                    template["pending"] = self.missed.pending(template["template_id"])
+                    if not client.admin:  # whose else a template is, is theirs
+                        template["owners"] = []
+                return {"templates": templates}
+            case "heartbeat":
+                return {"workers": await self._everywhere(operation, client)}
+            case "register" | "evict":
+                return await self._on_all(operation, client)
+            case "adapters":
+                merged = merged_adapters(await self._everywhere(operation, client))
+                visible_adapters = [
+                    adapter for adapter in merged["adapters"] if client.sees(adapter["name"])
+                ]
+                return {**merged, "adapters": visible_adapters}
+            case "adapter_check":
+                client.check_adapters([operation["name"]], "OP.name")
+        if name in ADAPTER_WRITES and not client.admin:
+            raise Unauthorized("OP.op", f"{name} is an operator's", "a key with admin = true")
+        answers = await self._everywhere(operation, client)
+        first = next(iter(answers.values()))
+        return {**first, "workers": sorted(answers)}
+
+    async def _cancel(self, name: str, client: KeyHolder) -> dict[str, Any]:
+        """Here if this router has the edit, which gives up its row too; else at all workers. An
+        admin names another client's edit as `status` shows it.
+        """
+        is_foreign_edit = client.admin and scope_of(name) != NO_SCOPE
+        request_id = edit_of(name) if is_foreign_edit else request_id_of(name, client.scope)
+        if self._workflows.cancel(request_id) or self._dispatcher.cancel(request_id):
+            return {"cancelled": True}
+        answers = await self._everywhere({"op": "cancel", "request_id": request_id}, client)
+        return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
+
+    async def _on_all(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
+        """Done by the workers that answer; the others are brought it when they are back."""
+        results, failed = await self._outcomes(operation, client)
+        first = next(iter(results.values()))
+        heard = {*results, *(address for address, failure in failed.items() if refused(failure))}
+        missed_by = self._pool.workers.keys() - heard
+        name = first.get("template_id", "")
+        self._dispatcher.forget_home(name)
+        pending = self.missed.keep(operation, name, missed_by)
+        return {**first, "workers": sorted(results), "pending": pending}
+
+    async def _everywhere(
+        self, operation: dict[str, Any], client: KeyHolder
+    ) -> dict[str, dict[str, Any]]:
+        """Worker -> its answer, of those that did it; raises as `_outcomes`."""
+        results, _ = await self._outcomes(operation, client)
+        return results
+
+    async def _outcomes(
+        self, operation: dict[str, Any], client: KeyHolder
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Failure]]:
+        """Worker -> its answer, of those that did it, and worker -> its failure, of the others.
+
+        Raises:
+            Failure: what a worker said, if none did it; a worker that was in order first.
+        """
+        workers = self._pool.up()
+        if not workers:
+            raise NoWorkerAvailable(Edit(1, 1, 1), [])
+        size = image_size(operation)
+        request = await self._turns.run(client, size, control_request, operation)
+        answers = await asyncio.gather(
+            *(_ask(worker, operation, request) for worker in workers), return_exceptions=True
+        )
+        results: dict[str, dict[str, Any]] = {}
+        failed: dict[str, Failure] = {}
+        for worker, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, Failure):
+                failed[worker.address] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                results[worker.address] = answer
+        if not results:
+            unwell = (Blame.WORKER, Blame.UNKNOWN)
+            raise min(failed.values(), key=lambda failure: failure.blame in unwell)
+        return results, failed
+
+
+async def _ask(
+    worker: Worker, operation: dict[str, Any], request: bytes | None = None
+) -> dict[str, Any]:
+    """A worker's answer to an operation; `request` is that as a message, if it is made already."""
+    timeout = _PATIENT_S if operation["op"] in PATIENT else _ANSWER_S
+    try:
+        raw = await worker.upstream.control(request or control_request(operation), timeout)
+        answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        return answer
+    except grpc.aio.AioRpcError as error:
+        failure = Failure(error.code(), error.details() or "")
+        if not failure.coded:
+            log.warning("worker %s: %s: %s", worker.address, operation["op"], failure.details[:300])
+        raise failure from None
+    except (msgspec.MsgspecError, IndexError):
+        log.warning("worker %s answered %s with something else", worker.address, operation["op"])
+        raise EngineFailed("a worker answered with something else") from None
+
+
+def cluster_status(
+    name: str, workers: Iterable[Worker], predictions: Predictions
+) -> dict[str, Any]:
+    """All workers as one, in the form of a worker's status; `workers` has each one's own."""
+    statuses = {worker.address: _status(worker) for worker in workers}
+    up = [status for status in statuses.values() if status["up"]]
+    tiers = sorted({tier for status in up for tier in status.get("templates", {})})
+
+    def total(key: str) -> int:
+        return sum(status.get(key, 0) for status in up)
+
+    def rows(key: str) -> list[dict[str, Any]]:
+        return [
+            {**row, "worker": address}
+            for address, status in statuses.items()
+            if status["up"]
+            for row in status.get(key, ())
+        ]
+
+    return {
+        "worker": name,
+        "model": ", ".join(sorted({status["model"] for status in up})),
+        "state": "ready" if any(status["state"] == "ready" for status in up) else "loading",
+        "alive": bool(up),
+        "max_rows": total("max_rows"),
+        "max_waiting": total("max_waiting"),
+        "running": rows("running"),
+        "waiting": rows("waiting"),
+        "in_flight": total("in_flight"),
+        "templates": {
+            tier: sorted({i for status in up for i in status["templates"].get(tier, ())})
+            for tier in tiers
+        },
+        "tier_bytes": _summed(status.get("tier_bytes", {}) for status in up),
+        "counters": _summed(status.get("counters", {}) for status in up),
+        "values": _of_hosts(status["values"] for status in up if "values" in status),
+        "prediction": msgspec.to_builtins(predictions.error()),
+        "workers": statuses,
+    }
+
+
+def _of_hosts(held: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Values that each host holds, as one of its workers has told."""
+    hosts = {record["host"]: record for record in held if record["host"]}
+    return [record for _, record in sorted(hosts.items())]
+
+
+def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
+    """The cluster's status without what is other clients': their edits and LoRAs, and all
+    templates' ids.
+
+    How much there is stays, as every client's waiting depends on it.
+    """
+
+    def own(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {**row, "request_id": name_of(row["request_id"])}
+            for row in rows
+            if scope_of(row["request_id"]) == client.scope
+        ]
+
+    def hidden(one: dict[str, Any]) -> dict[str, Any]:
+        visible = {key: value for key, value in one.items() if key != "templates"}
+        if "adapters" in visible:
+            visible["adapters"] = [
+                adapter for adapter in visible["adapters"] if client.sees(adapter["name"])
+            ]
+        return {**visible, **{key: own(one[key]) for key in ("running", "waiting") if key in one}}
+
+    workers = {address: hidden(record) for address, record in status["workers"].items()}
+    return {**hidden(status), "templates": {}, "workers": workers}
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """A JSON value with other names in place of these, wherever they stand."""
+    if isinstance(value, dict):
+        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for table in tables:
+        for name, value in table.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+def _status(worker: Worker) -> dict[str, Any]:
+    router_fields = {
+        "up": worker.up,
+        "ejected": worker.breaker.ejected,
+        "draining": worker.draining,
+        "sent": len(worker.sent),
+    }
+    status = worker.status
+    if status is None:
+        return {"state": "unknown", **router_fields}
+    if not worker.up:  # what it last said is no longer so
+        return {"worker": status.worker, "model": status.model, "state": "down", **router_fields}
+    record = msgspec.to_builtins(structs.replace(status, template_changes=None))
+    del record["template_changes"]
+    return {**record, "templates": worker.index.of(worker.number), **router_fields}
+
+
+def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Templates of all workers by id, with the workers that have each one's image."""
+    merged: dict[str, dict[str, Any]] = {}
+    for address, answer in answers.items():
+        for template in answer["templates"]:
+            name = template["template_id"]
+            into = merged.setdefault(
+                name,
+                {
+                    "template_id": name,
+                    "registered": False,
+                    "expires_s": None,
+                    "owners": [],
+                    "entries": [],
+                    "workers": [],
+                },
+            )
+            into["registered"] |= template["registered"]
+            expiries_s = [
+                t["expires_s"] for t in (into, template) if t.get("expires_s") is not None
+            ]
+            into["expires_s"] = max(expiries_s, default=None)
+            into["owners"] = sorted({*into["owners"], *template.get("owners", ())})
+            into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
+            if template["registered"]:
+                into["workers"].append(address)
+    return [merged[name] for name in sorted(merged)]
+
+
+def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Adapters and ControlNets of all workers by name, with the tiers in which each worker's host
+    has them.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    nets: dict[str, dict[str, Any]] = {}
+    for address, answer in answers.items():
+        for net in answer.get("controlnets", ()):
+            into = nets.setdefault(net["name"], {**net, "tiers": {}})
+            into["tiers"][address] = net.get("tiers", [])
+        for adapter in answer["adapters"]:
+            into = merged.setdefault(adapter["name"], {**adapter, "tiers": {}, "pinned": False})
+            into["tiers"][address] = adapter["tiers"]
+            into["pinned"] |= adapter["pinned"]
+    problems = [answer["problem"] for answer in answers.values() if answer["problem"]]
+    return {
+        "adapters": [merged[name] for name in sorted(merged)],
+        "controlnets": [nets[name] for name in sorted(nets)],
+        "problem": problems[0] if problems else "",
+    }

@@ -1,0 +1,154 @@
+"""Registrations and evictions of templates that a worker missed, brought to it when it is back.
+
+They are kept in memory, their images within a bound; a router that restarts has forgotten them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from maskserve_common.errors import EngineFailed
+from maskserve_common.shares import room
+from maskserve_router.messages.control_message import image_size
+from maskserve_router.messages.failures import Blame, Failure
+from maskserve_router.workers.pool import Pool
+from maskserve_router.workers.worker import Worker
+
+log = logging.getLogger("maskserve.router")
+Send: TypeAlias = Callable[[Worker, dict[str, Any]], Awaitable[object]]
+_AGAIN_S = 5.0
+"""A worker that could not take an operation is given time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    operation: dict[str, Any]
+    template_id: str
+    size: int
+    """Bytes of its image; 0 of an eviction."""
+    missed_by: set[str]
+    """Addresses of workers."""
+
+
+def refused(failure: Failure) -> bool:
+    """Whether the worker has heard the operation and would say the same again."""
+    return failure.blame in (Blame.REQUEST, Blame.REFUSED)
+
+
+class MissedOperations:
+    """Used from the event loop only.
+
+    Args:
+        pool: the workers.
+        max_bytes: of images that are kept.
+        send: has a worker do an operation; raises Failure or EngineFailed.
+    """
+
+    def __init__(self, pool: Pool, max_bytes: int, send: Send) -> None:
+        self._pool, self._max_bytes, self._send = pool, max_bytes, send
+        self._kept: list[_Kept] = []
+        """In the order in which they were done elsewhere."""
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+
+    def keep(
+        self, operation: dict[str, Any], template_id: str, missed_by: Iterable[str]
+    ) -> list[str]:
+        """Keep what some workers did and others missed; it takes the place of what it undoes.
+
+        Args:
+            operation: `register` or `evict`.
+            template_id: of the template.
+            missed_by: addresses of the workers that missed it.
+
+        Returns:
+            The addresses that it will be brought to; none if there is no room for its image, or
+            its key has its share of it.
+        """
+        scope = operation.get("scope", "")
+        everybody = operation["op"] == "evict" and not scope
+        undone = [
+            entry
+            for entry in self._kept
+            if entry.template_id == template_id
+            and (everybody or entry.operation.get("scope", "") == scope)
+        ]
+        self._kept = [entry for entry in self._kept if entry not in undone]
+        # What is on its way to a worker may arrive behind this one, which that has done already.
+        crossing = {a for entry in undone for a in entry.missed_by if a in self._bringing}
+        addresses = sorted(crossing.union(missed_by))
+        size = image_size(operation)
+        if not addresses:
+            return []
+        scope_bytes = sum(
+            entry.size for entry in self._kept if entry.operation.get("scope", "") == scope
+        )
+        if size > room(
+            self._max_bytes, sum(entry.size for entry in self._kept), scope_bytes, scope
+        ):
+            text = (
+                "template %s is not kept for %s: [workers] missed_bytes has no room for its image"
+            )
+            log.warning(text, template_id, ", ".join(addresses))
+            return []
+        self._kept.append(_Kept(operation, template_id, size, set(addresses)))
+        return addresses
+
+    def pending(self, template_id: str) -> list[str]:
+        """Addresses of the workers that the template's registration is still to be brought to."""
+        return sorted(
+            address
+            for entry in self._kept
+            if entry.template_id == template_id and entry.operation["op"] == "register"
+            for address in entry.missed_by
+        )
+
+    def bring(self) -> None:
+        """Bring those workers that are ready what they missed; called whenever one may be."""
+        now_s = time.monotonic()
+        for address in {address for entry in self._kept for address in entry.missed_by}:
+            worker = self._pool.workers.get(address)
+            if worker is None:
+                self._done(address, self._kept)  # no longer one of the workers
+            elif (
+                worker.ready
+                and address not in self._bringing
+                and now_s >= self._not_before.get(address, 0.0)
+            ):
+                self._bringing[address] = asyncio.create_task(self._bring(worker))
+
+    async def close(self) -> None:
+        tasks = list(self._bringing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _bring(self, worker: Worker) -> None:
+        address = worker.address
+        try:
+            for entry in list(self._kept):
+                # It may have been undone while another was on its way.
+                if entry not in self._kept or address not in entry.missed_by:
+                    continue
+                try:
+                    await self._send(worker, entry.operation)
+                except (Failure, EngineFailed) as error:
+                    if not isinstance(error, Failure) or not refused(error):
+                        self._not_before[address] = time.monotonic() + _AGAIN_S
+                        return
+                    name = entry.operation["op"]
+                    log.warning("worker %s: %s %s: %s", address, name, entry.template_id, error)
+                self._done(address, [entry])
+            self._not_before.pop(address, None)
+        finally:
+            del self._bringing[address]
+
+    def _done(self, address: str, those: list[_Kept]) -> None:
+        for entry in those:
+            entry.missed_by.discard(address)
+        self._kept = [entry for entry in self._kept if entry.missed_by]

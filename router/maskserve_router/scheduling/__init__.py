@@ -1,0 +1,1 @@
+"""Edits from admission to their answer: priced, queued, placed on a worker, retried."""

@@ -1,0 +1,186 @@
+"""What the router takes on: edits, and bytes of requests and answers, in all and of each key."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Self
+
+from maskserve_common.shares import EVERYBODY, Full, Shares
+from maskserve_router.config import AdmissionBounds
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.failures import RetryLater
+from maskserve_router.metrics import Metrics
+
+_REMEMBERED = 0.1
+"""Weight of the last edit in the mean gap between two that end."""
+
+
+class NoRoomInMemory(RetryLater):
+    """There is no room for so many bytes now."""
+
+
+class EditRoom:
+    """Bytes of one edit among its client's: its request as it is sent, and in the same place its
+    answer, from before the edit is sent until the answer is written. Used as a context manager.
+    """
+
+    def __init__(self, admission: Admission, client: KeyHolder) -> None:
+        self._admission, self._client = admission, client
+        self.size = 0
+
+    async def take(self, size: int) -> None:
+        """Make room before anything is there.
+
+        Raises:
+            NoRoomInMemory: there is none.
+        """
+        self._admission.take_bytes(self._client, size)
+        self.size += size
+
+    def becomes(self, size: int) -> None:
+        """So many bytes are in it, more or fewer than before."""
+        self._admission.book_bytes(self._client, size - self.size)
+        self.size = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.becomes(0)
+
+
+class Admission:
+    """Counts edits and bytes; used from the event loop only."""
+
+    def __init__(self, bounds: AdmissionBounds, metrics: Metrics) -> None:
+        self._edits, self._bytes = Shares(bounds.max_edits), Shares(bounds.max_bytes)
+        self._operations = Shares(bounds.max_edits)
+        self._metrics = metrics
+        self.closed = False
+        """The router is stopping."""
+        self._ended_at = 0.0
+        self._gap_s = 0.0
+        """Mean seconds between the ends of two edits."""
+
+    @property
+    def edits(self) -> int:
+        """Taken and not answered."""
+        return self._edits.total
+
+    @property
+    def bytes(self) -> int:
+        """Of their requests and answers, and of requests that are still being read."""
+        return self._bytes.total
+
+    @contextmanager
+    def edit(self, client: KeyHolder) -> Iterator[None]:
+        """An edit is under way.
+
+        Raises:
+            RetryLater: the router, or the client, has as many as it may.
+        """
+        if self.closed:
+            self._refuse("stopping", "the router is stopping")
+        self._take(self._edits, client, 1, "edits", "edits are under way", client.max_edits)
+        try:
+            yield
+        finally:
+            self._edits.give_back(client.scope)
+            self._ended(time.monotonic())
+
+    @contextmanager
+    def operation(self, client: KeyHolder, size: int) -> Iterator[None]:
+        """An operation of `control` is under way, for which so many bytes are in memory.
+
+        Raises:
+            RetryLater: the router, or the client, has as many as it may.
+        """
+        self._take(self._operations, client, 1, "operations", "operations are under way")
+        try:
+            with self.hold(client, size):
+                yield
+        finally:
+            self._operations.give_back(client.scope)
+
+    @contextmanager
+    def hold(self, client: KeyHolder, size: int) -> Iterator[None]:
+        """So many bytes of a client's request are in memory.
+
+        Raises:
+            NoRoomInMemory: there is no room for them, or the client has its share.
+        """
+        self.take_bytes(client, size)
+        try:
+            yield
+        finally:
+            self.book_bytes(client, -size)
+
+    def room(self, client: KeyHolder) -> EditRoom:
+        """For the bytes of one of the client's edits, with nothing in it."""
+        return EditRoom(self, client)
+
+    def take_bytes(self, client: KeyHolder, size: int) -> None:
+        """The client holds so many bytes more.
+
+        Raises:
+            NoRoomInMemory: there is no room for them, or the client has its share.
+        """
+        description = "bytes of requests and answers are under way"
+        self._take(self._bytes, client, size, "bytes", description)
+
+    def book_bytes(self, client: KeyHolder, size: int) -> None:
+        """The same of what is there already, whatever others hold; fewer, if it is negative."""
+        if size > 0:
+            self._bytes.book(client.scope, size)
+        elif size:
+            self._bytes.give_back(client.scope, -size)
+
+    def most_bytes(self, client: KeyHolder) -> int:
+        """That a client can ever hold."""
+        return _most(self._bytes, client)
+
+    def most_edits(self, client: KeyHolder) -> int:
+        """Edits that a client can ever have under way."""
+        return min(_most(self._edits, client), client.max_edits)
+
+    def _take(
+        self,
+        shares: Shares,
+        client: KeyHolder,
+        size: int,
+        reason: str,
+        what: str,
+        most: float = math.inf,
+    ) -> None:
+        client_total = shares.held(client.scope)
+        refuse = partial(
+            self._refuse, error=NoRoomInMemory if shares is self._bytes else RetryLater
+        )
+        try:
+            if client_total + size > most:
+                raise Full(own=shares.total + size <= shares.budget)
+            shares.take(client.scope, size)
+        except Full as full:
+            if full.own:
+                refuse("key", f"key {client.name} has its share: {client_total} {what}")
+            refuse(reason, f"{shares.total} {what} already")
+
+    def _ended(self, now: float) -> None:
+        gap = min(now - self._ended_at, 60.0) if self._ended_at else 0.0
+        self._gap_s += _REMEMBERED * (gap - self._gap_s)
+        self._ended_at = now
+
+    def _refuse(self, reason: str, message: str, error: type[RetryLater] = RetryLater) -> None:
+        """Refuse until, at the pace of late, half of what is under way is done."""
+        self._metrics.rejections.labels(reason).inc()
+        raise error(f"{message}; try again later", self._gap_s * self.edits / 2)
+
+
+def _most(shares: Shares, client: KeyHolder) -> int:
+    """Units that a client may hold while it is alone."""
+    budget = shares.budget
+    return budget if client.scope == EVERYBODY else max(budget // 2, min(budget, 1))

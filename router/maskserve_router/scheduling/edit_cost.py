@@ -1,0 +1,252 @@
+"""How much work an edit is: its mask, decoded within limits, off the event loop, once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from msgspec import structs
+
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.request import steps_run
+from maskserve_common.contracts.reuse_levels import ReuseLevel, Way, levels_of, own_count
+from maskserve_common.contracts.settings import EditSettings, shares
+from maskserve_common.contracts.status_record import Served
+from maskserve_common.files.values import NO_VALUES, Values
+from maskserve_common.imaging.canvas import canvas_size
+from maskserve_common.imaging.images import Size, model_size, read_size
+from maskserve_common.imaging.masks import cover_a_side, edit_region, select, tokens_within
+from maskserve_common.imaging.view import see
+from maskserve_common.kept import Kept
+from maskserve_common.routing import Edit
+from maskserve_router.config import RouterConfig
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+
+_MASKS = 16_384
+"""Masks whose tokens are remembered: many edits use the same few."""
+_PART = 16 * 1024
+_LONG = 2**30
+"""Bytes say nothing of a mask's pixels."""
+_LOSSY_PIXEL, _BESIDE = 2, 16 * 1024
+"""Bytes of an answer's pixel as JPEG, and of its META."""
+_MOST_PIXELS = 2**24
+"""Of a mask that is decoded here, which takes up to six bytes each. An edit of a larger one, whose
+worker decodes it in any case, counts as one of the whole picture."""
+
+
+class MaskTokens(NamedTuple):
+    """Tokens of an edit, as its mask has them."""
+
+    active: int
+    """Those that a cached row computes."""
+    total: int
+    cover_a_side: bool
+    """Whether the active ones cover a whole side of the picture."""
+    inner: int
+    ring: int
+    """As of `routing.view.Edit`."""
+    pixels: int
+    """Of the answer."""
+
+
+def _levels(
+    settings: EditSettings, served: Served, own_steps: int
+) -> dict[Way, tuple[ReuseLevel, ...]]:
+    """Those that an edit may step down to, by how it runs.
+
+    Args:
+        settings: of the edit.
+        served: of the model.
+        own_steps: anchors of its own; 0: it has none.
+    """
+    if settings.mask_ring is None:
+        settings = structs.replace(settings, mask_ring=served.mask_ring)
+    ways: tuple[Way, ...] = ("cached", "own", "dense")
+    return {way: levels_of(settings, served.skipping, way, own_steps) for way in ways}
+
+
+class Measure:
+    """Makes edits of requests. Used from the event loop; masks are decoded in turns."""
+
+    def __init__(self, config: RouterConfig, turns: Turns, values: Values = NO_VALUES) -> None:
+        self._values = values
+        self._limits = config.limits
+        self._tokens: Kept[bytes, MaskTokens] = Kept(_MASKS)
+        self._templates: Kept[bytes, str] = Kept(config.routing.remembered_images)
+        self._turns = turns
+
+    async def edit(
+        self,
+        client: KeyHolder,
+        image: memoryview,
+        mask: bytes,
+        settings: EditSettings,
+        served: Served,
+        model: str,
+        *,
+        prompted: bool,
+    ) -> tuple[Edit, bytes, int]:
+        """The edit as policies see it, its image's digest, and the bytes that its answer may have.
+
+        Args:
+            client: whose edit it is.
+            image: IMAGE's bytes; empty where the settings name a template.
+            mask: MASK's bytes.
+            settings: as the client sent them.
+            served: of the model that will run it.
+            model: its name.
+            prompted: whether the edit has a prompt.
+
+        Raises:
+            InvalidRequest: the mask cannot be used.
+            TemplateNotFound: one of them names nothing that is kept.
+        """
+        image = memoryview(self._values.read(image, client.scope))
+        digest = image_digest(image)
+        drawn_on = b"" if mask else digest  # without a mask the image alone says how large all is
+        key = await self._turns.run(client, len(mask), _mask_key, mask, drawn_on, settings, served)
+        tokens = self._tokens.get(key)
+        if tokens is None:
+            drawn = self._values.read(mask, client.scope)
+            tokens = await self._turns.run(
+                client, _LONG, _count, image, drawn, settings, served, self._limits
+            )
+            self._tokens.put(key, tokens)
+        active, total, side, inner, ring, pixels = tokens
+        cache = served.cache and settings.cache != "off"
+        passes = 2 if settings.negative_prompt is not None else 1
+        steps = steps_run(
+            settings.num_inference_steps or served.num_inference_steps, settings.strength
+        )
+        controls = shares(settings.controls, steps)
+        adapters = tuple(lora.name for lora in settings.loras if lora.scale)
+        refresh_steps = _own_steps(settings, served, steps, active / total)
+        levels = _levels(settings, served, refresh_steps)
+        edit = Edit(
+            steps=steps,
+            active_tokens=passes * active,
+            total_tokens=passes * total,
+            template_id=settings.template_id or self._templates.get(digest) or "",
+            priority=settings.priority,
+            model=model,
+            cache=cache
+            and active < served.dense_above_ratio * total
+            and not (served.dense_sides and side),
+            dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
+            own_steps=refresh_steps,
+            own=refresh_steps > 0 and (served.own_over_template or settings.cache == "own"),
+            inner_tokens=passes * inner,
+            ring_tokens=passes * ring,
+            adapters=adapters,
+            controls=controls,
+            cached_levels=levels["cached"],
+            own_levels=levels["own"],
+            dense_levels=levels["dense"],
+        )
+        return edit, digest, answer_bytes(pixels, settings)
+
+    def learn(self, digest: bytes, template_id: str) -> None:
+        """An answer has said which template an image is."""
+        if digest and template_id:
+            self._templates.put(digest, template_id)
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether the image's template is known, or there is no image."""
+        return not digest or self._templates.get(digest) is not None
+
+
+def _own_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
+    """Steps that compute all tokens where the edit's template is not at hand; 0: all do."""
+    if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
+        return 0
+    return own_count(steps, served.own_stride)
+
+
+def image_digest(image: memoryview) -> bytes:
+    """What an encoded image is remembered by; empty for none.
+
+    Of its length and three parts of it, as to read all of a large one takes a millisecond. Who
+    makes two that agree in those gains a template's name that is not theirs, and with it nothing
+    but a worker that is not the best.
+    """
+    if not image:
+        return b""
+    middle = len(image) // 2
+    parts = (image[:_PART], image[middle : middle + _PART], image[-_PART:])
+    return hashlib.sha256(b"".join((str(len(image)).encode(), *parts))).digest()
+
+
+def _count(
+    image: memoryview,
+    mask: bytes | memoryview,
+    settings: EditSettings,
+    served: Served,
+    limits: LimitsConfig,
+) -> MaskTokens:
+    size = read_size(image, "IMAGE", limits) if image else None
+    return count_tokens(mask, settings, served, limits, size)
+
+
+def count_tokens(
+    mask: bytes | memoryview,
+    settings: EditSettings,
+    served: Served,
+    limits: LimitsConfig,
+    size: Size | None = None,
+) -> MaskTokens:
+    """The tokens of an edit with this mask, or a few more; of one that is too large for the router
+    to decode, all.
+
+    Args:
+        mask: MASK's bytes.
+        settings: of the edit.
+        served: of the model.
+        limits: bounds, checked before decoding.
+        size: (height, width) of the image, if known, which the mask must have too.
+
+    Raises:
+        InvalidRequest: naming MASK.
+    """
+    side, native = served.token_pixels, served.native_resolution
+    if size is None:
+        size = read_size(mask, "MASK", limits) if mask else (native, native)
+    canvas = canvas_size(size, settings.expand, limits)
+    if canvas[0] * canvas[1] > _MOST_PIXELS:
+        rows, columns = (length // side for length in model_size(canvas, native, side))
+        tokens, pixels = rows * columns, canvas[0] * canvas[1]
+        return MaskTokens(tokens, tokens, True, tokens, 0, pixels)
+    selected = select(mask, settings, limits, size).pixels
+    view = see(selected, settings, native, side)
+    part = view.window.of(selected)
+    edit = edit_region(part, view.size, settings.mask_dilate, settings.mask_feather)
+    ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
+    rows, columns = view.size[0] // side, view.size[1] // side
+    active, inner, outer = tokens_within(edit, side, ring, 0, max(ring, served.own_ring))
+    covers = cover_a_side(active, rows, columns)
+    ring_only, pixels = len(outer) - len(inner), canvas[0] * canvas[1]
+    return MaskTokens(len(active), rows * columns, covers, len(inner), ring_only, pixels)
+
+
+def answer_bytes(pixels: int, settings: EditSettings) -> int:
+    """Bytes that an answer of so many pixels may have, by its format: of noise, which no format
+    makes smaller.
+    """
+    lossy = settings.output_format == "jpeg" or (
+        settings.output_format == "webp" and settings.output_quality is not None
+    )
+    channels = 4 if settings.background == "transparent" else 3
+    size = pixels * (_LOSSY_PIXEL if lossy else channels) + _BESIDE
+    return size * 4 // 3 if settings.output_encoding == "base64" else size
+
+
+def _mask_key(mask: bytes, drawn_on: bytes, settings: EditSettings, served: Served) -> bytes:
+    mask_settings = (
+        settings.mask_mode,
+        settings.mask_dilate,
+        settings.mask_feather,
+        settings.mask_ring,
+    )
+    part = settings.expand, settings.crop_to_mask, settings.crop_padding
+    model = (served.native_resolution, served.token_pixels, served.mask_ring)
+    return hashlib.sha256(mask + drawn_on + repr((mask_settings, part, model)).encode()).digest()

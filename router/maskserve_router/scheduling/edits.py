@@ -1,0 +1,141 @@
+"""Edits as clients and workflows ask for them: answered by a worker, logged and counted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+
+from maskserve_common.errors import Cancelled, MaskserveError
+from maskserve_common.logs import about
+from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_router.messages.edit_call import EditCall, make_edit_call
+from maskserve_router.messages.failures import Failure, guarded
+from maskserve_router.messages.forwarded_headers import foreign_id, known_headers
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.metrics import Metrics
+from maskserve_router.scheduling.admission import EditRoom
+from maskserve_router.scheduling.dispatch import Dispatcher
+from maskserve_router.scheduling.mask_finder import MaskFinder
+from maskserve_router.tracing import Tracing
+
+log = logging.getLogger("maskserve.router")
+
+
+class Edits:
+    """Answers edits.
+
+    Args:
+        dispatcher: sends them to workers.
+        masks: finds those that are asked for by name or clicks.
+        metrics: counts them.
+        tracing: has a span for each.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, masks: MaskFinder, metrics: Metrics, tracing: Tracing
+    ) -> None:
+        self._dispatcher, self._masks = dispatcher, masks
+        self._metrics, self._tracing = metrics, tracing
+
+    async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
+        """As `Dispatcher.alone_s`."""
+        return await self._dispatcher.alone_s(message, client)
+
+    async def infer(
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+        room: EditRoom,
+    ) -> bytes:
+        """The answer to one edit; arguments, and what it raises, as `Front.infer` has them."""
+        await self._masks.filled_in(message, client)
+        call = _edit_call(message, size, headers, timeout, client)
+        with self._told(call, client, route, foreign_id(headers)):
+            return await self._dispatcher.infer(call, client, room)
+
+    async def stream(
+        self,
+        message: ModelRequest,
+        size: int,
+        client: KeyHolder,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+        room: EditRoom,
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers to one, as `Front.stream`."""
+        await self._masks.filled_in(message, client)
+        call = _edit_call(message, size, headers, timeout, client)
+        with self._told(call, client, route, foreign_id(headers)):
+            async with aclosing(self._dispatcher.stream(call, client, room)) as answers:
+                async for answer in answers:
+                    yield answer
+
+    @contextmanager
+    def _told(self, call: EditCall, client: KeyHolder, route: str, foreign: str) -> Iterator[None]:
+        """Tell of an edit when it ends: a log line, a count, a span."""
+        span = self._tracing.open(call)
+        error: MaskserveError | Failure | None = None
+        begin = time.monotonic()
+        try:
+            yield
+        except (MaskserveError, Failure) as known:
+            error = known
+            raise
+        except Exception as surprise:
+            error = guarded(call.request_id, surprise)
+            raise error from None
+        except BaseException:
+            error = Cancelled("the client left")
+            raise
+        finally:
+            code = error.code if error is not None else "OK"
+            self._metrics.requests.labels(route, code).inc()
+            served = client.served.setdefault(call.message.head.model_name, EditCounts())
+            served.add(time.monotonic() - begin, succeeded=error is None)
+            worker = call.worker
+            span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)
+            fields = {
+                "code": code,
+                "route": route,
+                "client": client.name,
+                "upstream": worker,
+                "tries": call.tries,
+                "seconds": round(time.monotonic() - begin, 4),
+            }
+            if foreign:
+                fields["x_request_id"] = foreign
+            if error is not None and code != "OK":
+                error_text = error.details if isinstance(error, Failure) else str(error)
+                fields["error"] = error_text[:300]
+            log.info(
+                "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
+            )
+
+
+def _edit_call(
+    message: ModelRequest,
+    size: int,
+    headers: Mapping[str, str],
+    timeout: float | None,
+    client: KeyHolder,
+) -> EditCall:
+    """A client's edit.
+
+    Raises:
+        InvalidRequest: naming the setting.
+        AdapterNotFound: it names another key's LoRA.
+    """
+    private, edit_headers = client.private_prompts, known_headers(headers)
+    call = make_edit_call(
+        message, size, edit_headers, timeout, client.scope, private_prompt=private
+    )
+    if call.settings is not None:
+        client.check_adapters((lora.name for lora in call.settings.loras), "SETTINGS.loras")
+    return call

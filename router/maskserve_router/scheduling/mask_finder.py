@@ -1,0 +1,113 @@
+"""Masks that nobody paints: found by a node server, by a thing's name, or by clicks and a box."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import structs
+
+from maskserve_common.contracts.settings import MaskFrom, dump_settings, parse_settings
+from maskserve_common.errors import InvalidRequest, split_code
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.failures import Failure
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.workers.node_pool import NodePool, hosts
+from maskserve_workflows.node_types import NodeType
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
+
+FIELD = "SETTINGS.mask_from"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundMask:
+    """What was found."""
+
+    mask: bytes
+    """A PNG, white where the thing is."""
+    score: float | None
+    """How well it fits, as the model says; None: it says nothing."""
+
+
+class MaskFinder:
+    """Finds masks; used from the event loop only.
+
+    Args:
+        nodes: the node servers.
+        turns: reads and writes requests, off the loop.
+    """
+
+    def __init__(self, nodes: NodePool, turns: Turns) -> None:
+        self._nodes, self._turns = nodes, turns
+
+    async def find(
+        self, image: bytes, asked: MaskFrom, client: KeyHolder, field: str = FIELD
+    ) -> FoundMask:
+        """The mask of a thing in a picture.
+
+        Args:
+            image: the picture's file.
+            asked: what it is found by.
+            client: whose turn it takes.
+            field: of the request, for errors; empty: each has one of its own.
+
+        Raises:
+            InvalidRequest: nothing is found, or there is no segmenter of that kind.
+            EngineFailed: its server was lost.
+        """
+        asked.check(field)
+        field = field or ("text" if asked.text else "points" if asked.points else "box")
+        kind = NODE_TYPES["find" if asked.text else "segment"]
+        if not hosts(kind.model, await self._nodes.records(client)):
+            selector = "a thing's name" if asked.text else "clicks and boxes"
+            raise InvalidRequest(field, f"no segmenter that takes {selector} is served", "a mask")
+        try:
+            answer = await self._nodes.call(_task(kind, image, asked), client)
+        except Failure as failure:
+            if failure.code != InvalidRequest.code:
+                raise
+            raise InvalidRequest(field, split_code(failure.details)[1]) from None
+        verdict = answer.outputs.get("verdict")
+        return FoundMask(answer.outputs["mask"], None if verdict is None else verdict.score)
+
+    async def filled_in(self, message: ModelRequest, client: KeyHolder) -> None:
+        """Give an edit whose settings have `mask_from` its mask.
+
+        Args:
+            message: the request, checked; written to.
+            client: whose it is.
+
+        Raises:
+            InvalidRequest: it has a mask, too, or as `find`.
+        """
+        try:
+            raw = message.read("SETTINGS")
+        except LookupError:
+            return
+        if b"mask_from" not in raw:
+            return
+        settings = parse_settings(raw)
+        if settings.mask_from is None:
+            return
+        image = await self._turns.run(client, message.size, message.read, "IMAGE")
+        if message.view("MASK"):
+            raise InvalidRequest(FIELD, "is given beside MASK", "one of them; MASK may be empty")
+        if not image:
+            raise InvalidRequest(FIELD, "is given without IMAGE", "the picture itself")
+        if settings.mask_mode not in ("auto", "white"):
+            problem = f"is {settings.mask_mode} beside mask_from"
+            raise InvalidRequest("SETTINGS.mask_mode", problem, "white")
+        found_mask = await self.find(image, settings.mask_from, client)
+        message.write("MASK", found_mask.mask)
+        mask_settings = structs.replace(settings, mask_from=None, mask_mode="white")
+        message.write("SETTINGS", dump_settings(mask_settings))
+
+
+def _task(kind: NodeType, image: bytes, asked: MaskFrom) -> Task:
+    settings = {} if asked.text else {"points": asked.points, "box": asked.box}
+    node_settings = {name: value for name, value in msgspec.to_builtins(settings).items() if value}
+    inputs = {"picture": image, **({"name": asked.text} if asked.text else {})}
+    return Task(kind.name, NodeCall(id=kind.name, node=kind.name, settings=node_settings), inputs)

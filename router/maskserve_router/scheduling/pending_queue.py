@@ -1,0 +1,236 @@
+"""Where edits wait until a worker has a place for them: the one way to a worker.
+
+Order: the next place goes to the key that has fewest edits at workers of that model
+(`core.shares`). Of a key's own edits that one is next which has to begin first to be in time; one
+that is due at no time counts as if it were PATIENCE_S after it came, as at workers, and each step
+of priority as `aging_s` seconds: a higher priority overtakes, and one of low priority that has
+waited long enough is overtaken no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from maskserve_common.contracts.keys import scope_of
+from maskserve_common.errors import Cancelled, DeadlineExceeded
+from maskserve_common.routing import Edit, NoWorkerAvailable, Policy
+from maskserve_common.shares import PATIENCE_S, Shares, urgency
+from maskserve_router.workers.pool import Pool
+from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """An edit that waits for a worker."""
+
+    request_id: str
+    edit: Edit
+    key: tuple[float, int]
+    avoid: frozenset[WorkerEpoch]
+    """Workers that it is not sent to: they have failed it."""
+    hopes: bool
+    """Waits on although no worker takes it now."""
+    place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
+
+    def __lt__(self, other: Waiting) -> bool:
+        return self.key < other.key
+
+    @property
+    def whose(self) -> tuple[str, str]:
+        return _whose(self.request_id, self.edit)
+
+
+def _whose(request_id: str, edit: Edit) -> tuple[str, str]:
+    """What turns are counted by: the key, and the model whose workers it wants."""
+    return scope_of(request_id), edit.model
+
+
+class PendingQueue:
+    """Waiting edits; used from the event loop only.
+
+    Args:
+        pool: the workers.
+        policy: chooses among them.
+        aging_s: seconds of waiting that weigh as much as one step of priority.
+        decided: told how many seconds a decision took.
+    """
+
+    def __init__(
+        self, pool: Pool, policy: Policy, aging_s: float, decided: Callable[[float], None]
+    ) -> None:
+        self._pool, self._policy, self._aging_s = pool, policy, aging_s
+        self._decided = decided
+        self._waiting: list[Waiting] = []
+        self._sent = Shares(0)
+        """Edits at workers; places come back by themselves, so only turns are asked of it."""
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def enter(
+        self,
+        request_id: str,
+        edit: Edit,
+        arrival: float,
+        deadline: float | None,
+        avoid: frozenset[WorkerEpoch] = frozenset(),
+        patience_s: float = 0.0,
+        starts_by: float | None = None,
+    ) -> Sent:
+        """Wait for a place; the edit stands in the worker's ledger from then on.
+
+        Args:
+            request_id: of the edit.
+            edit: what it is.
+            arrival: when its client sent it, on time.monotonic's clock.
+            deadline: when it could not be done in time any more, on the same clock.
+            avoid: workers that it is not to be sent to, until they have been down.
+            patience_s: how long it may wait for a worker to take edits where none does.
+            starts_by: when it has to begin, on that clock too; None: at no time.
+
+        Raises:
+            NoWorkerAvailable: none serves it.
+            DeadlineExceeded: the deadline passed first.
+            Cancelled: by `cancel`.
+        """
+        self._number += 1
+        key = self._key(edit, arrival, starts_by)
+        waiting = Waiting(request_id, edit, key, avoid, hopes=patience_s > 0.0)
+        insort(self._waiting, waiting)
+        self.dispatch()
+        if waiting.place.done():
+            return waiting.place.result()
+        loop, timers = asyncio.get_running_loop(), []
+        if deadline is not None:
+            remaining_s = max(deadline - time.monotonic(), 0.0)
+            timers.append(loop.call_later(remaining_s, self._expire, waiting))
+        if waiting.hopes:
+            timers.append(loop.call_later(patience_s, self._stop_waiting, waiting))
+        try:
+            return await waiting.place
+        except asyncio.CancelledError:
+            if waiting.place.done() and not waiting.place.cancelled():
+                self.leave(waiting.place.result())
+            raise
+        finally:
+            self._drop(waiting)
+            for timer in timers:
+                timer.cancel()
+
+    def before(
+        self, request_id: str, edit: Edit, arrival: float, starts_by: float | None
+    ) -> list[Edit]:
+        """Edits that would get places before one that entered now; arguments as `enter`.
+
+        Those for other models are left out: they wait for other workers.
+        """
+        new = Waiting(request_id, edit, self._key(edit, arrival, starts_by), frozenset(), False)
+        ahead = []
+        waiting = self._waiting.copy()
+        insort(waiting, new)
+        for candidate in self._sent.in_turn(waiting, lambda waiting: waiting.whose):
+            if candidate is new:
+                break
+            if candidate.edit.model == edit.model and not candidate.place.done():
+                ahead.append(candidate.edit)
+        return ahead
+
+    def _key(self, edit: Edit, arrival: float, starts_by: float | None) -> tuple[float, int]:
+        urgent = urgency(arrival, edit.priority, self._aging_s, starts_by, PATIENCE_S)
+        return urgent, self._number
+
+    def cancel(self, request_id: str) -> None:
+        """End the wait of an edit, if it waits here."""
+        for waiting in self._waiting:
+            if waiting.request_id == request_id and not waiting.place.done():
+                waiting.place.set_exception(Cancelled("the edit was cancelled"))
+
+    def leave(self, sent: Sent) -> None:
+        """An edit is at its worker no more: its place is the next one's."""
+        sent.worker.remove(sent)
+        self._sent.give_back(_whose(sent.request_id, sent.edit))
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Send off every waiting edit that a worker has a place for, in the order of turns."""
+        if not self._waiting:
+            return
+        edits = {waiting.edit.model: waiting.edit for waiting in self._waiting}
+        full = {model for model, edit in edits.items() if self._full(edit)}
+        if all(waiting.edit.model in full and not waiting.avoid for waiting in self._waiting):
+            return
+        for waiting in self._sent.in_turn(self._waiting, lambda waiting: waiting.whose):
+            if waiting.place.done():
+                continue  # it has ended in this moment, and leaves by itself
+            if waiting.edit.model in full and not waiting.avoid:
+                continue
+            try:
+                sent_edit = self._send(waiting)
+            except NoWorkerAvailable as none:
+                if none.full and not waiting.avoid:
+                    full.add(waiting.edit.model)
+                if none.full or waiting.hopes:
+                    continue
+                waiting.place.set_exception(none)
+            else:
+                waiting.place.set_result(sent_edit)
+                if self._full(waiting.edit):
+                    full.add(waiting.edit.model)
+            self._drop(waiting)
+
+    def _full(self, edit: Edit) -> bool:
+        """Whether no worker has a place for edits of its model, though some serve it."""
+        board = self._pool.roster.board(time.monotonic())
+        return not len(board.taking(edit)) and len(board.serving(edit)) > 0
+
+    def _send(self, waiting: Waiting) -> Sent:
+        now_s, edit = time.monotonic(), waiting.edit
+        worker = self._chosen(edit, now_s, waiting.avoid)
+        predicted = worker.predict(edit, now_s)
+        sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
+        worker.add(sent_edit)
+        self._sent.book(waiting.whose)
+        worker.breaker.sent(waiting.request_id)
+        return sent_edit
+
+    def _chosen(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
+        """Raises NoWorkerAvailable: no worker takes it but those to avoid."""
+        roster, workers = self._pool.roster, self._pool.workers
+        without = {
+            worker.number
+            for epoch in avoid
+            if (worker := workers.get(epoch.address)) is not None and worker.epoch == epoch
+        }
+        board = roster.board(now)
+        begin = time.perf_counter()
+        if self._policy.predicts:
+            number = board.choose(edit, now, without)
+        else:
+            takers = [n for n in board.taking(edit).tolist() if n not in without]
+            by_name = {board.view(n).worker: n for n in takers}
+            views = [board.view(n) for n in takers]
+            number = by_name[self._policy.choose(edit, views, now)] if views else None
+        self._decided(time.perf_counter() - begin)
+        if number is not None:
+            return roster.worker(number)
+        candidates = [worker for worker in workers.values() if worker.number not in without]
+        raise NoWorkerAvailable(edit, [worker.view(now) for worker in candidates])
+
+    def _expire(self, waiting: Waiting) -> None:
+        if not waiting.place.done():
+            waiting.place.set_exception(
+                DeadlineExceeded("no worker had a place while the edit could be done in time")
+            )
+
+    def _stop_waiting(self, waiting: Waiting) -> None:
+        waiting.hopes = False
+        self.dispatch()
+
+    def _drop(self, waiting: Waiting) -> None:
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)

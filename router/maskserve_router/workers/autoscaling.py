@@ -1,0 +1,24 @@
+"""How many servers what is asked of late wants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from maskserve_router.workers.worker import Worker
+from maskserve_workflows.live_placement import BUSY_SHARE
+
+
+def servers_wanted(busy: float) -> int:
+    """Servers for what keeps so many busy; at least one."""
+    return max(1, math.ceil(busy / BUSY_SHARE))
+
+
+def workers_wanted(workers: Iterable[Worker]) -> dict[str, int]:
+    """Workers of each model: for the edits that they have and that wait there."""
+    rows: dict[str, float] = {}
+    for worker in workers:
+        if worker.up and (status := worker.status) is not None:
+            edits = len(status.running) + len(status.waiting)
+            rows[status.model] = rows.get(status.model, 0.0) + edits / status.max_rows
+    return {model: servers_wanted(busy) for model, busy in sorted(rows.items())}

@@ -1,0 +1,533 @@
+"""The node servers: Tritons that run the nodes of workflows that are no edits."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.errors import EngineFailed, InvalidRequest, TemplateNotFound
+from maskserve_common.files.values import NO_VALUES, Values, parse
+from maskserve_common.imaging.images import as_file
+from maskserve_common.kept import Kept
+from maskserve_common.shares import PATIENCE_S, urgency
+from maskserve_router.config import WorkflowFiles
+from maskserve_router.dns import DNS, resolved
+from maskserve_router.fair_share import InTurn, Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.messages.failures import Blame, Failure
+from maskserve_router.workers.upstream import Upstream
+from maskserve_workflows.live_placement import LivePlacement
+from maskserve_workflows.node_types import NodeType
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.run import Task
+from maskserve_workflows.values import NamedValue, changed, named_in
+from maskserve_workflows.wire import (
+    MOST_ELEMENTS,
+    NOT_HOSTED,
+    PLACED,
+    RECORD,
+    NodeResult,
+    NodeTask,
+    laid_out,
+    nbytes,
+    picked_up,
+    read_all,
+)
+
+log = logging.getLogger("maskserve.router")
+_TIMEOUT_S = 120.0
+_ASK_S = 5.0
+_PATIENCE_S = 120.0
+"""In which a server that is gone may come back: a supervisor starts it again."""
+_LOOK_S = 0.2
+"""Until servers are asked again after none took a call; twice as long each time."""
+_MOST_LOOK_S = 2.0
+_RESOLVE_S = 5.0
+"""How often names are resolved anew."""
+_PLACE_S = 5.0
+_MODEL = "nodes"
+_UNKNOWN = ("unknown model", NOT_HOSTED)
+"""Words of a server that does not run a node: Triton's, or its model's own."""
+_NOT_TAKEN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
+"""Words of errors UNAVAILABLE, gRPC's and Triton's, of a server that did not take the call. Any
+other without a code of ours is of a connection that was lost under it."""
+_MOST_LOST = 2
+"""Servers that may fail a call without a word, as it may be what kills them. Whether only a model's
+process died or the connection with the whole server, nothing says that the call is innocent."""
+_AT_A_SERVER = 2
+"""Calls of a model that are sent to each server at a time: one is run, the next is there."""
+_SMALL = 512
+"""Bytes that a kept answer takes beside its values."""
+_LONG = 2**30
+"""Bytes that a thread is worth."""
+_REMEMBERED = 0.2
+"""Weight of the last call in what a node's calls take."""
+
+
+class Made(NamedTuple):
+    """A node's answer."""
+
+    outputs: dict[str, Any]
+    server: str
+    seconds: float
+    """That the node ran."""
+    tries: int
+    """2 where a server was lost, failed it, or had to be waited for."""
+    kept: bool = False
+    """Whether it was made for an earlier call."""
+
+
+class _Asked(NamedTuple):
+    """Which answer of whom."""
+
+    scope: str
+    digest: bytes
+
+
+class _Message(NamedTuple):
+    """What asks for a node."""
+
+    digest: bytes
+    """Of node, settings and inputs."""
+    whole: bytes
+    """For a server of this host."""
+    plain: Callable[[], bytes] | None
+    """Makes it for any other; None: it is the same."""
+
+
+class NodePool:
+    """Calls nodes; used from the event loop only. Keys have the servers in turn: a server answers
+    in the order in which it was asked, so no more calls wait there than keep it busy.
+
+    A key's answers are kept: an equal call has them, and one that comes meanwhile waits for them.
+    Servers of this host are given names of values, others the values (`core.worker.values`).
+
+    Args:
+        files: addresses of the servers, and how much is kept.
+        turns: makes messages of values, and values of messages.
+        order: `[routing] order`, of a key's own calls.
+        values: this host's folder.
+        place_s: seconds from one look at what lies where to the next.
+    """
+
+    def __init__(
+        self,
+        files: WorkflowFiles,
+        turns: Turns,
+        order: str = "slack",
+        values: Values = NO_VALUES,
+        place_s: float = _PLACE_S,
+    ) -> None:
+        self._turns, self._order = turns, order
+        self._addresses, self._resolves_at = files.nodes, -math.inf
+        self._resolving: asyncio.Task[None] | None = None
+        self._place_s = place_s
+        self._values, self._keeping = values, set[str]()
+        self._keeper = f"kept{secrets.token_hex(8)}"
+        """Has the values of kept answers, in place of a run; each router has its own."""
+        self._here: dict[str, bool] = {}
+        """Whether a server shares the folder, by address; unknown of those that were lost."""
+        self._kept: Kept[_Asked, Made] = Kept(
+            files.kept_bytes,
+            _nbytes,
+            lambda asked: asked.scope,
+            files.kept_s,
+            gone=self._let_go,
+        )
+        self._coming: dict[_Asked, asyncio.Future[Made]] = {}
+        """Answers that are being made."""
+        self._places: dict[str, InTurn] = {}
+        """By Triton model."""
+        self._servers: dict[str, Upstream] = {}
+        self._load: dict[str, float] = {}
+        """Seconds of work that each has been sent and not answered."""
+        self._numbers: dict[str, int] = {}
+        """Of all that there were."""
+        self._leaving = set[asyncio.Task[None]]()
+        self._hosted: set[str] = set()
+        """Models that a server was seen to run."""
+        self._seconds: dict[str, float] = {}
+        """What a call of each node type has taken of late."""
+        self._placement = LivePlacement()
+        self._placing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Have models lie where they are asked for."""
+        if self.known:
+            self._placing = asyncio.create_task(self._keep_placing())
+
+    async def _keep_placing(self) -> None:
+        while True:
+            try:
+                await self.place()
+            except Exception:
+                log.exception("placing the models of node servers")
+            await asyncio.sleep(self._place_s)
+
+    async def place(self) -> None:
+        """See what lies where, and what is asked; tell servers what they are to load."""
+        records = await self._all_records()
+        changes = await asyncio.to_thread(self._placement.seen, records, time.monotonic())
+        for address, models in changes.items():
+            log.info("node server %s is to have %s", address, ", ".join(sorted(models)) or "none")
+            await self._record(address, {PLACED: sorted(models)})
+
+    async def close(self) -> None:
+        if self._placing is not None:
+            self._placing.cancel()
+            await asyncio.gather(self._placing, return_exceptions=True)
+        for scope in self._keeping:
+            await self._turns.locked(self._values.end, scope, self._keeper)
+        tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._servers.values():
+            await server.close()
+
+    @property
+    def known(self) -> bool:
+        """Whether there are to be any."""
+        return bool(self._addresses)
+
+    def busy(self) -> Mapping[str, float]:
+        """Servers that the calls of each model have kept busy of late, other routers' too."""
+        return self._placement.busy()
+
+    async def records(self, client: KeyHolder) -> dict[str, Any]:
+        """Of each server, by the name that a client knows it by, what it hosts
+        (`NodeModels.record`); None of one that does not answer.
+        """
+        told = await self._all_records()
+        return {self._known(address, client): record for address, record in told.items()}
+
+    async def check(self, nodes: Collection[str]) -> None:
+        """See that a run's nodes can be called, before any of its edits is made for nothing.
+
+        Args:
+            nodes: their types.
+
+        Raises:
+            EngineFailed: all servers answer, and none of them runs one.
+        """
+        missing = [name for name in sorted(nodes) if NODE_TYPES[name].model not in self._hosted]
+        if not missing:
+            return
+        records = (await self._all_records()).values()
+        for record in filter(None, records):
+            self._hosted.update(model["name"] for model in record["models"])
+        for name in missing:
+            if all(records) and NODE_TYPES[name].model not in self._hosted:
+                raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
+
+    async def _look(self) -> None:
+        """Find the servers: once, and those behind names anew now and then."""
+        if time.monotonic() >= self._resolves_at:
+            anew = any(address.startswith(DNS) for address in self._addresses)
+            self._resolves_at = time.monotonic() + _RESOLVE_S if anew else math.inf
+            self._resolving = asyncio.create_task(self._resolve())
+        if not self._servers and self._resolving is not None:
+            await asyncio.wait([self._resolving])
+
+    async def _resolve(self) -> None:
+        addresses = await resolved(self._addresses, self._servers)
+        for address in [entry for entry in self._addresses if entry in addresses] + sorted(
+            addresses
+        ):
+            if address not in self._servers:
+                self._servers[address] = Upstream(address)
+                self._load.setdefault(address, 0.0)
+                self._numbers.setdefault(address, len(self._numbers))
+        for address in self._servers.keys() - addresses:  # what it has been sent is waited for
+            task = asyncio.create_task(self._servers.pop(address).close(_TIMEOUT_S))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+        for line in self._places.values():
+            line.resize(self._most())
+
+    def _most(self) -> int:
+        return max(1, _AT_A_SERVER * len(self._servers))
+
+    def _known(self, address: str, client: KeyHolder) -> str:
+        """What a client knows a server by: operators by its address, others by its number."""
+        return address if client.admin else f"nodes-{self._numbers[address]}"
+
+    async def _all_records(self) -> dict[str, dict[str, Any] | None]:
+        await self._look()
+        servers = list(self._servers)
+        records = await asyncio.gather(*map(self._record, servers))
+        return dict(zip(servers, records, strict=True))
+
+    async def _record(
+        self, address: str, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any] | None:
+        request = _request(NodeTask(RECORD, (), dict(settings)), ())
+        server = self._servers.get(address)
+        if server is None:
+            return None
+        try:
+            answer = await server.infer(request.SerializeToString(), _ASK_S)
+            (raw,) = bytes_tensor.elements(_contents(answer)["RESULT"], 1)
+            record: dict[str, Any] = msgspec.json.decode(raw)
+        except (grpc.aio.AioRpcError, KeyError, ValueError, msgspec.MsgspecError):
+            return None
+        self._here[address] = self._values.host == record.get("values", {}).get("host", "")
+        return record
+
+    def seconds(self, node: str) -> float | None:
+        """What a call of a node type has taken of late; None: not known."""
+        return self._seconds.get(node)
+
+    async def call(
+        self, task: Task, client: KeyHolder, due: float = math.inf, run: str = ""
+    ) -> Made:
+        """Run a node for a client at the server that would be done first, of those that have its
+        model; at the next one where that is gone or cannot do it, or at the first that is back.
+
+        Args:
+            task: the node.
+            client: who asks.
+            due: when it should be done, on time.monotonic's clock.
+            run: that may have its outputs as files; empty: they are bytes.
+
+        Raises:
+            Failure: the node's own error, or the last server's.
+            EngineFailed: no server runs it, or two failed it without a word; the same call may
+                succeed again.
+        """
+        answer = await self._had(task, client, due, run)
+        return answer._replace(server=self._known(answer.server, client))
+
+    async def _had(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
+        """A kept answer, or one that is made now; as `call`, with the server's address."""
+        kind, size = NODE_TYPES[task.call.node], nbytes(task.inputs)
+        message = await self._turns.run(client, size, self._message, task, kind, client.scope, run)
+        if not kind.deterministic:
+            return await self._made(message, kind, client, due)
+        cache_key = _Asked(client.scope, message.digest)
+        while (answer := self._kept.get(cache_key)) is not None or cache_key in self._coming:
+            if answer is None:
+                await asyncio.wait([pending := self._coming[cache_key]])
+                if pending.cancelled():
+                    continue
+                answer = pending.result()
+            run_answer = await self._turns.locked(self._taken, answer, client.scope, run)
+            if run_answer is not None:
+                return run_answer._replace(kept=True)
+            self._kept.drop(cache_key)
+        pending = self._coming[cache_key] = asyncio.get_running_loop().create_future()
+        try:
+            answer = await self._made(message, kind, client, due)
+            cache_copy = _copied(answer)  # what a run has may be made again, and under another name
+            await self._keep(cache_key, cache_copy)
+            pending.set_result(cache_copy)
+            return answer
+        finally:
+            del self._coming[cache_key]
+            pending.cancel()  # no effect once there is an answer; else whoever waits tries itself
+
+    async def _keep(self, asked: _Asked, made: Made) -> None:
+        if names := _names(made):
+            self._keeping.add(asked.scope)
+            if not await self._turns.locked(self._have, names, asked.scope):
+                return
+        self._kept.put(asked, made)
+
+    def _have(self, names: Sequence[str], scope: str) -> bool:
+        """Values are those of a kept answer; False: they are not there any more."""
+        self._values.begin(scope, self._keeper)
+        return self._values.own(names, scope, self._keeper)
+
+    def _let_go(self, asked: _Asked, made: Made) -> None:
+        """An answer is kept no more."""
+        if names := _names(made):
+            self._turns.later(self._values.free, names, asked.scope, self._keeper)
+
+    def _taken(self, made: Made, scope: str, run: str) -> Made | None:
+        """A kept answer as a run's own; None: what it names is not there any more."""
+        if not (names := _names(made)):
+            return made
+        if not self._values.own(names, scope, self._keeper):  # their time begins anew
+            return None
+        if run:
+            return _copied(made) if self._values.own(names, scope, run) else None
+        try:
+            files = read_all(made.outputs, self._values, scope)
+        except TemplateNotFound:
+            return None
+        return made._replace(outputs={k: changed(v, _as_sent) for k, v in files.items()})
+
+    def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
+        layout, elements = laid_out(task.inputs, kind.inputs)
+        node_task = NodeTask(kind.name, layout, task.call.settings, scope)
+        digest = hashlib.sha256(msgspec.json.encode(node_task, order="sorted"))
+        for element in elements:
+            digest.update(b"%d:" % len(element))
+            digest.update(element)
+        whole = _request(structs.replace(node_task, run=run), elements).SerializeToString()
+
+        def plain() -> bytes:
+            values = read_all(task.inputs, self._values, scope)
+            return bytes(_request(node_task, laid_out(values, kind.inputs)[1]).SerializeToString())
+
+        return _Message(digest.digest(), whole, plain if run else None)
+
+    async def _is_here(self, address: str) -> bool:
+        if address not in self._here:
+            await self._record(address)
+        return self._here.get(address, False)
+
+    async def _made(self, message: _Message, kind: NodeType, client: KeyHolder, due: float) -> Made:
+        await self._look()
+        line = self._places.setdefault(kind.model, InTurn(self._most()))
+        starts_by = due - self._seconds.get(kind.name, kind.price_s)
+        async with line.place(client.scope, self._urgency(starts_by)):
+            answer, address, tries = await self._answer(message, kind, client)
+            return await self._turns.run(client, len(answer), _made, answer, address, tries)
+
+    def _urgency(self, starts_by: float) -> float:
+        due_time = None if self._order == "fcfs" else starts_by
+        return urgency(time.monotonic(), 0, 0.0, due_time, PATIENCE_S)
+
+    async def _answer(
+        self, message: _Message, kind: NodeType, client: KeyHolder
+    ) -> tuple[bytes, str, int]:
+        """A server's answer, which one's it is, and the number of tries; raises as `call`."""
+        end, wait_s, tries, plain = time.monotonic() + _PATIENCE_S, _LOOK_S, 1, b""
+        failed: Failure | EngineFailed | None = None
+        lost, broken = 0, set[str]()
+        while True:  # each server once, until one takes it
+            await self._look()
+            is_unreachable = bool(self._addresses) and not self._servers
+            candidates = self._servers.keys() - broken
+            for address in sorted(candidates, key=partial(self._rank, kind.model)):
+                raw = message.whole
+                if message.plain is not None and not await self._is_here(address):
+                    raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
+                if address not in self._servers:
+                    is_unreachable = True
+                    continue
+                self._placement.goes(kind.model, address)
+                try:
+                    return await self._sent(address, raw, kind), address, tries
+                except grpc.aio.AioRpcError as error:
+                    failure = Failure(error.code(), error.details() or "")
+                if failure.code != InvalidRequest.code:
+                    self._here.pop(address, None)  # another may come back in its place
+                if any(words in failure.details for words in _UNKNOWN):
+                    continue
+                tries = 2
+                unavailable = failure.status is grpc.StatusCode.UNAVAILABLE
+                if unavailable and (
+                    failure.coded or any(words in failure.details for words in _NOT_TAKEN)
+                ):
+                    is_unreachable = True
+                elif not failure.coded:
+                    log.warning("%s failed a call of %s: %s", address, kind.name, failure.details)
+                    failed = EngineFailed(f"{kind.name}: its node server failed the call")
+                    lost += 1
+                    if lost == _MOST_LOST or failure.blame is Blame.REQUEST:
+                        raise failed
+                    if unavailable:  # another in its place is as good as any
+                        is_unreachable = True
+                    else:
+                        broken.add(address)
+                elif failure.blame is Blame.WORKER:
+                    failed = failure  # a load failed, or there is no room: so it is there alone
+                else:
+                    raise failure
+            if not is_unreachable or time.monotonic() > end:
+                if failed is not None:
+                    raise failed
+                capability = f"runs {kind.model}" if not is_unreachable else "can be reached"
+                raise EngineFailed(f"{kind.name}: no node server {capability}")
+            tries = 2
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MOST_LOOK_S)
+
+    def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
+        """By who would be done first; of equal ones by who is given names, or may be."""
+        score = self._placement.score(model, address, self._load[address])
+        return *score, not self._here.get(address, True), address
+
+    async def _sent(self, address: str, raw: bytes, kind: NodeType) -> bytes:
+        """One call, in the books while it is under way."""
+        price_s = self._seconds.get(kind.name, kind.price_s)
+        self._load[address] += price_s
+        begin = time.monotonic()
+        try:
+            answer: bytes = await self._servers[address].infer(raw, _TIMEOUT_S)
+        finally:
+            self._load[address] -= price_s
+        taken_s = time.monotonic() - begin
+        self._seconds[kind.name] = price_s + _REMEMBERED * (taken_s - price_s)
+        return answer
+
+
+def _request(task: NodeTask, elements: Sequence[bytes]) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=_MODEL)
+    bytes_tensor.add_input(request, "TASK", [msgspec.json.encode(task, order="sorted")])
+    bytes_tensor.add_input(request, "VALUES", elements)
+    return request
+
+
+def _contents(answer: bytes) -> dict[str, bytes]:
+    """Of an answer, by output."""
+    response = pb.ModelInferResponse.FromString(answer)
+    names = (output.name for output in response.outputs)
+    return dict(zip(names, response.raw_output_contents, strict=True))
+
+
+def _names(made: Made) -> list[str]:
+    parsed_names = (parse(value.element) for value in named_in(list(made.outputs.values())))
+    return [parsed_name[0] for parsed_name in parsed_names if parsed_name is not None]
+
+
+def _copied(made: Made) -> Made:
+    def own(part: Any) -> Any:
+        return NamedValue(part.reference) if isinstance(part, NamedValue) else part
+
+    return made._replace(outputs={k: changed(v, own) for k, v in made.outputs.items()})
+
+
+def _as_sent(part: Any) -> Any:
+    """As it is where nobody has files."""
+    return as_file(part) if isinstance(part, memoryview) else part
+
+
+def _nbytes(made: Made) -> int:
+    return nbytes(made.outputs) + _SMALL
+
+
+def _made(answer: bytes, address: str, tries: int) -> Made:
+    try:
+        contents = _contents(answer)
+        result = msgspec.json.decode(bytes_tensor.only(contents["RESULT"]), type=NodeResult)
+        parts = bytes_tensor.elements(contents["MADE"], MOST_ELEMENTS)
+        return Made(picked_up(result.outputs, parts), address, result.seconds, tries)
+    except (KeyError, ValueError, msgspec.MsgspecError):
+        raise EngineFailed("a node server answered with something else") from None
+
+
+def hosts(model: str, records: Mapping[str, Any]) -> list[str]:
+    """Addresses of the node servers that run a model."""
+    return [
+        address
+        for address, record in records.items()
+        if record and any(entry["name"] == model for entry in record["models"])
+    ]

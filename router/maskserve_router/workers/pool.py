@@ -1,0 +1,190 @@
+"""The workers: found by address or name, polled, given up when they are silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from maskserve_common.errors import EngineFailed
+from maskserve_router.config import RouterConfig
+from maskserve_router.dns import resolved
+from maskserve_router.messages.control_message import control_request
+from maskserve_router.messages.failures import Failure
+from maskserve_router.workers.roster import Roster
+from maskserve_router.workers.template_index import TemplateIndex
+from maskserve_router.workers.worker import Worker, read_status
+
+log = logging.getLogger("maskserve.router")
+_STATUS = control_request({"op": "status"})
+_TAKEN_IN_SHARE = 0.02
+"""Of a core, for the records of one worker: large ones are asked for the less often."""
+
+
+class Pool:
+    """All workers of the configuration.
+
+    Args:
+        config: of the router.
+        changed: called when a worker may take edits that it did not take before, or is gone.
+    """
+
+    def __init__(self, config: RouterConfig, changed: Callable[[], None]) -> None:
+        self.config = config
+        self.workers: dict[str, Worker] = {}
+        self._index = TemplateIndex()
+        self.roster = Roster(self._index)
+        self._changed = changed
+        self._polls: dict[Worker, asyncio.Task[None]] = {}
+        """Of one that is retired for as long as it finishes what it holds, even where its address
+        has come back as another worker."""
+        self._resolver: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Find the workers, and ask each once."""
+        await self._resolve()
+        self._resolver = asyncio.create_task(self._keep_resolving())
+        await asyncio.gather(*(self._poll_once(worker) for worker in self.workers.values()))
+
+    async def close(self) -> None:
+        tasks = [*self._polls.values(), *([self._resolver] if self._resolver else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        for worker in self.workers.values():
+            await worker.upstream.close()
+
+    async def reload(self, config: RouterConfig) -> None:
+        """Take on the workers of a new configuration; those that are gone finish what they hold."""
+        self.config = config
+        await self._resolve()
+
+    def models(self) -> Counter[str]:
+        """Models that workers serve, as far as they have said, and how many serve each."""
+        return self.roster.models(time.monotonic())
+
+    def ready(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.ready]
+
+    def running_s(self) -> list[float]:
+        """Of each of these, seconds until all that has a row there has ended."""
+        now_s = time.monotonic()
+        return [worker.running_s(now_s) for worker in self.ready()]
+
+    def up(self) -> list[Worker]:
+        """Those that answer, whether or not they take edits."""
+        return [worker for worker in self.workers.values() if worker.up]
+
+    def may_eject(self) -> bool:
+        """Whether one more worker may be ejected."""
+        ejected = sum(worker.breaker.ejected for worker in self.workers.values())
+        return ejected + 1 <= self.config.faults.max_ejected_share * len(self.workers)
+
+    # Which workers there are.
+
+    def join(self, address: str) -> Worker:
+        """A worker at an address, which is not asked yet."""
+        worker = self.workers[address] = Worker(address, self.config, self._index)
+        self.roster.join(worker)
+        return worker
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.workers.dns_interval_s)
+            try:
+                await self._resolve()
+            except Exception:
+                log.exception("resolving the workers' names")
+
+    async def _resolve(self) -> None:
+        addresses = await resolved(self.config.workers.addresses, self.workers)
+        for address in sorted(addresses - set(self.workers)):
+            log.info("worker %s is new", address)
+            worker = self.join(address)
+            self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
+        for address in sorted(set(self.workers) - addresses):
+            log.info("worker %s is no longer among the workers", address)
+            worker = self.workers.pop(address)
+            self.roster.leave(worker)
+            task = asyncio.create_task(self._retire(worker))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._changed()
+
+    async def _retire(self, worker: Worker) -> None:
+        """Let a worker that is no longer wanted finish what it holds."""
+        worker.draining = True
+        end = time.monotonic() + self.config.faults.drain_grace_s
+        while worker.sent and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self._polls.pop(worker).cancel()
+        message = f"[{EngineFailed.code}] the worker is no longer among those of the configuration"
+        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
+        await worker.upstream.close()
+        self._index.leave(worker.number)
+
+    # How they are.
+
+    async def _keep_polling(self, worker: Worker) -> None:
+        while True:
+            begin = time.monotonic()
+            try:
+                await self._poll_once(worker)
+            except Exception:
+                log.exception("asking worker %s for its status", worker.address)
+            now_s = time.monotonic()
+            await asyncio.sleep(max(begin + self._interval_s(worker) - now_s, 0.001))
+
+    def _interval_s(self, worker: Worker) -> float:
+        """How often a worker is asked; one that has missed an answer, as soon as may be."""
+        config = self.config.workers
+        if worker.misses:
+            return config.poll_interval_s
+        shared = len(self.workers) / config.polls_per_s
+        return max(config.poll_interval_s, shared, worker.taken_in_s / _TAKEN_IN_SHARE)
+
+    async def _poll_once(self, worker: Worker) -> None:
+        try:
+            raw = await self._status_of(worker)
+            begin = time.perf_counter()
+            status = read_status(raw)
+        except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
+            worker.misses += 1
+            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        else:
+            was_ready = worker.ready
+            worker.heard(status, time.monotonic())
+            worker.taken_in_s = time.perf_counter() - begin
+            why = "its engine does not step"
+            if worker.ready and not was_ready:
+                log.info("worker %s serves %s", worker.address, status.model)
+            if worker.ready or was_ready:
+                self._changed()
+        if worker.misses >= self.config.workers.misses and worker.up:
+            self._lost(worker, why or "no answer")
+
+    async def _status_of(self, worker: Worker) -> bytes:
+        """A worker's record, with changes of its templates where it can tell them."""
+        timeout, version = self.config.workers.poll_timeout_s, worker.templates_version
+        if version is not None:
+            try:
+                request = control_request({"op": "status", "templates": version})
+                return await worker.upstream.control(request, timeout)
+            except grpc.aio.AioRpcError as error:
+                if "OP.templates" not in (error.details() or ""):
+                    raise
+                worker.tells_all()
+        return await worker.upstream.control(_STATUS, timeout)
+
+    def _lost(self, worker: Worker, why: str) -> None:
+        """The worker is down: the calls that wait in it will not be answered."""
+        log.warning("worker %s is down: %s", worker.address, why)
+        message = f"[{EngineFailed.code}] the worker no longer answers"
+        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
+        self._changed()

@@ -1,0 +1,80 @@
+"""The workers as decisions ask for them: brought up to date by those that have changed since."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from maskserve_common.routing import Board
+from maskserve_router.workers.template_index import TemplateIndex
+from maskserve_router.workers.worker import Worker
+
+
+class Roster:
+    """Used from the event loop only.
+
+    Args:
+        index: who has which templates.
+    """
+
+    def __init__(self, index: TemplateIndex) -> None:
+        self._board = Board(index.holders)
+        self._workers: dict[int, Worker] = {}
+        self._changed: set[Worker] = set()
+        self._ejected: set[Worker] = set()
+        """When they take edits again is a matter of time, and of edits that try them."""
+        self._served: dict[int, tuple[str, bool]] = {}
+        self._models: Counter[str] = Counter()
+        self._due = 0
+
+    def join(self, worker: Worker) -> None:
+        self._workers[worker.number] = worker
+        worker.changed = self._changed.add
+        self._changed.add(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """It takes nothing more; its number may become another's."""
+        worker.changed = None
+        self._changed.discard(worker)
+        self._ejected.discard(worker)
+        self._serves(worker.number, "", by_size=False)
+        del self._workers[worker.number]
+        self._board.drop(worker.number)
+
+    def worker(self, number: int) -> Worker:
+        return self._workers[number]
+
+    def board(self, now: float) -> Board:
+        """All workers' rows as of now."""
+        for worker in self._changed | self._ejected:
+            number, times = worker.number, worker.times
+            view = worker.view(now)
+            self._board.put(number, view, times.slowdown, times.rest, there=worker.ready)
+            served = worker.served
+            self._serves(number, worker.model, by_size=bool(served and served.due_ms))
+            if worker.breaker.ejected:
+                self._ejected.add(worker)
+            else:
+                self._ejected.discard(worker)
+        self._changed.clear()
+        return self._board
+
+    def models(self, now: float) -> Counter[str]:
+        """Models that workers serve, as far as they have said, and how many serve each."""
+        self.board(now)
+        return self._models
+
+    def some_due_by_size(self, now: float) -> bool:
+        """Whether a worker says when edits are due that do not say so."""
+        self.board(now)
+        return self._due > 0
+
+    def _serves(self, number: int, model: str, *, by_size: bool) -> None:
+        previous_model, was_by_size = self._served.get(number, ("", False))
+        self._served[number] = model, by_size
+        self._due += by_size - was_by_size
+        if previous_model != model:
+            if previous_model:
+                self._models[previous_model] -= 1
+                self._models += Counter()  # without those that nobody serves
+            if model:
+                self._models[model] += 1

@@ -1,0 +1,394 @@
+"""What the router knows of one worker: its last record, and what was sent to it since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import grpc
+import msgspec
+from msgspec import structs
+
+from maskserve_common.contracts.pricing import Pricing
+from maskserve_common.contracts.status_record import (
+    RowStatus,
+    Served,
+    TemplateChanges,
+    WorkerStatus,
+)
+from maskserve_common.errors import MaskserveError
+from maskserve_common.listings import changes_of
+from maskserve_common.routing import Edit, WorkerView, predicted_seconds
+from maskserve_router.config import RouterConfig
+from maskserve_router.messages.failures import Failure
+from maskserve_router.workers.answer_times import AnswerTimes
+from maskserve_router.workers.breaker import Breaker
+from maskserve_router.workers.template_index import TemplateIndex
+from maskserve_router.workers.upstream import Upstream
+
+UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
+"""Of a worker that does not say what rows cost: only what edits cost beside each other counts."""
+
+
+class PolledStatus(WorkerStatus):
+    """The record as `control` hands it out."""
+
+    told_age_s: float = msgspec.field(default=0.0, name="age_s")
+    """Its age when it was handed out; the clocks of two hosts do not compare."""
+    alive: bool = True
+    in_flight: int = 0
+    template_changes: TemplateChanges | None = None
+    """In place of `templates`, of a worker that knows how."""
+
+
+_decode = msgspec.json.Decoder(PolledStatus).decode
+_MOST_BYTES = 64 * 2**20
+"""Of a record: a million templates, of a worker that tells all of them."""
+_MOST_ROWS = 10_000
+"""Rows that a record lists; each takes some microseconds at every poll."""
+_MOST_NODES = 100
+_MOST_DEVICES = 1024
+_MOST_STEPS = 100_000
+_MOST_TOKENS = 10**9
+_MOST_LOAD_S = 86_400.0
+
+
+def read_status(raw: bytes) -> PolledStatus:
+    """Read the answer of `control`'s `status`.
+
+    Raises:
+        ValueError: it is none that this router understands.
+    """
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(f"not a status: {len(raw)} bytes; at most {_MOST_BYTES}")
+    try:
+        status = _decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a status: {error}") from error
+    _check_status(status)
+    return status
+
+
+def _check_status(status: PolledStatus) -> None:
+    """Raises ValueError: the record says what no worker can be."""
+
+    def within(name: str, value: float, least: float, most: float) -> None:
+        if not least <= value <= most:  # also what is no number
+            raise ValueError(f"not a status: {name} is {value}")
+
+    within("max_rows", status.max_rows, 1, _MOST_ROWS)
+    within("devices", status.devices, 1, _MOST_DEVICES)
+    within("max_waiting", status.max_waiting, 0, 10**9)
+    within("age_s", status.told_age_s, 0.0, 86_400.0)
+    within("in_flight", status.in_flight, 0, 10**9)
+    within("the number of rows", len(status.running) + len(status.waiting), 0, _MOST_ROWS)
+    for row in (*status.running, *status.waiting):
+        within("steps_left", row.steps_left, 0, _MOST_STEPS)
+        within("total_tokens", row.total_tokens, 0, _MOST_TOKENS)
+        within("active_tokens", row.active_tokens, 0, row.total_tokens)
+        within("dense_share", row.dense_share, 0.0, 1.0)
+        within("adapter_bytes", row.adapter_bytes, 0, 2**50)
+        for _, share in row.controls:
+            within("a control's share", share, 0.0, 1.0)
+    within("the number of nodes", len(status.nodes), 0, _MOST_NODES)
+    for adapters, loads, sort in (
+        (status.adapters, status.adapter_loads, "adapter"),
+        (status.controlnets, status.controlnet_loads, "controlnet"),
+    ):
+        within(f"the number of {sort}s", len(adapters), 0, _MOST_ROWS)
+        for adapter in adapters:
+            within(f"bytes of one of the {sort}s", adapter.nbytes, 0, 2**50)
+        for cost in loads.values():
+            within(f"{sort}_loads", cost.fixed, 0.0, _MOST_LOAD_S)
+            within(f"{sort}_loads", cost.per_byte, 0.0, 1.0)
+    if (served := status.served) is not None:
+        within("served.native_resolution", served.native_resolution, 1, 2**16)
+        within("served.token_pixels", served.token_pixels, 1, served.native_resolution)
+        within("served.num_inference_steps", served.num_inference_steps, 1, _MOST_STEPS)
+        within("served.mask_ring", served.mask_ring, 0, 2**16)
+        within("served.own_stride", served.own_stride, 0.0, 1.0)
+        within("served.own_ring", served.own_ring, 0, 2**16)
+
+
+def _sets(templates: Mapping[str, tuple[str, ...]]) -> dict[str, frozenset[str]]:
+    return {tier: frozenset(ids) for tier, ids in templates.items()}
+
+
+class WorkerEpoch(NamedTuple):
+    """A worker from when it answers until it is given up: what comes back may do better."""
+
+    address: str
+    number: int
+
+
+class Prediction(NamedTuple):
+    """Of an edit at a worker, in seconds from when it is sent."""
+
+    denoised_s: float
+    answered_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """An edit at a worker, from when the worker was chosen until its answer."""
+
+    request_id: str
+    edit: Edit
+    worker: Worker
+    at: float
+    """On the router's clock."""
+    predicted: Prediction
+    seen: bool = False
+    """A record has listed it."""
+    listed_at: float = 0.0
+    """When one did last; at first, when it was sent."""
+    cancel: Callable[[], object] | None = None
+    """Ends the call that it waits in."""
+    ended_for: MaskserveError | Failure | None = None
+    """Why the router ended that call itself."""
+
+    def end(self, reason: MaskserveError | Failure) -> None:
+        """End the call: nobody waits for it any more, or nothing will come of it."""
+        self.ended_for = reason
+        if self.cancel is not None:
+            self.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker. Its id is the address: two hosts may give workers the same name."""
+
+    address: str
+    config: RouterConfig
+    index: TemplateIndex = field(default_factory=TemplateIndex)
+    """Who has which templates; the workers of a pool share one."""
+    upstream: Upstream = field(init=False)
+    breaker: Breaker = field(init=False)
+    status: PolledStatus | None = None
+    as_of: float = 0.0
+    """When the record was written, on the router's clock."""
+    up: bool = False
+    misses: int = 0
+    taken_in_s: float = 0.0
+    """What its last record took to be read."""
+    epochs: int = 0
+    """Times that it was given up."""
+    sent: dict[str, Sent] = field(default_factory=dict)
+    """The ledger: edits that are there by request id."""
+    number: int = field(init=False)
+    """In the index."""
+    templates_version: str | None = ""
+    """Of its templates as the index has them; empty: none is known. None: the worker tells all of
+    them each time."""
+    times: AnswerTimes = field(default_factory=AnswerTimes)
+    changed: Callable[[Worker], object] | None = None
+    """Told whenever decisions may see it otherwise than before."""
+    _listed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Templates as the index has them of a worker that tells all of them."""
+    _draining: bool = False
+    _answered: set[str] = field(default_factory=set)
+    """Edits that were answered since the record was written."""
+    _view: WorkerView | None = None
+
+    def __post_init__(self) -> None:
+        self.number = self.index.join()
+        self.upstream = Upstream(self.address)
+        self.breaker = Breaker(self.config.faults)
+
+    @property
+    def epoch(self) -> WorkerEpoch:
+        return WorkerEpoch(self.address, self.epochs)
+
+    @property
+    def model(self) -> str:
+        return self.status.model if self.status is not None else ""
+
+    @property
+    def host(self) -> str:
+        """Whose files it shares; empty: nobody's."""
+        return self.status.values.host if self.status is not None else ""
+
+    @property
+    def results_at(self) -> str:
+        """Where results that it keeps lie: with all workers of its host, or with it alone."""
+        return self.host or self.address
+
+    @property
+    def served(self) -> Served | None:
+        return self.status.served if self.status is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it says that it takes edits; the breaker may still hold them back."""
+        return self.up and not self.draining and self.status is not None and self.status.takes_edits
+
+    @property
+    def draining(self) -> bool:
+        """An operator asked this router to send it nothing more."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.changed is not None:
+            self.changed(self)
+
+    def _see_anew(self) -> None:
+        """Its view is no longer what it was."""
+        self._view = None
+        self._tell()
+
+    def lost(self, reason: Failure) -> None:
+        """It no longer answers: the calls that wait in it are ended."""
+        self._tell()
+        self.up, self.epochs = False, self.epochs + 1
+        self.templates_version = ""  # what comes back may be another version of itself
+        for sent_edit in list(self.sent.values()):
+            sent_edit.end(reason)
+
+    def heard(self, status: PolledStatus, now: float) -> None:
+        """A record has come in."""
+        if status.alive:
+            self.misses, self.up = 0, True
+        else:
+            self.misses += 1
+        self._take_templates(status)
+        self.status, self.as_of = status, now - status.told_age_s
+        self._answered.clear()
+        listed = {row.request_id for row in (*status.running, *status.waiting)}
+        for name, sent_edit in list(self.sent.items()):
+            if name in listed:
+                sent_edit.seen, sent_edit.listed_at = True, now
+            elif now - sent_edit.listed_at > self.config.faults.unlisted_s:
+                message = "[ENGINE_FAILED] the worker does nothing about the edit"
+                sent_edit.end(Failure(grpc.StatusCode.UNAVAILABLE, message))
+        self._see_anew()
+
+    def tells_all(self) -> None:
+        """It is of a version that tells no changes of its templates, but all of them each time."""
+        self.index.clear(self.number)
+        self.templates_version, self._listed = None, {}
+
+    def _take_templates(self, status: PolledStatus) -> None:
+        """Bring the index to what a record says."""
+        changes = status.template_changes
+        if changes is None:
+            if self.templates_version is not None:
+                self.tells_all()
+            if self._listed == status.templates:
+                return
+            previous, self._listed = self._listed, status.templates
+            changes = changes_of(_sets(previous), _sets(status.templates))
+        else:
+            if changes.since not in ("", self.templates_version):
+                # Nothing follows from changes since another version: all is told the next time.
+                changes = TemplateChanges("")
+            if not changes.since:
+                self.index.clear(self.number)
+            self.templates_version = changes.version
+        for tier, templates in changes.added.items():
+            self.index.add(self.number, tier, templates)
+        for tier, templates in changes.removed.items():
+            self.index.remove(self.number, tier, templates)
+
+    def predict(self, edit: Edit, now: float) -> Prediction:
+        """What an edit would take that is sent to it now."""
+        denoised = predicted_seconds(edit, self.view(now), now)
+        return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
+
+    def share_left(self, request_id: str) -> float | None:
+        """Of the steps of an edit that has a row, as the record has it; None: it waits for one."""
+        sent_edit = self.sent.get(request_id)
+        if sent_edit is None or not sent_edit.seen or self.status is None:
+            return None
+        if any(row.request_id == request_id for row in self.status.waiting):
+            return None
+        steps_left = [r.steps_left for r in self.status.running if r.request_id == request_id]
+        return min(sum(steps_left) / sent_edit.edit.steps, 1.0)  # none: it is past its last step
+
+    def running_s(self, now: float) -> float:
+        """Seconds until all that has a row here has ended."""
+        rows = self.view(now).running
+        steps = max((row.steps for row in rows), default=0)
+        work = steps * self.view(now).pricing.step + sum(row.steps * row.compute for row in rows)
+        return max(work - (now - self.as_of), 0.0)
+
+    def least_s(
+        self,
+        edit: Edit,
+        now: float,
+        *,
+        ahead: Sequence[Edit] = (),
+        alone: bool = False,
+        primed: bool = False,
+    ) -> float:
+        """Seconds to its answer if it steps down as far as it may.
+
+        Args:
+            edit: sent to this worker now.
+            now: time.monotonic().
+            ahead: edits that are sent before it.
+            alone: as if the worker had nothing else to do.
+            primed: as if it had the edit's template.
+        """
+        view = self.view(now)
+        if ahead:
+            view = view.sent(ahead)
+        if alone:
+            view = replace(view, running=(), waiting=())
+        if primed:
+            view = replace(view, templates=None)
+        denoised = view.least_share(edit) * predicted_seconds(
+            edit, view, view.as_of if alone else now
+        )
+        return self.times.predict(edit.total_tokens, denoised)
+
+    def add(self, sent: Sent) -> None:
+        """Write an edit into the ledger."""
+        self.sent[sent.request_id] = sent
+        self._see_anew()
+
+    def answered(self, sent: Sent, seconds: float) -> None:
+        """It has answered an edit, so long after it was sent."""
+        self.times.learn(sent.edit.total_tokens, sent.predicted.denoised_s, seconds)
+
+    def remove(self, sent: Sent) -> None:
+        """The edit is answered, or given up."""
+        if self.sent.pop(sent.request_id, None) is not None:
+            self._answered.add(sent.request_id)
+            self._see_anew()
+
+    def view(self, now: float) -> WorkerView:
+        """As policies see it: the record, less what was answered since, and what was sent since.
+
+        An edit that a record has listed and lists no longer is past its last step.
+        """
+        if self._view is None:
+            self._view = self._base().sent(s.edit for s in self.sent.values() if not s.seen)
+        usable = self.ready and self.breaker.allows(now)
+        return self._view if self._view.ready == usable else replace(self._view, ready=usable)
+
+    def _base(self) -> WorkerView:
+        status = self.status
+        if status is None:
+            return WorkerView(self.address, UNPRICED, 1, 0, ready=False)
+        adjusted_status = structs.replace(
+            status,
+            worker=self.address,
+            running=self._unanswered(status.running),
+            waiting=self._unanswered(status.waiting),
+            max_waiting=min(status.max_waiting, self.config.admission.waiting_per_worker),
+        )
+        templates = self.index.view(self.number)
+        return WorkerView.from_status(
+            adjusted_status, status.pricing or UNPRICED, self.as_of, templates
+        )
+
+    def _unanswered(self, rows: tuple[RowStatus, ...]) -> tuple[RowStatus, ...]:
+        if not self._answered:
+            return rows
+        return tuple(row for row in rows if row.request_id not in self._answered)

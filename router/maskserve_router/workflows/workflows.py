@@ -1,0 +1,679 @@
+"""Workflows at the router: each plan is a model of its name, and its runs are driven here.
+
+Edits go the way of every edit (`Edits`: admission, keys, prices, retry), other nodes to the node
+servers. What a run decides is core's (`WorkflowRun`); this starts tasks, tells it what came of
+them, and starts again those that were lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import secrets
+import time
+import uuid
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack, aclosing, contextmanager, suppress
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts import bytes_tensor
+from maskserve_common.contracts.keys import name_of, scope_of, scoped
+from maskserve_common.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_common.contracts.tensors import META, Contract, text
+from maskserve_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    TemplateNotFound,
+    split_code,
+)
+from maskserve_common.files.values import NO_VALUES, RUN, Values
+from maskserve_common.imaging.images import as_file
+from maskserve_common.logs import about
+from maskserve_router.fair_share import IN_A_THREAD, Turns
+from maskserve_router.keys import EditCounts, KeyHolder
+from maskserve_router.messages.control_message import control_request
+from maskserve_router.messages.edit_call import MODELS, request_id_of
+from maskserve_router.messages.failures import Failure, let_go
+from maskserve_router.messages.model_request import ModelRequest
+from maskserve_router.scheduling.admission import Admission, EditRoom
+from maskserve_router.scheduling.edits import Edits
+from maskserve_router.workers.autoscaling import servers_wanted
+from maskserve_router.workers.node_pool import NodePool, hosts
+from maskserve_router.workers.stream_buffer import Message, Unread
+from maskserve_router.workers.worker import Worker
+from maskserve_router.workflows.run_times import RunTime, RunTimes
+from maskserve_router.workflows.run_values import RunValues
+from maskserve_workflows.node_types import EDIT
+from maskserve_workflows.nodes import NODE_TYPES
+from maskserve_workflows.plan import INPUTS, NodeCall, WorkflowPlan, every_step, output_kinds
+from maskserve_workflows.ports import WorkflowError
+from maskserve_workflows.run import Task, WorkflowRun, seed_of
+from maskserve_workflows.values import Judgement, NamedValue, named_in, parts_of
+from maskserve_workflows.wire import drawn, nbytes
+
+log = logging.getLogger("maskserve.router")
+
+
+_Called: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+"""Outputs of a node, and what META says of it."""
+_TRIES: Final = 3
+"""Of a node whose server was lost."""
+_LONGEST_NAME: Final = 60
+"""Of a request's id in those of its edits."""
+_SEED_BITS: Final = 32
+_ROUTE: Final = "workflow"
+_PASSING: Final = ("progress", "preview")
+_OF_EVENTS: Final = ("event", "step", "steps", "restarts")
+"""What such an event of an edit says beside whose it is."""
+_OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
+"""What META says of an edit, of its own META."""
+_OF_NODES: Final = ("server", "seconds", "kept", "tries")
+"""What META says of another node (`node_pool.Made`)."""
+_EARLY_S: Final = 60.0
+
+
+class Workflows:
+    """Runs plans; used from the event loop only.
+
+    Args:
+        plans: that are served.
+        edits: answers the edits of runs.
+        nodes: the node servers.
+        workers: those that take edits now.
+        admission: counts runs among a key's operations, and their values among its bytes.
+        turns: copies pictures, off the loop.
+        limits: of texts.
+        times: what runs take.
+        values: this host's folder.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[WorkflowPlan],
+        edits: Edits,
+        nodes: NodePool,
+        workers: Callable[[], list[Worker]],
+        admission: Admission,
+        turns: Turns,
+        limits: LimitsConfig,
+        times: RunTimes,
+        values: Values = NO_VALUES,
+    ) -> None:
+        self._times, self._values = times, values
+        self._admission, self._turns, self._limits = admission, turns, limits
+        self.plans = {plan.name: plan for plan in plans}
+        self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
+        """All that clients may call: tensors by name."""
+        self._edits, self._nodes, self._workers = edits, nodes, workers
+        self._runs: dict[str, asyncio.Task[Any]] = {}
+        """Under way, by request id."""
+        self._coming: set[str] = set()
+        """LoRAs that hosts are told to load."""
+
+    def cancel(self, request_id: str) -> bool:
+        """End a run and all its nodes; False if there is none of this id."""
+        task = self._runs.get(request_id)
+        return task is not None and task.cancel("cancelled by id")
+
+    async def listed(self, client: KeyHolder) -> dict[str, Any]:
+        """What `/v1/workflows` says: every plan, and who runs the models that it needs."""
+        listed, records = [], await self._nodes.records(client)
+        for plan in self.plans.values():
+            models = sorted({NODE_TYPES[node].model for node in _nodes_of(plan)})
+            where = {model: hosts(model, records) for model in models}
+            listed.append({**msgspec.to_builtins(plan), "hosts": where})
+        return {"object": "list", "data": listed}
+
+    async def node_servers(self, client: KeyHolder) -> dict[str, Any]:
+        """What each hosts; None of one that does not answer."""
+        return await self._nodes.records(client)
+
+    def node_servers_wanted(self) -> int:
+        """For what calls keep busy; 0: the router knows of no node server."""
+        return servers_wanted(sum(self._nodes.busy().values())) if self._nodes.known else 0
+
+    async def stream(
+        self,
+        message: ModelRequest,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        client: KeyHolder,
+        *,
+        watched: bool = True,
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """The events of a run: with `progress` one for each node that has ended and the edits' own,
+        with `preview_every` their previews, then the answer.
+
+        Args:
+            message: the request, checked.
+            headers: of the call.
+            timeout: seconds that the client waits.
+            client: who calls.
+            watched: whether the client sees events beside the answer.
+
+        Raises:
+            MaskserveError: it cannot be run, a node failed, or it was cancelled or late.
+            Failure: a worker's or node's.
+        """
+        with ExitStack() as exit_stack:  # its request, and what is made of it
+            exit_stack.enter_context(self._admission.operation(client, message.size))
+            plan = self.plans[message.head.model_name]
+            begin = time.monotonic()
+            turn = partial(self._turns.run, client)
+            settings, inputs = await turn(
+                message.size, _asked, message, plan, client, self._limits.max_prompt_chars
+            )
+            if not watched:
+                settings = structs.replace(settings, progress=False, preview_every=0)
+            client.check_adapters(plan.early, f"{plan.name}.loras")
+            await self._nodes.check(_nodes_of(plan))
+            assert settings.request_id is not None
+            if settings.request_id in self._runs:
+                raise InvalidRequest(
+                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+                )
+            whose = self._values, client.scope, self._turns.later
+            named = bool(self._values.host)
+            files = await self._turns.locked(RunValues, *whose) if named else RunValues(*whose)
+            exit_stack.callback(files.end)
+            locks = IN_A_THREAD if named else 0
+            inputs = await turn(max(message.size, locks), files.given, plan, inputs)
+            unread = Unread()
+
+            def tell(
+                meta: Mapping[str, Any], outputs: Mapping[str, Any] | None = None, **more: bool
+            ) -> None:
+                event = _event(plan, {**meta, "request_id": _own(settings)}, outputs)
+                unread.put(Message(event.SerializeToString(), **more))
+
+            machine = WorkflowRun(plan, inputs, files.there)
+            run = _timed(plan, machine, begin, timeout, settings)
+
+            async def measure(task: Task) -> None:
+                """Learn what an edit takes whose mask is known, as far as a router can say."""
+                with suppress(MaskserveError):
+                    edit = _edit_request(task, settings, False, math.inf, files)
+                    if (seconds := await self._edits.alone_s(edit, client)) is not None:
+                        run.edit_s[task.key] = seconds
+
+            for step in _edits_of_given_masks(plan):
+                step_inputs = {
+                    name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()
+                }
+                await measure(Task(step.id, step, {"prompt": "", **step_inputs, **step.texts}))
+            self._times.begin(run)
+            exit_stack.callback(self._times.end, run)
+            streams = bool(settings.progress or settings.preview_every)
+            shows = "image" in plan.outputs
+
+            async def edited(task: Task, room: EditRoom) -> _Called:
+                begin = time.monotonic()
+                due_s = self._times.due_of(run, task) - begin
+                request = await turn(
+                    nbytes(task.inputs), _edit_request, task, settings, streams, due_s, files
+                )
+                deadline = self._times.wanted_until(run, task)
+                left_s = None if deadline == math.inf else max(deadline - begin, 0.001)
+                arguments = request, request.size, client, headers, left_s, _ROUTE, room
+                if streams:
+
+                    def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
+                        event = {**meta, "key": task.key, "node": EDIT}
+                        tell(event, picture if shows else None, passing=True)
+
+                    edit_outputs, meta = await _followed(
+                        self._edits.stream(*arguments), turn, passing
+                    )
+                else:
+                    answer = await self._edits.infer(*arguments)
+                    edit_outputs, meta = await turn(len(answer), _edited, answer)
+                report = {name: meta[name] for name in _OF_EDITS if name in meta}
+                seconds = time.monotonic() - begin
+                report["seconds"] = round(seconds, 4)
+                self._times.learn(run, task, meta, seconds)
+                return {"picture": drawn(edit_outputs["image"])}, report
+
+            async def call(task: Task) -> _Called:
+                if task.call.node == EDIT and task.call.id not in run.edit_s:
+                    await measure(task)
+                self._times.check_next(run, task)
+                if task.call.node == EDIT:
+                    run.sent[task.key] = _edit_id(task, settings)
+                    with self._admission.room(client) as room:
+                        node_outputs, report = await edited(task, room)
+                else:
+                    starts_by = self._times.due_of(run, task)
+                    node = await self._nodes.call(task, client, starts_by, files.run)
+                    node_outputs, report = (
+                        node.outputs,
+                        {name: getattr(node, name) for name in _OF_NODES},
+                    )
+                if any(isinstance(part, bytes) for part in parts_of(list(node_outputs.values()))):
+                    node_outputs = await turn(
+                        max(nbytes(node_outputs), locks), files.received, node_outputs
+                    )
+                exit_stack.enter_context(self._admission.hold(client, nbytes(node_outputs)))
+                return node_outputs, report
+
+            early = asyncio.create_task(self._bring(plan.early))
+            driven = _Driven(machine, call, files, tell if settings.progress else lambda told: None)
+            work = asyncio.create_task(driven.run(run.until))
+            work.add_done_callback(unread.end)
+            self._runs[settings.request_id] = work
+            try:
+                with _logged(plan, settings, client, driven.told):
+                    async for event in unread:
+                        yield pb.ModelInferResponse.FromString(event)
+                    try:
+                        outputs = work.result()
+                    except asyncio.CancelledError:
+                        raise Cancelled("the workflow was cancelled") from None
+                    except WorkflowError as error:
+                        raise InvalidRequest(plan.name, str(error)) from None
+                    except TimeoutError:
+                        raise DeadlineExceeded(
+                            f"{run.until - begin:.1f} s passed before {plan.name} ended"
+                        ) from None
+                meta = {
+                    "event": "final",
+                    "request_id": _own(settings),
+                    "seed": settings.seed,
+                    "workflow": plan.name,
+                    "digest": plan.digest,
+                    "seconds": round(time.monotonic() - begin, 4),
+                    "outputs": output_kinds(plan),
+                    "nodes": driven.told,
+                    "values": {"count": files.count, "bytes": files.bytes},
+                }
+                yield await turn(nbytes(outputs), _event, plan, meta, outputs)
+            finally:
+                del self._runs[settings.request_id]
+                for running_task in (work, early):
+                    running_task.cancel()
+                await asyncio.gather(work, early, return_exceptions=True)
+
+    async def infer(
+        self,
+        message: ModelRequest,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        client: KeyHolder,
+    ) -> bytes:
+        """The answer alone; raises as `stream`."""
+        run = self.stream(message, headers, timeout, client, watched=False)
+        async with aclosing(run) as events:
+            (answer,) = [event async for event in events]
+        return await self._turns.run(client, answer.ByteSize(), answer.SerializeToString)
+
+    async def _bring(self, names: Sequence[str]) -> None:
+        """Have the workers' hosts load LoRAs, each once at a time however many runs want it; one
+        that cannot is told by the edit that needs it.
+        """
+        new = set(names) - self._coming
+        self._coming |= new
+        calls = [
+            worker.upstream.control(control_request({"op": "adapter_load", "name": name}), _EARLY_S)
+            for worker in self._workers()
+            for name in sorted(new)
+        ]
+        try:
+            await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            self._coming -= new
+
+
+class _Driven:
+    """One run under way.
+
+    Args:
+        machine: says what is ready.
+        call: a task's outputs, and what META says of it.
+        files: what of its values lies in files.
+        tell: is told of each node that has ended.
+    """
+
+    def __init__(
+        self,
+        machine: WorkflowRun,
+        call: Callable[[Task], Coroutine[Any, Any, _Called]],
+        files: RunValues,
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._call, self._tell = call, tell
+        self._machine, self._files = machine, files
+        self.told: list[dict[str, Any]] = []
+        """Of each node, as they ended."""
+
+    async def run(self, until: float) -> dict[str, Any]:
+        """The workflow's outputs, read; nothing is under way any more when this ends, at `until`
+        at the latest.
+        """
+        limit_s = None if until == math.inf else until - time.monotonic()
+        under_way: dict[asyncio.Task[_Called], Task] = {}
+        try:
+            async with asyncio.timeout(limit_s):
+                while (outputs := self._read()) is None:
+                    for task in self._machine.ready():
+                        under_way[asyncio.create_task(self._call(task))] = task
+                    finished_calls, _ = await asyncio.wait(
+                        under_way, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    # In the order of the plan: which of several refusals is told is no draw.
+                    for node_call in [call for call in under_way if call in finished_calls]:
+                        self._ended(under_way.pop(node_call), node_call)
+                    self._files.free(self._machine.needed())
+            return outputs
+        finally:
+            for node_call in under_way:
+                node_call.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _read(self) -> dict[str, Any] | None:
+        """The outputs, once all has ended; of those that are lost the nodes are ready again."""
+        if not self._machine.ended:
+            return None
+        outputs = self._machine.outputs
+        lost_values = [
+            value for value in named_in(list(outputs.values())) if not self._files.there(value)
+        ]
+        if lost_values:
+            self._machine.again(lost_values)
+            return None
+        return self._files.read(outputs)
+
+    def _ended(self, task: Task, call: asyncio.Task[_Called]) -> None:
+        tries = self._machine.tries[task.key]
+        try:
+            outputs, call_report = call.result()
+        except EngineFailed as error:
+            if task.call.node == EDIT or tries == _TRIES:  # an edit has had its second worker
+                raise
+            self._lost(task, error)
+            return
+        except (TemplateNotFound, InvalidRequest, Failure) as error:
+            if error.code == TemplateNotFound.code and named_in(list(task.inputs.values())):
+                if tries == _TRIES:
+                    raise EngineFailed(f"{task.key}: what it reads was lost each time") from None
+                self._lost(task, error)
+                return
+            if error.code == DeadlineExceeded.code:
+                raise DeadlineExceeded(f"{task.key} was not done in time") from None
+            if error.code != InvalidRequest.code:
+                raise
+            text = error.details if isinstance(error, Failure) else str(error)
+            raise InvalidRequest(task.key, split_code(text)[1]) from None
+        total_tries = call_report.pop("tries", 1) + tries - 1
+        report = {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
+        self.told[:] = [
+            node_report for node_report in self.told if node_report["key"] != task.key
+        ]  # it is made again
+        self.told.append(report)
+        self._tell({"event": "node", **report})
+        self._files.made(outputs)
+        self._machine.done(task.key, outputs)
+
+    def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
+        """It runs again, and nobody is told of its error."""
+        let_go(error)  # it leads to the frame of `run`, where the outputs will be mapped
+        self._machine.lost(task.key)
+
+
+def _nodes_of(plan: WorkflowPlan) -> set[str]:
+    """Types of the nodes that node servers run."""
+    calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
+    return {call.node for call in calls} - {EDIT}
+
+
+def _edits_of_given_masks(plan: WorkflowPlan) -> list[NodeCall]:
+    """Edits whose masks are inputs of the workflow."""
+    calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
+    return [step for step in calls if step.node == EDIT and _input(step.inputs["mask"])]
+
+
+def _input(ref: str) -> str:
+    """The input of the workflow that a reference names; empty: none."""
+    owner, _, name = ref.partition(".")
+    return name if owner == INPUTS else ""
+
+
+def _edited(answer: bytes) -> _Called:
+    """A worker's answer: its picture and META."""
+    return _parts(pb.ModelInferResponse.FromString(answer))
+
+
+def _heard(message: bytes) -> _Called:
+    """The same of one message of a stream; nothing of one that only ends it."""
+    return _parts(pb.ModelStreamInferResponse.FromString(message).infer_response)
+
+
+async def _followed(
+    answers: AsyncGenerator[bytes, None],
+    turn: Callable[..., Coroutine[Any, Any, _Called]],
+    passing: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> _Called:
+    """The last of an edit's messages; `passing` is told of progress and previews before it."""
+    last: _Called = {}, {}
+    async with aclosing(answers):
+        async for answer in answers:
+            picture, meta = await turn(len(answer), _heard, answer)
+            if meta.get("event") in _PASSING:
+                passing({name: meta[name] for name in _OF_EVENTS if name in meta}, picture)
+            elif meta:
+                last = picture, meta
+    return last
+
+
+def _parts(response: pb.ModelInferResponse) -> _Called:
+    if not response.outputs:
+        return {}, {}
+    outputs = bytes_tensor.outputs(response)
+    picture = {"image": bytes(outputs["IMAGE"])} if len(outputs["IMAGE"]) else {}
+    return picture, msgspec.json.decode(outputs["META"])
+
+
+@contextmanager
+def _logged(
+    plan: WorkflowPlan,
+    settings: EditSettings,
+    client: KeyHolder,
+    nodes: Sequence[dict[str, Any]],
+) -> Iterator[None]:
+    """Tell of a run when it ends: a log line, a count of its client's."""
+    begin, code = time.monotonic(), Cancelled.code
+    try:
+        yield
+        code = "OK"
+    except (MaskserveError, Failure) as error:
+        code = error.code
+        raise
+    except Exception:
+        code = EngineFailed.code
+        raise
+    finally:
+        seconds = time.monotonic() - begin
+        served = client.served.setdefault(plan.name, EditCounts())
+        served.add(seconds, succeeded=code == "OK")
+        fields = {
+            "code": code,
+            "workflow": plan.name,
+            "client": client.name,
+            "nodes": len(nodes),
+            "seconds": round(seconds, 4),
+        }
+        extra = {**about(settings.request_id or ""), "event": "workflow", "fields": fields}
+        log.info("workflow %s", code, extra=extra)
+
+
+def contract_of(plan: WorkflowPlan) -> Contract:
+    """The tensors of a plan's model: its inputs and outputs in capitals, SETTINGS and META."""
+    return Contract(
+        plan.about,
+        (
+            *(text(plan_input.name.upper()) for plan_input in plan.inputs),
+            text("SETTINGS", optional=True),
+        ),
+        (*(text(name.upper()) for name in plan.outputs), META),
+        decoupled=True,
+    )
+
+
+def _asked(
+    message: ModelRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
+) -> tuple[EditSettings, dict[str, Any]]:
+    """The settings of all edits of a run, with seed and request id, and its inputs.
+
+    Args:
+        message: the request.
+        plan: that it asks for.
+        client: who asks.
+        longest: characters that a text may have.
+
+    Raises:
+        InvalidRequest: naming what is wrong.
+    """
+    tensor_names = {tensor.name for tensor in message.head.inputs}
+    settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in tensor_names else b"")
+    if settings.output_format != "png":
+        problem = f"is {settings.output_format}, and {plan.name} answers with PNG"
+        raise InvalidRequest("SETTINGS.output_format", problem, "png")
+    if settings.output_quality is not None:
+        problem = f"is {settings.output_quality}, and {plan.name} answers with PNG"
+        raise InvalidRequest("SETTINGS.output_quality", problem, "none")
+    settings = structs.replace(
+        settings,
+        request_id=request_id_of(settings.request_id or uuid.uuid4().hex, client.scope),
+        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
+    )
+    inputs: dict[str, Any] = {}
+    for plan_input in plan.inputs:
+        name = plan_input.name.upper()
+        value: bytes | str = message.read(name)
+        if isinstance(value, bytes) and plan_input.kind == "text":
+            try:
+                value = value.decode()
+            except UnicodeDecodeError:
+                raise InvalidRequest(name, "is not UTF-8", "text") from None
+            if len(value) > longest:
+                raise InvalidRequest(name, f"is {len(value)} characters long", f"up to {longest}")
+        inputs[plan_input.name] = value
+    return settings, inputs
+
+
+def _timed(
+    plan: WorkflowPlan,
+    machine: WorkflowRun,
+    begin: float,
+    timeout: float | None,
+    settings: EditSettings,
+) -> RunTime:
+    """A run that has begun, with the times that its client asks for."""
+    limits = [item for item in (timeout, _seconds(settings.limit_ms)) if item is not None]
+    dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
+    due_time, deadline = (begin + min(item, default=math.inf) for item in (dues, limits))
+    return RunTime(plan, machine, begin, due_time, deadline)
+
+
+def _edit_request(
+    task: Task, settings: EditSettings, streams: bool, due_s: float, files: RunValues | None
+) -> ModelRequest:
+    """An edit of a run: its node's settings over those of the request.
+
+    Args:
+        task: the edit.
+        settings: of the run.
+        streams: whether its progress is wanted.
+        due_s: seconds until it is due, infinite where the run is due at no time. It goes on when
+            it is late: the run's own time ends it.
+        files: of the run, for a worker of this host; None: all goes as bytes.
+    """
+    assert settings.seed is not None
+    whole = {
+        **msgspec.json.decode(dump_settings(settings)),
+        "seed": seed_of(settings.seed, task.key),
+        **_due(task, due_s),
+        **task.call.settings,
+        "request_id": name_of(_edit_id(task, settings)),
+        "output_format": "png",
+    }
+    model = f"{EDIT}_stream" if streams else EDIT
+    request = ModelRequest(pb.ModelInferRequest(model_name=model))
+    inputs: dict[str, Any] = {
+        name: value.element if isinstance(value, NamedValue) else value
+        for name, value in task.inputs.items()
+    }
+    if files is not None and files.run:
+
+        def elsewhere() -> ModelRequest:
+            plain = Task(task.key, task.call, files.read(task.inputs))
+            return _edit_request(plain, settings, streams, due_s, None)
+
+        request.host, request.elsewhere = files.host, elsewhere
+        request.head.parameters[RUN].string_param = files.run
+    request.add("IMAGE", [inputs["image"]])
+    request.add("MASK", [inputs["mask"]])
+    request.add("PROMPT", [inputs["prompt"].encode()])
+    request.add("SETTINGS", [msgspec.json.encode(whole)])
+    if "control" in inputs:
+        request.add("CONTROL", [inputs["control"]])
+    for output in ("IMAGE", "META"):
+        request.head.outputs.add(name=output)
+    return request
+
+
+def _edit_id(task: Task, settings: EditSettings) -> str:
+    """The request id of a run's edit."""
+    assert settings.request_id is not None
+    name = name_of(settings.request_id)
+    if len(name) > _LONGEST_NAME:
+        name = hashlib.sha256(name.encode()).hexdigest()[:32]
+    place = task.key.replace("[", ".").replace("]", "")
+    return scoped(scope_of(settings.request_id), f"{name}/{place}")
+
+
+def _due(task: Task, due_s: float) -> dict[str, Any]:
+    if due_s == math.inf or "deadline_ms" in task.call.settings:
+        return {}
+    return {"deadline_ms": max(int(1e3 * due_s), 1), "on_late": "finish"}
+
+
+def _event(
+    plan: WorkflowPlan, meta: Mapping[str, Any], outputs: Mapping[str, Any] | None = None
+) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse(model_name=plan.name, model_version="1")
+    for name, value in (outputs or {}).items():
+        bytes_tensor.add_output(response, name.upper(), [_encoded(value)])
+    bytes_tensor.add_output(response, "META", [msgspec.json.encode(meta)])
+    return response
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, Judgement):
+        return msgspec.json.encode(value)
+    return value.encode() if isinstance(value, str) else as_file(value)
+
+
+def _own(settings: EditSettings) -> str:
+    """The request id as the client knows it."""
+    return name_of(settings.request_id or "")
+
+
+def _seconds(limit_ms: int | None) -> float | None:
+    return None if limit_ms is None else limit_ms / 1e3
