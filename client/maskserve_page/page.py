@@ -23,7 +23,7 @@ from maskserve_client import EditResult, Final, Masks, Preview
 from maskserve_common.contracts.settings import CACHE_MODES
 from maskserve_common.errors import Cancelled, InvalidRequest, MaskserveError
 from maskserve_page import told
-from maskserve_page.asked import decoded, settings_of, source_and_mask
+from maskserve_page.edit_inputs import decoded, settings_of, source_and_mask
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import Session
 

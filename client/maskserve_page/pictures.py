@@ -14,7 +14,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.containers import read_container
 from maskserve_common.imaging.images import Size, read_size
-from maskserve_common.kept import Kept
+from maskserve_common.lru_cache import Kept
 
 LIMITS = LimitsConfig()
 EXPIRES_S = 3600.0

@@ -14,7 +14,7 @@ from PIL import Image
 from maskserve_client import Preview, Progress
 from maskserve_common.contracts.meta import STAGES
 from maskserve_common.errors import MaskserveError
-from maskserve_page.asked import NotYet
+from maskserve_page.edit_inputs import NotYet
 from maskserve_page.pictures import PagePicture
 
 _CUT = re.compile(r"(.+): text_encoder\w* reads \d+ tokens and not the last (\d+)")

@@ -24,7 +24,7 @@ from maskserve_common.contracts.request import (
 from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_lora.catalogue import Catalogue
 
 _SEED_BITS = 32

@@ -21,8 +21,8 @@ from maskserve_common.contracts.meta import with_decoded
 from maskserve_common.contracts.postprocess_context import request_in
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.errors import EngineFailed
-from maskserve_common.kept import Kept
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_common.lru_cache import Kept
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.latents import to_model
 from maskserve_engine.stages.moments_folder import MomentsFolder

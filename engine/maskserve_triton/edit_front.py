@@ -33,7 +33,7 @@ from maskserve_common.files.values import RUN
 from maskserve_common.observations import Observations
 from maskserve_common.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_lora.store import AdapterStore
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.acks import AckSender

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import scope_of, template_id
 from maskserve_common.contracts.request import EditRequest
-from maskserve_common.kept import Kept
+from maskserve_common.lru_cache import Kept
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt

@@ -13,8 +13,8 @@ from maskserve_common.files.values import Values
 from maskserve_common.reading import Misread
 from maskserve_triton.answer import Answer, answer_each
 from maskserve_triton.tensor_io import read_bytes, read_elements
-from maskserve_workflows.asked import AskedNode
 from maskserve_workflows.node_models import NodeModels
+from maskserve_workflows.node_request import AskedNode
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.wire import (

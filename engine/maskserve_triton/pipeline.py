@@ -14,7 +14,7 @@ import numpy as np
 
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_triton.acks import ACKS, AckSender
 from maskserve_triton.preprocess import PreparedTemplate, prepare_template
 from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor

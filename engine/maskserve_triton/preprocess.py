@@ -41,8 +41,8 @@ from maskserve_common.imaging.masks import (
 )
 from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, see
-from maskserve_engine.spec.facts import ModelFacts
-from maskserve_engine.spec.shown import LONGEST
+from maskserve_engine.spec.encoder_picture import LONGEST
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_triton.accept import accept_edit
 
 DECODED_PIXELS = 1_500_000

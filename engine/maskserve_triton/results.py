@@ -16,7 +16,7 @@ from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import decode_image
 from maskserve_common.logs import about
 from maskserve_common.shares import Full
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_triton.fair_threads import FairThreads
 from maskserve_triton.pipeline import prime_template
 from maskserve_triton.templates import templates_of

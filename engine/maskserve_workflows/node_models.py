@@ -26,11 +26,11 @@ from maskserve_common.config import Config
 from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.observations import Observations
-from maskserve_common.resources.holdings import Holdings
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_common.resources.residency import Residency, Resource
-from maskserve_workflows.asked import AskedNode, Nodes
+from maskserve_common.resources.resource_cache import Holdings
 from maskserve_workflows.node_folders import NodeFolder, node_folders
+from maskserve_workflows.node_request import AskedNode, Nodes
 from maskserve_workflows.nodes import LIGHT
 from maskserve_workflows.pictures import PictureNodes
 

@@ -15,7 +15,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import decode_image, decode_mask, encode_png
 from maskserve_common.imaging.masks import bounding_box
-from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.node_request import AskedNode, one_by_one
 from maskserve_workflows.nodes import LIGHT, NODE_TYPES
 from maskserve_workflows.plan import MOST
 from maskserve_workflows.values import Areas, Judgement

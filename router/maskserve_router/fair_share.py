@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from maskserve_common.contracts.keys import NO_SCOPE
-from maskserve_common.key_turns import KeyWork
+from maskserve_common.fair_queue import KeyWork
 from maskserve_common.shares import Shares
 from maskserve_router.keys import KeyHolder
 

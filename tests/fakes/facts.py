@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from maskserve_common.contracts.semantics import FILL
-from maskserve_engine.spec.facts import ALL_STEPS, EditDefaults, ModelFacts
 from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.spec.mmdit import CONTROL
+from maskserve_engine.spec.model_spec import ALL_STEPS, EditDefaults, ModelFacts
 
 FILL_FACTS = ModelFacts(
     family="flux",

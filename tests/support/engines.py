@@ -18,7 +18,7 @@ from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.spec.estimate import pricing_of
-from maskserve_engine.spec.facts import own_rule, text_shares
+from maskserve_engine.spec.model_spec import own_rule, text_shares
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink

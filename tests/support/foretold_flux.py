@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.layers.scatter_kv import KvSource

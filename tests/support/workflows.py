@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from maskserve_common.imaging.images import encode_png
-from maskserve_workflows.asked import AskedNode, Nodes
 from maskserve_workflows.definition import Workflow, each, repeat
+from maskserve_workflows.node_request import AskedNode, Nodes
 from maskserve_workflows.nodes import (
     best,
     compose,

@@ -19,7 +19,7 @@ from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.files.weight_files import weight_files
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_engine.spec.control_nets import ControlNets, KnownControlNet, version_of
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import dtype_of
 

@@ -10,8 +10,8 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 
 import torch
 
-from maskserve_engine.batch.own_anchors import Entry
 from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import Entry
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.planning.two_stream import Plan
 

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.batch.transfer import moved
 
 _NO_PICTURE = np.zeros((0, 0, 3), np.uint8)

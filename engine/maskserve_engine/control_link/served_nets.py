@@ -7,7 +7,7 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_engine.adapters.control_net_loader import Bring, ControlNetLoader
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.spec.control_nets import KnownControlNet, content_of
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 _LOAD_S = 300.0
 """Seconds in which a service loads a ControlNet."""

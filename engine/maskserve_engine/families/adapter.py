@@ -12,8 +12,8 @@ import torch
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
-from maskserve_engine.batch.own_anchors import AnchoredRow, Entry, OwnPlan
 from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import AnchoredRow, Entry, OwnPlan
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
@@ -24,7 +24,7 @@ from maskserve_engine.families.control import NetBatch, NetRow
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.planning.two_stream import Plan
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 
 class EditRow(Row, Protocol):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.control_link.opening import Opening
 
 

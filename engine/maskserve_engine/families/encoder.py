@@ -17,7 +17,7 @@ from maskserve_common.config import Config
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, TokensRead
 from maskserve_engine.stages.loader import load_part, load_plain

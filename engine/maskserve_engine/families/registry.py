@@ -17,7 +17,7 @@ from maskserve_common.config import Config, ConfigError
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.specs import check_family, check_widths, load_facts
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.loader import warm_up_side
 

@@ -19,8 +19,8 @@ from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.spec.family import FamilyFacts, family_work
+from maskserve_engine.spec.model_spec import ModelFacts
 
 FAMILIES: dict[str, FamilyFacts] = {
     "chroma": chroma,

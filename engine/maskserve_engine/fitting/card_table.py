@@ -39,7 +39,7 @@ from maskserve_engine.fitting.memory import (
     weight_bytes,
 )
 from maskserve_engine.planning.cost_model import H100, estimate
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 CARDS = (16, 24, 40, 48, 80)
 """GB, as cards are sold; nearly GiB."""

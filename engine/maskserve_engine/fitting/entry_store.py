@@ -39,7 +39,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.cost_model import CostModel, Rates, estimate
 from maskserve_engine.planning.cost_profile import read_profile
 from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat
-from maskserve_engine.spec.facts import anchor_stride
+from maskserve_engine.spec.model_spec import anchor_stride
 from maskserve_engine.stages.device_probe import Timer, device_rates, seconds_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 

@@ -20,9 +20,9 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.specs import control_work, recorded_rows
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.planning.own_anchors import own_bytes
+from maskserve_engine.planning.refresh_steps import own_bytes
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.facts import ModelFacts, own_rule, own_stride
+from maskserve_engine.spec.model_spec import ModelFacts, own_rule, own_stride
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles

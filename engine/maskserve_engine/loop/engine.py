@@ -31,7 +31,7 @@ from maskserve_engine.families.specs import filled_threads
 from maskserve_engine.loop.status_publisher import StatusPublisher
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.loop.warm_up import rows_per_s, warm_up
-from maskserve_engine.planning.own_anchors import clock_steps
+from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource
 from maskserve_engine.requests.executor import Executor
@@ -40,7 +40,7 @@ from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.step_scheduler import ALL_FREE
-from maskserve_engine.spec.facts import own_rule
+from maskserve_engine.spec.model_spec import own_rule
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 
 _log = logging.getLogger(__name__)

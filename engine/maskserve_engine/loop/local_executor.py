@@ -14,8 +14,8 @@ from maskserve_common.logs import about
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import Entry, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import Entry, OwnReader
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads

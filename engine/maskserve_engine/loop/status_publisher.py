@@ -21,13 +21,19 @@ from maskserve_engine.fitting.entry_store import entry_format
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.loop.step_planner import CHOICES
 from maskserve_engine.planning.flops import KINDS
-from maskserve_engine.planning.own_anchors import clock_steps
+from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.policies import batches_of, policy_of
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.spec.estimate import pricing_of
-from maskserve_engine.spec.facts import ModelFacts, dense_steps, own_rule, own_stride, text_shares
+from maskserve_engine.spec.model_spec import (
+    ModelFacts,
+    dense_steps,
+    own_rule,
+    own_stride,
+    text_shares,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from transformers import Swin2SRForImageSuperResolution
 
 from maskserve_common.config import Config
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.node_request import AskedNode, one_by_one
 from maskserve_workflows.pictures import read_picture
 
 MOST_PIXELS: Final = 2**21

@@ -13,7 +13,7 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.node_request import AskedNode, one_by_one
 from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_mask, read_picture
 from maskserve_workflows.values import Judgement
 

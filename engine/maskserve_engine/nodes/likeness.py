@@ -11,7 +11,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from maskserve_common.config import Config
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.asked import AskedNode, one_by_one
+from maskserve_workflows.node_request import AskedNode, one_by_one
 from maskserve_workflows.pictures import read_picture
 from maskserve_workflows.values import Judgement
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maskserve_common.config import Config
-from maskserve_workflows.asked import Nodes
+from maskserve_workflows.node_request import Nodes
 
 
 def open_nodes(kind: str, config: Config, loaded: Mapping[str, Any]) -> Nodes:

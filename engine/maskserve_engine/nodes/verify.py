@@ -19,7 +19,7 @@ import msgspec
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
 from maskserve_common.imaging.images import encode_png
-from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.node_request import AskedNode
 from maskserve_workflows.pictures import read_picture
 from maskserve_workflows.values import Judgement
 

@@ -10,15 +10,15 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import acting, scale_at
 from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
-from maskserve_common.resources.holdings import Holdings
 from maskserve_common.resources.loading import Loaded, Source
 from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_cache import Holdings
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.specs import control_work
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 
 class ControlNetSource(Source[ResolvedControl], Protocol):

@@ -15,7 +15,7 @@ from maskserve_common.errors import EngineFailed
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.base.job import Conditioning, EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.layers.low_rank import Factors

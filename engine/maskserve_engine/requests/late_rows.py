@@ -10,10 +10,10 @@ from dataclasses import replace
 from maskserve_common.resources.loading import Loadable
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.edit_adapters import EditAdapters
+from maskserve_engine.requests.execution_policy import Ways
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import Route
-from maskserve_engine.requests.ways import Ways
 
 
 class LateRows:

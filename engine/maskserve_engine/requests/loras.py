@@ -18,9 +18,9 @@ from maskserve_common.contracts.status_record import AdapterStatus, AdapterTierT
 from maskserve_common.errors import MaskserveError, Overloaded
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
-from maskserve_common.resources.holdings import Holdings
 from maskserve_common.resources.loading import Loaded, Source
 from maskserve_common.resources.residency import Residency, Resource
+from maskserve_common.resources.resource_cache import Holdings
 from maskserve_common.shares import Shares
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.stages.loader import dtype_of

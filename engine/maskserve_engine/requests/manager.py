@@ -24,20 +24,9 @@ from maskserve_common.resources.residency import Resource
 from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.books import Books
-from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.edit_adapters import EditAdapters
-from maskserve_engine.requests.executor import (
-    AnchoredRowSpec,
-    CachedRowSpec,
-    DenseRowSpec,
-    Executor,
-    RowMade,
-)
-from maskserve_engine.requests.gates import (
+from maskserve_engine.requests.admission_checks import (
     TEMPLATE,
     AdaptersHere,
     DoneInTime,
@@ -45,12 +34,23 @@ from maskserve_engine.requests.gates import (
     TemplateHere,
     WayChosen,
 )
+from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.edit_adapters import EditAdapters
+from maskserve_engine.requests.execution_policy import Ways
+from maskserve_engine.requests.executor import (
+    AnchoredRowSpec,
+    CachedRowSpec,
+    DenseRowSpec,
+    Executor,
+    RowMade,
+)
 from maskserve_engine.requests.late_rows import LateRows
-from maskserve_engine.requests.own_anchors import bytes_beside, own_bytes
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.refresh_schedules import bytes_beside, own_bytes
+from maskserve_engine.requests.request_table import Books
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
-from maskserve_engine.requests.ways import Ways
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 from maskserve_engine.stages.loader import dtype_of
 

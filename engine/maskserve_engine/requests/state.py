@@ -19,16 +19,16 @@ from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.executor import RowLoads, RowMade, RowStep
-from maskserve_engine.requests.own_anchors import with_anchors
+from maskserve_engine.requests.refresh_schedules import with_anchors
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 from maskserve_engine.scheduling.step_scheduler import Ticket
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 
 class PassAhead(NamedTuple):

@@ -24,12 +24,12 @@ from maskserve_common.contracts.keys import (
 from maskserve_common.errors import Overloaded
 from maskserve_common.shares import room
 from maskserve_engine.base.job import Conditioning, EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.spec.facts import anchor_stride, dense_steps
+from maskserve_engine.spec.model_spec import anchor_stride, dense_steps
 
 _REMEMBERED = 4096
 _WORTH_PRIMING = 2

@@ -18,7 +18,7 @@ from maskserve_engine.scheduling.gangs.work import GangPolicy
 from maskserve_engine.scheduling.pair import Pair
 from maskserve_engine.scheduling.spread import Spread
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import name_of, scope_of
 from maskserve_common.errors import InvalidRequest, Overloaded
-from maskserve_common.key_turns import KeyTurns
+from maskserve_common.fair_queue import KeyTurns
 from maskserve_common.shares import PATIENCE_S, Shares, urgency
 
 

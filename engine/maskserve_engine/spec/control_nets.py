@@ -21,7 +21,7 @@ from maskserve_common.errors import AdapterNotFound, InvalidRequest
 from maskserve_common.files.digests import file_digest
 from maskserve_common.files.safetensors_header import BadHeader, header_of
 from maskserve_common.files.weight_files import weight_files
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 _CONFIG = "config.json"
 

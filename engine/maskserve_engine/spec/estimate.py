@@ -11,7 +11,7 @@ from maskserve_common.contracts.tiers import HOST, TIERS
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
 from maskserve_engine.planning.flops import ModelWork, RowTokens
-from maskserve_engine.spec.facts import ALL_TEXT, TextShares
+from maskserve_engine.spec.model_spec import ALL_TEXT, TextShares
 
 _KV = 1  # column of block_bytes
 _BETWEEN_TILES = (0.05, 0.5)

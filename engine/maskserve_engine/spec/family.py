@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from maskserve_common.config import Config
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 
 class FamilyFacts(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from maskserve_engine.spec.facts import ControlFacts
+from maskserve_engine.spec.model_spec import ControlFacts
 
 CONTROL = ControlFacts(
     net="FluxControlNetModel",

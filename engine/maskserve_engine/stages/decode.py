@@ -13,8 +13,8 @@ from torch import Tensor
 
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
-from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.spec.latents import LatentSpace
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.latents import to_vae
 from maskserve_engine.stages.vae import images_of, is_tiled, load_vae

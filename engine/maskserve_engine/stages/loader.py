@@ -13,7 +13,7 @@ import torch
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.files.weight_files import weight_files
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Folder where NVIDIA's driver lists its devices."""

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_common.config import Config
-from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.spec.latents import LatentSpace
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.loader import load_part
 
 _WHOLE = 1536

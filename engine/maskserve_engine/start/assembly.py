@@ -46,7 +46,6 @@ from maskserve_engine.loop.step_planner import StepPlanner
 from maskserve_engine.loop.step_runner import StepRunner
 from maskserve_engine.planning.cost_profile import read_profile
 from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
@@ -54,11 +53,12 @@ from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.request_table import Books
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.policies import is_static, policy_of
 from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision

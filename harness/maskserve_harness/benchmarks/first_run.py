@@ -45,7 +45,7 @@ from maskserve_common.config import CacheConfig
 from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
 from maskserve_engine.families.flux.spec import OWN_STRIDES

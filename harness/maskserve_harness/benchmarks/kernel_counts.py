@@ -10,8 +10,8 @@ from functools import cache, partial
 import torch
 
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.packing import sparse_layout
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.mmdit.blocks import steps_ahead
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.unet.rows import UnetRow

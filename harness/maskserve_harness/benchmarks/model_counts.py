@@ -30,8 +30,8 @@ from maskserve_engine.families.flux2.encode import first_layers
 from maskserve_engine.families.specs import counted_work, load_facts
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.planning.own_anchors import OWN_RULE, own_bytes
-from maskserve_engine.spec.facts import ModelFacts, anchor_stride
+from maskserve_engine.planning.refresh_steps import OWN_RULE, own_bytes
+from maskserve_engine.spec.model_spec import ModelFacts, anchor_stride
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 from maskserve_harness.checkout import CHECKOUT

@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.store import Handle

@@ -12,8 +12,8 @@ import torch
 
 from maskserve_common.config import CacheConfig
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.adapter import FluxBatch

@@ -17,8 +17,8 @@ from diffusers import ControlNetModel, EulerDiscreteScheduler, UNet2DConditionMo
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.control import RowControl

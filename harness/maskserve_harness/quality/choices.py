@@ -12,7 +12,7 @@ from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.planning.flops import ModelWork, RowTokens
-from maskserve_engine.spec.facts import ALL_STEPS, ModelFacts, anchor_stride
+from maskserve_engine.spec.model_spec import ALL_STEPS, ModelFacts, anchor_stride
 from maskserve_harness.published_models import FLUX_DEV, KLEIN_4B
 
 FLUX_STEPS = 28

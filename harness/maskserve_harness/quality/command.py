@@ -50,7 +50,7 @@ import torch
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of

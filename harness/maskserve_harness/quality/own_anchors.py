@@ -15,11 +15,11 @@ from msgspec import structs
 from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import AnchorLine, OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import AnchorLine, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.planning.flops import RowTokens
-from maskserve_engine.planning.own_anchors import own_steps
-from maskserve_engine.spec.facts import ModelFacts, own_stride
+from maskserve_engine.planning.refresh_steps import own_steps
+from maskserve_engine.spec.model_spec import ModelFacts, own_stride
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice

@@ -41,7 +41,7 @@ from maskserve_common.config import CacheConfig
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_common.contracts.semantics import FILL
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.flux.spec import OWN_STRIDES
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.first_run_parts import as_served

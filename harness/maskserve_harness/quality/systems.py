@@ -19,8 +19,8 @@ from maskserve_common.contracts.keys import anchor_steps
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.base.job import Conditioning, EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter

@@ -35,7 +35,7 @@ from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetPrimingRow
-from maskserve_engine.spec.facts import ALL_STEPS
+from maskserve_engine.spec.model_spec import ALL_STEPS
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL

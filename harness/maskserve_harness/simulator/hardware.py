@@ -23,11 +23,11 @@ from maskserve_engine.planning.cost_model import (
 )
 from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
 from maskserve_engine.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_engine.planning.own_anchors import clock_steps, foreseen_at, own_steps
 from maskserve_engine.planning.planner import plan
+from maskserve_engine.planning.refresh_steps import clock_steps, foreseen_at, own_steps
 from maskserve_engine.planning.two_stream import evaluate, step_costs
 from maskserve_engine.spec.estimate import pricing_of
-from maskserve_engine.spec.facts import (
+from maskserve_engine.spec.model_spec import (
     ModelFacts,
     TextShares,
     anchor_stride,

@@ -17,7 +17,7 @@ import tomli_w
 from maskserve_common.config import Config, cores
 from maskserve_engine.families.specs import counted_work, load_facts
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_engine.spec.facts import anchor_stride
+from maskserve_engine.spec.model_spec import anchor_stride
 from maskserve_harness.soaking import visits, withdrawals
 from maskserve_harness.soaking.bad_input import bad_input, bad_operation
 from maskserve_harness.soaking.judge import (

@@ -28,7 +28,7 @@ from maskserve_common.errors import (
     TemplateNotFound,
 )
 from maskserve_common.files.values import NO_VALUES, Values
-from maskserve_common.kept import Kept
+from maskserve_common.lru_cache import Kept
 from maskserve_common.routing import Edit, NoWorkerAvailable, dealt
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import Turns

@@ -17,7 +17,7 @@ from maskserve_common.imaging.canvas import canvas_size
 from maskserve_common.imaging.images import Size, model_size, read_size
 from maskserve_common.imaging.masks import cover_a_side, edit_region, select, tokens_within
 from maskserve_common.imaging.view import see
-from maskserve_common.kept import Kept
+from maskserve_common.lru_cache import Kept
 from maskserve_common.routing import Edit
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import Turns

@@ -23,7 +23,7 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import EngineFailed, InvalidRequest, TemplateNotFound
 from maskserve_common.files.values import NO_VALUES, Values, parse
 from maskserve_common.imaging.images import as_file
-from maskserve_common.kept import Kept
+from maskserve_common.lru_cache import Kept
 from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.dns import DNS, resolved

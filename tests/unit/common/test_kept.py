@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_common.kept import Kept
+from maskserve_common.lru_cache import Kept
 
 
 @given(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_engine.spec.facts import ALL_STEPS
+from maskserve_engine.spec.model_spec import ALL_STEPS
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.reference_edits import (
     NAMED_CLASSES,

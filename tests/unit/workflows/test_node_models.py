@@ -13,8 +13,8 @@ import pytest
 from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
-from maskserve_workflows.asked import AskedNode, one_by_one
 from maskserve_workflows.node_models import NodeModels
+from maskserve_workflows.node_request import AskedNode, one_by_one
 from tests.support.eventually import eventually
 
 KINDS = {"find": "clipseg", "enlarge": "swin2sr"}

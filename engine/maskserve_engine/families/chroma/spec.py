@@ -11,7 +11,7 @@ from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import INPAINT
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import FixedWork, ModelWork
-from maskserve_engine.spec.facts import (
+from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelFacts,
     least_steps,

@@ -37,8 +37,8 @@ from maskserve_engine.families.mmdit.preparation import PATCH
 from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.families.mmdit.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
-from maskserve_engine.spec.facts import ModelFacts
 from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 _CONTEXT = "context_embedder"
 

@@ -16,13 +16,19 @@ from maskserve_common.config_file import read_json
 from maskserve_common.contracts.dense_steps import DenseSteps
 from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE
 from maskserve_engine.planning.flops import BlockWork, FixedWork, ModelWork
-from maskserve_engine.spec.facts import ALL_STEPS, EditDefaults, ModelFacts, least_steps, one_scale
 from maskserve_engine.spec.mmdit import (
     CONTROL,
     STEPS_AHEAD,
     VECTORS_AT_ONCE,
     by_block,
     joint_attention,
+)
+from maskserve_engine.spec.model_spec import (
+    ALL_STEPS,
+    EditDefaults,
+    ModelFacts,
+    least_steps,
+    one_scale,
 )
 
 PIPELINES = {

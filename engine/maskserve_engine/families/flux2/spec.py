@@ -15,8 +15,8 @@ from maskserve_common.contracts.semantics import EXACT_REFERENCE, REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
-from maskserve_engine.spec.facts import EditDefaults, ModelFacts, least_steps, no_recorded_rows
 from maskserve_engine.spec.latents import latent_space, with_statistics
+from maskserve_engine.spec.model_spec import EditDefaults, ModelFacts, least_steps, no_recorded_rows
 
 PIPELINES = {
     "Flux2KleinInpaintPipeline": REFERENCE,

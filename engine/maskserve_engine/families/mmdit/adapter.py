@@ -19,8 +19,8 @@ from maskserve_common.imaging.masks import cover_a_side
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
 from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry
@@ -54,9 +54,9 @@ from maskserve_engine.families.mmdit.schedule import (
 )
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
 from maskserve_engine.planning.flops import ModelWork, RowTokens, Totals
-from maskserve_engine.planning.own_anchors import OWN_RULE, OwnRule
-from maskserve_engine.spec.facts import ModelFacts, own_rule
+from maskserve_engine.planning.refresh_steps import OWN_RULE, OwnRule
 from maskserve_engine.spec.family import FamilyFacts, family_work
+from maskserve_engine.spec.model_spec import ModelFacts, own_rule
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_of, held_bytes
 from maskserve_engine.stages.quantise import load_denoiser

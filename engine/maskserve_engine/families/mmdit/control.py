@@ -3,7 +3,7 @@
 A net is a shorter FLUX whose block outputs, each through a linear layer, are added to the base's
 hidden states. It runs on the same packed blocks as the base (`batch.forward`). Between refresh
 steps the cached tokens and the text enter as keys and values from the net's own step cache
-(`batch.own_anchors`).
+(`batch.step_cache`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.forward import State
-from maskserve_engine.batch.own_anchors import OwnAnchors, foretold
 from maskserve_engine.batch.packing import Packed, RowInput
+from maskserve_engine.batch.step_cache import OwnAnchors, foretold
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.control import Asked, Controlled, Nets, RowControl, Said

@@ -23,7 +23,7 @@ from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.mmdit.schedule import Schedule, Shift, linear_shift, make_schedule
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.latents import (
     Posterior,
     draw,

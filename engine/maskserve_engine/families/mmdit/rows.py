@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.keys import STILL, Anchor
-from maskserve_engine.batch.own_anchors import Entry, OwnAnchors, foretold, without_text
 from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.step_cache import Entry, OwnAnchors, foretold, without_text
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection

@@ -17,7 +17,7 @@ from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 

@@ -13,9 +13,9 @@ from maskserve_common.contracts.semantics import INPAINT, REFERENCE, SAMPLED_REF
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
-from maskserve_engine.spec.facts import EditDefaults, ModelFacts, least_steps, no_recorded_rows
+from maskserve_engine.spec.encoder_picture import Shown
 from maskserve_engine.spec.latents import latent_space
-from maskserve_engine.spec.shown import Shown
+from maskserve_engine.spec.model_spec import EditDefaults, ModelFacts, least_steps, no_recorded_rows
 
 PIPELINES = {
     "QwenImageInpaintPipeline": INPAINT,

@@ -16,7 +16,7 @@ from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.families.mmdit.preparation import BEFORE
 from maskserve_engine.families.qwen_image.encode import check_said, picture_processor
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 

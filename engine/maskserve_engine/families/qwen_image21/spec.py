@@ -16,15 +16,15 @@ from maskserve_common.contracts.semantics import EXACT_REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
-from maskserve_engine.spec.facts import (
+from maskserve_engine.spec.encoder_picture import Shown
+from maskserve_engine.spec.latents import latent_space
+from maskserve_engine.spec.model_spec import (
     EditDefaults,
     ModelFacts,
     check_served,
     least_steps,
     no_recorded_rows,
 )
-from maskserve_engine.spec.latents import latent_space
-from maskserve_engine.spec.shown import Shown
 
 PIPELINES = {"QwenImage21Pipeline": EXACT_REFERENCE}
 """Served semantics by the class in model_index.json."""

@@ -17,7 +17,7 @@ from maskserve_common.contracts.settings import acting
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
@@ -47,8 +47,8 @@ from maskserve_engine.families.unet.surroundings import RingRoom
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.planning.own_anchors import OWN_RULE, OwnRule
-from maskserve_engine.spec.facts import ModelFacts, own_rule
+from maskserve_engine.planning.refresh_steps import OWN_RULE, OwnRule
+from maskserve_engine.spec.model_spec import ModelFacts, own_rule
 from maskserve_engine.stages.loader import device_of, held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.unet.foretold import OwnSurroundings
+from maskserve_engine.families.unet.extrapolation import OwnSurroundings
 from maskserve_engine.families.unet.moments import Moments
 
 

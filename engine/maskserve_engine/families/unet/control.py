@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ServedAhead, ServedRow

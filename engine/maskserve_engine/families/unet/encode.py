@@ -11,7 +11,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.vae import load_vae

@@ -22,7 +22,7 @@ from maskserve_engine.families.unet.rows import UnetInactive
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.latents import Posterior, outside_seed
 
 

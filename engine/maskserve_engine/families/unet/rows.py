@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from maskserve_common.contracts.keys import Anchor
-from maskserve_engine.batch.own_anchors import Entry, OwnPlan
 from maskserve_engine.batch.packing import Residuals
+from maskserve_engine.batch.step_cache import Entry, OwnPlan
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
@@ -19,7 +19,7 @@ from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.captures import UnetAnchors, UnetRecorder
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
-from maskserve_engine.families.unet.foretold import Foretold, OwnSurroundings
+from maskserve_engine.families.unet.extrapolation import Foretold, OwnSurroundings
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.stack import StackCapture

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.contracts.request import steps_run
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_engine.stages.linear_steps import is_linear, matrices, probed
 from maskserve_engine.stages.loader import load_plain, sampler_name
 

@@ -19,7 +19,7 @@ from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
-from maskserve_engine.spec.facts import ControlFacts, EditDefaults, ModelFacts, one_scale
+from maskserve_engine.spec.model_spec import ControlFacts, EditDefaults, ModelFacts, one_scale
 
 PIPELINES = (
     "StableDiffusionPipeline",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.own_anchors import Entry
+from maskserve_engine.batch.step_cache import Entry
 from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.cache.store import Handle

@@ -11,7 +11,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.spec.estimate import pricing_of
-from maskserve_engine.spec.facts import TextShares
+from maskserve_engine.spec.model_spec import TextShares
 from maskserve_harness.published_models import SD21, SDXL
 
 CONFIG = {

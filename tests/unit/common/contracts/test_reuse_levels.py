@@ -14,7 +14,7 @@ from maskserve_common.contracts.reuse_levels import LEVELS, Way, levels_of, own_
 from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.flux.spec import OWN_STRIDES
-from maskserve_engine.spec.facts import ModelFacts
+from maskserve_engine.spec.model_spec import ModelFacts
 from tests.fakes.facts import FILL_FACTS
 
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"

@@ -23,8 +23,8 @@ from maskserve_common.contracts.settings import EditSettings, parse_settings
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_common.imaging.images import NO_LIMITS, decode_image, encode_image
 from maskserve_engine.families.unet import spec as unet
-from maskserve_engine.spec.facts import ModelFacts
-from maskserve_engine.spec.shown import Shown
+from maskserve_engine.spec.encoder_picture import Shown
+from maskserve_engine.spec.model_spec import ModelFacts
 from maskserve_triton import preprocess
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import source_and_weights

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.cfg_parallel import dealt
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import GangExchange
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine.batch import own_anchors
-from maskserve_engine.batch.own_anchors import OwnAnchors, OwnPlan
+from maskserve_engine.batch import step_cache as own_anchors
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.mmdit.rows import OwnOutside
 from maskserve_engine.layers.scatter_kv import KvSource

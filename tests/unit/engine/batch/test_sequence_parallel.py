@@ -21,8 +21,8 @@ import torch
 from torch.distributed import HashStore
 
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.encoder import Encoder

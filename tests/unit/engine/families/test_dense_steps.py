@@ -18,7 +18,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.spec.facts import dense_steps
+from maskserve_engine.spec.model_spec import dense_steps
 from maskserve_router.config import RouterConfig
 from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyRing

@@ -28,8 +28,8 @@ from maskserve_engine.families.unet.spec import control_work as unet_control_wor
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
 from maskserve_engine.planning.entry_bytes import FORMATS
-from maskserve_engine.planning.own_anchors import own_bytes
-from maskserve_engine.spec.facts import one_scale
+from maskserve_engine.planning.refresh_steps import own_bytes
+from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda

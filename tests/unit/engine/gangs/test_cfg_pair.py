@@ -28,7 +28,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.planning.own_anchors import foreseen_at, own_steps
+from maskserve_engine.planning.refresh_steps import foreseen_at, own_steps
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net

@@ -14,7 +14,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.find import FindNodes
-from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.node_request import AskedNode
 from maskserve_workflows.pictures import encode_mask, read_mask
 from tests.fakes.tiny_nodes import build_find
 from tests.support.draws import fresh_rng

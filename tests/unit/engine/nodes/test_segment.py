@@ -18,7 +18,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.nodes.registry import open_nodes
 from maskserve_engine.nodes.segment import SegmentNodes, check_clicks
-from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.node_request import AskedNode
 from tests.fakes.pictures import encode, scene
 from tests.fakes.tiny_nodes import build_segment, build_segment_2
 from tests.support.draws import fresh_rng

@@ -17,7 +17,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.verify import VerifyNodes
-from maskserve_workflows.asked import AskedNode
+from maskserve_workflows.node_request import AskedNode
 from maskserve_workflows.values import Judgement
 
 PICTURE = encode_png(np.zeros((4, 6, 3), np.uint8))

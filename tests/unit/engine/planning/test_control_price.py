@@ -16,7 +16,7 @@ from maskserve_common.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_common.line_fit import Line
 from maskserve_common.routing.predict import predicted_seconds
 from maskserve_common.routing.view import Edit, WorkerView
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import control_work, counted_work, load_facts
 from maskserve_engine.planning.cost_model import CostModel

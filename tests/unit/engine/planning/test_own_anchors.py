@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maskserve_common.contracts.reuse_levels import own_count
-from maskserve_engine.planning.own_anchors import clock_steps, foreseen_at, own_steps
+from maskserve_engine.planning.refresh_steps import clock_steps, foreseen_at, own_steps
 
 
 def shifted(steps: int, times: float) -> list[float]:

@@ -26,7 +26,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.own_anchors import plans_beside
+from maskserve_engine.requests.refresh_schedules import plans_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket

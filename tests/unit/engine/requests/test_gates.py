@@ -9,7 +9,7 @@ import pytest
 
 from maskserve_common.errors import Overloaded
 from maskserve_common.resources.residency import Resource
-from maskserve_engine.requests.gates import AdaptersHere, DoneInTime, WayChosen
+from maskserve_engine.requests.admission_checks import AdaptersHere, DoneInTime, WayChosen
 from maskserve_engine.requests.primings import Primings
 
 NET, LORA = Resource("controlnet", "n"), Resource("lora", "l")

@@ -26,14 +26,14 @@ from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.resources.loading import Loaded
 from maskserve_engine.adapters.lora_loader import Bring
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import lora_work
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_engine.requests.own_anchors import own_plan
+from maskserve_engine.requests.refresh_schedules import own_plan
 from maskserve_engine.start.assembly import load_engine
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from maskserve_triton.metric_table import ENGINE_METRICS

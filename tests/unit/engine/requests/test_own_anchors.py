@@ -15,11 +15,11 @@ from msgspec.structs import replace as replace_config
 from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch import own_anchors
+from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.own_anchors import own_plan, plans_beside
+from maskserve_engine.requests.refresh_schedules import own_plan, plans_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
 from maskserve_harness.benchmarks.replay import plan_of_kinds

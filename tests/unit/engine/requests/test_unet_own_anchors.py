@@ -16,7 +16,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.own_anchors import own_plan
+from maskserve_engine.requests.refresh_schedules import own_plan
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine

@@ -20,11 +20,11 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import typical_lora
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.planning.own_anchors import clock_steps
+from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.control_nets import ControlWork
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
-from maskserve_engine.spec.facts import ModelFacts, own_rule
+from maskserve_engine.spec.model_spec import ModelFacts, own_rule
 from maskserve_engine.start.assembly import assemble
 from maskserve_harness.benchmarks.direct import request_of
 from tests.fakes import tiny_families

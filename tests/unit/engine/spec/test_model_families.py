@@ -21,7 +21,7 @@ from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
 from maskserve_engine.families.specs import FAMILIES, check_widths, load_facts
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
-from maskserve_engine.spec.facts import EditDefaults, text_shares
+from maskserve_engine.spec.model_spec import EditDefaults, text_shares
 from maskserve_harness.checkout import CHECKOUT
 
 

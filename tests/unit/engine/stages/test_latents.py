@@ -17,8 +17,8 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 from maskserve_common.config import ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.spec.facts import ModelFacts, one_scale
 from maskserve_engine.spec.latents import LatentSpace, latent_space
+from maskserve_engine.spec.model_spec import ModelFacts, one_scale
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.latents import Posterior, to_model, to_vae
 from maskserve_engine.stages.vae import is_tiled, load_vae

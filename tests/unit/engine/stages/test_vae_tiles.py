@@ -16,7 +16,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.fitting.memory import image_bytes
-from maskserve_engine.spec.facts import one_scale
+from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.vae import in_tiles, is_tiled
 from tests.fakes.jobs import Case, config_of, encode_case
 from tests.fakes.pipelines import diffusers_edit

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch import own_anchors
+from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter

@@ -14,7 +14,7 @@ from diffusers import FluxControlNetInpaintPipeline
 from PIL import Image
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow

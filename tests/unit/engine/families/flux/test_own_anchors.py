@@ -16,11 +16,11 @@ from torch import Tensor
 
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
-from maskserve_engine.requests.own_anchors import bytes_beside, own_bytes
+from maskserve_engine.requests.refresh_schedules import bytes_beside, own_bytes
 from maskserve_engine.stages.latents import Posterior
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case

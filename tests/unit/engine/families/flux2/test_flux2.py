@@ -14,11 +14,11 @@ from PIL import Image
 
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.control_nets import check_config
-from maskserve_engine.spec.facts import anchor_stride
+from maskserve_engine.spec.model_spec import anchor_stride
 from maskserve_engine.stages.latents import to_model
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_triton.accept import accept_edit

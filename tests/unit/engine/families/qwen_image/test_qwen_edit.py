@@ -17,12 +17,12 @@ from PIL import Image
 
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_facts
-from maskserve_engine.requests.own_anchors import own_bytes
-from maskserve_engine.spec.shown import Shown
+from maskserve_engine.requests.refresh_schedules import own_bytes
+from maskserve_engine.spec.encoder_picture import Shown
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_triton.encoder import EditEncoder, ToEncode

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.control import Controlled
 from maskserve_engine.families.registry import load_adapter, load_encoder

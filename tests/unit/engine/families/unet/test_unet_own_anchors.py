@@ -14,11 +14,11 @@ import pytest
 
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.requests.own_anchors import own_bytes
+from maskserve_engine.requests.refresh_schedules import own_bytes
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import Case, config_of, encode_case, unet_case
 from tests.fakes.pipelines import diffusers_edit

@@ -20,9 +20,9 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_facts
-from maskserve_engine.requests.own_anchors import own_plan
+from maskserve_engine.requests.refresh_schedules import own_plan
 from maskserve_engine.spec.control_nets import check_config
-from maskserve_engine.spec.facts import own_rule
+from maskserve_engine.spec.model_spec import own_rule
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_triton.accept import accept_edit, with_defaults
 from tests.fakes.jobs import Case, config_of, encode_case, random_case

@@ -16,13 +16,13 @@ from typing import Protocol
 from maskserve_common.errors import EngineFailed, Overloaded
 from maskserve_common.resources.residency import Resource
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
+from maskserve_engine.requests.execution_policy import Ways
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.request_table import Books
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
-from maskserve_engine.requests.ways import Ways
 
 TEMPLATE = "template"
 """The kind of resource."""

@@ -11,10 +11,10 @@ from dataclasses import replace
 from maskserve_common.config import Config
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.books import Books
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.own_anchors import own_plan, plans_beside
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.refresh_schedules import own_plan, plans_beside
+from maskserve_engine.requests.request_table import Books
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
     DENSE,

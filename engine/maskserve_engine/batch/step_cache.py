@@ -33,7 +33,7 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import Change, KvSource
 from maskserve_engine.planning.flops import Floats
-from maskserve_engine.planning.own_anchors import OwnRule, clock_steps, foreseen_at
+from maskserve_engine.planning.refresh_steps import OwnRule, clock_steps, foreseen_at
 
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")

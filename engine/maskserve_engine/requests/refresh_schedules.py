@@ -2,7 +2,7 @@
 
 A template's entries are made once for all its edits, which then compute no step densely. Most
 pictures are sent once, and most edits have adapters that entries would have to include. Such an
-edit fills a step cache in a few dense steps of its own (`batch.own_anchors`).
+edit fills a step cache in a few dense steps of its own (`batch.step_cache`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 from maskserve_common.config import Config
 from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.own_anchors import OwnPlan
+from maskserve_engine.batch.step_cache import OwnPlan
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.planning import own_anchors as planning
+from maskserve_engine.planning import refresh_steps as planning
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.scheduling.policies import policy_of
-from maskserve_engine.spec.facts import own_rule, own_stride
+from maskserve_engine.spec.model_spec import own_rule, own_stride
 from maskserve_engine.stages.loader import device_of
 
 

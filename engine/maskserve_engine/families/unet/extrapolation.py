@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.own_anchors import AnchorLine
+from maskserve_engine.batch.step_cache import AnchorLine
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.surroundings import Around, RingRead, RingRoom, Surroundings
 from maskserve_engine.families.unet.tile import Tile

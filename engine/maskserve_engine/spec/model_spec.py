@@ -16,9 +16,9 @@ from maskserve_common.config_file import read_json
 from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
 from maskserve_common.contracts.reuse_levels import own_count
 from maskserve_common.contracts.semantics import Semantics
-from maskserve_engine.planning.own_anchors import OWN_RULE, OwnRule
+from maskserve_engine.planning.refresh_steps import OWN_RULE, OwnRule
+from maskserve_engine.spec.encoder_picture import Shown
 from maskserve_engine.spec.latents import LatentSpace, latent_space
-from maskserve_engine.spec.shown import Shown
 
 
 def dense_steps(configured: int, needed: DenseSteps) -> DenseSteps:
