@@ -1,1 +1,1 @@
-"""Edits from admission to their answer: priced, queued, placed on a worker, retried."""
+"""The path of an edit from admission to its answer: cost, queue, choice of a worker, retries."""

@@ -1,4 +1,4 @@
-"""What the router takes on: edits, and bytes of requests and answers, in all and of each key."""
+"""Admission checks: edits, control operations and bytes in memory, in total and per key."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 
 _REMEMBERED = 0.1
-"""Weight of the last edit in the mean gap between two that end."""
+"""Weight of the newest gap in the mean time between the ends of two edits."""
 
 
 class NoRoomInMemory(RetryLater):
-    """There is no room for so many bytes now."""
+    """The bytes do not fit into the memory budget now."""
 
 
 class EditRoom:
-    """Bytes of one edit among its client's: its request as it is sent, and in the same place its
-    answer, from before the edit is sent until the answer is written. Used as a context manager.
+    """Bytes that one edit holds of its client's share.
+
+    It counts the request as sent to the worker, and then the answer in the same place. The room is
+    held from before the edit is sent until the answer is written. Use it as a context manager.
     """
 
     def __init__(self, admission: Admission, client: KeyHolder) -> None:
@@ -33,16 +35,16 @@ class EditRoom:
         self.size = 0
 
     async def take(self, size: int) -> None:
-        """Make room before anything is there.
+        """Reserve `size` bytes before they are in memory.
 
         Raises:
-            NoRoomInMemory: there is none.
+            NoRoomInMemory: there is no room for them.
         """
         self._admission.take_bytes(self._client, size)
         self.size += size
 
     def becomes(self, size: int) -> None:
-        """So many bytes are in it, more or fewer than before."""
+        """Set the size to the bytes that are in memory now; never refuses."""
         self._admission.book_bytes(self._client, size - self.size)
         self.size = size
 
@@ -54,34 +56,34 @@ class EditRoom:
 
 
 class Admission:
-    """Counts edits and bytes; used from the event loop only."""
+    """Counts edits and bytes under way. Use it from the event loop only."""
 
     def __init__(self, bounds: AdmissionBounds, metrics: Metrics) -> None:
         self._edits, self._bytes = Shares(bounds.max_edits), Shares(bounds.max_bytes)
         self._operations = Shares(bounds.max_edits)
         self._metrics = metrics
         self.closed = False
-        """The router is stopping."""
+        """True while the router is stopping."""
         self._ended_at = 0.0
         self._gap_s = 0.0
         """Mean seconds between the ends of two edits."""
 
     @property
     def edits(self) -> int:
-        """Taken and not answered."""
+        """Number of edits admitted and not yet answered."""
         return self._edits.total
 
     @property
     def bytes(self) -> int:
-        """Of their requests and answers, and of requests that are still being read."""
+        """Bytes of requests and answers under way, including requests that are still being read."""
         return self._bytes.total
 
     @contextmanager
     def edit(self, client: KeyHolder) -> Iterator[None]:
-        """An edit is under way.
+        """Count an edit as under way for the block.
 
         Raises:
-            RetryLater: the router, or the client, has as many as it may.
+            RetryLater: the router or the client already has its limit of edits.
         """
         if self.closed:
             self._refuse("stopping", "the router is stopping")
@@ -94,10 +96,10 @@ class Admission:
 
     @contextmanager
     def operation(self, client: KeyHolder, size: int) -> Iterator[None]:
-        """An operation of `control` is under way, for which so many bytes are in memory.
+        """Count an operation of `control` with `size` bytes as under way for the block.
 
         Raises:
-            RetryLater: the router, or the client, has as many as it may.
+            RetryLater: the router or the client already has its limit of operations or bytes.
         """
         self._take(self._operations, client, 1, "operations", "operations are under way")
         try:
@@ -108,10 +110,10 @@ class Admission:
 
     @contextmanager
     def hold(self, client: KeyHolder, size: int) -> Iterator[None]:
-        """So many bytes of a client's request are in memory.
+        """Hold `size` bytes of a client's request for the block.
 
         Raises:
-            NoRoomInMemory: there is no room for them, or the client has its share.
+            NoRoomInMemory: the router or the client's share has no room for them.
         """
         self.take_bytes(client, size)
         try:
@@ -120,31 +122,33 @@ class Admission:
             self.book_bytes(client, -size)
 
     def room(self, client: KeyHolder) -> EditRoom:
-        """For the bytes of one of the client's edits, with nothing in it."""
+        """Return an empty room for the bytes of one of the client's edits."""
         return EditRoom(self, client)
 
     def take_bytes(self, client: KeyHolder, size: int) -> None:
-        """The client holds so many bytes more.
+        """Add `size` bytes to what the client holds.
 
         Raises:
-            NoRoomInMemory: there is no room for them, or the client has its share.
+            NoRoomInMemory: the router or the client's share has no room for them.
         """
         description = "bytes of requests and answers are under way"
         self._take(self._bytes, client, size, "bytes", description)
 
     def book_bytes(self, client: KeyHolder, size: int) -> None:
-        """The same of what is there already, whatever others hold; fewer, if it is negative."""
+        """Add bytes that are already in memory, without a check; a negative size gives bytes
+        back.
+        """
         if size > 0:
             self._bytes.book(client.scope, size)
         elif size:
             self._bytes.give_back(client.scope, -size)
 
     def most_bytes(self, client: KeyHolder) -> int:
-        """That a client can ever hold."""
+        """Return the most bytes that the client can hold while nobody else holds any."""
         return _most(self._bytes, client)
 
     def most_edits(self, client: KeyHolder) -> int:
-        """Edits that a client can ever have under way."""
+        """Return the most edits that the client can have under way."""
         return min(_most(self._edits, client), client.max_edits)
 
     def _take(
@@ -175,12 +179,14 @@ class Admission:
         self._ended_at = now
 
     def _refuse(self, reason: str, message: str, error: type[RetryLater] = RetryLater) -> None:
-        """Refuse until, at the pace of late, half of what is under way is done."""
+        """Raise the error. Its retry time is an estimate of when half of the edits under way are
+        done.
+        """
         self._metrics.rejections.labels(reason).inc()
         raise error(f"{message}; try again later", self._gap_s * self.edits / 2)
 
 
 def _most(shares: Shares, client: KeyHolder) -> int:
-    """Units that a client may hold while it is alone."""
+    """Return the units that a client may hold while it is alone."""
     budget = shares.budget
     return budget if client.scope == EVERYBODY else max(budget // 2, min(budget, 1))

@@ -1,12 +1,11 @@
-"""An edit's way through the router: admitted, measured, placed, sent, and tried once more if the
-worker failed it.
+"""Runs one edit: admission, cost, memory, choice of a worker, sending, one retry.
 
-    admit    bounds on edits under way, per key and in all
-    measure  the mask says how much work it is, and how many bytes its answer may have
-    room     bounds on bytes under way, of the answer too, before the edit is sent
-    place    wait for the worker that will be done first
-    send     the request as it came, its SETTINGS with seed and request id
-    retry    on another worker, the same edit, within the budget; a stream's progress begins anew
+admit    limits on edits under way, per key and in total
+measure  the mask tells the amount of work and the most bytes of the answer
+room     limits on bytes under way, including the answer's, before the edit is sent
+place    wait for the worker that finishes the edit first
+send     the request as received, with seed and request id in its SETTINGS
+retry    the same edit on another worker, within the retry budget; progress restarts
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
 from maskserve_router.workers.worker_call import Send, result_of, streamed, template_of, unary
 
 _ASKED = 16
-"""Workers that are asked when an edit would be done there, where all are full: those that have a
-place first."""
+"""Most full workers that are asked for a prediction; those that free a place soonest come first."""
 
 
 class Dispatcher:
-    """Takes edits in and answers each exactly once; used from the event loop only."""
+    """Answers every edit exactly once. Use it from the event loop only."""
 
     def __init__(
         self,
@@ -70,12 +68,12 @@ class Dispatcher:
         self._measure = Measure(config, turns, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
         self._homes: Kept[str, str] = Kept(config.routing.remembered_images)
-        """Kept results, and where they lie (`Worker.results_at`)."""
+        """Id of a kept result -> `Worker.results_at` of the workers that have it."""
         self._calls: dict[str, EditCall] = {}
-        """Edits under way by request id."""
+        """Request id -> edit under way."""
 
     def cancel(self, request_id: str) -> bool:
-        """End an edit, wherever it is on its way; False if it is not under way here."""
+        """Cancel an edit in any phase. Return False if this router has no such edit."""
         call = self._calls.get(request_id)
         if call is None:
             return False
@@ -87,11 +85,13 @@ class Dispatcher:
         return True
 
     async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
-        """Seconds to an edit's answer from an idle worker; None: none takes edits.
+        """Return the seconds from sending the edit to an idle worker until its answer.
+
+        None: no worker takes edits.
 
         Args:
-            message: the edit, which is not sent.
-            client: whose it is.
+            message: the edit; it is not sent.
+            client: holder of the key that asks.
 
         Raises:
             MaskserveError: its mask or settings cannot be used.
@@ -101,36 +101,38 @@ class Dispatcher:
         return self._alone_s(call, edit)
 
     def share_left(self, request_id: str) -> float | None:
-        """Of the steps of an edit that has a row at a worker; None: it waits for one."""
+        """Return the share of steps that are left of an edit with a row; None: it waits for a
+        row.
+        """
         call = self._calls.get(request_id)
         worker = None if call is None else self._pool.workers.get(call.worker)
         return None if call is None or worker is None else worker.share_left(call.sent_as)
 
     def forget_home(self, template_id: str) -> None:
-        """A template is no result of some workers alone any more: it is registered, or gone."""
+        """Forget which workers have a result: it is now registered everywhere, or deleted."""
         self._homes.drop(template_id)
 
     async def infer(self, call: EditCall, client: KeyHolder, room: EditRoom) -> bytes:
-        """The worker's answer to a unary request, as it came.
+        """Run a unary edit and return the worker's answer unchanged.
 
         Args:
             call: the edit.
-            client: whose it is.
-            room: what is taken up by the request as it is sent, and then by its answer.
+            client: holder of the key that sent it.
+            room: memory of the request as sent, and then of its answer.
 
         Raises:
-            MaskserveError: the router's own.
-            Failure: the worker's.
+            MaskserveError: the router refused or cancelled the edit.
+            Failure: the worker failed the edit.
         """
         async with aclosing(self._run(call, client, room, unary)) as answers:
-            # To its end, where the edit is booked, and not to its only answer.
+            # Read to the end of the generator: the edit is booked there, after its only answer.
             (answer,) = [response async for response in answers]
         return answer
 
     def stream(
         self, call: EditCall, client: KeyHolder, room: EditRoom
     ) -> AsyncGenerator[bytes, None]:
-        """The worker's messages to one request of a stream, as they came; as `infer` otherwise."""
+        """Run a streamed edit and yield the worker's messages; otherwise like `infer`."""
         return self._run(call, client, room, streamed)
 
     async def _run(
@@ -164,8 +166,10 @@ class Dispatcher:
                 await asyncio.gather(work, return_exceptions=True)
 
     def _most_bytes(self, call: EditCall, client: KeyHolder) -> int:
-        """That an edit takes up at a time: its request as it is sent, then its answer. A client can
-        hold these beside the request as it came, or nobody could ever have the edit made.
+        """Return the bytes to reserve: the larger of the request as sent and its answer.
+
+        The limit leaves the client room for the request as received. Otherwise nobody could ever
+        run the edit.
         """
         return max(
             call.size, min(call.answer_bytes, self._admission.most_bytes(client) - call.size)
@@ -174,7 +178,7 @@ class Dispatcher:
     async def _attempts(
         self, call: EditCall, edit: Edit, digest: bytes, send: Send, unread: Unread
     ) -> None:
-        """Have a worker do the edit, and another one if that fails it."""
+        """Run the edit on a worker, and on others after failures that a retry may help."""
         avoid: frozenset[WorkerEpoch] = frozenset()
         non_home_workers = self._others_than_home(edit.template_id)
         failure: Failure | None = None
@@ -211,12 +215,14 @@ class Dispatcher:
     async def _placed(
         self, call: EditCall, edit: Edit, avoid: frozenset[WorkerEpoch], failure: Failure | None
     ) -> Sent:
-        """A place for the edit; after a failure another worker's, which may be late to say that
-        it takes edits: what ended the one may have held up the other.
+        """Wait for a place for the edit.
+
+        After a failure, wait up to `faults.retry_wait_s` for another worker to take edits: the
+        cause of the failure may affect that worker for a moment too.
 
         Raises:
             MaskserveError: as `PendingQueue.enter` does.
-            Failure: the one before, if no other worker takes edits in time.
+            Failure: the previous one, if no other worker takes edits in time.
         """
         if call.cancelled:
             raise Cancelled("the edit was cancelled")
@@ -239,14 +245,14 @@ class Dispatcher:
 
     @contextmanager
     def _judged(self, call: EditCall) -> Iterator[None]:
-        """An edit until it is answered; if it is due at some time it is counted by its end."""
+        """Count the edit by its end code and slack, if it has a due time."""
         code: str | None = OK
         try:
             yield
         except (MaskserveError, Failure) as error:
             code = error.code
             raise
-        except BaseException:  # its client has left
+        except BaseException:  # the client has left
             code = None
             raise
         finally:
@@ -255,17 +261,19 @@ class Dispatcher:
                 self._metrics.due(code, slack_s)
 
     def _slack_s(self, call: EditCall) -> float | None:
-        """Seconds that are left until its answer is due; None: it is due at no time."""
+        """Return the seconds left until the answer is due; None: the edit has no due time."""
         due_s = call.due_s
         if due_s is not None:
             return call.arrival + due_s - time.monotonic()
-        # Refused before its size was known: due it was, at whatever time.
+        # Refused before its size was known: it had a due time, but an unknown one.
         by_size = self._pool.roster.some_due_by_size(time.monotonic())
         return -math.inf if by_size else None
 
     @contextmanager
     def _named(self, call: EditCall) -> Iterator[None]:
-        """No two edits of one request id: their cancels could not be told apart."""
+        """Register the request id for the block. Refuse a second edit with it: a cancel is by
+        id.
+        """
         if call.request_id in self._calls:
             raise InvalidRequest(
                 "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
@@ -277,7 +285,7 @@ class Dispatcher:
             del self._calls[call.request_id]
 
     async def _measured(self, call: EditCall, client: KeyHolder) -> tuple[Edit, bytes]:
-        """The edit and its image's digest; of a request that no worker will take, next to nothing.
+        """Return the edit's cost and its image's digest; placeholders if no worker can take it.
 
         Raises:
             InvalidRequest: the mask cannot be used, or no worker serves the model.
@@ -299,8 +307,10 @@ class Dispatcher:
         return edit, digest
 
     def _model(self, asked: str | None) -> str:
-        """The model that is to run the edit: as asked, as configured, or what most workers serve,
-        so that a single one which names another model confuses nobody.
+        """Return the model of the edit: the requested one, the configured one, or the most common.
+
+        The most common one must be served by more than half of the workers, so that one worker with
+        another model does not change the default.
         """
         models = self._pool.models()
         chosen = asked or self._config.routing.default_model
@@ -316,11 +326,11 @@ class Dispatcher:
         return chosen
 
     def _check_deadline(self, call: EditCall, edit: Edit) -> None:
-        """Refuse at once what would not be done in time.
+        """Refuse an edit that cannot meet its deadline.
 
         Raises:
-            DeadlineExceeded: no worker would, whatever else it had to do.
-            RetryLater: no worker would now.
+            DeadlineExceeded: even an idle worker would be too slow.
+            RetryLater: every worker is too busy now.
         """
         if call.deadline is None:
             return
@@ -344,8 +354,10 @@ class Dispatcher:
             )
 
     def _soonest_s(self, call: EditCall, edit: Edit, now: float) -> float | None:
-        """Seconds to its answer from the worker that would be done first; where none has a place,
-        behind all that gets one before it. None: no worker serves it.
+        """Return the seconds until the answer from the worker that finishes first.
+
+        If all workers are full, the prediction includes the edits that get places before this one.
+        None: no worker serves the model.
         """
         roster = self._pool.roster
         board = roster.board(now)
@@ -356,7 +368,7 @@ class Dispatcher:
         if len(able := board.taking(edit)):
             return board.least_s(edit, now, able, asked, primed=call.primed)
         waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
-        # No other gets one of the edits that wait, nor can be better than those that get none.
+        # No worker beyond these gets a waiting edit, or finishes before those that get none.
         near = board.earliest(board.serving(edit), len(waiting) + _ASKED)
         assignment = dealt(waiting, [board.view(number) for number in near])
         near.sort(key=lambda number: assignment.free_s[board.view(number).worker])
@@ -364,13 +376,15 @@ class Dispatcher:
         return min(times, default=None)
 
     def _due(self, call: EditCall) -> float:
-        """When its answer is due; infinite: at no time, or edits go by arrival."""
+        """Return when the answer is due; infinite: no due time, or edits run in order of
+        arrival.
+        """
         if call.due_s is None or self._config.routing.order == "fcfs":
             return math.inf
         return call.arrival + call.due_s
 
     def _alone_s(self, call: EditCall, edit: Edit) -> float | None:
-        """Seconds to its answer from a worker with nothing else to do; None: none takes edits."""
+        """Return the seconds until the answer from an idle worker; None: no worker takes edits."""
         now_s, roster = time.monotonic(), self._pool.roster
         board = roster.board(now_s)
 
@@ -382,7 +396,7 @@ class Dispatcher:
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:
-        """An edit at a worker: in the ledger until it ends, and what its end says of the worker."""
+        """Keep an edit in the worker's ledger for the block, and report its end to the breaker."""
         breaker, name = sent.worker.breaker, sent.request_id
         try:
             yield
@@ -401,7 +415,7 @@ class Dispatcher:
             self._pending.leave(sent)
 
     def _helps(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
-        """Whether another worker is to be tried, one that may come back soon included."""
+        """Return whether to retry on another worker, including one that may come back soon."""
         workers = self._pool.workers.values()
         has_alternative = any(worker.epoch not in avoid for worker in workers)
         match failure.blame:
@@ -412,7 +426,7 @@ class Dispatcher:
         return False
 
     def _others_than_home(self, template_id: str) -> frozenset[WorkerEpoch]:
-        """Of a kept result the workers without it, while one that has it takes edits."""
+        """Return the workers without a kept result, if a ready worker has it; otherwise none."""
         home = self._homes.get(template_id)
         if home is None:
             return frozenset()
@@ -430,7 +444,7 @@ class Dispatcher:
         send: Send,
         failure: Failure | None,
     ) -> None:
-        """Remember where a result lies: the worker made it, or was found to have it."""
+        """Remember which workers have a result: this one made it, or a retry found it there."""
         settings = call.settings
         if settings is None:
             return
@@ -442,6 +456,6 @@ class Dispatcher:
                 self._homes.put(result_id, worker.results_at)
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
-        """Remember which template the image is, so that its next edit finds its entries."""
+        """Remember which template the image belongs to, so that later edits are routed by it."""
         if not self._measure.knows(digest):
             self._measure.learn(digest, template_of(answer, streamed=send is streamed))

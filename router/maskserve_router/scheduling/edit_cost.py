@@ -1,4 +1,4 @@
-"""How much work an edit is: its mask, decoded within limits, off the event loop, once."""
+"""Computes the cost of an edit from its mask and settings."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder
 
 _MASKS = 16_384
-"""Masks whose tokens are remembered: many edits use the same few."""
+"""Masks whose token counts are remembered: many edits use the same few masks."""
 _PART = 16 * 1024
 _LONG = 2**30
-"""Bytes say nothing of a mask's pixels."""
+"""A size that always takes a thread: a small mask file can have many pixels."""
 _LOSSY_PIXEL, _BESIDE = 2, 16 * 1024
-"""Bytes of an answer's pixel as JPEG, and of its META."""
+"""Upper bounds: bytes per pixel of a lossy answer, and bytes of META."""
 _MOST_PIXELS = 2**24
-"""Of a mask that is decoded here, which takes up to six bytes each. An edit of a larger one, whose
-worker decodes it in any case, counts as one of the whole picture."""
+"""Most pixels of a mask that the router decodes; a pixel takes up to six bytes. An edit with a
+larger mask counts as one of the whole picture, and its worker decodes the mask."""
 
 
 class MaskTokens(NamedTuple):
-    """Tokens of an edit, as its mask has them."""
+    """Token counts of an edit's mask."""
 
     active: int
-    """Those that a cached row computes."""
+    """Tokens that a cached row computes."""
     total: int
     cover_a_side: bool
-    """Whether the active ones cover a whole side of the picture."""
+    """True if the computed tokens cover a whole side of the picture."""
     inner: int
     ring: int
-    """As of `routing.view.Edit`."""
+    """Tokens inside the mask and in the ring round it, as in `routing.view.Edit`."""
     pixels: int
-    """Of the answer."""
+    """Pixels of the answer."""
 
 
 def _levels(
     settings: EditSettings, served: Served, own_steps: int
 ) -> dict[Way, tuple[ReuseLevel, ...]]:
-    """Those that an edit may step down to, by how it runs.
+    """Return the reuse levels that an edit may step down to, by how it runs.
 
     Args:
-        settings: of the edit.
-        served: of the model.
-        own_steps: anchors of its own; 0: it has none.
+        settings: settings of the edit.
+        served: properties of the model.
+        own_steps: number of refresh steps; 0: none.
     """
     if settings.mask_ring is None:
         settings = structs.replace(settings, mask_ring=served.mask_ring)
@@ -67,7 +67,7 @@ def _levels(
 
 
 class Measure:
-    """Makes edits of requests. Used from the event loop; masks are decoded in turns."""
+    """Computes the cost of edits. Use it from the event loop; masks are decoded in threads."""
 
     def __init__(self, config: RouterConfig, turns: Turns, values: Values = NO_VALUES) -> None:
         self._values = values
@@ -87,24 +87,24 @@ class Measure:
         *,
         prompted: bool,
     ) -> tuple[Edit, bytes, int]:
-        """The edit as policies see it, its image's digest, and the bytes that its answer may have.
+        """Return the cost of the edit, the digest of its image and the most bytes of its answer.
 
         Args:
-            client: whose edit it is.
-            image: IMAGE's bytes; empty where the settings name a template.
-            mask: MASK's bytes.
-            settings: as the client sent them.
-            served: of the model that will run it.
-            model: its name.
-            prompted: whether the edit has a prompt.
+            client: holder of the key that sent the edit.
+            image: bytes of IMAGE; empty if the settings name a template.
+            mask: bytes of MASK.
+            settings: settings as the client sent them.
+            served: properties of the model that runs the edit.
+            model: name of that model.
+            prompted: True if the prompt has text.
 
         Raises:
             InvalidRequest: the mask cannot be used.
-            TemplateNotFound: one of them names nothing that is kept.
+            TemplateNotFound: IMAGE or MASK names a value that is not kept.
         """
         image = memoryview(self._values.read(image, client.scope))
         digest = image_digest(image)
-        drawn_on = b"" if mask else digest  # without a mask the image alone says how large all is
+        drawn_on = b"" if mask else digest  # without a mask, the image gives the size
         key = await self._turns.run(client, len(mask), _mask_key, mask, drawn_on, settings, served)
         tokens = self._tokens.get(key)
         if tokens is None:
@@ -147,28 +147,27 @@ class Measure:
         return edit, digest, answer_bytes(pixels, settings)
 
     def learn(self, digest: bytes, template_id: str) -> None:
-        """An answer has said which template an image is."""
+        """Remember the template id that an answer gave for an image."""
         if digest and template_id:
             self._templates.put(digest, template_id)
 
     def knows(self, digest: bytes) -> bool:
-        """Whether the image's template is known, or there is no image."""
+        """Return whether the image's template is known, or there is no image."""
         return not digest or self._templates.get(digest) is not None
 
 
 def _own_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
-    """Steps that compute all tokens where the edit's template is not at hand; 0: all do."""
+    """Return the number of refresh steps if the template is not at hand; 0: all steps are dense."""
     if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
     return own_count(steps, served.own_stride)
 
 
 def image_digest(image: memoryview) -> bytes:
-    """What an encoded image is remembered by; empty for none.
+    """Return the key by which an encoded image is remembered; empty for no image.
 
-    Of its length and three parts of it, as to read all of a large one takes a millisecond. Who
-    makes two that agree in those gains a template's name that is not theirs, and with it nothing
-    but a worker that is not the best.
+    It hashes the length and three parts of the file, because hashing all of a large one is slow. A
+    forged collision only makes the router prefer another worker.
     """
     if not image:
         return b""
@@ -195,15 +194,16 @@ def count_tokens(
     limits: LimitsConfig,
     size: Size | None = None,
 ) -> MaskTokens:
-    """The tokens of an edit with this mask, or a few more; of one that is too large for the router
-    to decode, all.
+    """Return the token counts of an edit with this mask, or slightly higher ones.
+
+    A mask that is too large for the router to decode counts as all tokens.
 
     Args:
-        mask: MASK's bytes.
-        settings: of the edit.
-        served: of the model.
-        limits: bounds, checked before decoding.
-        size: (height, width) of the image, if known, which the mask must have too.
+        mask: bytes of MASK.
+        settings: settings of the edit.
+        served: properties of the model.
+        limits: limits, checked before decoding.
+        size: (height, width) of the image, if known; the mask must have the same.
 
     Raises:
         InvalidRequest: naming MASK.
@@ -229,8 +229,9 @@ def count_tokens(
 
 
 def answer_bytes(pixels: int, settings: EditSettings) -> int:
-    """Bytes that an answer of so many pixels may have, by its format: of noise, which no format
-    makes smaller.
+    """Return the most bytes of an answer with `pixels` pixels, by format.
+
+    The bound is for noise, which no format compresses.
     """
     lossy = settings.output_format == "jpeg" or (
         settings.output_format == "webp" and settings.output_quality is not None

@@ -1,4 +1,4 @@
-"""Edits as clients and workflows ask for them: answered by a worker, logged and counted."""
+"""Answers edits through a worker, and logs and counts each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Edits:
     """Answers edits.
 
     Args:
-        dispatcher: sends them to workers.
-        masks: finds those that are asked for by name or clicks.
-        metrics: counts them.
-        tracing: has a span for each.
+        dispatcher: sends edits to workers.
+        masks: makes masks that are requested by name or clicks.
+        metrics: counters of requests.
+        tracing: opens a span for each edit.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Edits:
         self._metrics, self._tracing = metrics, tracing
 
     async def alone_s(self, message: ModelRequest, client: KeyHolder) -> float | None:
-        """As `Dispatcher.alone_s`."""
+        """Return `Dispatcher.alone_s`."""
         return await self._dispatcher.alone_s(message, client)
 
     async def infer(
@@ -53,7 +53,7 @@ class Edits:
         route: str,
         room: EditRoom,
     ) -> bytes:
-        """The answer to one edit; arguments, and what it raises, as `Front.infer` has them."""
+        """Return the answer to one edit; arguments and errors are those of `Front.infer`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route, foreign_id(headers)):
@@ -69,7 +69,7 @@ class Edits:
         route: str,
         room: EditRoom,
     ) -> AsyncGenerator[bytes, None]:
-        """The answers to one, as `Front.stream`."""
+        """Yield the answers to one edit; arguments and errors are those of `Front.stream`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
         with self._told(call, client, route, foreign_id(headers)):
@@ -79,7 +79,7 @@ class Edits:
 
     @contextmanager
     def _told(self, call: EditCall, client: KeyHolder, route: str, foreign: str) -> Iterator[None]:
-        """Tell of an edit when it ends: a log line, a count, a span."""
+        """Write a log line, a count and a span when the edit ends."""
         span = self._tracing.open(call)
         error: MaskserveError | Failure | None = None
         begin = time.monotonic()
@@ -126,11 +126,11 @@ def _edit_call(
     timeout: float | None,
     client: KeyHolder,
 ) -> EditCall:
-    """A client's edit.
+    """Make the edit of a client's request.
 
     Raises:
         InvalidRequest: naming the setting.
-        AdapterNotFound: it names another key's LoRA.
+        AdapterNotFound: the settings name a LoRA of another key.
     """
     private, edit_headers = client.private_prompts, known_headers(headers)
     call = make_edit_call(

@@ -1,4 +1,4 @@
-"""Masks that nobody paints: found by a node server, by a thing's name, or by clicks and a box."""
+"""Makes masks on a node server, from the name of a thing or from clicks and a box."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FIELD = "SETTINGS.mask_from"
 
 @dataclass(frozen=True, slots=True)
 class FoundMask:
-    """What was found."""
+    """A mask from a segmenter."""
 
     mask: bytes
     """A PNG, white where the thing is."""
     score: float | None
-    """How well it fits, as the model says; None: it says nothing."""
+    """The model's score of the mask; None: the model gives none."""
 
 
 class MaskFinder:
-    """Finds masks; used from the event loop only.
+    """Finds masks. Use it from the event loop only.
 
     Args:
         nodes: the node servers.
-        turns: reads and writes requests, off the loop.
+        turns: threads that read and write requests off the loop.
     """
 
     def __init__(self, nodes: NodePool, turns: Turns) -> None:
@@ -46,16 +46,16 @@ class MaskFinder:
     async def find(
         self, image: bytes, asked: MaskFrom, client: KeyHolder, field: str = FIELD
     ) -> FoundMask:
-        """The mask of a thing in a picture.
+        """Return the mask of a thing in a picture.
 
         Args:
             image: the picture's file.
-            asked: what it is found by.
-            client: whose turn it takes.
-            field: of the request, for errors; empty: each has one of its own.
+            asked: name, points or box of the thing.
+            client: holder of the key that asks, for fair share.
+            field: field of the request for errors; empty: `text`, `points` or `box`.
 
         Raises:
-            InvalidRequest: nothing is found, or there is no segmenter of that kind.
+            InvalidRequest: nothing is found, or no segmenter of that kind is served.
             EngineFailed: its server was lost.
         """
         asked.check(field)
@@ -74,14 +74,14 @@ class MaskFinder:
         return FoundMask(answer.outputs["mask"], None if verdict is None else verdict.score)
 
     async def filled_in(self, message: ModelRequest, client: KeyHolder) -> None:
-        """Give an edit whose settings have `mask_from` its mask.
+        """Write the mask into an edit whose settings have `mask_from`.
 
         Args:
-            message: the request, checked; written to.
-            client: whose it is.
+            message: the checked request; it is modified.
+            client: holder of the key that sent it.
 
         Raises:
-            InvalidRequest: it has a mask, too, or as `find`.
+            InvalidRequest: the edit has a MASK too, or `find` raises it.
         """
         try:
             raw = message.read("SETTINGS")

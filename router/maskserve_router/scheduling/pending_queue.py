@@ -1,10 +1,9 @@
-"""Where edits wait until a worker has a place for them: the one way to a worker.
+"""The queue of edits that wait for a place at a worker.
 
-Order: the next place goes to the key that has fewest edits at workers of that model
-(`core.shares`). Of a key's own edits that one is next which has to begin first to be in time; one
-that is due at no time counts as if it were PATIENCE_S after it came, as at workers, and each step
-of priority as `aging_s` seconds: a higher priority overtakes, and one of low priority that has
-waited long enough is overtaken no more.
+The next place goes to the key that has the fewest edits at workers of that model
+(`maskserve_common.shares`). Among a key's own edits, the one that must begin first to be in time is
+next. An edit without a due time counts as due PATIENCE_S after it arrived, as at workers. Each step
+of priority counts as `aging_s` seconds, so an edit of low priority is not overtaken for ever.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Waiting:
     edit: Edit
     key: tuple[float, int]
     avoid: frozenset[WorkerEpoch]
-    """Workers that it is not sent to: they have failed it."""
+    """Workers that failed this edit and do not get it again."""
     hopes: bool
-    """Waits on although no worker takes it now."""
+    """True while the edit may wait although no worker takes edits."""
     place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
 
     def __lt__(self, other: Waiting) -> bool:
@@ -45,18 +44,18 @@ class Waiting:
 
 
 def _whose(request_id: str, edit: Edit) -> tuple[str, str]:
-    """What turns are counted by: the key, and the model whose workers it wants."""
+    """Return the key of its turns: the client's scope and the model."""
     return scope_of(request_id), edit.model
 
 
 class PendingQueue:
-    """Waiting edits; used from the event loop only.
+    """Waiting edits. Use it from the event loop only.
 
     Args:
         pool: the workers.
         policy: chooses among them.
         aging_s: seconds of waiting that weigh as much as one step of priority.
-        decided: told how many seconds a decision took.
+        decided: called with the seconds that a decision took.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PendingQueue:
         self._decided = decided
         self._waiting: list[Waiting] = []
         self._sent = Shares(0)
-        """Edits at workers; places come back by themselves, so only turns are asked of it."""
+        """Edits at workers, by turn. It limits nothing: workers limit their places."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -82,21 +81,21 @@ class PendingQueue:
         patience_s: float = 0.0,
         starts_by: float | None = None,
     ) -> Sent:
-        """Wait for a place; the edit stands in the worker's ledger from then on.
+        """Wait for a place, and write the edit into the worker's ledger.
 
         Args:
-            request_id: of the edit.
-            edit: what it is.
-            arrival: when its client sent it, on time.monotonic's clock.
-            deadline: when it could not be done in time any more, on the same clock.
-            avoid: workers that it is not to be sent to, until they have been down.
-            patience_s: how long it may wait for a worker to take edits where none does.
-            starts_by: when it has to begin, on that clock too; None: at no time.
+            request_id: id of this try.
+            edit: its cost.
+            arrival: when the client sent it, on time.monotonic's clock.
+            deadline: when it can no longer be done in time, on the same clock.
+            avoid: workers that do not get it, until they have been down.
+            patience_s: seconds to wait for a worker to take edits if none does.
+            starts_by: when it must begin, on the same clock; None: no limit.
 
         Raises:
-            NoWorkerAvailable: none serves it.
+            NoWorkerAvailable: no worker serves it.
             DeadlineExceeded: the deadline passed first.
-            Cancelled: by `cancel`.
+            Cancelled: `cancel` was called.
         """
         self._number += 1
         key = self._key(edit, arrival, starts_by)
@@ -125,9 +124,10 @@ class PendingQueue:
     def before(
         self, request_id: str, edit: Edit, arrival: float, starts_by: float | None
     ) -> list[Edit]:
-        """Edits that would get places before one that entered now; arguments as `enter`.
+        """Return the edits that get places before an edit that enters now.
 
-        Those for other models are left out: they wait for other workers.
+        The arguments are those of `enter`. Edits of other models are left out: they wait for other
+        workers.
         """
         new = Waiting(request_id, edit, self._key(edit, arrival, starts_by), frozenset(), False)
         ahead = []
@@ -145,19 +145,19 @@ class PendingQueue:
         return urgent, self._number
 
     def cancel(self, request_id: str) -> None:
-        """End the wait of an edit, if it waits here."""
+        """End the wait of an edit, if it is in this queue."""
         for waiting in self._waiting:
             if waiting.request_id == request_id and not waiting.place.done():
                 waiting.place.set_exception(Cancelled("the edit was cancelled"))
 
     def leave(self, sent: Sent) -> None:
-        """An edit is at its worker no more: its place is the next one's."""
+        """Take an edit off its worker's ledger and give its place to the next edit."""
         sent.worker.remove(sent)
         self._sent.give_back(_whose(sent.request_id, sent.edit))
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Send off every waiting edit that a worker has a place for, in the order of turns."""
+        """Send every waiting edit for which a worker has a place, in the order of turns."""
         if not self._waiting:
             return
         edits = {waiting.edit.model: waiting.edit for waiting in self._waiting}
@@ -166,7 +166,7 @@ class PendingQueue:
             return
         for waiting in self._sent.in_turn(self._waiting, lambda waiting: waiting.whose):
             if waiting.place.done():
-                continue  # it has ended in this moment, and leaves by itself
+                continue  # it has just ended, and `enter` drops it
             if waiting.edit.model in full and not waiting.avoid:
                 continue
             try:
@@ -184,7 +184,7 @@ class PendingQueue:
             self._drop(waiting)
 
     def _full(self, edit: Edit) -> bool:
-        """Whether no worker has a place for edits of its model, though some serve it."""
+        """Return whether workers serve the edit's model and none of them has a place."""
         board = self._pool.roster.board(time.monotonic())
         return not len(board.taking(edit)) and len(board.serving(edit)) > 0
 
@@ -199,7 +199,9 @@ class PendingQueue:
         return sent_edit
 
     def _chosen(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
-        """Raises NoWorkerAvailable: no worker takes it but those to avoid."""
+        """Return the worker for an edit. Raises NoWorkerAvailable: none outside `avoid` takes
+        it.
+        """
         roster, workers = self._pool.roster, self._pool.workers
         without = {
             worker.number

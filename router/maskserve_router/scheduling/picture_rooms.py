@@ -1,8 +1,8 @@
-"""Room for the pictures that one request asks for.
+"""Memory for the pictures of one request.
 
-Each takes its room behind the one before it, so that of those under way the first is always among
-those that have one: it can be written, and makes room for the next. So a request goes on with as
-many pictures at a time as its client has room for, and its first is refused where it has none.
+Pictures take memory in order. The first picture always has its memory, so it can be written and
+then frees memory for the next. A request therefore makes as many pictures at a time as its client
+has memory for. Its first picture is refused if there is no memory.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from maskserve_router.keys import KeyHolder
 from maskserve_router.scheduling.admission import Admission, EditRoom, NoRoomInMemory
 
 _LOOK_S = 0.1
-"""Room that other requests of the client give back is seen so late."""
+"""Seconds between two checks for memory that other requests give back."""
 _PATIENCE_S = 120.0
-"""Of a picture that waits for room."""
+"""Seconds that a picture waits for memory."""
 
 
 class PictureRooms:
     """Makes the rooms of one request.
 
     Args:
-        admission: has the room.
-        client: whose request it is.
+        admission: counts the bytes.
+        client: holder of the key that sent the request.
     """
 
     def __init__(self, admission: Admission, client: KeyHolder) -> None:
         self._admission, self._client = admission, client
         self._changed = asyncio.Condition()
         self._taken = 0
-        """Pictures that have had their room."""
+        """Pictures that have taken their memory."""
         self.short = asyncio.Event()
-        """A picture waits: those that are there are to be written now."""
+        """Set when a picture waits for memory: the finished pictures must be written now."""
 
     def room(self, number: int) -> EditRoom:
-        """Of the picture of this number, from 0."""
+        """Return the room of picture `number`, counted from 0."""
         return _PictureRoom(self, self._admission, self._client, number)
 
     async def _take(self, number: int, room: EditRoom, size: int) -> None:

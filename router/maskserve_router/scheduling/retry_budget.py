@@ -1,4 +1,4 @@
-"""How many retries may be under way: else a failing worker's load falls on the others twice."""
+"""Limits retries, so that a failing worker does not double the load of the others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class RetryBudget:
-    """Retries under way against edits under way.
+    """Counts retries under way against edits under way.
 
     Args:
-        share: of the edits under way that may be retries.
+        share: share of the edits under way that may be retries.
         floor: retries that are always allowed.
     """
 
@@ -19,12 +19,12 @@ class RetryBudget:
         self.under_way = 0
 
     def allows(self, edits: int) -> bool:
-        """Whether one more retry may start beside so many edits under way."""
+        """Return whether one more retry may start beside `edits` edits under way."""
         return self.under_way < max(self._floor, self._share * edits)
 
     @contextmanager
     def spend(self) -> Iterator[None]:
-        """A retry is under way."""
+        """Count a retry as under way for the block."""
         self.under_way += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""The node servers: Tritons that run the nodes of workflows that are no edits."""
+"""The node servers: Tritons that run the workflow nodes other than edits."""
 
 from __future__ import annotations
 
@@ -53,30 +53,29 @@ log = logging.getLogger("maskserve.router")
 _TIMEOUT_S = 120.0
 _ASK_S = 5.0
 _PATIENCE_S = 120.0
-"""In which a server that is gone may come back: a supervisor starts it again."""
+"""Seconds to wait for a lost server, which its supervisor restarts."""
 _LOOK_S = 0.2
-"""Until servers are asked again after none took a call; twice as long each time."""
+"""First wait in seconds after no server took a call; it doubles each time."""
 _MOST_LOOK_S = 2.0
 _RESOLVE_S = 5.0
-"""How often names are resolved anew."""
+"""Seconds between two name resolutions."""
 _PLACE_S = 5.0
 _MODEL = "nodes"
 _UNKNOWN = ("unknown model", NOT_HOSTED)
-"""Words of a server that does not run a node: Triton's, or its model's own."""
+"""Errors of a server that does not run a node, from Triton or from the server's model."""
 _NOT_TAKEN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
-"""Words of errors UNAVAILABLE, gRPC's and Triton's, of a server that did not take the call. Any
-other without a code of ours is of a connection that was lost under it."""
+"""UNAVAILABLE errors, from gRPC and Triton, of a server that did not take the call. Any other error
+without our code means a connection lost during the call."""
 _MOST_LOST = 2
-"""Servers that may fail a call without a word, as it may be what kills them. Whether only a model's
-process died or the connection with the whole server, nothing says that the call is innocent."""
+"""Servers that a call may lose before it is given up: the call itself may crash them."""
 _AT_A_SERVER = 2
-"""Calls of a model that are sent to each server at a time: one is run, the next is there."""
+"""Calls of a model that are sent to each server at a time: one runs, the next waits."""
 _SMALL = 512
-"""Bytes that a kept answer takes beside its values."""
+"""Bytes of a kept answer beside its values."""
 _LONG = 2**30
-"""Bytes that a thread is worth."""
+"""A size that always takes a thread."""
 _REMEMBERED = 0.2
-"""Weight of the last call in what a node's calls take."""
+"""Weight of the newest call in the mean seconds of a node type."""
 
 
 class Made(NamedTuple):
@@ -85,44 +84,45 @@ class Made(NamedTuple):
     outputs: dict[str, Any]
     server: str
     seconds: float
-    """That the node ran."""
+    """Seconds that the node ran."""
     tries: int
-    """2 where a server was lost, failed it, or had to be waited for."""
+    """2 if a server was lost, failed the call, or had to be waited for."""
     kept: bool = False
-    """Whether it was made for an earlier call."""
+    """True if an earlier call made the answer."""
 
 
 class _Asked(NamedTuple):
-    """Which answer of whom."""
+    """Key of a kept answer: the client's scope and the digest of the call."""
 
     scope: str
     digest: bytes
 
 
 class _Message(NamedTuple):
-    """What asks for a node."""
+    """A request to run a node."""
 
     digest: bytes
-    """Of node, settings and inputs."""
+    """Digest of node, settings and inputs."""
     whole: bytes
-    """For a server of this host."""
+    """Encoded request for a server of this host, with names of values."""
     plain: Callable[[], bytes] | None
-    """Makes it for any other; None: it is the same."""
+    """Makes the encoded request for other hosts, with values; None: `whole` fits all."""
 
 
 class NodePool:
-    """Calls nodes; used from the event loop only. Keys have the servers in turn: a server answers
-    in the order in which it was asked, so no more calls wait there than keep it busy.
+    """Calls nodes. Use it from the event loop only.
 
-    A key's answers are kept: an equal call has them, and one that comes meanwhile waits for them.
-    Servers of this host are given names of values, others the values (`core.worker.values`).
+    Keys share the servers in turns. A server answers in order of arrival, so only as many calls
+    wait there as keep it busy. The answers of a key are kept: an equal call gets the kept answer,
+    or waits for the one being made. Servers of this host get names of values, others get the values
+    (`maskserve_common.files.values`).
 
     Args:
-        files: addresses of the servers, and how much is kept.
-        turns: makes messages of values, and values of messages.
-        order: `[routing] order`, of a key's own calls.
-        values: this host's folder.
-        place_s: seconds from one look at what lies where to the next.
+        files: addresses of the servers, and limits of kept answers.
+        turns: threads that encode and decode messages.
+        order: `[routing] order`, for a key's own calls.
+        values: this host's folder of values.
+        place_s: seconds between two placements of models.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class NodePool:
         self._place_s = place_s
         self._values, self._keeping = values, set[str]()
         self._keeper = f"kept{secrets.token_hex(8)}"
-        """Has the values of kept answers, in place of a run; each router has its own."""
+        """Owner of the values of kept answers, in place of a run; unique to this router."""
         self._here: dict[str, bool] = {}
-        """Whether a server shares the folder, by address; unknown of those that were lost."""
+        """Address -> whether the server shares the folder; lost servers have no entry."""
         self._kept: Kept[_Asked, Made] = Kept(
             files.kept_bytes,
             _nbytes,
@@ -152,22 +152,22 @@ class NodePool:
         self._coming: dict[_Asked, asyncio.Future[Made]] = {}
         """Answers that are being made."""
         self._places: dict[str, InTurn] = {}
-        """By Triton model."""
+        """Triton model -> places for its calls."""
         self._servers: dict[str, Upstream] = {}
         self._load: dict[str, float] = {}
-        """Seconds of work that each has been sent and not answered."""
+        """Address -> seconds of work sent and not yet answered."""
         self._numbers: dict[str, int] = {}
-        """Of all that there were."""
+        """Address -> number of the server, including servers that are gone."""
         self._leaving = set[asyncio.Task[None]]()
         self._hosted: set[str] = set()
-        """Models that a server was seen to run."""
+        """Models that some server has reported."""
         self._seconds: dict[str, float] = {}
-        """What a call of each node type has taken of late."""
+        """Node type -> mean seconds of its recent calls."""
         self._placement = LivePlacement()
         self._placing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Have models lie where they are asked for."""
+        """Start the placement of models on servers by demand."""
         if self.known:
             self._placing = asyncio.create_task(self._keep_placing())
 
@@ -180,7 +180,7 @@ class NodePool:
             await asyncio.sleep(self._place_s)
 
     async def place(self) -> None:
-        """See what lies where, and what is asked; tell servers what they are to load."""
+        """Read what servers have loaded and tell them what to load."""
         records = await self._all_records()
         changes = await asyncio.to_thread(self._placement.seen, records, time.monotonic())
         for address, models in changes.items():
@@ -202,28 +202,31 @@ class NodePool:
 
     @property
     def known(self) -> bool:
-        """Whether there are to be any."""
+        """True if the configuration names node servers."""
         return bool(self._addresses)
 
     def busy(self) -> Mapping[str, float]:
-        """Servers that the calls of each model have kept busy of late, other routers' too."""
+        """Return, per model, the servers that its recent calls kept busy, including other routers'
+        calls.
+        """
         return self._placement.busy()
 
     async def records(self, client: KeyHolder) -> dict[str, Any]:
-        """Of each server, by the name that a client knows it by, what it hosts
-        (`NodeModels.record`); None of one that does not answer.
+        """Return each server's record (`NodeModels.record`), by its name for this client.
+
+        None: the server does not answer.
         """
         told = await self._all_records()
         return {self._known(address, client): record for address, record in told.items()}
 
     async def check(self, nodes: Collection[str]) -> None:
-        """See that a run's nodes can be called, before any of its edits is made for nothing.
+        """Check that a run's nodes can be called, before its edits run.
 
         Args:
-            nodes: their types.
+            nodes: node types of the run.
 
         Raises:
-            EngineFailed: all servers answer, and none of them runs one.
+            EngineFailed: all servers answer, and none of them runs one of the nodes.
         """
         missing = [name for name in sorted(nodes) if NODE_TYPES[name].model not in self._hosted]
         if not missing:
@@ -236,7 +239,7 @@ class NodePool:
                 raise EngineFailed(f"{name}: no node server runs {NODE_TYPES[name].model}")
 
     async def _look(self) -> None:
-        """Find the servers: once, and those behind names anew now and then."""
+        """Start to resolve the servers' names, once, or regularly for DNS names."""
         if time.monotonic() >= self._resolves_at:
             anew = any(address.startswith(DNS) for address in self._addresses)
             self._resolves_at = time.monotonic() + _RESOLVE_S if anew else math.inf
@@ -253,7 +256,7 @@ class NodePool:
                 self._servers[address] = Upstream(address)
                 self._load.setdefault(address, 0.0)
                 self._numbers.setdefault(address, len(self._numbers))
-        for address in self._servers.keys() - addresses:  # what it has been sent is waited for
+        for address in self._servers.keys() - addresses:  # calls under way are waited for
             task = asyncio.create_task(self._servers.pop(address).close(_TIMEOUT_S))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -264,7 +267,7 @@ class NodePool:
         return max(1, _AT_A_SERVER * len(self._servers))
 
     def _known(self, address: str, client: KeyHolder) -> str:
-        """What a client knows a server by: operators by its address, others by its number."""
+        """Return a server's name for a client: its address for operators, otherwise its number."""
         return address if client.admin else f"nodes-{self._numbers[address]}"
 
     async def _all_records(self) -> dict[str, dict[str, Any] | None]:
@@ -290,31 +293,33 @@ class NodePool:
         return record
 
     def seconds(self, node: str) -> float | None:
-        """What a call of a node type has taken of late; None: not known."""
+        """Return the mean seconds of recent calls of a node type; None: unknown."""
         return self._seconds.get(node)
 
     async def call(
         self, task: Task, client: KeyHolder, due: float = math.inf, run: str = ""
     ) -> Made:
-        """Run a node for a client at the server that would be done first, of those that have its
-        model; at the next one where that is gone or cannot do it, or at the first that is back.
+        """Run a node at the server that finishes first among those that have its model.
+
+        If that server is lost or cannot run it, the next one is tried, or the first one that comes
+        back.
 
         Args:
             task: the node.
-            client: who asks.
+            client: holder of the key that asks.
             due: when it should be done, on time.monotonic's clock.
-            run: that may have its outputs as files; empty: they are bytes.
+            run: run that owns outputs kept as files; empty: outputs are bytes.
 
         Raises:
             Failure: the node's own error, or the last server's.
-            EngineFailed: no server runs it, or two failed it without a word; the same call may
-                succeed again.
+            EngineFailed: no server runs it, or two servers failed it without an error code. The
+                same call may succeed later.
         """
         answer = await self._had(task, client, due, run)
         return answer._replace(server=self._known(answer.server, client))
 
     async def _had(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
-        """A kept answer, or one that is made now; as `call`, with the server's address."""
+        """Return a kept answer or make one; like `call`, with the server's address."""
         kind, size = NODE_TYPES[task.call.node], nbytes(task.inputs)
         message = await self._turns.run(client, size, self._message, task, kind, client.scope, run)
         if not kind.deterministic:
@@ -333,13 +338,13 @@ class NodePool:
         pending = self._coming[cache_key] = asyncio.get_running_loop().create_future()
         try:
             answer = await self._made(message, kind, client, due)
-            cache_copy = _copied(answer)  # what a run has may be made again, and under another name
+            cache_copy = _copied(answer)  # the run's values may be made again under other names
             await self._keep(cache_key, cache_copy)
             pending.set_result(cache_copy)
             return answer
         finally:
             del self._coming[cache_key]
-            pending.cancel()  # no effect once there is an answer; else whoever waits tries itself
+            pending.cancel()  # no effect after an answer; otherwise a waiting call makes its own
 
     async def _keep(self, asked: _Asked, made: Made) -> None:
         if names := _names(made):
@@ -349,20 +354,22 @@ class NodePool:
         self._kept.put(asked, made)
 
     def _have(self, names: Sequence[str], scope: str) -> bool:
-        """Values are those of a kept answer; False: they are not there any more."""
+        """Own the values of a kept answer. Return False: they no longer exist."""
         self._values.begin(scope, self._keeper)
         return self._values.own(names, scope, self._keeper)
 
     def _let_go(self, asked: _Asked, made: Made) -> None:
-        """An answer is kept no more."""
+        """Free the values of an answer that is no longer kept."""
         if names := _names(made):
             self._turns.later(self._values.free, names, asked.scope, self._keeper)
 
     def _taken(self, made: Made, scope: str, run: str) -> Made | None:
-        """A kept answer as a run's own; None: what it names is not there any more."""
+        """Return a kept answer for a run, which then owns its values; None: they no longer
+        exist.
+        """
         if not (names := _names(made)):
             return made
-        if not self._values.own(names, scope, self._keeper):  # their time begins anew
+        if not self._values.own(names, scope, self._keeper):  # renews their time to live
             return None
         if run:
             return _copied(made) if self._values.own(names, scope, run) else None
@@ -407,11 +414,11 @@ class NodePool:
     async def _answer(
         self, message: _Message, kind: NodeType, client: KeyHolder
     ) -> tuple[bytes, str, int]:
-        """A server's answer, which one's it is, and the number of tries; raises as `call`."""
+        """Return a server's answer, its address and the number of tries; raises as `call`."""
         end, wait_s, tries, plain = time.monotonic() + _PATIENCE_S, _LOOK_S, 1, b""
         failed: Failure | EngineFailed | None = None
         lost, broken = 0, set[str]()
-        while True:  # each server once, until one takes it
+        while True:  # tries each server once per round, until one takes the call
             await self._look()
             is_unreachable = bool(self._addresses) and not self._servers
             candidates = self._servers.keys() - broken
@@ -428,7 +435,7 @@ class NodePool:
                 except grpc.aio.AioRpcError as error:
                     failure = Failure(error.code(), error.details() or "")
                 if failure.code != InvalidRequest.code:
-                    self._here.pop(address, None)  # another may come back in its place
+                    self._here.pop(address, None)  # another server may take over the address
                 if any(words in failure.details for words in _UNKNOWN):
                     continue
                 tries = 2
@@ -443,12 +450,12 @@ class NodePool:
                     lost += 1
                     if lost == _MOST_LOST or failure.blame is Blame.REQUEST:
                         raise failed
-                    if unavailable:  # another in its place is as good as any
+                    if unavailable:  # a server that replaces it may be able to run the call
                         is_unreachable = True
                     else:
                         broken.add(address)
                 elif failure.blame is Blame.WORKER:
-                    failed = failure  # a load failed, or there is no room: so it is there alone
+                    failed = failure  # a load failed or there is no room on that server
                 else:
                     raise failure
             if not is_unreachable or time.monotonic() > end:
@@ -461,12 +468,12 @@ class NodePool:
             wait_s = min(2 * wait_s, _MOST_LOOK_S)
 
     def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
-        """By who would be done first; of equal ones by who is given names, or may be."""
+        """Rank servers by predicted end; of equal ones those that take names come first."""
         score = self._placement.score(model, address, self._load[address])
         return *score, not self._here.get(address, True), address
 
     async def _sent(self, address: str, raw: bytes, kind: NodeType) -> bytes:
-        """One call, in the books while it is under way."""
+        """Send one call and count its work at the server while it is under way."""
         price_s = self._seconds.get(kind.name, kind.price_s)
         self._load[address] += price_s
         begin = time.monotonic()
@@ -487,7 +494,7 @@ def _request(task: NodeTask, elements: Sequence[bytes]) -> pb.ModelInferRequest:
 
 
 def _contents(answer: bytes) -> dict[str, bytes]:
-    """Of an answer, by output."""
+    """Return the contents of an answer by output."""
     response = pb.ModelInferResponse.FromString(answer)
     names = (output.name for output in response.outputs)
     return dict(zip(names, response.raw_output_contents, strict=True))
@@ -506,7 +513,7 @@ def _copied(made: Made) -> Made:
 
 
 def _as_sent(part: Any) -> Any:
-    """As it is where nobody has files."""
+    """Return a part as it is without a folder of values: bytes."""
     return as_file(part) if isinstance(part, memoryview) else part
 
 
@@ -525,7 +532,7 @@ def _made(answer: bytes, address: str, tries: int) -> Made:
 
 
 def hosts(model: str, records: Mapping[str, Any]) -> list[str]:
-    """Addresses of the node servers that run a model."""
+    """Return the addresses of the node servers that run a model."""
     return [
         address
         for address, record in records.items()

@@ -1,4 +1,4 @@
-"""The workers: found by address or name, polled, given up when they are silent."""
+"""The workers: name resolution, polling and loss."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from maskserve_router.workers.worker import Worker, read_status
 log = logging.getLogger("maskserve.router")
 _STATUS = control_request({"op": "status"})
 _TAKEN_IN_SHARE = 0.02
-"""Of a core, for the records of one worker: large ones are asked for the less often."""
+"""Share of a core for the records of one worker; long records are polled less often."""
 
 
 class Pool:
     """All workers of the configuration.
 
     Args:
-        config: of the router.
-        changed: called when a worker may take edits that it did not take before, or is gone.
+        config: configuration of the router.
+        changed: called when a worker starts to take edits or is gone.
     """
 
     def __init__(self, config: RouterConfig, changed: Callable[[], None]) -> None:
@@ -41,13 +41,13 @@ class Pool:
         self.roster = Roster(self._index)
         self._changed = changed
         self._polls: dict[Worker, asyncio.Task[None]] = {}
-        """Of one that is retired for as long as it finishes what it holds, even where its address
-        has come back as another worker."""
+        """Worker -> polling task. A retired worker stays until its edits end, even if its address
+        is already a new worker's."""
         self._resolver: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Find the workers, and ask each once."""
+        """Resolve the workers' names and poll each worker once."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._keep_resolving())
         await asyncio.gather(*(self._poll_once(worker) for worker in self.workers.values()))
@@ -61,35 +61,35 @@ class Pool:
             await worker.upstream.close()
 
     async def reload(self, config: RouterConfig) -> None:
-        """Take on the workers of a new configuration; those that are gone finish what they hold."""
+        """Apply the workers of a new configuration; removed workers finish their edits."""
         self.config = config
         await self._resolve()
 
     def models(self) -> Counter[str]:
-        """Models that workers serve, as far as they have said, and how many serve each."""
+        """Return the models that workers report, each with its number of workers."""
         return self.roster.models(time.monotonic())
 
     def ready(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.ready]
 
     def running_s(self) -> list[float]:
-        """Of each of these, seconds until all that has a row there has ended."""
+        """Return, for each ready worker, the seconds until all its rows have ended."""
         now_s = time.monotonic()
         return [worker.running_s(now_s) for worker in self.ready()]
 
     def up(self) -> list[Worker]:
-        """Those that answer, whether or not they take edits."""
+        """Return the workers that answer, including those that take no edits."""
         return [worker for worker in self.workers.values() if worker.up]
 
     def may_eject(self) -> bool:
-        """Whether one more worker may be ejected."""
+        """Return whether one more worker may be ejected."""
         ejected = sum(worker.breaker.ejected for worker in self.workers.values())
         return ejected + 1 <= self.config.faults.max_ejected_share * len(self.workers)
 
-    # Which workers there are.
+    # Membership.
 
     def join(self, address: str) -> Worker:
-        """A worker at an address, which is not asked yet."""
+        """Add a worker at an address, without polling it."""
         worker = self.workers[address] = Worker(address, self.config, self._index)
         self.roster.join(worker)
         return worker
@@ -118,7 +118,7 @@ class Pool:
         self._changed()
 
     async def _retire(self, worker: Worker) -> None:
-        """Let a worker that is no longer wanted finish what it holds."""
+        """Let a removed worker finish its edits, then close its connection."""
         worker.draining = True
         end = time.monotonic() + self.config.faults.drain_grace_s
         while worker.sent and time.monotonic() < end:
@@ -129,7 +129,7 @@ class Pool:
         await worker.upstream.close()
         self._index.leave(worker.number)
 
-    # How they are.
+    # Polling.
 
     async def _keep_polling(self, worker: Worker) -> None:
         while True:
@@ -142,7 +142,7 @@ class Pool:
             await asyncio.sleep(max(begin + self._interval_s(worker) - now_s, 0.001))
 
     def _interval_s(self, worker: Worker) -> float:
-        """How often a worker is asked; one that has missed an answer, as soon as may be."""
+        """Return the seconds between polls of a worker; the shortest after a missed answer."""
         config = self.config.workers
         if worker.misses:
             return config.poll_interval_s
@@ -170,7 +170,7 @@ class Pool:
             self._lost(worker, why or "no answer")
 
     async def _status_of(self, worker: Worker) -> bytes:
-        """A worker's record, with changes of its templates where it can tell them."""
+        """Return a worker's record, with changes of its templates if the worker supports them."""
         timeout, version = self.config.workers.poll_timeout_s, worker.templates_version
         if version is not None:
             try:
@@ -183,7 +183,7 @@ class Pool:
         return await worker.upstream.control(_STATUS, timeout)
 
     def _lost(self, worker: Worker, why: str) -> None:
-        """The worker is down: the calls that wait in it will not be answered."""
+        """Mark the worker as down and end the calls to it."""
         log.warning("worker %s is down: %s", worker.address, why)
         message = f"[{EngineFailed.code}] the worker no longer answers"
         worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))

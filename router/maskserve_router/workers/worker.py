@@ -1,4 +1,4 @@
-"""What the router knows of one worker: its last record, and what was sent to it since."""
+"""One worker as the router sees it: its last status record and the edits sent since."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from maskserve_router.workers.template_index import TemplateIndex
 from maskserve_router.workers.upstream import Upstream
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
-"""Of a worker that does not say what rows cost: only what edits cost beside each other counts."""
+"""Prices for a worker that reports none: only the ratios between edits matter."""
 
 
 class PolledStatus(WorkerStatus):
-    """The record as `control` hands it out."""
+    """The status record as returned by `control`."""
 
     told_age_s: float = msgspec.field(default=0.0, name="age_s")
-    """Its age when it was handed out; the clocks of two hosts do not compare."""
+    """Age of the record when it was sent, in seconds; the clocks of two hosts do not compare."""
     alive: bool = True
     in_flight: int = 0
     template_changes: TemplateChanges | None = None
-    """In place of `templates`, of a worker that knows how."""
+    """Changes of the templates, in place of `templates`, from workers that support them."""
 
 
 _decode = msgspec.json.Decoder(PolledStatus).decode
 _MOST_BYTES = 64 * 2**20
-"""Of a record: a million templates, of a worker that tells all of them."""
+"""Most bytes of a record: about a million templates of a worker that lists all."""
 _MOST_ROWS = 10_000
-"""Rows that a record lists; each takes some microseconds at every poll."""
+"""Most rows in a record; each takes microseconds at every poll."""
 _MOST_NODES = 100
 _MOST_DEVICES = 1024
 _MOST_STEPS = 100_000
@@ -55,10 +55,10 @@ _MOST_LOAD_S = 86_400.0
 
 
 def read_status(raw: bytes) -> PolledStatus:
-    """Read the answer of `control`'s `status`.
+    """Parse the answer of `control`'s `status`.
 
     Raises:
-        ValueError: it is none that this router understands.
+        ValueError: it is not a status that this router understands.
     """
     if len(raw) > _MOST_BYTES:
         raise ValueError(f"not a status: {len(raw)} bytes; at most {_MOST_BYTES}")
@@ -71,10 +71,10 @@ def read_status(raw: bytes) -> PolledStatus:
 
 
 def _check_status(status: PolledStatus) -> None:
-    """Raises ValueError: the record says what no worker can be."""
+    """Check the bounds of the record. Raises ValueError: a value is impossible."""
 
     def within(name: str, value: float, least: float, most: float) -> None:
-        if not least <= value <= most:  # also what is no number
+        if not least <= value <= most:  # also false for NaN
             raise ValueError(f"not a status: {name} is {value}")
 
     within("max_rows", status.max_rows, 1, _MOST_ROWS)
@@ -116,14 +116,14 @@ def _sets(templates: Mapping[str, tuple[str, ...]]) -> dict[str, frozenset[str]]
 
 
 class WorkerEpoch(NamedTuple):
-    """A worker from when it answers until it is given up: what comes back may do better."""
+    """A worker between two losses: a worker that comes back has a new epoch."""
 
     address: str
     number: int
 
 
 class Prediction(NamedTuple):
-    """Of an edit at a worker, in seconds from when it is sent."""
+    """Predicted times of an edit at a worker, in seconds from when it is sent."""
 
     denoised_s: float
     answered_s: float
@@ -131,25 +131,25 @@ class Prediction(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """An edit at a worker, from when the worker was chosen until its answer."""
+    """An edit at a worker, from the choice of the worker until the answer."""
 
     request_id: str
     edit: Edit
     worker: Worker
     at: float
-    """On the router's clock."""
+    """When it was sent, on the router's clock."""
     predicted: Prediction
     seen: bool = False
-    """A record has listed it."""
+    """True once a record has listed it."""
     listed_at: float = 0.0
-    """When one did last; at first, when it was sent."""
+    """When a record last listed it; before that, when it was sent."""
     cancel: Callable[[], object] | None = None
-    """Ends the call that it waits in."""
+    """Ends the call to the worker."""
     ended_for: MaskserveError | Failure | None = None
-    """Why the router ended that call itself."""
+    """Reason for which the router ended the call."""
 
     def end(self, reason: MaskserveError | Failure) -> None:
-        """End the call: nobody waits for it any more, or nothing will come of it."""
+        """End the call to the worker for this reason."""
         self.ended_for = reason
         if self.cancel is not None:
             self.cancel()
@@ -157,12 +157,12 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. Its id is the address: two hosts may give workers the same name."""
+    """One worker, identified by its address: workers on two hosts may have the same name."""
 
     address: str
     config: RouterConfig
     index: TemplateIndex = field(default_factory=TemplateIndex)
-    """Who has which templates; the workers of a pool share one."""
+    """Index of templates, shared by all workers of the pool."""
     upstream: Upstream = field(init=False)
     breaker: Breaker = field(init=False)
     status: PolledStatus | None = None
@@ -171,21 +171,21 @@ class Worker:
     up: bool = False
     misses: int = 0
     taken_in_s: float = 0.0
-    """What its last record took to be read."""
+    """Seconds that parsing its last record took."""
     epochs: int = 0
-    """Times that it was given up."""
+    """Number of times that it was lost."""
     sent: dict[str, Sent] = field(default_factory=dict)
-    """The ledger: edits that are there by request id."""
+    """The ledger: request id -> edit at this worker."""
     number: int = field(init=False)
-    """In the index."""
+    """Number of the worker in the index."""
     templates_version: str | None = ""
-    """Of its templates as the index has them; empty: none is known. None: the worker tells all of
-    them each time."""
+    """Version of its templates in the index; empty: none known. None: the worker lists all
+    templates in every record."""
     times: AnswerTimes = field(default_factory=AnswerTimes)
     changed: Callable[[Worker], object] | None = None
-    """Told whenever decisions may see it otherwise than before."""
+    """Called when the worker changes in a way that decisions depend on."""
     _listed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Templates as the index has them of a worker that tells all of them."""
+    """Templates in the index, for a worker that lists all of them."""
     _draining: bool = False
     _answered: set[str] = field(default_factory=set)
     """Edits that were answered since the record was written."""
@@ -206,12 +206,12 @@ class Worker:
 
     @property
     def host(self) -> str:
-        """Whose files it shares; empty: nobody's."""
+        """Name of its host, whose values folder it shares; empty: it shares none."""
         return self.status.values.host if self.status is not None else ""
 
     @property
     def results_at(self) -> str:
-        """Where results that it keeps lie: with all workers of its host, or with it alone."""
+        """Name of where its kept results are: its host, or itself if it shares no folder."""
         return self.host or self.address
 
     @property
@@ -220,12 +220,12 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        """Whether it says that it takes edits; the breaker may still hold them back."""
+        """True if it reports that it takes edits; the breaker may still hold them back."""
         return self.up and not self.draining and self.status is not None and self.status.takes_edits
 
     @property
     def draining(self) -> bool:
-        """An operator asked this router to send it nothing more."""
+        """True if an operator asked this router to send it no more edits."""
         return self._draining
 
     @draining.setter
@@ -238,20 +238,20 @@ class Worker:
             self.changed(self)
 
     def _see_anew(self) -> None:
-        """Its view is no longer what it was."""
+        """Discard the cached view."""
         self._view = None
         self._tell()
 
     def lost(self, reason: Failure) -> None:
-        """It no longer answers: the calls that wait in it are ended."""
+        """Mark the worker as down and end all calls to it."""
         self._tell()
         self.up, self.epochs = False, self.epochs + 1
-        self.templates_version = ""  # what comes back may be another version of itself
+        self.templates_version = ""  # a restarted worker may have another version of maskserve
         for sent_edit in list(self.sent.values()):
             sent_edit.end(reason)
 
     def heard(self, status: PolledStatus, now: float) -> None:
-        """A record has come in."""
+        """Take in a status record, and end calls of edits that it has not listed for too long."""
         if status.alive:
             self.misses, self.up = 0, True
         else:
@@ -269,12 +269,12 @@ class Worker:
         self._see_anew()
 
     def tells_all(self) -> None:
-        """It is of a version that tells no changes of its templates, but all of them each time."""
+        """Note that the worker lists all templates in every record and reports no changes."""
         self.index.clear(self.number)
         self.templates_version, self._listed = None, {}
 
     def _take_templates(self, status: PolledStatus) -> None:
-        """Bring the index to what a record says."""
+        """Update the index from a record."""
         changes = status.template_changes
         if changes is None:
             if self.templates_version is not None:
@@ -285,7 +285,7 @@ class Worker:
             changes = changes_of(_sets(previous), _sets(status.templates))
         else:
             if changes.since not in ("", self.templates_version):
-                # Nothing follows from changes since another version: all is told the next time.
+                # Changes since another version are of no use: the next record has all templates.
                 changes = TemplateChanges("")
             if not changes.since:
                 self.index.clear(self.number)
@@ -296,22 +296,22 @@ class Worker:
             self.index.remove(self.number, tier, templates)
 
     def predict(self, edit: Edit, now: float) -> Prediction:
-        """What an edit would take that is sent to it now."""
+        """Predict the times of an edit that is sent now."""
         denoised = predicted_seconds(edit, self.view(now), now)
         return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
 
     def share_left(self, request_id: str) -> float | None:
-        """Of the steps of an edit that has a row, as the record has it; None: it waits for one."""
+        """Return the share of steps left of an edit with a row; None: it waits for a row."""
         sent_edit = self.sent.get(request_id)
         if sent_edit is None or not sent_edit.seen or self.status is None:
             return None
         if any(row.request_id == request_id for row in self.status.waiting):
             return None
         steps_left = [r.steps_left for r in self.status.running if r.request_id == request_id]
-        return min(sum(steps_left) / sent_edit.edit.steps, 1.0)  # none: it is past its last step
+        return min(sum(steps_left) / sent_edit.edit.steps, 1.0)  # no row: it is past its last step
 
     def running_s(self, now: float) -> float:
-        """Seconds until all that has a row here has ended."""
+        """Return the seconds until all rows of this worker have ended."""
         rows = self.view(now).running
         steps = max((row.steps for row in rows), default=0)
         work = steps * self.view(now).pricing.step + sum(row.steps * row.compute for row in rows)
@@ -326,14 +326,14 @@ class Worker:
         alone: bool = False,
         primed: bool = False,
     ) -> float:
-        """Seconds to its answer if it steps down as far as it may.
+        """Return the seconds until the edit's answer if it steps down as far as allowed.
 
         Args:
-            edit: sent to this worker now.
+            edit: edit to send to this worker now.
             now: time.monotonic().
             ahead: edits that are sent before it.
-            alone: as if the worker had nothing else to do.
-            primed: as if it had the edit's template.
+            alone: predict for an idle worker.
+            primed: predict as if the worker had the edit's template.
         """
         view = self.view(now)
         if ahead:
@@ -353,19 +353,19 @@ class Worker:
         self._see_anew()
 
     def answered(self, sent: Sent, seconds: float) -> None:
-        """It has answered an edit, so long after it was sent."""
+        """Learn from an edit that was answered `seconds` after it was sent."""
         self.times.learn(sent.edit.total_tokens, sent.predicted.denoised_s, seconds)
 
     def remove(self, sent: Sent) -> None:
-        """The edit is answered, or given up."""
+        """Take an edit off the ledger: it is answered or given up."""
         if self.sent.pop(sent.request_id, None) is not None:
             self._answered.add(sent.request_id)
             self._see_anew()
 
     def view(self, now: float) -> WorkerView:
-        """As policies see it: the record, less what was answered since, and what was sent since.
+        """Return the worker as policies see it: the record, without answered edits, plus new ones.
 
-        An edit that a record has listed and lists no longer is past its last step.
+        An edit that a record has listed and no longer lists is past its last step.
         """
         if self._view is None:
             self._view = self._base().sent(s.edit for s in self.sent.values() if not s.seen)
