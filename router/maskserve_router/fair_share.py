@@ -1,10 +1,9 @@
-"""What keys have in turn: places, threads for work that grows with what a client sends, and this
-process's time.
+"""Fair shares between keys: of places, of threads for long work, and of this process's time.
 
-The event loop routes everybody's edits and has to answer within milliseconds. What takes longer
-the more a client sends (inflating, parsing, decoding a mask) is done here, and a client that sends
-much waits behind itself. The loop itself copies what comes and what is sent on. So a key that has
-used much of the process of late is not read from for a while: what it sends stays with the client.
+The event loop routes all edits and must answer within milliseconds. Work that grows with a request
+(inflating, parsing, decoding a mask) runs here in threads. A client that sends much waits behind
+its own work. The loop itself copies the data it receives and sends. A key that has recently used
+much of the process is therefore not read from for a while: its data waits at the client.
 """
 
 from __future__ import annotations
@@ -23,29 +22,30 @@ from maskserve_common.shares import Shares
 from maskserve_router.keys import KeyHolder
 
 _SMALL = 64 * 1024
-"""Bytes that are worth no thread: to change to one and back takes as long."""
+"""Bytes below which work runs on the loop: a change of threads would take as long."""
 IN_A_THREAD = _SMALL + 1
-"""Of work that may wait, whatever it goes by."""
+"""A size that always takes a thread."""
 _STEP_S = 0.25
-"""`KeyWork` forgets by steps; so long is one here, and 16 s are remembered."""
+"""Seconds per step of `KeyWork`'s memory, which is 64 steps: 16 s."""
 _MOST_S = 1.6
-"""Processor seconds of those 16 that a key may have used when it is read from: a tenth of one."""
+"""Processor seconds of the last 16 s up to which a key is read from at once: a tenth."""
 _ENTRY_S = 0.05
-"""What a message that has waited counts as before it is there: of many that wait one is read."""
+"""Seconds booked for a message that waited before it was read, so that the key's next one waits."""
 _STATEMENTS = 4
-"""Threads that ask a database."""
+"""Threads that query a database."""
 _CALL_S = 0.002
-"""What the loop does for a call that asks a database, beside the statement itself."""
+"""Seconds of the loop for a call that queries a database, beside the statement itself."""
 _BYTES_PER_S = 400e6
-"""What the loop copies: gRPC makes three copies of a message as it comes, two as it is sent."""
+"""Rate at which the loop copies: gRPC makes three copies of a received message, two of a sent
+one."""
 T = TypeVar("T")
 
 
 class InTurn:
-    """Places that keys have in turn; used from the event loop only.
+    """Places that keys take in turn. Use it from the event loop only.
 
     Args:
-        places: how many there are.
+        places: number of places.
     """
 
     def __init__(self, places: int) -> None:
@@ -54,13 +54,14 @@ class InTurn:
         self._waiting: list[tuple[float, str, asyncio.Future[None]]] = []
 
     def resize(self, places: int) -> None:
-        """There are so many from now on; what is held beyond is not taken back."""
+        """Change the number of places; places in use are not taken back."""
         self._places = places
         self._hand_out()
 
     async def enter(self, key: str, urgency: float = 0.0) -> None:
-        """Wait for a place; it is the key's until it leaves. Of its own that wait the lowest
-        urgency is next, and of equal ones the first.
+        """Wait for a place, which the key holds until `leave`.
+
+        Among a key's own waiting calls, the lowest urgency comes first, then the oldest.
         """
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         insort(self._waiting, (urgency, key, place), key=lambda each: each[0])
@@ -74,13 +75,12 @@ class InTurn:
             raise
 
     def leave(self, key: str) -> None:
-        """Give a place back."""
         self._held.give_back(key)
         self._hand_out()
 
     @asynccontextmanager
     async def place(self, key: str, urgency: float = 0.0) -> AsyncIterator[None]:
-        """Have one for a time."""
+        """Hold a place for the block."""
         await self.enter(key, urgency)
         try:
             yield
@@ -98,17 +98,17 @@ class InTurn:
 
 
 class _Threads:
-    """Threads that keys have in turn."""
+    """Threads that keys take in turn."""
 
     def __init__(self, threads: int, name: str) -> None:
         self.pool, self.places = ThreadPoolExecutor(threads, name), InTurn(threads)
 
 
 class Turns:
-    """Used from the event loop only.
+    """Runs work in threads, in turn by key. Use it from the event loop only.
 
     Args:
-        threads: how many there are.
+        threads: number of threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -117,11 +117,13 @@ class Turns:
         self._locked = ThreadPoolExecutor(1, "locked")
         self._used, self._at = KeyWork(), time.monotonic()
         self._last: dict[str, float] = {}
-        """Key -> when it was last read from, of those of late."""
+        """Key -> when it was last read from; only recent keys."""
 
     async def may_read(self, client: KeyHolder) -> None:
-        """Wait until a client's next message may be read: at once, unless it has used more than its
-        part of this process of late, and others are here.
+        """Wait until a client's next message may be read.
+
+        It waits only if the client has recently used more than its part of this process and other
+        clients are active.
         """
         key, waited = client.scope, False
         self._last[key] = time.monotonic()
@@ -132,7 +134,7 @@ class Turns:
             self._spent(key, _ENTRY_S)
 
     def came(self, client: KeyHolder, size: int) -> None:
-        """So many bytes of a client have come at once."""
+        """Book `size` received bytes of a client."""
         self._spent(client.scope, size / _BYTES_PER_S)
 
     def _is_ahead(self, key: str) -> bool:
@@ -154,12 +156,12 @@ class Turns:
         self._locked.shutdown(wait=False)
 
     async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *given: Any) -> T:
-        """What `work(*given)` gives.
+        """Return `work(*given)`, run in a thread if it is long.
 
         Args:
-            client: whose it is.
-            size: bytes that it goes by; of few it is done at once.
-            work: touches nothing that the loop does.
+            client: holder of the key that the work is for.
+            size: bytes of the input; small work runs at once on the loop.
+            work: function that touches no state of the loop.
             given: its arguments.
         """
         if size <= _SMALL:
@@ -167,21 +169,23 @@ class Turns:
         return await self._threaded(self._work, client, work, *given)
 
     async def ask(self, client: KeyHolder, work: Callable[..., T], *given: Any) -> T:
-        """What `work(*given)` gives, which asks a database for a client: it may wait for the disk,
-        and a client that asks for much waits behind itself.
+        """Return `work(*given)`, which queries a database for a client.
+
+        It may wait for the disk. A client that asks for much waits behind its own calls.
         """
         await self.may_read(client)
         self._spent(client.scope, _CALL_S)
         return await self._threaded(self._statements, client, work, *given)
 
     def later(self, work: Callable[..., object], *given: Any) -> None:
-        """Have `work(*given)` done, which may wait for another process's lock of a file: in one
-        thread, each behind the one before it, whether or not its client stays.
+        """Run `work(*given)` later, in the one thread for work that may wait for a file lock.
+
+        Calls run in order, whether or not the client stays.
         """
         self._locked.submit(work, *given)
 
     async def locked(self, work: Callable[..., T], *given: Any) -> T:
-        """What `work(*given)` gives, done likewise."""
+        """Return `work(*given)`, run in the thread of `later`."""
         return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *given)))
 
     async def _threaded(
@@ -190,19 +194,19 @@ class Turns:
         await threads.places.enter(client.scope)
         spent = [0.0]
         task = asyncio.get_running_loop().run_in_executor(threads.pool, _timed, spent, work, *given)
-        # A thread cannot be stopped: the place is free when it is done, not when the client leaves.
+        # A thread cannot be stopped: its place is free when it is done, not when the client leaves.
         task.add_done_callback(lambda done: self._over(threads, client.scope, done, spent[0]))
         return await asyncio.shield(task)
 
     def _over(self, threads: _Threads, key: str, done: asyncio.Future[Any], seconds: float) -> None:
         self._spent(key, seconds)
         if not done.cancelled():
-            done.exception()  # where nobody waits for it any more, it is not complained of
+            done.exception()  # marks an exception that nobody awaits as seen
         threads.places.leave(key)
 
 
 def _timed(spent: list[float], work: Callable[..., T], *given: Any) -> T:
-    """What `work(*given)` gives; its processor seconds become the one element of `spent`."""
+    """Return `work(*given)`; store its processor seconds in the one element of `spent`."""
     began = time.thread_time()
     try:
         return work(*given)

@@ -1,4 +1,4 @@
-"""Who calls: the holders of API keys, told apart by the key that they send."""
+"""The callers: holders of API keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maskserve_router.messages.failures import Unauthorized
 
 @dataclass(slots=True)
 class EditCounts:
-    """Edits of one model that a client had answered."""
+    """Number and time of a client's answered edits of one model."""
 
     succeeded: int = 0
     failed: int = 0
@@ -34,7 +34,7 @@ class EditCounts:
 
 
 class Daily(NamedTuple):
-    """What jobs of a key amount to in a day, or may; as a bound, 0 is none."""
+    """A key's jobs of one day, as a count or as a limit; a limit of 0 is none."""
 
     jobs: int = 0
     bytes: int = 0
@@ -46,41 +46,42 @@ ANY = Daily()
 
 @dataclass(slots=True, eq=False)
 class KeyHolder:
-    """Whoever holds one API key; without keys, everybody."""
+    """The holder of one API key; without keys, everybody."""
 
     name: str
     max_edits: int
     admin: bool
     shares: bool = False
-    """Its templates are for every client."""
+    """True if its templates are for every client."""
     private_prompts: bool = False
-    """Embeddings of its prompts are kept for itself alone."""
+    """True if embeddings of its prompts are kept for it alone."""
     scope: str = NO_SCOPE
-    """Of its request ids and templates (`maskserve_common.contracts.keys`), and what its shares are
-    counted by (`maskserve_common.shares`). It follows from the key's name, so that a key may be
-    changed."""
+    """Scope of its request ids and templates (`maskserve_common.contracts.keys`), and its key for
+    fair shares (`maskserve_common.shares`). It follows from the key's name, so that a key can be
+    replaced."""
     served: dict[str, EditCounts] = field(default_factory=dict)
-    """What this router has answered it, by model."""
+    """Edits that this router has answered it, by model."""
     adapters: tuple[str, ...] = ()
-    """LoRAs that are its own, as patterns."""
+    """Patterns of the LoRAs that belong to it."""
     foreign: tuple[str, ...] = ()
-    """Those that are other keys'."""
+    """Patterns of the LoRAs that belong to other keys."""
     daily: Daily = ANY
-    """What its jobs may amount to in a day."""
+    """Limits of its jobs per day."""
     webhook_secret: str = ""
-    """Signs its webhooks; empty: it has none."""
+    """Secret that signs its webhooks; empty: none."""
     output_urls: tuple[str, ...] = ()
-    """Prefixes of where its pictures may be put."""
+    """URL prefixes to which its pictures may be written."""
 
     def sees(self, adapter: str) -> bool:
-        """Whether a LoRA is there for it."""
+        """Return True if the client may use a LoRA."""
         if self.admin or any(fnmatchcase(adapter, own_pattern) for own_pattern in self.adapters):
             return True
         return not any(fnmatchcase(adapter, foreign_pattern) for foreign_pattern in self.foreign)
 
     def check_adapters(self, names: Iterable[str], field: str) -> None:
-        """Raises AdapterNotFound: one of these is another key's, in the words of a worker that has
-        none of that name.
+        """Raises AdapterNotFound: one of these belongs to another key.
+
+        The text is the same as for an adapter that does not exist.
         """
         for name in names:
             if not self.sees(name):
@@ -88,20 +89,20 @@ class KeyHolder:
 
 
 def scope_of_key(name: str) -> str:
-    """The scope of what belongs to a key of this name."""
+    """Return the scope of a key with this name."""
     return hashlib.blake2b(name.encode(), digest_size=8, person=b"maskserve.scope").hexdigest()
 
 
 class KeyRing:
-    """Who a caller is, by the key that it sends.
+    """Identifies callers by API key.
 
     Args:
-        keys: of the configuration; without any, every client is let in.
-        max_edits: of everybody together where there are no keys.
-        webhook_secret: likewise.
-        output_urls: likewise.
-        origins: of pages that may call from a browser where there are no keys; a key is nothing
-            that a foreign page could send without being allowed to.
+        keys: keys of the configuration; without any, every client is let in.
+        max_edits: limit for everybody together if there are no keys.
+        webhook_secret: secret of webhooks if there are no keys.
+        output_urls: prefixes of output URLs if there are no keys.
+        origins: origins of pages that may call from a browser if there are no keys. With keys this
+            is not checked: a foreign page cannot send a key without permission.
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class KeyRing:
         self.change(keys)
 
     def change(self, keys: tuple[Key, ...]) -> None:
-        """Know these keys from now on, and no others. Their holders, told apart by name, keep what
-        they were answered; a key that is gone opens nothing more, not even on open connections.
+        """Replace the keys. Holders keep their counts by name.
+
+        A removed key opens nothing more, not even on open connections.
         """
         counts_by_name = {client.name: client.served for _, client in self._clients}
         owned = frozenset(pattern for key in keys for pattern in key.adapters)
@@ -155,17 +157,17 @@ class KeyRing:
         ]
 
     def holder(self, scope: str) -> KeyHolder | None:
-        """Whose a scope is; None: its key is gone."""
+        """Return the holder of a scope; None: its key is gone."""
         if self._anybody is not None:
             return self._anybody if scope == NO_SCOPE else None
         return next((client for _, client in self._clients if client.scope == scope), None)
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
-        """The caller with these headers (names in lower case).
+        """Return the caller with these headers (names in lower case).
 
         Raises:
-            Unauthorized: keys are needed, and this is none; or there are none, and a foreign page
-                asks.
+            Unauthorized: the key is missing or unknown; or there are no keys and a foreign page
+                calls.
         """
         if self._anybody is not None:
             if foreign := foreign_site(headers, None, self._origins):
@@ -175,7 +177,7 @@ class KeyRing:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
-        # Every key is compared, each in constant time: how long it takes tells nothing.
+        # Every key is compared, each in constant time, so that the duration tells nothing.
         matches = [
             client
             for key_digest, client in self._clients

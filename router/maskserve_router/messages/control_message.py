@@ -1,6 +1,6 @@
-"""Operations of `control`, as clients ask for them and as workers are asked.
+"""Operations of `control`, as clients send them and as the router sends them to workers.
 
-An image stays the JSON that it came as: to read it and to write it anew would copy it six times.
+An image stays encoded as JSON, because decoding and encoding it would copy it several times.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from maskserve_common.imaging.images import check_beginning
 from maskserve_router.messages.model_request import on_the_wire
 
 _SHORT = 64 * 1024
-"""Bytes: an image is long beyond, and what lies before and behind it is not."""
+"""Bytes above which the image is searched for; the rest of an operation is shorter than this."""
 _PART = 2**20
-"""Bytes that are looked through at a time: between two parts other threads run."""
+"""Bytes that are searched at a time, so that other threads can run in between."""
 _STAND_IN = "(a long text)"
 _BEGINNING = 4096
 
 
 def read_operation(text: memoryview) -> dict[str, Any]:
-    """Check an operation; its `image` becomes `msgspec.Raw`, a string as JSON.
+    """Parse and check an operation. Its `image` becomes `msgspec.Raw`: a JSON string.
 
     Raises:
         InvalidRequest: as `parse_operation`.
@@ -46,18 +46,18 @@ def read_operation(text: memoryview) -> dict[str, Any]:
 
 
 def registration(picture: bytes) -> dict[str, Any]:
-    """The operation that registers a picture, an encoded file."""
+    """Return the operation that registers a picture, an encoded file."""
     return {"op": "register", "image": msgspec.Raw(b'"%b"' % pybase64.b64encode(picture))}
 
 
 def image_size(operation: Mapping[str, Any]) -> int:
-    """Bytes of an operation's image; 0 of one without."""
+    """Return the bytes of an operation's image; 0 without one."""
     image = operation.get("image")
     return 0 if image is None else memoryview(image).nbytes
 
 
 def check_image(operation: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest: the image does not begin as a picture does."""
+    """Raises InvalidRequest: the image does not begin like a picture in base64."""
     image = memoryview(operation["image"])
     begins = bytes(image[:_BEGINNING])
     if len(begins) < len(image):
@@ -71,7 +71,7 @@ def check_image(operation: Mapping[str, Any]) -> None:
 
 
 def control_request(operation: Mapping[str, Any]) -> bytes:
-    """The request of an operation."""
+    """Return the encoded request of an operation."""
     head = pb.ModelInferRequest(model_name="control")
     head.inputs.add(name="OP", datatype="BYTES", shape=[1])
     fields_json = msgspec.json.encode(
@@ -84,13 +84,14 @@ def control_request(operation: Mapping[str, Any]) -> bytes:
 
 
 def _long_text(text: memoryview) -> tuple[int, int] | None:
-    """Begin and end of the long string in a JSON text that is short but for that, its quotes
-    included; None: there is none, or it is not plain (ASCII without escapes).
+    """Return begin and end of the one long string in a JSON text, including its quotes.
+
+    None: there is none, or it is not plain (ASCII without escapes).
     """
     head = bytes(text[:_SHORT])
     if len(text) <= _SHORT or b"\\" in head or head.count(b'"') % 2 == 0:
         return None
-    begin = head.rfind(b'"')  # opens what is not closed there
+    begin = head.rfind(b'"')  # opens a string that is not closed within `head`
     for at in range(begin + 1, len(text), _PART):
         part, quote, _ = bytes(text[at : at + _PART]).partition(b'"')
         if not part.isascii() or b"\\" in part:

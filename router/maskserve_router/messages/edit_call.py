@@ -1,7 +1,7 @@
-"""One edit on its way through the router: what must be known of its request to route it.
+"""One edit on its way through the router, with the parts of its request that routing needs.
 
-The message is parsed once and only its SETTINGS are ever written anew: the seed and the request id
-are drawn here, so that a second try of an edit is the same edit.
+The message is parsed once, and only its SETTINGS are written again. The router draws the seed and
+the request id, so that a retry is the same edit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from maskserve_router.messages.model_request import MOST_ELEMENTS, ModelRequest
 
 EDITS = ("edit", "edit_stream")
 PUBLIC = (*EDITS, "control")
-"""The models that clients may call; the others are a worker's own."""
+"""Models that clients may call; the other models are internal to a worker."""
 _SEED_BITS = 32
 MODELS: Mapping[str, Contract] = {name: CONTRACTS[name] for name in PUBLIC}
 VERSIONS = ("", "1", "-1")
-"""What Triton takes for the one version of a model: none, its number, and "the latest"."""
+"""Versions that Triton accepts for a model with one version: none, its number, "the latest"."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,49 +38,51 @@ class EditCall:
 
     message: ModelRequest
     settings: EditSettings | None
-    """With seed and request id; None where the request has another form than it should. A worker
-    says what is wrong with it."""
+    """Settings with seed and request id; None if the request is malformed. A worker then reports
+    the error."""
     image: memoryview
     mask: bytes
     prompted: bool
-    """Whether its prompt has any text."""
+    """True if its prompt has any text."""
     request_id: str
     size: int
     """Bytes of the request."""
     metadata: Metadata = ()
-    """Headers that go on to the worker."""
+    """Headers that are forwarded to the worker."""
     timeout: float | None = None
-    """Seconds that the client waits, from `arrival`."""
+    """Seconds that the client waits, counted from `arrival`."""
     arrival: float = field(default_factory=time.monotonic)
     worker: str = ""
-    """Where it was last sent."""
+    """Address of the worker of the last try."""
     sent_as: str = field(init=False)
-    """The request id of the present try: a worker may still hold the one before."""
+    """Request id of the current try: a worker may still hold the previous try."""
     tries: int = 0
     restarts: int = 0
-    """Tries that failed after the client had seen events of them."""
+    """Tries that failed after the client had received events of them."""
     by_size_ms: int | None = None
-    """When it is due by its size if it does not say so; None: at no time, or it is not known."""
+    """Milliseconds in which an edit of its size is due without a deadline; None: unknown or
+    none."""
     answer_bytes: int = 0
-    """That its answer may have, as far as known."""
+    """Most bytes of its answer; 0: unknown."""
     waits_until: float | None = None
-    """When no worker could do it in time any more, on time.monotonic's clock; None: never."""
+    """When no worker can finish it in time any more, on time.monotonic's clock; None: never."""
     starts_by: float | None = None
-    """When it has to begin to be in time, on time.monotonic's clock; None: it waits by arrival."""
+    """When it must begin to be in time, on time.monotonic's clock; None: it waits by arrival."""
     cancelled: bool = False
-    """By its id: it is not sent any more."""
+    """True once it was cancelled by its id; it is not sent again."""
 
     def __post_init__(self) -> None:
         self.sent_as = self.request_id
 
     @property
     def deadline(self) -> float | None:
-        """When nobody will want it any more, on time.monotonic's clock."""
+        """The time after which nobody wants the answer, on time.monotonic's clock."""
         limits = [self.timeout] if self.timeout is not None else []
         limit_ms = None if self.settings is None else self.settings.limit_ms
         if limit_ms is not None:
             limits.append(limit_ms / 1e3)
-        # KServe's own; the worker keeps it too. Looked for first: a map makes what is asked of it.
+        # KServe's own parameter, which the worker also obeys. Test first: indexing the map adds a
+        # key.
         if "timeout" in self.message.head.parameters:
             asked_us = self.message.head.parameters["timeout"].int64_param
             if asked_us > 0:
@@ -89,7 +91,7 @@ class EditCall:
 
     @property
     def deadline_name(self) -> str:
-        """What the client gave, or what of it is nearest."""
+        """Name of the client's limit that ends first, for errors."""
         candidate_limits = {"the call's own timeout": self.timeout}
         limit_ms = None if self.settings is None else self.settings.limit_ms
         if limit_ms is not None:
@@ -104,12 +106,12 @@ class EditCall:
 
     @property
     def primed(self) -> bool:
-        """Whether it runs cached in any case, once its template is primed."""
+        """True if it runs cached in any case, once its template is primed."""
         return self.settings is not None and self.settings.cache == "require"
 
     @property
     def due_s(self) -> float | None:
-        """Seconds from `arrival` to when its answer is due; None: at no time, as far as known."""
+        """Seconds from `arrival` until its answer is due; None: it has no known due time."""
         deadline_ms = None if self.settings is None else self.settings.deadline_ms
         limits = [] if self.deadline is None else [self.deadline - self.arrival]
         limits += [] if deadline_ms is None else [deadline_ms / 1e3]
@@ -118,22 +120,21 @@ class EditCall:
         return min(limits, default=None)
 
     def left(self) -> float | None:
-        """Seconds that the client still waits; None: for as long as it takes."""
+        """Return the seconds that the client still waits; None: without limit."""
         if self.timeout is None:
             return None
         return max(self.timeout - (time.monotonic() - self.arrival), 0.001)
 
     def drop_pictures(self) -> None:
-        """It is answered: what it was sent with is needed no more."""
+        """Free the request's pictures: the edit is answered."""
         self.message.contents.clear()
         self.image, self.mask = memoryview(b""), b""
 
     def encoded(self, host: str = "") -> bytes:
-        """The request to send to a worker of this host now: its deadline counts from the client's
-        sending.
+        """Return the request to send to a worker of this host now, with the remaining deadline.
 
         Raises:
-            TemplateNotFound: what it names is not there any more, and not for that host.
+            TemplateNotFound: a value that it names no longer exists, and the host cannot read it.
         """
         message = self.message
         if message.elsewhere is not None and message.host != host:
@@ -150,10 +151,10 @@ class EditCall:
 
 
 def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelRequest:
-    """A request of one of these models.
+    """Parse and check a request of one of these models.
 
     Raises:
-        InvalidRequest: none that a worker should be given.
+        InvalidRequest: the request must not reach a worker.
     """
     message = ModelRequest.parse(raw)
     check_request(message, models)
@@ -164,16 +165,18 @@ _OURS_OF_PARAMETERS = {
     "priority": "0, and SETTINGS.priority, which may be negative",
     "timeout": "microseconds, or SETTINGS.deadline_ms",
 }
-"""KServe's parameters that Triton reads, and what is accepted in their place."""
+"""KServe parameters that Triton reads, and the values accepted for them."""
 
 
 def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS) -> None:
-    """Refuse what a worker should not be given.
+    """Check a request before it goes to a worker.
+
+    Triton rejects wrong tensors without an error code. The router could not tell that from a
+    failure of the worker.
 
     Raises:
-        InvalidRequest: it names another model, asks for what means nothing here, or its tensors
-            are not those of the model. Triton refuses those without a code, so that it could not
-            be told from a failure of the worker.
+        InvalidRequest: it names another model, uses an extension that is not supported, or its
+            tensors are not those of the model.
     """
     head = message.head
     if head.model_name not in models:
@@ -267,7 +270,7 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
 
 
 class UnknownModel(InvalidRequest):
-    """The request names a model, or a version of one, that clients cannot call."""
+    """The request names a model or a version that clients cannot call."""
 
     def __init__(
         self, name: str, version: str = "", models: Mapping[str, Contract] = MODELS
@@ -288,8 +291,9 @@ def make_edit_call(
     *,
     private_prompt: bool = False,
 ) -> EditCall:
-    """The edit that a request asks for; its id gets the client's `scope`, and its prompt is
-    private if the client's all are.
+    """Return the edit of a request.
+
+    Its id gets the client's `scope`. Its prompt is private if the client or the settings say so.
 
     Raises:
         InvalidRequest: naming the setting.
@@ -316,10 +320,10 @@ def make_edit_call(
 
 
 def request_id_of(name: str, scope: str) -> str:
-    """The id that workers are given for a client's own `name`.
+    """Return the id at workers for a client's own `name`.
 
     Raises:
-        InvalidRequest: it names another client's edit.
+        InvalidRequest: it has the form of another client's id.
     """
     for part, foreign in (
         ("before '!'", scope_of(name) not in (NO_SCOPE, scope)),

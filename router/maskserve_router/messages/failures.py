@@ -1,4 +1,4 @@
-"""What went wrong, as the router's clients are told, and what a worker's error says of it."""
+"""Errors as clients get them, and the conclusions from a worker's error."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Status = grpc.StatusCode
 
 
 class Unauthorized(InvalidRequest):
-    """No API key, an unknown one, or one that may not do this."""
+    """The API key is missing, unknown, or may not do this."""
 
 
 class NotSupported(InvalidRequest):
-    """A part of the protocol that means nothing across hosts, or is an operator's."""
+    """A part of the protocol that does not work across hosts, or is for operators only."""
 
 
 class RetryLater(Overloaded):
-    """Too much at once.
+    """Too many requests at once.
 
     Args:
         message: what there is too much of.
-        retry_s: when to try again.
+        retry_s: seconds after which to try again.
     """
 
     def __init__(self, message: str, retry_s: float) -> None:
@@ -51,39 +51,39 @@ class RetryLater(Overloaded):
 
 
 class Blame(enum.Enum):
-    """Whose failure it is, and so what helps."""
+    """Who caused a failure, which decides whether a retry can help."""
 
     REQUEST = "request"
-    """The client's: no other worker would do better."""
+    """The client's request: no other worker would do better."""
     REFUSED = "refused"
-    """The worker did not take it, and others may."""
+    """The worker did not take the edit; others may."""
     WORKER = "worker"
-    """The worker failed it."""
+    """The worker failed."""
     UNKNOWN = "unknown"
-    """An error without a code: not in our words but Triton's, or the network's. Another worker may
-    do better. What the client sent may have caused it, so it is no sign of a worker that fails;
-    one that is down is noticed by its silence."""
+    """An error of Triton or of the network, without one of our codes. Another worker may do better.
+    The request may have caused it, so it does not count against the worker. A worker that is down
+    is noticed by its missing answers."""
     CLIENT = "client"
-    """Nobody waits for it any more."""
+    """The client: it cancelled, or its deadline passed."""
 
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """A worker's error, as it came."""
+    """A worker's error, unchanged."""
 
     status: grpc.StatusCode
     details: str
     message: bytes = b""
-    """Of a stream: the message that carried it."""
+    """In a stream: the message that carried it."""
 
     @property
     def coded(self) -> bool:
-        """Whether it is in our words, which begin with a code, and not Triton's or gRPC's."""
+        """True if the text begins with one of our codes, unlike errors of Triton or gRPC."""
         return f"[{split_code(self.details)[0]}]" in self.details
 
     @property
     def code(self) -> str:
-        """Of maskserve_common.errors; of an error without any by its gRPC status."""
+        """The code from maskserve_common.errors; without one, the code for the gRPC status."""
         if self.coded:
             return split_code(self.details)[0]
         return _CODES.get(self.status, EngineFailed.code)
@@ -132,7 +132,7 @@ _HTTP = {
 
 
 def grpc_status(error: MaskserveError | Failure) -> grpc.StatusCode:
-    """A worker's own status; of the router's errors the nearest."""
+    """Return a worker's own status; for errors of the router, the nearest one."""
     match error:
         case Failure():
             return error.status
@@ -159,10 +159,10 @@ def http_status(error: MaskserveError | Failure) -> int:
 
 
 def text_of(error: MaskserveError | Failure) -> str:
-    """What the client reads; it begins with a code in every case.
+    """Return the text for the client. It always begins with a code.
 
-    TRITON-2.51: its own texts may tell what helps to attack it, such as the name of a region of
-    shared memory. They stay in the log.
+    TRITON-2.51: its own texts may help an attacker, such as names of shared memory regions. They
+    stay in the log.
     """
     if not isinstance(error, Failure):
         return str(error)
@@ -170,7 +170,7 @@ def text_of(error: MaskserveError | Failure) -> str:
 
 
 def retry_after(error: MaskserveError | Failure) -> int | None:
-    """Whole seconds after which trying again may help; None where it does not."""
+    """Return the whole seconds after which a retry may help; None: it does not help."""
     if isinstance(error, RetryLater):
         return max(1, min(math.ceil(error.retry_s), 60))
     if error.code in (Overloaded.code, EngineFailed.code):
@@ -179,10 +179,10 @@ def retry_after(error: MaskserveError | Failure) -> int | None:
 
 
 def let_go(error: BaseException | None) -> None:
-    """An error has been told: nobody needs its traceback, which holds whatever its call held.
+    """Drop the tracebacks of an error that has been reported: they hold the objects of its call.
 
-    It often leads back to the error, by way of a task that failed with it, so that a message of
-    many megabytes would stay until Python looks for cycles.
+    A traceback often leads back to the error through a failed task. Large messages would stay in
+    memory until Python looks for cycles.
     """
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
@@ -190,6 +190,6 @@ def let_go(error: BaseException | None) -> None:
 
 
 def guarded(request_id: str, error: BaseException) -> MaskserveError:
-    """What a client is told of an exception that nobody foresaw; the log has the rest."""
+    """Return the error for a client after an unexpected exception; the log gets the details."""
     log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=about(request_id))
     return EngineFailed(f"internal error of the router (request {request_id or 'unknown'})")

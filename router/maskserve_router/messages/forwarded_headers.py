@@ -1,7 +1,7 @@
-"""The headers of a request that go on to a worker: known ones, of a known form and length.
+"""The headers that the router forwards to a worker: known ones with a valid form and length.
 
-All others end here. What a client makes up would count against the bounds of the worker's gRPC,
-which ends a call for its headers in words that cannot be told from a failure of its own.
+All others end here. A client's own headers would count against limits of the worker's gRPC, which
+ends a call with an error that looks like a failure of the worker.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TRACESTATE = re.compile("[ -~]{0,512}")
 
 
 def known_headers(headers: Mapping[str, str]) -> Metadata:
-    """What goes on to a worker.
+    """Return the headers to forward to a worker.
 
     Args:
-        headers: of the call, names in lower case.
+        headers: headers of the call, names in lower case.
 
     Raises:
-        InvalidRequest: the trace's header has another form, or one of the client's own (`x-`) has
-            characters that are not ASCII or a name that says its value is binary.
+        InvalidRequest: the trace header is malformed, or a client's own header (`x-`) is not ASCII
+            or has a name for binary values.
     """
     for name, value in headers.items():
         if name.startswith("x-") and (name.endswith("-bin") or not value.isascii()):
@@ -45,6 +45,6 @@ def known_headers(headers: Mapping[str, str]) -> Metadata:
 
 
 def foreign_id(headers: Mapping[str, str]) -> str:
-    """The id that a client or a proxy has for a request, as far as it can be shown; empty: none."""
+    """Return the printable part of a client's or proxy's `x-request-id`; empty: none."""
     header_id = headers.get("x-request-id", "")[:128]
     return "".join(c for c in header_id if c.isascii() and c.isprintable())

@@ -1,5 +1,7 @@
-"""Protobuf messages as Triton's HTTP server writes them in JSON: names as they are, integers of 64
-bits as numbers, enums by name, and every field, set or not.
+"""Protobuf messages as JSON in the form of Triton's HTTP server.
+
+Names stay as they are, integers of 64 bits are numbers, enums are names. Every field is written,
+set or not.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from google.protobuf.message import Message
 
 
 def values_of(message: Message) -> dict[str, Any]:
-    """The message as JSON values."""
+    """Return the message as JSON values."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.has_presence and not message.HasField(field.name):

@@ -1,7 +1,7 @@
-"""A worker's answer: what is small as a message, what is large where it came.
+"""A worker's answer, parsed without copying its large contents.
 
-Protobuf copies a content when it reads the message and each time it is looked at; see
-`model_request`. Here it lies once, as it came.
+Protobuf copies a content when it reads the message and at each access; see `model_request`. Here it
+stays in the received buffer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ class ModelAnswer:
     """A ModelInferResponse of BYTES tensors."""
 
     head: pb.ModelInferResponse
-    """All but the contents."""
+    """The message without the contents."""
     contents: list[memoryview] = field(default_factory=list)
-    """Of each output in its order, each element behind its length."""
+    """Content of each output, in order; each element follows its length."""
     error: str = ""
-    """What a stream says in place of an answer."""
+    """The error text of a stream's message; empty: none."""
 
     @classmethod
     def parse(cls, raw: bytes | memoryview, *, streamed: bool = False) -> ModelAnswer:
-        """The answer that a message on the wire is; its contents stay where they are.
+        """Parse a message; its contents stay in the buffer.
 
         Args:
-            raw: a ModelInferResponse, or the message of a stream that holds one.
-            streamed: whether it is the latter.
+            raw: a ModelInferResponse, or a ModelStreamInferResponse that holds one.
+            streamed: True for a ModelStreamInferResponse.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the message is not an answer.
         """
         view, error = memoryview(raw), ""
         try:
@@ -56,10 +56,11 @@ class ModelAnswer:
         return cls(head, contents, error)
 
     def outputs(self) -> dict[str, memoryview]:
-        """The one element of each output, where it lies.
+        """Return the one element of each output, without a copy.
 
         Raises:
-            ValueError: one has more or fewer, or they are not as many as its contents.
+            ValueError: an output does not have exactly one element, or the numbers of outputs and
+                contents differ.
         """
         contents = zip(self.head.outputs, self.contents, strict=True)
         return {tensor.name: bytes_tensor.only(content) for tensor, content in contents}

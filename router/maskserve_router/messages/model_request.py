@@ -1,8 +1,7 @@
-"""A request to a model: what is small as a message, what is large where it came.
+"""A request to a model, parsed without copying its large contents.
 
-Protobuf copies a content when it reads the message, each time it is looked at, and when the message
-is written: an image of 40 MiB lay in memory nine times. Here it lies once as it came, and once more
-as it is sent.
+Protobuf copies a content when it reads the message, at each access and when it writes the message.
+Here it is in memory once as received, and once more as sent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _RAW_CONTENTS = b"\x3a"
 """Tag of `raw_input_contents` on the wire."""
 _BYTES = "BYTES"
 MOST_ELEMENTS = 64
-"""Of a tensor of any number; an edit has three control pictures at most."""
+"""Most elements of a tensor without a fixed size; an edit has at most three control pictures."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,20 +30,21 @@ class ModelRequest:
     """A ModelInferRequest of BYTES tensors."""
 
     head: pb.ModelInferRequest
-    """All but the contents."""
+    """The message without the contents."""
     contents: list[Buffer] = field(default_factory=list)
-    """Of each input in its order, each element behind its length."""
+    """Content of each input, in order; each element follows its length."""
     host: str = ""
-    """Where what it names lies (`core.worker.values`)."""
+    """Host of the values that it names (`maskserve_common.files.values`); empty: it names none."""
     elsewhere: Callable[[], ModelRequest] | None = None
-    """Makes the same without names, for a worker of another host; None: it has none."""
+    """Makes the same request with bytes in place of names, for other hosts; None: it has no
+    names."""
 
     @classmethod
     def parse(cls, raw: bytes) -> ModelRequest:
-        """The request that a message on the wire is; its contents stay where they are.
+        """Parse a message; its contents stay in the buffer.
 
         Raises:
-            InvalidRequest: it is none.
+            InvalidRequest: it is not a ModelInferRequest.
         """
         view, head_parts, at = memoryview(raw), [], 0
         contents: list[Buffer] = []
@@ -61,30 +61,29 @@ class ModelRequest:
         for tensor in head.inputs:
             contents.append(bytes_tensor.pack(tensor.contents.bytes_contents))
             tensor.ClearField("contents")
-        # Another one: what is cleared of a message stays in its memory.
+        # Make a new message: cleared fields of a message stay in its memory.
         return cls(pb.ModelInferRequest.FromString(head.SerializeToString()), contents)
 
     def copy(self) -> ModelRequest:
-        """Another request of the same contents, which can be written to by itself."""
+        """Return a copy with shared contents that can be written to independently."""
         head = pb.ModelInferRequest()
         head.CopyFrom(self.head)
         return ModelRequest(head, list(self.contents), self.host, self.elsewhere)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the request."""
         return int(self.head.ByteSize()) + sum(map(len, self.contents))
 
     def add(self, name: str, elements: Sequence[bytes]) -> None:
-        """Append a tensor."""
         self.head.inputs.add(name=name, datatype=_BYTES, shape=[len(elements)])
         self.contents.append(bytes_tensor.pack(elements))
 
     def view(self, name: str) -> memoryview:
-        """The one element of an input, where it lies.
+        """Return the one element of an input, without a copy.
 
         Raises:
-            LookupError: there is no such input, or not in that form.
+            LookupError: there is no such input, or it is malformed.
         """
         place = self._place(name)
         tensor = self.head.inputs[place]
@@ -96,19 +95,19 @@ class ModelRequest:
             raise LookupError(name) from None
 
     def read(self, name: str) -> bytes:
-        """A copy of the same."""
+        """Return a copy of the one element of an input; raises as `view`."""
         return bytes(self.view(name))
 
     def count(self, name: str) -> int:
-        """Elements of an input of any size; -1: it is in no such form."""
+        """Return the number of elements of an input; -1: it is malformed."""
         return bytes_tensor.count(self.contents[self._place(name)], MOST_ELEMENTS)
 
     def write(self, name: str, value: bytes) -> None:
-        """Give an input another element."""
+        """Replace the one element of an input."""
         self.contents[self._place(name)] = bytes_tensor.pack([value])
 
     def encoded(self) -> bytes:
-        """The message on the wire."""
+        """Return the message on the wire."""
         return on_the_wire(self.head, ([content] for content in self.contents))
 
     def _place(self, name: str) -> int:
@@ -119,11 +118,11 @@ class ModelRequest:
 
 
 def on_the_wire(head: pb.ModelInferRequest, contents: Iterable[Sequence[Buffer]]) -> bytes:
-    """A message with these contents, each in parts that are copied once.
+    """Return a message with these contents on the wire; each part is copied once.
 
     Args:
-        head: all but the contents.
-        contents: of its inputs.
+        head: the message without the contents.
+        contents: parts of each input's content.
     """
     parts: list[Buffer] = [head.SerializeToString()]
     for content in contents:
@@ -132,7 +131,7 @@ def on_the_wire(head: pb.ModelInferRequest, contents: Iterable[Sequence[Buffer]]
 
 
 def _varint(value: int) -> bytes:
-    """A number on the wire."""
+    """Return a number as a varint."""
     written = bytearray()
     while value > 0x7F:
         written.append(value & 0x7F | 0x80)

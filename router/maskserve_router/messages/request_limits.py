@@ -1,8 +1,8 @@
-"""How many parts a request may have, counted before it is parsed.
+"""Limits on the number of parts of a request, checked before it is parsed.
 
-Parsers hold Python's lock from end to end. Of long strings, of which requests are made, they copy
-gigabytes in a second; of millions of small values they make millions of objects: 150 MiB of
-`{"a":1,"b":1,…` took 44 s and 7 GB. To count is cheap, and stops at the bound.
+Parsers hold the GIL from start to end. They copy long strings fast, but make an object for each
+small value, so a body of millions of small values would block the router. Counting is cheap and
+stops at the limit.
 """
 
 from __future__ import annotations
@@ -13,33 +13,34 @@ from collections.abc import Iterator
 from maskserve_common.errors import InvalidRequest
 
 _PART = 2**20
-"""Bytes that are counted at a time: between two parts other threads run."""
+"""Bytes that are counted at a time, so that other threads can run in between."""
 _MOST_COMMAS = 65_536
-"""A JSON text of so many has about as many values, or a prompt as long as prompts may be."""
+"""Most commas of a JSON text. They bound the number of values, and leave room for long prompts."""
 _MOST_MARKS = 4 * 2**20
-"""Bytes that are none of base64: blanks, escapes, text that is not ASCII. Some encoders escape each
-`/` and `+` of a picture's base64."""
+"""Most bytes outside base64: blanks, escapes, text that is not ASCII. Some encoders escape each `/`
+and `+` of a picture's base64."""
 _BASE64 = (string.ascii_letters + string.digits + "+/=-_").encode()
 
 _MOST_FIELDS = 1024
-"""Of a message; an edit with three ControlNets has about fifty."""
+"""Most fields of a message; an edit with three ControlNets has about fifty."""
 _MOST_FIELD_BYTES = 64 * 1024
-"""Of a field that is no picture: a name, a shape, a parameter."""
+"""Most bytes of a field other than a picture: a name, a shape, a parameter."""
 _CONTENTS, _BYTES = 7, 2
-"""Number of `raw_input_contents`, and what a field is on the wire that has a length."""
+"""Number of the field `raw_input_contents`, and the wire type of a field with a length."""
 _LARGE: tuple[dict[int, int | None], ...] = (
     {5: 1, 7: None},  # ModelInferRequest: inputs, raw_input_contents
     {5: 2},  # InferInputTensor: contents
     {8: None},  # InferTensorContents: bytes_contents
 )
-"""By the level of a message, the fields that may be large, and the level of the message that each
-is; None: bytes."""
+"""For each level of messages: fields that may be large, and the level of the message in them; None:
+bytes."""
 _RESPONSE, _OUTPUTS = 2, 6
-"""Of a ModelStreamInferResponse its `infer_response`, and of that its `raw_output_contents`."""
+"""Field numbers: `infer_response` of ModelStreamInferResponse, and `raw_output_contents` of
+that."""
 
 
 def check_json(text: bytes | memoryview) -> None:
-    """Raises InvalidRequest: the JSON would take longer to read than any request needs."""
+    """Raises InvalidRequest: the JSON has more values, blanks or escapes than any request needs."""
     commas = marks = 0
     for at in range(0, len(text), _PART):
         part = bytes(text[at : at + _PART])
@@ -52,10 +53,10 @@ def check_json(text: bytes | memoryview) -> None:
 
 
 def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:
-    """Where a ModelInferRequest has each of its raw contents: its tag, its begin and its end.
+    """Return tag, begin and end of each raw content of a ModelInferRequest.
 
     Raises:
-        InvalidRequest: it would take longer to read than any needs.
+        InvalidRequest: it is malformed, or has more fields than any request needs.
     """
     view, count, spans = memoryview(raw), 0, []
     inside = [(0, len(raw), 0)]
@@ -77,10 +78,10 @@ def raw_contents(raw: bytes) -> list[tuple[int, int, int]]:
 
 
 def raw_outputs(raw: memoryview) -> list[tuple[int, int, int]]:
-    """The same of a worker's ModelInferResponse.
+    """Return tag, begin and end of each raw content of a worker's ModelInferResponse.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: it is malformed.
     """
     fields = _fields(raw, 0, len(raw))
     return [
@@ -91,11 +92,12 @@ def raw_outputs(raw: memoryview) -> list[tuple[int, int, int]]:
 
 
 def streamed_response(raw: memoryview) -> tuple[int, int, int]:
-    """Where a ModelStreamInferResponse has its response: its tag, its begin and its end, which are
-    one where it has none.
+    """Return tag, begin and end of the response in a ModelStreamInferResponse.
+
+    All three are equal if it has no response.
 
     Raises:
-        InvalidRequest: it is none, or has several.
+        InvalidRequest: it is malformed, or has several responses.
     """
     fields = _fields(raw, 0, len(raw))
     spans = [field[2:] for field in fields if field[:2] == (_RESPONSE, _BYTES)]
@@ -105,11 +107,10 @@ def streamed_response(raw: memoryview) -> tuple[int, int, int]:
 
 
 def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of each field of a message on the wire its number, what it is, and where its tag, its
-    content and what follows begin.
+    """Yield number, wire type, tag position, begin and end of each field of a message.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: the message is malformed.
     """
     while at < stop:
         start = at
@@ -133,7 +134,7 @@ def _fields(view: memoryview, at: int, stop: int) -> Iterator[tuple[int, int, in
 
 
 def _varint(view: memoryview, at: int, stop: int) -> tuple[int, int]:
-    """A number on the wire, and where it ends."""
+    """Return a varint and the position after it."""
     value = 0
     for place, byte in enumerate(view[at : min(at + 10, stop)]):
         value |= (byte & 0x7F) << 7 * place

@@ -1,4 +1,4 @@
-"""How long a worker takes to answer, as its last answers show."""
+"""Learns how long a worker takes to answer, from its last answers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from typing import NamedTuple
 _LAST, _FEWEST = 32, 4
 _ROUNDS = 8
 _SMALL = 0.3
-"""Relative errors up to here are what answers differ by; larger ones count less."""
+"""Relative error up to which answers weigh fully; answers with larger errors weigh less."""
 
 
 class _Answer(NamedTuple):
-    """All three are shares of the longer one: what was predicted or what it took."""
+    """One answered edit. All fields are divided by the longer of predicted and actual seconds."""
 
     denoised: float
-    """Predicted when the edit was sent."""
+    """Denoising seconds as predicted when the edit was sent."""
     tokens: float
-    """Of the picture."""
+    """Tokens of the picture."""
     answered: float
-    """That it took in all."""
+    """Actual seconds from sending the edit to its answer."""
 
 
 class AnswerTimes:
-    """Seconds from sending an edit to its answer, of its predicted denoising and its size:
+    """Predicts the seconds from sending an edit to its answer:
 
         slowdown · denoised + rest · tokens
 
-    `slowdown` is what comes on top while the edit runs: edits that are sent later, other programs
-    on the machine. `rest` is what workers do not price: the way, reading, encoding, preparing,
-    decoding. Both follow the last answers by least squares of the relative error, large ones linear
-    (Huber 1964), neither below 0: what was foretold badly, as before a worker has measured
-    anything, says little.
+    `denoised` is the predicted denoising, `tokens` the size of the picture. `slowdown` covers
+    delays while the edit runs: edits that are sent later, other programs on the machine. `rest`
+    covers steps that workers do not price: transfer, reading, encoding, preparing, decoding. Both
+    are fitted to the last answers by least squares of the relative error. Large errors count
+    linearly (Huber 1964), because predictions before a worker has measured anything are poor.
+    Neither is below 0.
     """
 
     def __init__(self) -> None:
@@ -40,19 +41,21 @@ class AnswerTimes:
         self._last: deque[_Answer] = deque(maxlen=_LAST)
 
     def learn(self, tokens: int, denoised_s: float, answered_s: float) -> None:
-        """An edit of `tokens` tokens was answered after `answered_s` seconds."""
+        """Learn from an edit of `tokens` tokens that was answered after `answered_s` seconds."""
         longer = max(denoised_s, answered_s)
         self._last.append(_Answer(denoised_s / longer, tokens / longer, answered_s / longer))
         if len(self._last) >= _FEWEST:
             self._fit()
 
     def predict(self, tokens: float, denoised_s: float) -> float:
-        """Seconds until the answer of an edit sent now; its denoising alone before any is known."""
+        """Return the seconds until the answer of an edit sent now; before any answer,
+        `denoised_s`.
+        """
         return self.slowdown * denoised_s + self.rest * tokens
 
     def _fit(self) -> None:
-        """Huber's estimate: least squares again and again, of what was far off in the last round
-        the less.
+        """Fit Huber's estimate: repeated least squares, where large residuals weigh less next
+        time.
         """
         weights = [1.0] * len(self._last)
         for _ in range(_ROUNDS):
@@ -63,7 +66,7 @@ class AnswerTimes:
             ]
 
     def _fit_squares(self, weights: Sequence[float]) -> None:
-        """Of slowdown · denoised + rest · tokens = answered."""
+        """Solve slowdown · denoised + rest · tokens = answered by weighted least squares."""
         dd = tt = dt = da = ta = 0.0
         for weight, (denoised, tokens, answered) in zip(weights, self._last, strict=True):
             dd += weight * denoised * denoised

@@ -1,4 +1,4 @@
-"""How many servers what is asked of late wants."""
+"""The number of servers that the present load needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from maskserve_workflows.live_placement import BUSY_SHARE
 
 
 def servers_wanted(busy: float) -> int:
-    """Servers for what keeps so many busy; at least one."""
+    """Return the number of servers for `busy` busy ones; at least one."""
     return max(1, math.ceil(busy / BUSY_SHARE))
 
 
 def workers_wanted(workers: Iterable[Worker]) -> dict[str, int]:
-    """Workers of each model: for the edits that they have and that wait there."""
+    """Return the number of workers for each model, from the edits that run and wait there."""
     rows: dict[str, float] = {}
     for worker in workers:
         if worker.up and (status := worker.status) is not None:

@@ -1,4 +1,4 @@
-"""Ejection of a worker that fails edits, and its way back; reads no clock."""
+"""A circuit breaker that ejects a worker after failed edits. The caller gives the time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from maskserve_router.config import Faults
 
 
 class Breaker:
-    """Closed: edits go through. Open: none do, for a time. Half open: one does, and decides.
+    """Closed: edits pass. Open: no edit passes for a time. Half open: one trial edit decides.
 
-    Each time the worker is ejected anew without having served well in between, the time doubles.
+    The ejection time doubles with each ejection until an edit succeeds as a trial.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -20,35 +20,35 @@ class Breaker:
 
     @property
     def ejected(self) -> bool:
-        """Open or half open."""
+        """True if open or half open."""
         return self._until > 0.0
 
     def allows(self, now: float) -> bool:
-        """Whether an edit may be sent."""
+        """Return True if an edit may be sent now."""
         return not self.ejected or (now >= self._until and self._trial is None)
 
     def sent(self, request_id: str) -> None:
-        """An edit was sent; of an ejected worker it is the one that decides."""
+        """Note that an edit was sent; at an ejected worker it becomes the trial."""
         if self.ejected:
             self._trial = request_id
 
     def succeeded(self, request_id: str) -> None:
-        """The worker answered an edit as it should."""
+        """Close the breaker if the edit was the trial, and forget earlier failures."""
         self._failures = 0
         if self._trial == request_id:
             self._until, self._trial = 0.0, None
             self._ejections = 0
 
     def failed(self, request_id: str, now: float, *, may_eject: bool) -> bool:
-        """The worker failed an edit.
+        """Count a failed edit.
 
         Args:
-            request_id: of the edit.
+            request_id: id of the try.
             now: seconds of the caller's clock.
-            may_eject: whether another worker may be ejected.
+            may_eject: False if too many workers are ejected already.
 
         Returns:
-            whether the worker was ejected just now.
+            True if this failure ejected the worker.
         """
         self._failures += 1
         if self.ejected:
@@ -63,6 +63,6 @@ class Breaker:
         return True
 
     def gave_up(self, request_id: str) -> None:
-        """An edit ended without telling anything of the worker: its client left."""
+        """Note that an edit ended without telling anything about the worker."""
         if self._trial == request_id:
             self._trial = None

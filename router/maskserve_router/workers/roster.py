@@ -1,4 +1,4 @@
-"""The workers as decisions ask for them: brought up to date by those that have changed since."""
+"""The workers in the form that decisions use, updated only where a worker has changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from maskserve_router.workers.worker import Worker
 
 
 class Roster:
-    """Used from the event loop only.
+    """Keeps the board of workers up to date. Use it from the event loop only.
 
     Args:
-        index: who has which templates.
+        index: which workers have which templates.
     """
 
     def __init__(self, index: TemplateIndex) -> None:
@@ -21,7 +21,8 @@ class Roster:
         self._workers: dict[int, Worker] = {}
         self._changed: set[Worker] = set()
         self._ejected: set[Worker] = set()
-        """When they take edits again is a matter of time, and of edits that try them."""
+        """Ejected workers. They are updated every time: they may take edits again without a
+        change."""
         self._served: dict[int, tuple[str, bool]] = {}
         self._models: Counter[str] = Counter()
         self._due = 0
@@ -32,7 +33,7 @@ class Roster:
         self._changed.add(worker)
 
     def leave(self, worker: Worker) -> None:
-        """It takes nothing more; its number may become another's."""
+        """Remove a worker; its number may be given to another one."""
         worker.changed = None
         self._changed.discard(worker)
         self._ejected.discard(worker)
@@ -44,7 +45,7 @@ class Roster:
         return self._workers[number]
 
     def board(self, now: float) -> Board:
-        """All workers' rows as of now."""
+        """Return the board with all workers' rows up to date."""
         for worker in self._changed | self._ejected:
             number, times = worker.number, worker.times
             view = worker.view(now)
@@ -59,12 +60,12 @@ class Roster:
         return self._board
 
     def models(self, now: float) -> Counter[str]:
-        """Models that workers serve, as far as they have said, and how many serve each."""
+        """Return the models that workers report, each with its number of workers."""
         self.board(now)
         return self._models
 
     def some_due_by_size(self, now: float) -> bool:
-        """Whether a worker says when edits are due that do not say so."""
+        """Return True if a worker sets due times by size for edits without their own."""
         self.board(now)
         return self._due > 0
 
@@ -75,6 +76,6 @@ class Roster:
         if previous_model != model:
             if previous_model:
                 self._models[previous_model] -= 1
-                self._models += Counter()  # without those that nobody serves
+                self._models += Counter()  # removes models that nobody serves
             if model:
                 self._models[model] += 1

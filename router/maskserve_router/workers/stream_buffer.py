@@ -1,6 +1,6 @@
-"""A worker's messages that the client has not taken yet.
+"""The buffer of a worker's messages between the worker and the client.
 
-A worker is done with an edit when it has sent its last message, however slowly the client reads.
+A worker is done with an edit when it has sent its last message, even if the client reads slowly.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ class Message(NamedTuple):
 
     content: bytes
     passing: bool = False
-    """Progress or a preview: who reads too slowly to see it misses it."""
+    """True for progress and previews, which may be dropped if the client reads too slowly."""
 
 
 class Unread:
-    """Messages in their order; an async iterator that ends behind the last one."""
+    """Messages in order. An async iterator that ends after the last message."""
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque()
         self._ended = False
         self._news = asyncio.Event()
         self.size = 0
-        """Bytes."""
+        """Bytes of all unread messages."""
 
     def put(self, message: Message) -> None:
-        """One more; of progress that nobody takes the oldest goes."""
+        """Append a message. If the buffer is full, drop the oldest progress."""
         self._messages.append(message)
         self.size += len(message.content)
         while (self.size > _MOST_BYTES or len(self._messages) > _MOST) and self._drop():
@@ -40,12 +40,14 @@ class Unread:
         self._news.set()
 
     def end(self, _: object = None) -> None:
-        """No more follow."""
+        """Note that no more messages follow."""
         self._ended = True
         self._news.set()
 
     def _drop(self) -> bool:
-        """Forget the oldest message that may be; whether there was one before the newest."""
+        """Drop the oldest message that may be dropped, except the newest. Return False: there is
+        none.
+        """
         for place in range(len(self._messages) - 1):
             if self._messages[place].passing:
                 self.size -= len(self._messages[place].content)

@@ -1,7 +1,7 @@
-"""Which workers have which templates.
+"""An index of which workers have which templates.
 
-Of each template and tier it keeps one whole number, in which worker N is the bit 2**N: thousands of
-workers that share most of ten thousand templates take megabytes, and who has one is one look.
+It keeps one integer per template and tier, in which bit N stands for worker N. Thousands of workers
+that share most of ten thousand templates take megabytes, and a lookup is one operation.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import numpy.typing as npt
 
 
 class TemplateIndex:
-    """Templates by tier and worker; workers are known by the numbers that they are given."""
+    """Templates by tier and worker. Each worker has a number that `join` gives it."""
 
     def __init__(self) -> None:
         self._tiers: dict[str, dict[str, int]] = {}
         self._counts: dict[tuple[str, int], int] = {}
-        """Templates of a worker in a tier."""
+        """(tier, worker) -> number of templates."""
         self._free: list[int] = []
         self._numbers = 0
 
     def join(self) -> int:
-        """A number for a worker, which has no template yet."""
+        """Return a number for a new worker without templates."""
         if self._free:
             return self._free.pop()
         self._numbers += 1
         return self._numbers - 1
 
     def leave(self, number: int) -> None:
-        """The worker is gone, and its number another's."""
+        """Remove a worker, and free its number for another one."""
         self.clear(number)
         self._free.append(number)
 
     def clear(self, number: int) -> None:
-        """The worker has none any more."""
+        """Remove all templates of a worker."""
         for tier in self._tiers:
             self.remove(number, tier, self._of(number, tier))
 
@@ -60,15 +60,15 @@ class TemplateIndex:
         self._counts[tier, number] = self._counts.get((tier, number), 0) - fewer
 
     def of(self, number: int) -> dict[str, list[str]]:
-        """All that a worker has, by tier."""
+        """Return all templates of a worker, by tier."""
         return {tier: templates for tier in self._tiers if (templates := self._of(number, tier))}
 
     def view(self, number: int) -> Mapping[str, Container[str]]:
-        """The same as it is whenever it is looked at."""
+        """Return a live view of a worker's templates, by tier."""
         return _Tiers(self._tiers, number)
 
     def holders(self, tier: str, template: str, count: int) -> npt.NDArray[np.bool_]:
-        """Of the workers 0 to `count` - 1, which have it."""
+        """Return a mask of the workers 0 to `count` - 1 that have the template."""
         mask = self._tiers.get(tier, {}).get(template, 0) & ((1 << count) - 1)
         raw = mask.to_bytes(-(-count // 8), "little")
         bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
@@ -82,7 +82,7 @@ class TemplateIndex:
 
 
 class _Tiers(Mapping[str, Container[str]]):
-    """Tier -> what one worker has there."""
+    """Tier -> templates that one worker has there."""
 
     __slots__ = ("_number", "_tiers")
 

@@ -1,4 +1,4 @@
-"""Calls to one worker, in bytes: nothing is parsed or written anew on its way through."""
+"""gRPC calls to one worker, as bytes: no message is parsed or encoded again."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ OPTIONS = (
 
 
 class Upstream:
-    """One worker's gRPC port."""
+    """Calls one worker's gRPC port."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
-        # The status is asked for on a connection of its own: pictures do not stand in its way.
+        # Status requests have a connection of their own, so that pictures do not delay them.
         self._aside = grpc.aio.insecure_channel(address, OPTIONS)
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._infer_aside = self._aside.unary_unary(f"/{SERVICE}/ModelInfer")
@@ -38,7 +38,6 @@ class Upstream:
     def infer(
         self, request: bytes, timeout: float | None = None, metadata: Metadata = ()
     ) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
-        """Start a unary inference."""
         return self._infer(request, timeout=timeout, metadata=metadata)
 
     def stream(
@@ -52,10 +51,10 @@ class Upstream:
         return self._stream(requests(), timeout=timeout, metadata=metadata)
 
     async def call(self, method: str, request: bytes, timeout: float) -> bytes:
-        """Any other unary call of the service.
+        """Make any other unary call of the service and return the answer.
 
         Raises:
-            grpc.aio.AioRpcError: it failed.
+            grpc.aio.AioRpcError: the call failed.
         """
         answer: bytes = await self._aside.unary_unary(f"/{SERVICE}/{method}")(
             request, timeout=timeout
@@ -63,15 +62,17 @@ class Upstream:
         return answer
 
     async def control(self, request: bytes, timeout: float) -> bytes:
-        """An operation of the model `control`, as `control_request` has it: the JSON of its result.
+        """Run an operation of the model `control` and return the JSON of its result.
+
+        `control_request` makes `request`.
 
         Raises:
-            grpc.aio.AioRpcError: it failed.
+            grpc.aio.AioRpcError: the call failed.
         """
         answer = await self._infer_aside(request, timeout=timeout)
         return bytes(bytes_tensor.outputs(pb.ModelInferResponse.FromString(answer))["RESULT"])
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Calls under way end, after the grace if there is one."""
+        """Close the connections. Calls under way end at once, or after `grace_s` seconds."""
         await self._channel.close(grace_s)
         await self._aside.close()

@@ -1,4 +1,4 @@
-"""One try of an edit: its call to a worker, unary or streamed, and what may end that."""
+"""One try of an edit: its unary or streamed call to a worker, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[Message]]
 
 
 class _Meta(msgspec.Struct):
-    """Of an answer's META, what the router learns from."""
+    """The fields of an answer's META that the router reads."""
 
     event: str = ""
     template_id: str = ""
@@ -37,7 +37,7 @@ _read_meta = msgspec.json.Decoder(_Meta).decode
 
 
 async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
-    """Send a unary request; its one answer."""
+    """Send a unary request and yield its one answer."""
     under_way = sent.worker.upstream.infer(
         call.encoded(sent.worker.host), call.left(), call.metadata
     )
@@ -55,7 +55,7 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
 
 
 def _check_whole(answer: ModelAnswer, call: EditCall) -> None:
-    """Raises ValueError: it lacks an output that was asked for, or one has not its one element."""
+    """Raises ValueError: a requested output is missing, or does not have exactly one element."""
     required_outputs = {output.name for output in call.message.head.outputs} or {"IMAGE", "META"}
     if missing := required_outputs - answer.outputs().keys():
         raise ValueError(f"has no {min(missing)}")
@@ -68,9 +68,9 @@ def _not_an_answer(sent: Sent) -> Failure:
 
 
 async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
-    """Send the one request of a stream; the worker's messages as they come.
+    """Send the one request of a stream and yield the worker's messages.
 
-    Behind a final event nothing is a failure: the client has its answer, and no second one follows.
+    After the final event, errors are ignored: the client has its answer and no second one follows.
     """
     under_way = sent.worker.upstream.stream(
         call.encoded(sent.worker.host), call.left(), call.metadata
@@ -96,10 +96,10 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[Message]:
 
 
 def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]:
-    """A message of a stream as the client gets it, and whether it is the answer.
+    """Return a message of a stream as the client gets it, and whether it is the answer.
 
     Raises:
-        Failure: it is an error, or nothing that a worker may say.
+        Failure: the message is an error, or not a valid message of a worker.
     """
     try:
         answer = ModelAnswer.parse(message, streamed=True)
@@ -109,7 +109,7 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]
             return Message(message), False
         _check_whole(answer, call)
         meta = answer.outputs().get("META")
-        if meta is None:  # not asked for, so that no event can be told from the last one
+        if meta is None:  # META was not requested, so the last event cannot be recognised
             return Message(message), True
         event = _read_meta(meta).event
         if call.restarts:
@@ -121,7 +121,7 @@ def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[Message, bool]
 
 
 def _restarted(message: bytes, restarts: int) -> bytes:
-    """An event whose META tells that the edit was begun anew so many times."""
+    """Return an event whose META says how often the edit was restarted."""
     event = pb.ModelStreamInferResponse.FromString(message)
     names = [tensor.name for tensor in event.infer_response.outputs]
     contents, place = event.infer_response.raw_output_contents, names.index("META")
@@ -133,7 +133,7 @@ def _restarted(message: bytes, restarts: int) -> bytes:
 
 @contextmanager
 def _failures(sent: Sent) -> Iterator[None]:
-    """What ends a call to a worker, as a Failure."""
+    """Convert errors that end a call to a worker into Failure."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -145,17 +145,17 @@ def _failures(sent: Sent) -> Iterator[None]:
 
 
 def template_of(answer: bytes, *, streamed: bool) -> str:
-    """The template that an answer names; empty if none.
+    """Return the template id in an answer; empty if there is none.
 
     Args:
         answer: a worker's last message.
-        streamed: whether it came in a stream.
+        streamed: True if it came in a stream.
     """
     return _meta_of(answer, streamed=streamed).template_id
 
 
 def result_of(answer: bytes, *, streamed: bool) -> str:
-    """The template that an answer's picture is kept as; empty if it is none."""
+    """Return the template id of the answer's kept result; empty if it is not kept."""
     return _meta_of(answer, streamed=streamed).result_template_id or ""
 
 
