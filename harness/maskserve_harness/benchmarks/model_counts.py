@@ -1,6 +1,6 @@
-"""What edits of models cost at their native size, counted from the shapes of their folders: FLOPs
-of steps and of whole edits, bytes of what is kept. The tables of docs/models.md, or those of one
-folder, whose weights need not be there.
+"""Count what edits cost at a model's native size, from the shapes of its folder: FLOPs of steps and
+of whole edits, and bytes of entries. docs/models.md has the first two tables. A folder needs no
+weights.
 
     python scripts/bench model_counts
     python scripts/bench model_counts --model DIR --words 64 --passes 2
@@ -276,8 +276,8 @@ def edits_table(models: dict[str, Counted]) -> str:
                 _gib(each.held),
             )
         )
-    columns = ["model, steps", "TFLOP of a dense edit", "from a template", "of its own anchors"]
-    return table([*columns, "which hold, each pass, GiB"], rows)
+    columns = ["model, steps", "TFLOP of a dense edit", "from a template", "with refresh steps"]
+    return table([*columns, "step cache of a pass, GiB"], rows)
 
 
 def bytes_table(models: dict[str, Counted]) -> str:
@@ -295,8 +295,8 @@ def bytes_table(models: dict[str, Counted]) -> str:
         pair_gib = _gib(2 * each.anchors * each.entry()) if each.asked.passes > 1 else ""
         whole = f"{each.anchors}: {_gib(each.anchors * each.entry())}"
         rows.append((name, cell(), without_image, cell(outside=False), whole, pair_gib))
-    columns = ["model", "an anchor", "what is shown computed", "the reference alone"]
-    return table([*columns, "a template's anchors", "with a set for each pass"], rows)
+    columns = ["model", "an anchor", "source in the text computed", "reference alone"]
+    return table([*columns, "all anchors of a template", "a set for each pass"], rows)
 
 
 def main() -> int:

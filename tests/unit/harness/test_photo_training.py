@@ -152,7 +152,7 @@ def test_more_latent_channels_than_fit_are_refused() -> None:
 
 
 def test_every_photograph_is_listed_with_its_licence() -> None:
-    table = (CHECKOUT / "docs" / "photo-model.md").read_text(encoding="utf-8")
+    table = (CHECKOUT / "assets" / "photos" / "LICENSES.md").read_text(encoding="utf-8")
     for source in SOURCES:
         for name in source.files:
             assert f"`{name.removesuffix('.exr.js')}`" in table, name
