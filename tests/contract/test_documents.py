@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_common.contracts.operations import OPERATIONS
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.errors import CODES
 from maskserve_harness.benchmarks.bytes_table import table, unet_table
 from maskserve_harness.documents.module_index import code_lines, modules, packages
 from maskserve_harness.simulator.plan_tables import gains_table, rates_table
+from maskserve_router.api.openai.form import Fields
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
@@ -94,6 +98,13 @@ def test_the_tables_of_keys_and_settings_are_those_of_the_code() -> None:
     """Written by `python scripts/bench config_reference`."""
     command = [sys.executable, "scripts/bench", "config_reference", "--check"]
     subprocess.run(command, cwd=ROOT, check=True)
+
+
+def test_the_page_of_the_apis_names_every_setting_and_field() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = {*EditSettings.__struct_fields__, *Fields.__struct_fields__, *OPERATIONS, *CODES}
+    shown = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", text))))
+    assert sorted(names - shown) == []
 
 
 @pytest.mark.parametrize(

@@ -486,7 +486,7 @@ LITELLM = os.environ.get("MASKSERVE_LITELLM") or shutil.which("litellm")
 def test_edits_go_through_litellms_proxy(
     router: RouterSite, client: openai.OpenAI, files: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As docs/openai.md sets it up; MASKSERVE_LITELLM is the program, wherever it is installed."""
+    """As docs/api.md sets it up; MASKSERVE_LITELLM is the program, wherever it is installed."""
     [model] = [model_entry.id for model_entry in client.models.list()]
     (tmp_path / "litellm.yaml").write_text(
         "model_list:\n"

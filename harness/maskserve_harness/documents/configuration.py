@@ -1,5 +1,5 @@
-"""Write what people may set: docs/configuration.md, the table of settings in docs/api.md, and that
-of nodes in docs/workflows.md.
+"""Write docs/configuration.md (keys of worker and router, settings of an edit), and the table of
+nodes in docs/workflows.md.
 
 python scripts/bench config_reference            # after a change of a key or a setting
 python scripts/bench config_reference --check    # exit code 1 if a document is another
@@ -24,7 +24,6 @@ from maskserve_workflows.node_types import EDIT
 from maskserve_workflows.nodes import NODE_TYPES
 
 DOCUMENT = CHECKOUT / "docs" / "configuration.md"
-API = CHECKOUT / "docs" / "api.md"
 WORKFLOWS = CHECKOUT / "docs" / "workflows.md"
 HEAD = """# Configuration
 
@@ -43,9 +42,14 @@ ROUTER = """
 One TOML file, named by `maskserve-router --config`. `[limits]`, `[values]`, `[log]` and `[trace]`
 are those of the worker, above.
 """
+EDIT_SETTINGS = """
+# Settings of an edit
+
+Keys of the tensor SETTINGS and form fields of OpenAI's API; [api.md](api.md#settings) says how each
+API takes them.
+
+"""
 COLUMNS = "| key | default | accepted | |\n|---|---|---|---|\n"
-SETTINGS = re.compile(r"^\| setting \| default .*\n(?:\|.*\n)+", re.MULTILINE)
-"""The table in docs/api.md."""
 NODES = re.compile(r"^\| node \| takes .*\n(?:\|.*\n)+", re.MULTILINE)
 """The table in docs/workflows.md."""
 
@@ -67,12 +71,11 @@ def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
         yield from _table(table.__doc__, [_key(f, sentences(table)) for f in fields])
 
 
-def with_settings(text: str) -> str:
-    """docs/api.md with the table of an edit's settings made anew."""
+def settings_table() -> str:
+    """The table of an edit's settings."""
     fields = types.type_info(EditSettings).fields  # type: ignore[attr-defined]
     rows = [_key(field, sentences(EditSettings)) for field in fields]
-    table = COLUMNS.replace("key", "setting", 1) + "".join(rows)
-    return SETTINGS.sub(lambda _: table, text)
+    return COLUMNS.replace("key", "setting", 1) + "".join(rows)
 
 
 def with_nodes(text: str) -> str:
@@ -152,10 +155,10 @@ def _number(value: float) -> str:
 
 
 def main() -> int:
-    text = "".join((HEAD, WORKER, *tables(Config), ROUTER, *tables(RouterConfig, Config)))
+    parts = (WORKER, *tables(Config), ROUTER, *tables(RouterConfig, Config))
+    text = "".join((HEAD, *parts, EDIT_SETTINGS, settings_table()))
     documents = {
         DOCUMENT: text,
-        API: with_settings(API.read_text(encoding="utf-8")),
         WORKFLOWS: with_nodes(WORKFLOWS.read_text(encoding="utf-8")),
     }
     if check_only(__doc__):
