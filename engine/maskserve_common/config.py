@@ -424,7 +424,7 @@ class ValuesConfig(Table, frozen=True):
 
 
 class ProvenanceConfig(Table, frozen=True):
-    """`[provenance]`: how answers say that a model has painted in them (docs/provenance.md)."""
+    """`[provenance]`: how answers say that a model has painted in them (docs/operate.md)."""
 
     mark: bool = True
     """Whether each answer says so in XMP, by IPTC's digital source type."""
@@ -441,7 +441,7 @@ class ProvenanceConfig(Table, frozen=True):
 
 
 class SafetyConfig(Table, frozen=True):
-    """`[safety]`: the operator's own check (docs/operations.md)."""
+    """`[safety]`: the operator's own check (docs/operate.md#a-check-of-your-own)."""
 
     check: Annotated[
         str, Meta(pattern=r"\A(\S+:\w+)?\Z", description="FILE.py:FUNCTION or MODULE:FUNCTION")
@@ -456,7 +456,7 @@ class SafetyConfig(Table, frozen=True):
 
 
 class LogConfig(Table, frozen=True):
-    """`[log]`: what a worker's own processes write down (docs/observability.md)."""
+    """`[log]`: what a worker's own processes write down (docs/operate.md#logs)."""
 
     level: LogLevel = "INFO"
     """Lines below this level are left out."""
@@ -468,7 +468,7 @@ class LogConfig(Table, frozen=True):
 
 
 class TraceConfig(Table, frozen=True):
-    """`[trace]`: OpenTelemetry spans (docs/observability.md)."""
+    """`[trace]`: OpenTelemetry spans (docs/operate.md#traces)."""
 
     otlp_url: Annotated[str, Meta(pattern=r"\A(https?://[^\s/]+/\S*)?\Z")] = ""
     """Where spans go (OTLP over HTTP), as http://collector:4318/v1/traces; empty: nowhere."""

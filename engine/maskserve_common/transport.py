@@ -1,7 +1,7 @@
 """Keepalive settings of gRPC connections, so that calls of minutes outlive load balancers between.
 
 An edit may take minutes in which no byte passes. Load balancers and address translators forget
-connections that are silent for so long (docs/deployment.md has their limits), so clients ping, and
+connections that are silent for so long (docs/deploy.md has their limits), so clients ping, and
 gRPC's servers by themselves take pings as an attack: more than one in five minutes, and the third
 ends the connection with all of its calls. Whoever vanishes is noticed by the same pings.
 """

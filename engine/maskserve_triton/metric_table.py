@@ -1,4 +1,4 @@
-"""Every metric that a worker adds to Triton's own /metrics page (docs/observability.md)."""
+"""Every metric that a worker adds to Triton's own /metrics page (docs/operate.md)."""
 
 from __future__ import annotations
 

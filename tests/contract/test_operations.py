@@ -1,4 +1,4 @@
-"""docs/operations.md quotes what the programs say, and names settings that exist."""
+"""docs/operate.md quotes what the programs say, and names settings that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
 SOURCES = [
     path
     for folder in ("engine", "router", "client", "serving")
@@ -36,7 +36,6 @@ def test_a_quoted_message_is_one_that_is_said(message: str) -> None:
 
 def test_settings_are_those_of_the_configuration() -> None:
     documentation = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    documentation += (ROOT / "docs" / "router.md").read_text(encoding="utf-8")
     named = re.findall(r"`\[(\w+)\] (\w+)`", PAGE)
     assert len(named) > 5
     for table, key in named:

@@ -1,4 +1,4 @@
-"""A tritonserver without our supervisor serves edits, as docs/plain-triton.md says: those of
+"""A tritonserver without our supervisor serves edits, as docs/deploy.md says: those of
 diffusers' own pipeline, of a model with inpainting semantics.
 """
 

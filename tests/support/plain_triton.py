@@ -1,4 +1,4 @@
-"""A tritonserver of a worker's models without our supervisor, as docs/plain-triton.md says."""
+"""A tritonserver of a worker's models without our supervisor, as docs/deploy.md says."""
 
 from __future__ import annotations
 

@@ -201,8 +201,8 @@ def test_every_counter_is_published_or_known_not_to_be() -> None:
 
 
 def test_every_metric_is_documented_and_none_that_is_gone() -> None:
-    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
-    text = page.partition("### A router")[0]  # those: tests/contract/test_dashboards.py
+    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    text = page.partition("### A router")[0]  # a router's: tests/contract/test_dashboards.py
     listed = re.findall(r"^\| `maskserve_(\w+)(?:\{([\w, ]+)\})?` \| (\w+) \|", text, re.MULTILINE)
     table = {**ENGINE_METRICS, **FRONT_METRICS}
     expected = {(name, ", ".join(spec.labels), spec.kind.lower()) for name, spec in table.items()}

@@ -4,7 +4,7 @@
 
 FLUX.1 Fill on H100s by their published rates, masks as the public mix has them, at 80 % of what the
 workers can serve. Up to 64 workers stand behind one name with its routers; more are that many times
-the same, with clients dealt out by their key (docs/deployment.md). Templates that a host does not
+the same, with clients dealt out by their key (docs/deploy.md). Templates that a host does not
 have in memory come from shared storage, read as fast as a disk of the host. Virtual time says what
 workers do and what must be fetched; the time of a decision and of reading a record is measured
 here, on one core, with the router's own code.
