@@ -100,13 +100,13 @@ types: $(STAMP)
 	for model in model_repository/* services/*; do test ! -e $$model/1/model.py \
 		|| ln -sfn $(CURDIR)/$$model/1/model.py $(MODELS)/triton_$${model##*/}.py; done
 	$(VENV)/bin/mypy --num-workers $(JOBS) --scripts-are-modules engine/maskserve_common engine/maskserve_lora engine/maskserve_workflows engine/maskserve_engine engine/maskserve_triton router/maskserve_router \
-		client/maskserve_client client/maskserve_page serving/maskserve_serving harness/maskserve_harness harness/maskserve_training \
+		client/maskserve_client client/maskserve_page serving/maskserve_serving benchmarks/maskserve_benchmarks studies/maskserve_studies \
 		scripts/*.py scripts/bench $(MODELS)/*.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
+	PYTHONPATH=engine:router:client:serving:benchmarks:studies $(VENV)/bin/lint-imports
 
 installs: $(STAMP)
 	$(PY) scripts/bench check_install

@@ -7,7 +7,7 @@ import tokenize
 from pathlib import Path
 
 PRODUCT = ("engine", "router", "client", "serving", "model_repository", "services")
-BESIDE = ("harness", "tests", "scripts")
+BESIDE = ("benchmarks", "studies", "tests", "scripts")
 
 
 def code_lines(text: str) -> int:

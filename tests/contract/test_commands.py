@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_benchmarks.bench import COMMANDS, module_of
 from maskserve_client import cli as client_cli
-from maskserve_harness.bench import COMMANDS, module_of
 from maskserve_router import cli as router_cli
 
 ROOT = Path(__file__).resolve().parents[2]
-HARNESS = ROOT / "harness"
 TEXTS = sorted(
     path
     for path in [
@@ -57,6 +56,13 @@ def flags_of(words: list[str]) -> set[str]:
     return {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
 
 
+def path_of(module: str) -> Path | None:
+    """The file of a module of benchmarks or studies."""
+    file = Path(*module.split(".")).with_suffix(".py")
+    paths = (ROOT / folder / file for folder in ("benchmarks", "studies"))
+    return next((path for path in paths if path.is_file()), None)
+
+
 @cache
 def flags_of_bench(name: str) -> frozenset[str]:
     """Flags that a command of scripts/bench takes: those of its module, and of ours that it reads
@@ -65,8 +71,8 @@ def flags_of_bench(name: str) -> frozenset[str]:
     flags, todo, visited = set[str](), [module_of(name)], set[str]()
     while todo:
         module = todo.pop()
-        path = HARNESS.joinpath(*module.split(".")).with_suffix(".py")
-        if module in visited or not path.is_file():
+        path = path_of(module)
+        if module in visited or not path:
             continue
         visited.add(module)
         source = path.read_text(encoding="utf-8")
@@ -139,7 +145,7 @@ STARTED = """
 import contextlib, io, os, sys
 from diffusers import FluxFillPipeline, StableDiffusionXLPipeline  # once, for all
 from maskserve_client import cli as client
-from maskserve_harness import bench
+from maskserve_benchmarks import bench
 from maskserve_router import cli as router
 
 starts = {f"bench {name}": (bench.main, name) for name in bench.COMMANDS}

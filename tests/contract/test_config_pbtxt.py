@@ -11,10 +11,10 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from maskserve_benchmarks.documents.model_configs import ALL as CONTRACTS
+from maskserve_benchmarks.documents.model_configs import config_text, path_of
 from maskserve_common.contracts import tensors as tensor_tables
 from maskserve_common.contracts.tensors import SERVICES, Tensor
-from maskserve_harness.documents.model_configs import ALL as CONTRACTS
-from maskserve_harness.documents.model_configs import config_text, path_of
 
 ROOT = Path(__file__).parents[2]
 FILES = {

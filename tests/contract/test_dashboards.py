@@ -12,7 +12,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from maskserve_harness.documents.dashboard import FILE, dashboard
+from maskserve_benchmarks.documents.dashboard import FILE, dashboard
 from maskserve_router.metrics import Metrics
 from maskserve_triton.metric_table import ENGINE_METRICS, FRONT_METRICS, PREFIX
 

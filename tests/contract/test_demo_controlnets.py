@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_training.control import FOLDERS, NETS
+from maskserve_studies.training.control import FOLDERS, NETS
 from tests.fakes.jobs import config_of
 
 MODELS: dict[str, Path] = {"flux": DEMO_MODEL, "unet": DEMO_MODEL.with_name("demo-unet")}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from diffusers import StableDiffusionInpaintPipeline
 
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_engine.families.specs import load_facts
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import Case, config_of, encode_case
 from tests.fakes.pipelines import diffusers_edit
 

@@ -74,7 +74,7 @@ def test_others_import_diffusers_later(model: str, later: tuple[str, ...]) -> No
 def test_only_models_import_tritons_python_api() -> None:
     sources = [
         path
-        for folder in ("engine", "router", "client", "harness", "scripts")
+        for folder in ("engine", "router", "client", "benchmarks", "studies", "scripts")
         for path in (ROOT / folder).rglob("*.py")
     ]
     assert len(sources) > 20

@@ -29,7 +29,14 @@ PACKAGES = (
     "client/maskserve_client",
     "serving/maskserve_serving",
 )
-BESIDE = ("client/maskserve_page", "harness", "scripts", "model_repository", "services")
+BESIDE = (
+    "client/maskserve_page",
+    "benchmarks",
+    "studies",
+    "scripts",
+    "model_repository",
+    "services",
+)
 FILES = (".py", ".toml", ".json", ".md", ".pbtxt", ".safetensors", ".txt")
 ALLOWED = {
     "CalcCost",  # the papers'

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_harness.checkout import CHECKOUT
 from maskserve_router.api.openai.form import EXTENSIONS, Fields
 from maskserve_router.listeners.openapi import document
 

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from maskserve_harness.documents.papers import DOCUMENT, Paper, Part, document, papers
+from maskserve_benchmarks.documents.papers import DOCUMENT, Paper, Part, document, papers
 
 PAPERS = papers()
 KINDS = {"figures": "Fig", "tables": "Table", "algorithms": "Algorithm"}

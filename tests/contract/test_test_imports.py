@@ -13,7 +13,10 @@ TESTS = Path(__file__).resolve().parents[1]
 SHARED = ("tests.support", "tests.fakes")
 ROOTS = (
     TESTS.parent,
-    *(TESTS.parent / name for name in ("engine", "router", "client", "serving", "harness")),
+    *(
+        TESTS.parent / name
+        for name in ("engine", "router", "client", "serving", "benchmarks", "studies")
+    ),
 )
 HEAVY = {"torch", "diffusers", "transformers", "matplotlib"}
 COMMANDS = {path.stem for path in (TESTS.parent / "scripts").glob("*.py")}

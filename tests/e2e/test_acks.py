@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import tritonclient.grpc as triton_grpc
 
+from maskserve_benchmarks.probing.calls import tensors
 from maskserve_common.config import Config
-from maskserve_harness.probing.calls import tensors
 from maskserve_serving.command import command, environment
 from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.options import ServeOptions

@@ -21,11 +21,11 @@ import tritonclient.http as triton_http
 from openai import BadRequestError, NotFoundError, OpenAI
 from PIL import Image
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client.client import Client
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import AdapterNotFound, InvalidRequest, MaskserveError
-from maskserve_harness.router_site import RouterSite
 from tests.fakes.control_nets import made_nets
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

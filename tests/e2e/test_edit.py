@@ -20,9 +20,9 @@ import tritonclient.http as triton_http
 from safetensors.numpy import load
 from tritonclient.utils import np_to_triton_dtype
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.contracts.meta import STAGES, TIMINGS
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.support.calls import (
@@ -236,7 +236,7 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
 
 def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
     """Triton gives it all that came while it was busy; each still gets what it gets alone."""
-    from maskserve_harness.benchmarks.direct import request_of
+    from maskserve_benchmarks.benchmarks.direct import request_of
 
     rng = fresh_rng()
 

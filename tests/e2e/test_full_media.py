@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.second_host import can_have_one, second_host
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.second_host import can_have_one, second_host
 from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 

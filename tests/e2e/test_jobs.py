@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client import DeadlineExceeded, EditJobs, InvalidRequest
 from maskserve_client.cli import main
 from maskserve_client.jobs import pictures
-from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, pixels

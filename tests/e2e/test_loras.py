@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from openai import NotFoundError, OpenAI
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.loras import LAYERS, lora, write
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit

@@ -23,10 +23,10 @@ import pytest
 import requests
 from PIL import Image
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client import Client, Templates
 from maskserve_client.cli import main
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
-from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, eventually, pixels

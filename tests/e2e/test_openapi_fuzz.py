@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.router_site import RouterSite
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_router.listeners.openapi import document
 from maskserve_serving.worker import WorkerProcess
 

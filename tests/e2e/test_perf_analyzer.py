@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.perf.errors import PerfError
-from maskserve_harness.perf.tool import NAME, find_tool
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.perf.errors import PerfError
+from maskserve_benchmarks.perf.tool import NAME, find_tool
 from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import Grpc, eventually
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client.client import Client
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import MaskserveError
-from maskserve_harness.router_site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

@@ -27,13 +27,13 @@ import tritonclient.grpc as grpc_sync
 import tritonclient.grpc.aio as grpc_aio
 import tritonclient.http.aio as http_aio
 
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.perf.errors import PerfError
+from maskserve_benchmarks.perf.tool import find_tool
+from maskserve_benchmarks.router_site import RouterSite
+from maskserve_benchmarks.soaking.visitor import DONE
 from maskserve_client import Client
 from maskserve_common.errors import Cancelled, InvalidRequest, TemplateNotFound
-from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.perf.errors import PerfError
-from maskserve_harness.perf.tool import find_tool
-from maskserve_harness.router_site import RouterSite
-from maskserve_harness.soaking.visitor import DONE
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

@@ -15,8 +15,8 @@ import numpy as np
 import openai
 import pytest
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client import Client
-from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import CHECKOUT
 from tests.support.draws import fresh_rng
 from tests.support.eventually import eventually
 

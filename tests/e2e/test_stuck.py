@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_harness.router_site import RouterSite
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tritonclient.http as triton_http
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_common.contracts.meta import STAGES
-from maskserve_harness.router_site import RouterSite
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, Span, draw
 from tests.fakes.pictures import blob_mask, scene

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.router_site import RouterSite
+from maskserve_benchmarks.second_host import SecondHost, can_have_one, second_host
 from maskserve_client.client import Client
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
-from maskserve_harness.router_site import RouterSite
-from maskserve_harness.second_host import SecondHost, can_have_one, second_host
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

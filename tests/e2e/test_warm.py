@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import CHECKOUT
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

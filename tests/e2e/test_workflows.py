@@ -25,6 +25,7 @@ import tritonclient.grpc as grpcclient
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from maskserve_benchmarks.router_site import RouterSite
 from maskserve_client.client import Client
 from maskserve_client.masks import Masks
 from maskserve_common.config import LimitsConfig
@@ -32,7 +33,6 @@ from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import TEMPLATE_ID
 from maskserve_common.errors import InvalidRequest, MaskserveError, TemplateNotFound
 from maskserve_common.files.store import size_of
-from maskserve_harness.router_site import RouterSite
 from maskserve_serving.supervisor import Supervisor
 from maskserve_workflows.folder import read_plans
 from maskserve_workflows.nodes import NODE_TYPES

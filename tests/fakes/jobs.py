@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.direct import job_of, request_of
 from maskserve_common import config_file
 from maskserve_common.config import Config
 from maskserve_common.config_file import laid_over
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
-from maskserve_harness.benchmarks.direct import job_of, request_of
 
 WORDS = ("a red star", "blue circle", "", "A green square, please", "étoile", "two cats")
 

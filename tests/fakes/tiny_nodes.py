@@ -39,7 +39,7 @@ from transformers.models.grounding_dino.image_processing_pil_grounding_dino impo
 )
 from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
-from maskserve_training.text import build_clip_tokenizer
+from maskserve_studies.training.text import build_clip_tokenizer
 
 
 def build_find(folder: Path) -> None:

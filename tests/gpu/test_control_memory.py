@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from maskserve_benchmarks.benchmarks.replay import refreshed_every
+from maskserve_benchmarks.benchmarks.service_process import PATIENCE_S, PipeCalls, service_process
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput
@@ -21,8 +23,6 @@ from maskserve_engine.control_link.opening import OpenedControl, Opening, Openin
 from maskserve_engine.control_link.served import ControlService, RowAsk, ServedRow, ask_service
 from maskserve_engine.control_link.transport import SocketMessages
 from maskserve_engine.stages.loader import dtype_of
-from maskserve_harness.benchmarks.replay import refreshed_every
-from maskserve_harness.benchmarks.service_process import PATIENCE_S, PipeCalls, service_process
 from tests.fakes.multiplying_net import PLACES, MultiplyingNet, residual
 
 NET, STEPS, SHAPE = "net", 6, (4096, 64)

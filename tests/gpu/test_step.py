@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.benchmarks.unet_rig import UnetBench
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.layers.add_norm import add_norm
@@ -26,8 +28,6 @@ from maskserve_engine.layers.modulation import (
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
-from maskserve_harness.benchmarks.step_rig import Bench
-from maskserve_harness.benchmarks.unet_rig import UnetBench
 from tests.support.no_waits import nothing_waits
 
 CUDA = torch.device("cuda", 0)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
 from maskserve_engine.cache.sizing import choose_kinds
@@ -20,7 +21,6 @@ from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.planning.cost_model import cpu_rates, estimate
 from maskserve_engine.planning.entry_bytes import FORMATS
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import tolerance
 
 KINDS = ("dense", "project", "kv")

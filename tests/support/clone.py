@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_serving.ports import free_base_port
 from tests.support.environments import extras_of, make_environment
 

@@ -20,7 +20,7 @@ import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import CHECKOUT
 
 SITE = Path(sysconfig.get_path("purelib"))
 SCRIPTS = Path(sysconfig.get_path("scripts"))

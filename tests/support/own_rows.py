@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.layers.scatter_kv import KvSource
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import tolerance
 
 

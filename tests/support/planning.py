@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.planning.cost_model import H100, CostModel, estimate
 from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_engine.planning.two_stream import NO_RESTORE, StepCosts, step_costs
-from maskserve_harness.published_models import FLUX_DEV
 
 INF = math.inf
 

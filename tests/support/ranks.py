@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
-from maskserve_harness.benchmarks.replay import Replay
 from tests.support.cached_rows import Primed, assert_equal, cached
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.loader import EntryLost
-from maskserve_harness.benchmarks.replay import Replay
 from tests.support.cached_rows import Primed, cached
 
 

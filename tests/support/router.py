@@ -15,9 +15,9 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_benchmarks.emulated.worker import EmulatedWorker
+from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_common.imaging.containers import PNG_SIGNATURE
-from maskserve_harness.emulated.worker import EmulatedWorker
-from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
 from tests.support.router_requests import INFER, edit_request, mask_of

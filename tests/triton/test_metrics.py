@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_common.config import Config
 from maskserve_common.config_file import config_of
 from maskserve_common.contracts.keys import Anchor
@@ -19,8 +21,6 @@ from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.start.assembly import assemble
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.published_models import FLUX_DEV
 from maskserve_triton.metric_table import (
     ADAPTER_SERIES,
     ENDS,

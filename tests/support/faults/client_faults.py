@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from tritonclient.utils import InferenceServerException
 
-from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.probing.calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.probing.calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
 from tests.support.faults.worker_site import Site, until
 
 _PATIENCE_S = 60.0
 # Far beyond the first step of an edit, and far before its last.
 _DEADLINE_S = 1.5
-_HARNESS = CHECKOUT / "harness"
+_BENCHMARKS = CHECKOUT / "benchmarks"
 _CHILD = """
 import json, sys, time
-from maskserve_harness.probing.calls import Grpc, Stream
+from maskserve_benchmarks.probing.calls import Grpc, Stream
 url, front, texts = json.load(sys.stdin)
 inputs = {name: text.encode() for name, text in texts.items()}
 if front == "edit":
@@ -142,7 +142,7 @@ def _kill_stream(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
 def _child(site: Site, name: str, stack: ExitStack, front: str) -> Callable[[], None]:
     """A client in a process of its own, to be killed."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD], cwd=_HARNESS, stdin=subprocess.PIPE, text=True
+        [sys.executable, "-c", _CHILD], cwd=_BENCHMARKS, stdin=subprocess.PIPE, text=True
     )
     stack.callback(child.wait)
     stack.callback(child.kill)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from maskserve_benchmarks.router_site import RouterSite
+from maskserve_benchmarks.soaking.load import Load
 from maskserve_common.liveness import signed_in
-from maskserve_harness.router_site import RouterSite
-from maskserve_harness.soaking.load import Load
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 from tests.support.draws import fresh_rng

@@ -23,13 +23,13 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
+from maskserve_benchmarks.checkout import DEMO_MODEL as DEMO
 from maskserve_client import Client
 from maskserve_client.address import grpc_address, http_address
 from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
 from maskserve_common.config import Config, ModelConfig
 from maskserve_common.contracts.keys import template_id
-from maskserve_harness.checkout import DEMO_MODEL as DEMO
 from maskserve_lora.operations import AdapterOperations
 from tests.fakes.loras import OTHER_MODEL, lora, write
 from tests.fakes.pictures import blob_mask, encode, scene

@@ -14,6 +14,23 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
+from maskserve_benchmarks.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_benchmarks.benchmarks.kernel_counts import (
+    CASES,
+    MIXED,
+    TABLE,
+    UNET_CASES,
+    Case,
+    UnetCase,
+    count,
+    fake_bench,
+    steady_steps,
+    unet_step,
+    unet_turn,
+)
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.benchmarks.unet_rig import UNETS, UnetBench, build_unet
+from maskserve_benchmarks.published_models import SD21
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -31,23 +48,6 @@ from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes, Taken
 from maskserve_engine.loop.status_publisher import new_counters
 from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.requests.executor import Read, StepInput
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
-from maskserve_harness.benchmarks.kernel_counts import (
-    CASES,
-    MIXED,
-    TABLE,
-    UNET_CASES,
-    Case,
-    UnetCase,
-    count,
-    fake_bench,
-    steady_steps,
-    unet_step,
-    unet_turn,
-)
-from maskserve_harness.benchmarks.replay import plan_of_kinds
-from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench, build_unet
-from maskserve_harness.published_models import SD21
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import samplers
 

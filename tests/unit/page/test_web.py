@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_benchmarks.soaking.pictures import png_file
 from maskserve_client.events import EditResult, Event, Progress
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.errors import InvalidRequest, Overloaded, TemplateNotFound
-from maskserve_harness.demo_model.palette import COLOURS, SHAPES
-from maskserve_harness.soaking.pictures import png_file
 from maskserve_page.edit_inputs import NotYet, settings_of, source_and_mask
 from maskserve_page.page import WORDS
 from maskserve_page.pictures import PagePictures, pictures_of

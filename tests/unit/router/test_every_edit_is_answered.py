@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_benchmarks.emulated.server import answer_of
 from maskserve_common.contracts.pricing import Pricing
 from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld
 from maskserve_common.errors import CODES, MaskserveError
 from maskserve_common.routing import POLICIES, Edit, dealt, make_policy
-from maskserve_harness.emulated.server import answer_of
 from maskserve_router.config import router_config_of
 from maskserve_router.fair_share import Turns
 from maskserve_router.keys import KeyHolder

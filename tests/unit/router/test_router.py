@@ -24,8 +24,8 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_common.routing import Edit
-from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
 from tests.fakes.collector import collector

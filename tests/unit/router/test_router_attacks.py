@@ -23,13 +23,13 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_benchmarks.soaking.pictures import png_file
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.contracts.status_record import Served
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.logs import Repeats
-from maskserve_harness.soaking.pictures import png_file
 from maskserve_router.api import front, http_inference
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.kserve_http import generate_request, infer_request

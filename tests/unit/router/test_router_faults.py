@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from maskserve_harness.emulated.worker import KEPT
-from maskserve_harness.simulator.hardware import Hardware
+from maskserve_benchmarks.emulated.worker import KEPT
+from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_router.operations.control import cluster_status
 from tests.support.router import SIDE, calling, cluster, control_request, edit, until
 from tests.support.router_requests import edit_request, mask_of

@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 import tomli_w
 
+from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_client.wire import DEFAULT_URL
 from maskserve_common.config import Config, ConfigError, SafetyConfig, gpus_wanted
 from maskserve_common.config_file import config_of
-from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_serving import heartbeat, orphans
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from maskserve_benchmarks.published_models import SD21, SDXL
 from maskserve_common.line_fit import Line
 from maskserve_common.routing import Pricing
 from maskserve_engine.families.flux.spec import flux_work
@@ -16,7 +17,6 @@ from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes, entry_by
 from maskserve_engine.planning.flops import RowTokens
 from maskserve_engine.spec.estimate import pricing_of
 from maskserve_engine.spec.model_spec import TextShares
-from maskserve_harness.published_models import SD21, SDXL
 
 CONFIG = {
     "num_attention_heads": 4,

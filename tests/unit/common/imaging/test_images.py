@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
+from maskserve_benchmarks.soaking.pictures import png_file
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.keys import TEMPLATE_ID, entries_id, template_id
 from maskserve_common.errors import InvalidRequest
@@ -28,7 +29,6 @@ from maskserve_common.imaging.images import (
     encode_png,
     to_base64,
 )
-from maskserve_harness.soaking.pictures import png_file
 from tests.fakes.corpus.encoding import (
     GREY,
     PALETTE,

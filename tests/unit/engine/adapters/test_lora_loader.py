@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_common.config import Config, ModelConfig
 from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import (
@@ -22,7 +23,6 @@ from maskserve_common.errors import (
 from maskserve_common.resources.loading import Loaded
 from maskserve_engine.adapters.lora_loader import LoraLoader
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_lora.store import AdapterStore
 from tests.fakes.loras import lora, write
 from tests.support.eventually import eventually

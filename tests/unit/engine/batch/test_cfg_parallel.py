@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.cfg_parallel import dealt
 from maskserve_engine.batch.sequence_parallel import GangExchange
@@ -21,7 +22,6 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import EACH_SORT, samplers
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached

@@ -10,13 +10,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from maskserve_benchmarks.benchmarks.step_rig import Bench
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights
-from maskserve_harness.benchmarks.step_rig import Bench
 from tests.support.draws import fresh_rng
 
 BLOCKS = (3, 4)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
@@ -31,7 +32,6 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.planning.degree_costs import sent_bytes
 from maskserve_engine.planning.flops import RowTokens
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 from tests.fakes.tiny_model import with_heads

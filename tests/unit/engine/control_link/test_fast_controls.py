@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.reuse import Reuse, SentAsk
@@ -30,7 +31,6 @@ from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import (
     Case,

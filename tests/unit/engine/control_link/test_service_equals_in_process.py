@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.support import own_rows

@@ -13,6 +13,9 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.direct import Direct, request_of
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings
@@ -24,9 +27,6 @@ from maskserve_engine.families.encoder import Encoder, TextEncoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import Encoded, TokensRead
 from maskserve_engine.stages.vae_pieces import PixelBox
-from maskserve_harness.benchmarks.direct import Direct, request_of
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.support.covering import is_unet

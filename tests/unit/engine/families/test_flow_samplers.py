@@ -20,10 +20,10 @@ from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_engine.families.mmdit.schedule import make_schedule
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import Replay
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.stages import latents
-from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.covering import is_unet
@@ -165,7 +165,7 @@ from maskserve_common.config import Config
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 hide_unused_libraries(Config(), text=False)
 import numpy as np, torch
-from maskserve_harness.benchmarks.admission import large_job, meta_engine
+from maskserve_benchmarks.benchmarks.admission import large_job, meta_engine
 
 torch.set_num_threads(3)
 engine, job = meta_engine(), large_job("auto", 0)

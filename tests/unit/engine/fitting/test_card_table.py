@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config import WEIGHT_FORMS, ConfigError
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting import card_table
 from maskserve_engine.fitting.card_table import CARDS, Shapes, check_fits, text
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
 from maskserve_engine.fitting.memory import memory_table
-from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.cards import print_cards
 from maskserve_serving.options import ServeOptions
 from tests.fakes.control_nets import random_net

@@ -15,6 +15,17 @@ import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
 
+from maskserve_benchmarks.benchmarks.fake_cuda import DEVICE, FakeCuda
+from maskserve_benchmarks.benchmarks.kernel_counts import (
+    MIXED,
+    Case,
+    fake_bench,
+    kinds_of,
+    make_rows,
+)
+from maskserve_benchmarks.benchmarks.live_bytes import LiveBytes
+from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_client import commands
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in
@@ -32,11 +43,6 @@ from maskserve_engine.planning.refresh_steps import own_bytes
 from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.start.assembly import assemble
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
-from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
-from maskserve_harness.benchmarks.live_bytes import LiveBytes
-from maskserve_harness.benchmarks.step_rig import Bench
-from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from tests.fakes.control_nets import random_net
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of

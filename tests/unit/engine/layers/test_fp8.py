@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.mmdit.weights import FluxWeights
@@ -19,9 +22,6 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.fp8 import Fp8Linear, in_fp8, quantised, quantised_gelu
 from maskserve_engine.layers.linear import JoinedLinear, linear
 from maskserve_engine.layers.modulation import modulate, modulate_fp8
-from maskserve_harness.benchmarks.replay import Replay
-from maskserve_harness.benchmarks.step_rig import Bench
-from maskserve_harness.checkout import DEMO_MODEL
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support import cached_rows

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.benchmarks.unet_rig import UNETS, UnetBench
+from maskserve_benchmarks.published_models import SD21
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.mmdit import blocks
@@ -34,9 +37,6 @@ from maskserve_engine.layers.linear import (
 )
 from maskserve_engine.layers.low_rank import LowRank, Update, Updates
 from maskserve_engine.layers.shrink_expand import Part
-from maskserve_harness.benchmarks.step_rig import Bench
-from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
-from maskserve_harness.published_models import SD21
 
 pytestmark = pytest.mark.spread("unet")
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import forward as flux_forward
 from maskserve_engine.batch.packing import Packed
@@ -24,7 +25,6 @@ from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, Update
 from maskserve_engine.layers.shrink_expand import Part
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import EACH_SORT

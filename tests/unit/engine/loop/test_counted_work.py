@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.planning.flops import BatchFlops
-from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
 

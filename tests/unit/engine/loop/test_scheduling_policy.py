@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_benchmarks.simulator.cluster import Cluster
+from maskserve_benchmarks.simulator.hardware import Hardware
+from maskserve_benchmarks.simulator.scenario import Scenario
+from maskserve_benchmarks.simulator.workload import Workload, draw
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.scheduling.step_scheduler import (
@@ -21,10 +25,6 @@ from maskserve_engine.scheduling.step_scheduler import (
     Ticket,
 )
 from maskserve_engine.start.assembly import assemble
-from maskserve_harness.simulator.cluster import Cluster
-from maskserve_harness.simulator.hardware import Hardware
-from maskserve_harness.simulator.scenario import Scenario
-from maskserve_harness.simulator.workload import Workload, draw
 from tests.fakes.jobs import config_of
 from tests.support.engines import job
 from tests.support.sink import Sink

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.soaking.pictures import png_file
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.enlarge import EnlargeNodes
-from maskserve_harness.soaking.pictures import png_file
 from maskserve_workflows.pictures import read_picture
 from tests.fakes.tiny_nodes import build_enlarge
 from tests.support.workflows import run_one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.planning.degree_costs import (
@@ -18,7 +19,6 @@ from maskserve_engine.planning.degree_costs import (
     uneven_flops,
 )
 from maskserve_engine.planning.flops import ModelWork, RowTokens
-from maskserve_harness.published_models import FLUX_DEV
 
 pytestmark = pytest.mark.each_value
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.planning.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
-from maskserve_harness.published_models import FLUX_DEV
 from tests.support.model_configs import TINY_SDXL
 
 

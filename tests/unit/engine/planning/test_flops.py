@@ -12,11 +12,11 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
+from maskserve_benchmarks.counted import flop_limit
+from maskserve_benchmarks.published_models import FLUX_DEV, SD21, SDXL
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.planning.flops import KINDS, ModelWork, RowTokens
-from maskserve_harness.counted import flop_limit
-from maskserve_harness.published_models import FLUX_DEV, SD21, SDXL
 from tests.support.flop_count import counted
 from tests.support.model_configs import SD21_INPAINT, TINY_FLUX, TINY_SD21, TINY_SDXL
 

@@ -13,6 +13,7 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from peft import LoraConfig
 from torch import nn
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux.spec import flux_work
@@ -28,7 +29,6 @@ from maskserve_engine.planning.flops import Added, Totals
 from maskserve_engine.planning.planner import plan_totals
 from maskserve_engine.planning.two_stream import step_costs
 from maskserve_engine.spec.estimate import pricing_of
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
 from tests.support import cached_rows
 from tests.support.draws import fresh_rng

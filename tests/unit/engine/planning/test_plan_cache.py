@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from maskserve_benchmarks.published_models import FLUX_DEV
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.planning.planner import PlanCache, plan, plan_totals
 from maskserve_engine.planning.two_stream import StepCosts, evaluate
-from maskserve_harness.published_models import FLUX_DEV
 from tests.support.planning import flux_costs
 
 

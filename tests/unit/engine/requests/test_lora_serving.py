@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import Lora
 from maskserve_common.contracts.status_record import AdapterTierTotal
@@ -35,7 +36,6 @@ from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.requests.refresh_schedules import own_plan
 from maskserve_engine.start.assembly import load_engine
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from maskserve_triton.metric_table import ENGINE_METRICS
 from tests.fakes.jobs import config_of
 from tests.support.engines import job as plain_job

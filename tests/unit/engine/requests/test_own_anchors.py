@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_config
 
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
 from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob
@@ -22,7 +23,6 @@ from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.refresh_schedules import own_plan, plans_beside
 from maskserve_engine.requests.state import EditWork, RequestState
 from maskserve_engine.requests.templates import Route
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine, priced_by_flops
 from tests.support.eventually import eventually

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.benchmarks.direct import request_of
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import EditSettings
@@ -26,7 +27,6 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.spec.model_spec import ModelFacts, own_rule
 from maskserve_engine.start.assembly import assemble
-from maskserve_harness.benchmarks.direct import request_of
 from tests.fakes import tiny_families
 from tests.fakes.jobs import config_of
 from tests.support.draws import fresh_rng

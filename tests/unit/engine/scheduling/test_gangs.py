@@ -8,6 +8,16 @@ import random
 
 import pytest
 
+from maskserve_benchmarks.simulator.deadlines import optimum, small_instance
+from maskserve_benchmarks.simulator.gangs import (
+    SIZES,
+    Fixed,
+    GangCosts,
+    Load,
+    draw,
+    simulate,
+    step_times,
+)
 from maskserve_engine.planning.degree_costs import DEGREES
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.rounds import Option, Rounds, knapsack
@@ -20,16 +30,6 @@ from maskserve_engine.scheduling.gangs.work import (
     frontier,
 )
 from maskserve_engine.scheduling.step_scheduler import Ticket
-from maskserve_harness.simulator.deadlines import optimum, small_instance
-from maskserve_harness.simulator.gangs import (
-    SIZES,
-    Fixed,
-    GangCosts,
-    Load,
-    draw,
-    simulate,
-    step_times,
-)
 
 TIMES = step_times(GangCosts())
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config import LimitsConfig, ValuesConfig
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_common.files import values as values_module
@@ -32,7 +33,6 @@ from maskserve_common.imaging.images import (
     plain_picture,
     read_size,
 )
-from maskserve_harness.checkout import CHECKOUT
 from tests.support.draws import fresh_rng
 
 LIMITS = LimitsConfig()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from diffusers import ControlNetModel, FluxControlNetModel
 
+from maskserve_benchmarks.published_models import FLUX_DEV, SD21, SDXL
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.unet import spec as unet
-from maskserve_harness.published_models import FLUX_DEV, SD21, SDXL
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 

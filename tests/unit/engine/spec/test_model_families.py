@@ -14,6 +14,7 @@ import pytest
 from diffusers import AutoencoderKL
 from msgspec import structs
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config import CacheConfig, Config, ConfigError
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.families.flux import spec as flux
@@ -22,7 +23,6 @@ from maskserve_engine.families.specs import FAMILIES, check_widths, load_facts
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.spec.model_spec import EditDefaults, text_shares
-from maskserve_harness.checkout import CHECKOUT
 
 
 def own(pipeline: str) -> EditDefaults:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from maskserve_benchmarks.published_models import FLUX_DEV, KLEIN_9B
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux2 import spec as flux2
-from maskserve_harness.published_models import FLUX_DEV, KLEIN_9B
 
 SIZE = (128, 128, 0)
 

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_common.config_file import config_of
 from maskserve_engine.families import specs as registry
 from maskserve_engine.families.specs import filled_threads, load_facts
 from maskserve_engine.stages.cpu_threads import limit_threads
-from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 
 _COUNT = """
 import os, threading
@@ -23,7 +23,7 @@ from maskserve_engine.spec import registry
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.start.assembly import load_engine
 from maskserve_engine.loop.engine import Engine
-from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_benchmarks.checkout import DEMO_MODEL
 
 def native():
     return len(os.listdir("/proc/self/task")) - threading.active_count()

@@ -14,6 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.direct import request_of
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.scenes import held_out_edits
 from maskserve_common.config import Config
 from maskserve_common.contracts.meta import event_meta, final_meta
 from maskserve_common.contracts.postprocess_context import PostprocessContext
@@ -26,9 +29,6 @@ from maskserve_engine.families.specs import load_facts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_pieces import MixedNorm, Pieces, PixelBox, plan_pieces
-from maskserve_harness.benchmarks.direct import request_of
-from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_triton.decoder import EditDecoder, ToDecode
 from tests.fakes.jobs import config_of
 from tests.support.covering import is_unet

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.fitting.memory import denoiser_bytes, weight_bytes
@@ -18,7 +19,6 @@ from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.stages.loader import held_bytes, shape_of
 from maskserve_engine.stages.quantise import bytes_as, form_in_words, quantise
 from maskserve_engine.stages.revision import model_revision
-from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 

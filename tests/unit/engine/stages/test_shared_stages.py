@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from maskserve_benchmarks.benchmarks.direct import request_of
 from maskserve_common.contracts.meta import final_meta
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.files.stages import PRIMING_PROMPT_FILE
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.stages.revision import stages_revision
-from maskserve_harness.benchmarks.direct import request_of
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder
 from maskserve_triton.stage_models import DecoderStage, EncoderStage
 from maskserve_triton.together import batched

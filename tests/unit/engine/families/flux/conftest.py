@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import Config
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import Replay, in_memory
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
@@ -22,7 +23,6 @@ from maskserve_engine.families.mmdit.preparation import pack_latents
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import Replay, in_memory
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS, Primed, cached, result

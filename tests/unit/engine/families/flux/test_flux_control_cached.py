@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State
@@ -25,7 +26,6 @@ from maskserve_engine.families.mmdit.control import (
     controlled,
 )
 from maskserve_engine.families.mmdit.rows import FlowRow
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import encode_case, random_case, tolerance
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.request import Lora
 from maskserve_common.imaging.masks import active_tokens
@@ -26,7 +27,6 @@ from maskserve_engine.families.mmdit.preparation import grid_of
 from maskserve_engine.families.mmdit.rows import CachedTokens
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.families.specs import load_facts, recorded_rows
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import own_rows
 from tests.support.cached_rows import Primed, assert_equal, cached

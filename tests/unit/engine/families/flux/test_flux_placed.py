@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import in_memory
+from maskserve_benchmarks.benchmarks.step_rig import Bench
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
-from maskserve_harness.benchmarks.replay import in_memory
-from maskserve_harness.benchmarks.step_rig import Bench
 from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("folder")

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -21,7 +22,6 @@ from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.start.assembly import load_engine
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import Primed, cached

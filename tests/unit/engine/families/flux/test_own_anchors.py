@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
@@ -22,7 +23,6 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.requests.refresh_schedules import bytes_beside, own_bytes
 from maskserve_engine.stages.latents import Posterior
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import NOISE_SEED, Primed, assert_equal

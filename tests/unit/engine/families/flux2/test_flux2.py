@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
@@ -20,7 +21,6 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.model_spec import anchor_stride
 from maskserve_engine.stages.latents import to_model
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, random_case

@@ -16,6 +16,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from maskserve_benchmarks.benchmarks.direct import request_of
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.semantics import INPAINT
 from maskserve_common.contracts.settings import EditSettings
@@ -23,8 +25,6 @@ from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.mmdit.batch import FlowBatch
 from maskserve_engine.stages.encoded import NO_MOMENTS
-from maskserve_harness.benchmarks.direct import request_of
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.facts import FILL_FACTS
 from tests.support.cached_rows import assert_equal
 from tests.support.draws import fresh_rng

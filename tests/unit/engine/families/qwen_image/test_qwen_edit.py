@@ -15,6 +15,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_benchmarks.benchmarks.direct import request_of
+from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
@@ -23,8 +25,6 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.requests.refresh_schedules import own_bytes
 from maskserve_engine.spec.encoder_picture import Shown
-from maskserve_harness.benchmarks.direct import request_of
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case

@@ -17,6 +17,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
@@ -24,7 +25,6 @@ from maskserve_engine.families.mmdit.rows import FlowPrimingRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import load_facts
 from maskserve_engine.loop.engine import Engine
-from maskserve_harness.benchmarks.replay import Replay
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_harness.benchmarks.replay import Replay
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import WORDS, Case, config_of, encode_case, random_case
 from tests.fakes.loras import of_model, write

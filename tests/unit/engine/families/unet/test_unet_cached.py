@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from maskserve_benchmarks.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
@@ -19,7 +20,6 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput, forward
 from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import EACH_SORT, TEXT_LENGTH
 from tests.support import cached_rows

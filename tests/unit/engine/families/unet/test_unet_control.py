@@ -18,6 +18,7 @@ from diffusers import (
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.cache.entries import PARTS
@@ -28,7 +29,6 @@ from maskserve_engine.families.unet.control import UnetNetInput, UnetNets, UnetS
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetAhead, UnetRow
-from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from maskserve_benchmarks.counted import tile_bytes
+from maskserve_benchmarks.published_models import SD21, SDXL
 from maskserve_common.imaging.masks import active_tokens_per_level
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.spec import level_sizes, unet_work
 from maskserve_engine.families.unet.tile import Frame, TileBox, tile_of
 from maskserve_engine.planning.entry_bytes import FORMATS, map_bytes
-from maskserve_harness.counted import tile_bytes
-from maskserve_harness.published_models import SD21, SDXL
 from tests.support.draws import fresh_rng
 
 pytestmark = pytest.mark.spread("seed")

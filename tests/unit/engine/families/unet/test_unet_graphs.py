@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
@@ -20,7 +21,6 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import CachedRest
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed

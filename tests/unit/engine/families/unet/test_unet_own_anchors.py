@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
@@ -19,7 +20,6 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.requests.refresh_schedules import own_bytes
-from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import Case, config_of, encode_case, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT

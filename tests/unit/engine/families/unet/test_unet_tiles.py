@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_benchmarks.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, encode
@@ -26,7 +27,6 @@ from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.planning.two_stream import Plan
-from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.entries import NOTE, same
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.support.cached_rows import (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from maskserve_benchmarks.benchmarks.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
@@ -23,7 +24,6 @@ from maskserve_engine.families.specs import load_facts
 from maskserve_engine.requests.refresh_schedules import own_plan
 from maskserve_engine.spec.control_nets import check_config
 from maskserve_engine.spec.model_spec import own_rule
-from maskserve_harness.benchmarks.replay import Replay
 from maskserve_triton.accept import accept_edit, with_defaults
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.loras import of_model, write

@@ -1,0 +1,193 @@
+"""Edits of models at every size of mask and number of steps, through a real Triton: each ends with
+a picture, or with a sentence that names what was wrong.
+
+Pictures are drawn anew for each edit, so no template is there, and then sent again with `cache:
+require`, so each is read from one, and with `cache: off`. Larger pictures are edited whole and in
+a window round the mask. Several edits run at a time. Exits with 1 if an answer is the server's
+fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_client import Client, MaskserveError
+from maskserve_common.errors import InvalidRequest
+from maskserve_serving.errors import ServeError
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+
+MODELS = ("demo", "demo-edit", "demo-unet")
+RATIOS = (0.05, 0.11, 0.2, 0.35, 0.5, 0.56, 0.6, 0.69, 0.75, 0.81, 0.9, 1.0)
+STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 28, 50)
+CACHES = ("auto", "require", "off")
+LARGE_STEPS = (1, 4, 10)
+_LONG = 10
+"""Edits of more steps than this take every third ratio, each number of steps others."""
+CROPS = ("off", "on")
+_TIMEOUT_S = 600.0
+
+
+class Asked(NamedTuple):
+    """One edit."""
+
+    size: tuple[int, int]
+    """Width and height of the picture, in pixels."""
+    shape: str
+    """Of the mask: `square` or `band`, which reaches from side to side."""
+    ratio: float
+    steps: int
+    cache: str
+    crop: str = "auto"
+    """The setting `crop_to_mask`."""
+
+
+class Ended(NamedTuple):
+    """How one edit ended."""
+
+    asked: Asked
+    way: str
+    """META's `cache` and `dense_for`, or the error's code."""
+    sentence: str = ""
+    fault: bool = False
+    """Whether it was the server's."""
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="scripts/bench every_edit", description=__doc__)
+    add = parser.add_argument
+    folders = [CHECKOUT / "assets/models" / name for name in MODELS]
+    add("--models", type=Path, nargs="+", default=folders, help="model folders (default: demo's)")
+    add("--ratios", type=float, nargs="+", default=RATIOS, help="shares of the picture masked")
+    add("--steps", type=int, nargs="+", default=STEPS, help="numbers of denoising steps")
+    add("--caches", nargs="+", default=CACHES, help="values of the setting `cache`")
+    add("--size", type=int, default=128, help="side of the pictures, in pixels")
+    add("--large-steps", type=int, nargs="*", default=LARGE_STEPS, help="steps of larger pictures")
+    add("--together", type=int, default=4, help="edits at a time")
+    add("--seed", type=int, default=0, help="of the pictures")
+    add("--json", type=Path, help="a file for the summary, written again after each model")
+    args = parser.parse_args()
+    models: dict[str, dict[str, Any]] = {}
+    for folder in args.models:
+        began, ends, stopped = time.monotonic(), list[Ended](), ""
+        try:
+            ends += edits(folder, args)
+        except ServeError as error:
+            stopped = str(error)
+        models[folder.name] = summary(ends, stopped, time.monotonic() - began)
+        _print(folder.name, models[folder.name])
+        if args.json:
+            args.json.write_text(json.dumps(models, indent=1) + "\n", encoding="utf-8")
+    return int(any(model["faults"] for model in models.values()))
+
+
+def summary(ends: list[Ended], stopped: str, seconds: float) -> dict[str, Any]:
+    """What a model's edits came to, in plain data; `stopped`: why it could not be served."""
+    return {
+        "edits": len(ends),
+        "seconds": round(seconds, 1),
+        "pictures": sum(not end.sentence for end in ends),
+        "ways": dict(sorted(Counter(f"{end.asked.cache}: {end.way}" for end in ends).items())),
+        "refused": dict(Counter(end.sentence for end in ends if end.sentence and not end.fault)),
+        "faults": [
+            *([[stopped]] if stopped else ()),
+            *([*end.asked, end.sentence] for end in ends if end.fault),
+        ],
+    }
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[Asked, ...]]:
+    """The edits, those of one picture together: they go one after the other."""
+    rng, side = np.random.default_rng(args.seed), args.size
+    grid = [(side, side)], args.steps, ("auto",)
+    large = [(2 * side, 3 * side // 2)], args.large_steps, CROPS
+    for sizes, numbers, crops in (grid, large):
+        for size, (nth, steps), crop in product(sizes, enumerate(numbers), crops):
+            ratios = args.ratios[nth % 3 :: 3] if steps > _LONG else args.ratios
+            for ratio in ratios:
+                shape = str(rng.choice(["square", "band"]))
+                yield tuple(Asked(size, shape, ratio, steps, cache, crop) for cache in args.caches)
+
+
+def edits(folder: Path, args: argparse.Namespace) -> Iterator[Ended]:
+    """Serve a model and edit drawn pictures of it."""
+    rng = np.random.default_rng(args.seed)
+    with tempfile.TemporaryDirectory() as logs, ThreadPoolExecutor(args.together) as threads:
+        options = ServeOptions(
+            model=str(folder), base_port=free_base_port(), log_dir=Path(logs), name=folder.name
+        )
+        with Supervisor(options) as site, Client(site.workers[0].grpc_url) as client:
+
+            def ends(of_one: tuple[Asked, ...], source: Image.Image) -> list[Ended]:
+                return [_edit(client, source, asked) for asked in of_one]
+
+            pictures = [
+                (of_one, Image.fromarray(_picture(rng, of_one[0].size))) for of_one in cases(args)
+            ]
+            for of_one in threads.map(ends, *zip(*pictures, strict=True)):
+                yield from of_one
+
+
+def _edit(client: Client, source: Image.Image, asked: Asked) -> Ended:
+    mask = Image.fromarray(mask_of(asked))
+    try:
+        result = client.edit(
+            source,
+            mask,
+            "a red star",
+            timeout=_TIMEOUT_S,
+            seed=1,
+            num_inference_steps=asked.steps,
+            cache=asked.cache,
+            crop_to_mask=asked.crop,
+        )
+    except MaskserveError as error:
+        refused = isinstance(error, InvalidRequest)
+        return Ended(asked, error.code, str(error), fault=not refused)
+    meta = result.meta
+    return Ended(asked, " ".join((meta["cache"], meta.get("dense_for", ""))).strip())
+
+
+def mask_of(asked: Asked) -> NDArray[np.uint8]:
+    """[height, width], 255 in so large a share of it: in its middle, or from side to side."""
+    width, height = asked.size
+    mask = np.zeros((height, width), np.uint8)
+    share = asked.ratio if asked.shape == "band" else asked.ratio**0.5
+    wide = width if asked.shape == "band" else round(width * share)
+    high = max(1, round(height * share))
+    left, top = (width - wide) // 2, (height - high) // 2
+    mask[top : top + high, left : left + wide] = 255
+    return mask
+
+
+def _picture(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Smooth noise, [height, width, 3]."""
+    rough = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
+    return np.asarray(rough.resize(size, Image.Resampling.BICUBIC))
+
+
+def _print(name: str, model: dict[str, Any]) -> None:
+    faults = len(model["faults"])
+    print(f"{name}: {model['edits']} edits, {model['seconds']} s, {faults} faults of the server")
+    for way, count in model["ways"].items():
+        print(f"  cache: {way}: {count}")
+    for sentence, count in model["refused"].items():
+        print(f"  {count} refused: {sentence}")
+    for *asked, sentence in model["faults"][:10]:
+        print(f"  FAULT {asked}: {sentence}", flush=True)

@@ -1,0 +1,314 @@
+"""Count what edits cost at a model's native size, from the shapes of its folder: FLOPs of steps and
+of whole edits, and bytes of entries. docs/models.md has the first two tables. A folder needs no
+weights.
+
+    python scripts/bench model_counts
+    python scripts/bench model_counts --model DIR --words 64 --passes 2
+
+A whole edit has its text encoders once for each pass of guidance and its VAE once each way, beside
+dense and cached edits alike: nothing is taken from what stages keep. Encoders' heads, tables and
+templates' own words count as nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.reports import table
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of, read_json
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_engine.families.flux2.encode import first_layers
+from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.planning.refresh_steps import OWN_RULE, own_bytes
+from maskserve_engine.spec.model_spec import ModelFacts, anchor_stride
+from maskserve_engine.stages.loader import load_part
+from maskserve_engine.stages.vae import images_of, load_vae, moments_of
+
+RATIOS = (0.05, 0.11, 0.2, 0.35)
+_KEPT = 0.11
+"""The ratio at which bytes and single figures are counted."""
+_CLIP_TOKENS = 77
+
+
+class Asked(NamedTuple):
+    """A model and how its edits are asked for."""
+
+    folder: Path
+    words: int = 512
+    """Text tokens of a prompt, what is shown of the source apart."""
+    passes: int = 1
+    """Of a step: two where the model is meant to be guided."""
+
+
+def _shapes(name: str, words: int = 512, passes: int = 1) -> Asked:
+    return Asked(CHECKOUT / "assets" / "models" / f"{name}-shapes", words, passes)
+
+
+MODELS = {
+    "FLUX.1 Fill, for comparison": _shapes("flux1-fill"),
+    "FLUX.1 Kontext": _shapes("flux1-kontext"),
+    "FLUX.2 klein 4B": _shapes("flux2-klein-4b"),
+    "FLUX.2 klein 9B": _shapes("flux2-klein-9b"),
+    "FLUX.2 klein 9B-KV": _shapes("flux2-klein-9b-kv"),
+    "Qwen-Image": _shapes("qwen-image", 64, 2),
+    "Qwen-Image-Edit": _shapes("qwen-image-edit", 64, 2),
+    "Qwen-Image-Edit-2509 and -2511": _shapes("qwen-image-edit-2511", 64, 2),
+    "Qwen-Image-2.1": _shapes("qwen-image-2.1", 64),
+    "Z-Image": _shapes("z-image", 64, 2),
+}
+"""As docs/models.md names them."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A model at its native size."""
+
+    asked: Asked
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        return load_facts(self.asked.folder)
+
+    @property
+    def latents(self) -> int:
+        """Along a side."""
+        return self.facts.native_resolution // self.facts.vae_scale_factor
+
+    @cached_property
+    def work(self) -> ModelWork:
+        return counted_work(self.facts, self.latents, self.latents)
+
+    @property
+    def steps(self) -> int:
+        return self.facts.defaults.num_inference_steps
+
+    @property
+    def dense(self) -> float:
+        """FLOPs of a dense step, one pass."""
+        words = self.asked.words
+        return self.work.step_flops([self.work.row_at(1.0, words)], "dense")
+
+    def cached(
+        self, ratio: float, *, text: bool = True, shown: bool = True, outside: bool = True
+    ) -> float:
+        """FLOPs of a cached step.
+
+        Args:
+            ratio: of the mask.
+            text: whether it computes its prompt's words.
+            shown: whether it reads what the text encoder is shown; else it computes that, too.
+            outside: whether it sees the picture outside the mask; else the reference alone.
+        """
+        work, words, image_tokens = self.work, self.asked.words, self._shown
+        if image_tokens and not shown:
+            work, words = (
+                replace(work, tokens=(work.tokens[0] - image_tokens,)),
+                words + image_tokens,
+            )
+            work = replace(work, context=work.context - image_tokens)
+        row = work.row_at(ratio, words)
+        if not text:
+            row = replace(row, text=0.0, text_read=float(words))
+        if not outside:
+            work = replace(work, tokens=(round(row.active[0]) + work.context,))
+        return work.step_flops([row], "kv")
+
+    @property
+    def _shown(self) -> int:
+        """Tokens of the source among a prompt's."""
+        return self.facts.shown_tokens(self.latents, self.latents)
+
+    def entry(self, *, shown: bool = True, outside: bool = True) -> float:
+        """Bytes of an anchor in int4, of as much as `cached` reads."""
+        whole, context = self.work.tokens[0], self.work.context
+        entry_tokens = whole - (0 if shown else self._shown) - (0 if outside else whole - context)
+        return entry_bytes(self.work, "kv", FORMATS["int4"]) * entry_tokens / whole
+
+    @property
+    def anchors(self) -> int:
+        """Of a template by default."""
+        return -(-self.steps // min(self.steps, anchor_stride(Config().cache.stride, self.facts)))
+
+    @property
+    def own(self) -> int:
+        """Anchors of an edit's own, where it has them."""
+        return own_count(self.steps, self.facts.own_stride or OWN_RULE.stride)
+
+    @cached_property
+    def beside(self) -> float:
+        """FLOPs of an edit's encoders and VAE."""
+        return self.asked.passes * sum(self._text_encoders()) + self._vae()
+
+    def edit(self, dense_steps: int, ratio: float = 1.0, *, template: bool = True) -> float:
+        """FLOPs of a whole edit.
+
+        Args:
+            dense_steps: of its steps, those that compute all tokens.
+            ratio: of the mask.
+            template: whether the others read a template, and exact references are read with it;
+                else what is left of the dense ones.
+        """
+        text = template or not self.facts.leaves_text
+        reads = self.steps - dense_steps
+        if reads and not template:
+            reads = self.steps - 1  # all anchors but the first are computed beside such a step
+        cached_flops = reads * self.cached(ratio, text=text)
+        whole = self.asked.passes * (dense_steps * self.dense + cached_flops) + self.beside
+        return whole if template else whole + self.work.still_flops
+
+    def gains(self, dense_steps: int, *, template: bool) -> list[float]:
+        """A dense edit's FLOPs over those of one with so many dense steps, by mask ratio."""
+        whole = self.edit(self.steps, template=False)
+        return [whole / self.edit(dense_steps, each, template=template) for each in RATIOS]
+
+    @property
+    def held(self) -> int:
+        """Bytes that own anchors leave of one pass."""
+        stored_tokens = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
+        stored_tokens += self.asked.words * self.facts.leaves_text
+        return own_bytes(
+            self.work, [(stored_tokens,)], FORMATS[OWN_RULE.format], 1 + self.facts.own_bends
+        )
+
+    @property
+    def _config(self) -> Config:
+        return config_of({"model": {"path": str(self.asked.folder), "device": "meta"}})
+
+    def _text_encoders(self) -> Iterator[float]:
+        """FLOPs of each, a vision model's apart."""
+        side, image_view = self.facts.native_resolution, self.facts.shown
+        for name, part in read_json(self.asked.folder / "model_index.json").items():
+            if not name.startswith("text_encoder") or part[1] is None:
+                continue
+            load = first_layers if self.facts.family == "flux2" else load_part
+            model = load(self._config, name, None)
+            tokens = _CLIP_TOKENS if part[1].startswith("CLIP") else self.asked.words
+            model = getattr(model, "model", model)
+            if image_view is not None:
+                rows, columns = (
+                    round(each / image_view.cell) for each in image_view.size(side, side)
+                )
+                tokens += rows * columns
+                yield _vision_flops(model.visual, rows * columns)
+                model = model.language_model
+            yield _flops_of(model, tokens)
+
+    def _vae(self) -> float:
+        """FLOPs of encoding a picture and decoding one, as torch counts them."""
+        side, latents = self.facts.native_resolution, (self.facts.latent_channels, self.latents)
+        vae, space = load_vae(self._config, self.facts).float(), self.facts.latents
+        counter = FlopCounterMode(display=False)
+        # The fused kernel of attention is not in the counter's registry.
+        with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
+            moments_of(vae, torch.zeros(1, 3, side, side, device="meta"), space)
+            images_of(vae, torch.zeros(1, *latents, latents[1], device="meta"), space)
+        return float(counter.get_total_flops())
+
+
+def _flops_of(model: Any, tokens: int, seen: int = 0) -> float:
+    """Of linear layers and attention over so many tokens, each of which sees `seen`; 0: all."""
+    flops = 0.0
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            flops += 2.0 * tokens * layer.weight.numel()
+            asking = {"q": 1, "q_proj": 1, "qkv": 3}.get(name.rpartition(".")[2])
+            if asking is not None:
+                flops += 4.0 * tokens * (seen or tokens) * layer.out_features / asking
+    return flops
+
+
+def _vision_flops(model: Any, tokens: int) -> float:
+    """Of what makes so many tokens of a picture: four patches each, which see a window or all."""
+    config, patches = model.config, 4 * tokens
+    window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
+    whole = getattr(config, "fullatt_block_indexes", range(config.depth))
+    blocks = enumerate(model.blocks)
+    flops = sum(_flops_of(each, patches, 0 if n in whole else window) for n, each in blocks)
+    return flops + _flops_of(model.merger, tokens)
+
+
+def _joined(numbers: Sequence[float]) -> str:
+    return " / ".join(f"{each:.1f}" for each in numbers)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
+def steps_table(models: dict[str, Counted]) -> str:
+    """Of a step, and of an anchor's bytes."""
+    rows = []
+    for name, each in models.items():
+        limits = [each.dense / each.cached(ratio) for ratio in RATIOS]
+        constant_bytes = still_bytes(each.work, FORMATS["int4"])
+        nbytes = _gib(each.entry()) + (f" + {_gib(constant_bytes)} once" if constant_bytes else "")
+        rows.append((name, f"{each.dense / 1e12:.1f}", _joined(limits), nbytes))
+    ratios = " / ".join(f"{ratio:g}"[1:] for ratio in RATIOS)
+    columns = ["model", "TFLOP of a dense step", f"dense over cached at m {ratios}"]
+    return table([*columns, "int4 `kv`, one anchor, GiB"], rows)
+
+
+def edits_table(models: dict[str, Counted]) -> str:
+    """Of whole edits."""
+    rows = []
+    for name, each in models.items():
+        begun = each.facts.dense_steps.of(each.steps, prompt=True, side=False)
+        steps = each.asked.passes * each.steps * each.dense
+        rows.append(
+            (
+                f"{name}, {each.steps}" + (f" x {each.asked.passes}" * (each.asked.passes > 1)),
+                f"{steps / 1e12:,.0f} + {each.beside / 1e12:.0f}",
+                f"{begun}: {_joined(each.gains(begun, template=True))}",
+                f"{each.own}: {_joined(each.gains(each.own, template=False))}",
+                _gib(each.held),
+            )
+        )
+    columns = ["model, steps", "TFLOP of a dense edit", "from a template", "with refresh steps"]
+    return table([*columns, "step cache of a pass, GiB"], rows)
+
+
+def bytes_table(models: dict[str, Counted]) -> str:
+    """Of what could be left out of entries that hold a reference."""
+    rows = []
+    for name, each in models.items():
+        if not each.work.context:
+            continue
+
+        def cell(each: Counted = each, **kept: bool) -> str:
+            limit = each.dense / each.cached(_KEPT, **kept)
+            return f"{_gib(each.entry(**kept))}, {limit:.1f}"
+
+        without_image = cell(shown=False) if each._shown else ""
+        pair_gib = _gib(2 * each.anchors * each.entry()) if each.asked.passes > 1 else ""
+        whole = f"{each.anchors}: {_gib(each.anchors * each.entry())}"
+        rows.append((name, cell(), without_image, cell(outside=False), whole, pair_gib))
+    columns = ["model", "an anchor", "source in the text computed", "reference alone"]
+    return table([*columns, "all anchors of a template", "a set for each pass"], rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", type=Path, help="a folder; default: those of docs/models.md")
+    parser.add_argument("--words", type=int, default=512, help="text tokens of a prompt")
+    parser.add_argument("--passes", type=int, default=1, help="of a step, 2 with guidance")
+    args = parser.parse_args()
+    targets = MODELS
+    if args.model is not None:
+        targets = {args.model.name: Asked(args.model, args.words, args.passes)}
+    models = {name: Counted(each) for name, each in targets.items()}
+    for make_table in (steps_table, edits_table, bytes_table):
+        print(make_table(models), end="\n\n", flush=True)
+    return 0

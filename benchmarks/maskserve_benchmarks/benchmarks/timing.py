@@ -1,0 +1,71 @@
+"""Clocks, what they ran on, and what must not be timed twice."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from maskserve_benchmarks.machine import processor
+
+T = TypeVar("T")
+
+
+class Timer:
+    """Time of calls, on CUDA until the device is done.
+
+    Args:
+        device: where they run.
+        clock: `wall`, or `cpu`: the processor's time for this process, which other processes
+            hardly change; it adds up over threads.
+    """
+
+    def __init__(self, device: torch.device, clock: str = "wall") -> None:
+        self.device = device
+        self._now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
+
+    def ms(self, call: Callable[[], object]) -> float:
+        self._settle()
+        begin = self._now()
+        call()
+        self._settle()
+        return 1e3 * (self._now() - begin)
+
+    def in_turn(self, calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+        """Milliseconds of each call, medians of so many rounds."""
+        times = [[self.ms(call) for call in calls] for _ in range(rounds)]
+        return [statistics.median(samples) for samples in zip(*times, strict=True)]
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def rates_in_turn(
+    sides: Mapping[str, T], rate: Callable[[T], float], rounds: int
+) -> dict[str, list[float]]:
+    """What `rate` says of each side in each round; the order turns with every round."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            rates[name].append(round(rate(sides[name]), 3))
+    return rates
+
+
+def hardware(device: torch.device) -> str:
+    """The device in words, for reports."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {torch.get_num_threads()} threads"
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file; its pages are clean once it is synced."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,139 @@
+"""Edits whose control picture says where the object is to be, how large and how turned.
+
+The demo model alone puts an object into the middle of the mask, as large as fits and upright. The
+ControlNet `outline` draws it along an outline: white on black, a picture of the source's size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES, coverage
+from maskserve_benchmarks.demo_model.scenes import (
+    Edit,
+    Mask,
+    Picture,
+    contrasting_colours_at,
+    fill,
+    make_scene,
+    place,
+    to_bytes,
+)
+
+LINE: Final = 3.0  # pixels of an outline's width
+ENOUGH_IOU: Final = 0.7
+_SIZES: Final = (0.55, 0.9)  # of the radius that the model takes by itself
+_LEAST_RADIUS: Final = 12.0  # pixels: three latents
+_MOST_ALIKE: Final = 0.45  # IoU with what the model draws by itself
+_HELD_OUT_SEED: Final = 7_200_000
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A shape as it is to be drawn."""
+
+    shape: str
+    centre: tuple[float, float]
+    radius: float
+    turn: float
+    """Radians, clockwise."""
+
+    def covers(self, size: tuple[int, ...]) -> Mask:
+        """(H, W): the pixels that it covers."""
+        return coverage(self.shape, self.centre, self.radius, size, self.turn) > 0.5
+
+    def picture(self, size: tuple[int, ...]) -> Picture:
+        """Its outline, white on black: (H, W, 3)."""
+        line = coverage(self.shape, self.centre, self.radius, size, self.turn) - coverage(
+            self.shape, self.centre, self.radius - LINE, size, self.turn
+        )
+        return np.repeat(to_bytes(255 * line[..., None].astype(np.float32)), 3, axis=2)
+
+
+@dataclass(frozen=True)
+class OutlinedEdit:
+    """An edit with its control picture."""
+
+    edit: Edit
+    drawn: Drawn | None
+    """None: nothing is drawn, the picture is black."""
+
+    @property
+    def control(self) -> Picture:
+        """(H, W, 3)."""
+        if self.drawn is None:
+            return np.zeros_like(self.edit.source)
+        return self.drawn.picture(self.edit.mask.shape)
+
+
+def draw_outlined(
+    rng: np.random.Generator, size: tuple[int, int], *, held_out: bool = False
+) -> OutlinedEdit:
+    """An edit of `size` (height, width) that the model alone would answer otherwise."""
+    while True:
+        scene = make_scene(rng, size, held_out=held_out)
+        drawn = _draw_place(rng, scene.mask, str(rng.choice(SHAPES)))
+        if drawn is None:
+            continue
+        colours = contrasting_colours_at(scene.background, drawn.centre, drawn.radius)
+        if not colours:
+            continue
+        colour = str(rng.choice(colours))
+        alpha = coverage(drawn.shape, drawn.centre, drawn.radius, size, drawn.turn)[..., None]
+        rgb = np.asarray(COLOURS[colour], np.float32)
+        answer = to_bytes((scene.background * (1 - alpha) + rgb * alpha).astype(np.float32))
+        prompt = f"a {colour} {drawn.shape}"
+        return OutlinedEdit(
+            Edit(scene.source, scene.mask, prompt, colour, drawn.shape, answer), drawn
+        )
+
+
+def _draw_place(rng: np.random.Generator, mask: Mask, shape: str) -> Drawn | None:
+    """A place inside the mask, away from where the model puts an object; None: none was found."""
+    middle, most = place(mask)
+    default_cover = coverage(shape, middle, most, mask.shape) > 0.5
+    ys, xs = np.nonzero(mask)
+    for _ in range(12):
+        radius = max(_LEAST_RADIUS, float(rng.uniform(*_SIZES)) * most)
+        pixel = int(rng.integers(len(ys)))
+        centre = (float(xs[pixel]) + 0.5, float(ys[pixel]) + 0.5)
+        drawn = Drawn(shape, centre, radius, float(rng.uniform(0, 2 * math.pi)))
+        covers = drawn.covers(mask.shape)
+        whole = covers.sum() > 0.98 * _area(shape, radius)
+        if whole and not (covers & ~mask).any() and iou(covers, default_cover) < _MOST_ALIKE:
+            return drawn
+    return None
+
+
+def _area(shape: str, radius: float) -> float:
+    side = math.ceil(2 * radius) + 4
+    return float(coverage(shape, (side / 2, side / 2), radius, (side, side)).sum())
+
+
+def followed(edited: Picture, asked: OutlinedEdit) -> float:
+    """IoU of what was painted in the colour with what was drawn."""
+    edit = asked.edit
+    assert asked.drawn is not None
+    assert edit.colour is not None
+    picture = edited.astype(np.float32)
+    painted = np.linalg.norm(picture - np.asarray(COLOURS[edit.colour], np.float32), axis=2)
+    behind = np.linalg.norm(picture - fill(edit.source, edit.mask), axis=2)
+    return iou(edit.mask & (painted < behind), asked.drawn.covers(edit.mask.shape))
+
+
+def iou(one: Mask, other: Mask) -> float:
+    """Intersection over union."""
+    union = int((one | other).sum())
+    return float((one & other).sum()) / union if union else 1.0
+
+
+def outlined_edits(n: int, size: tuple[int, int] = (128, 128)) -> list[OutlinedEdit]:
+    """The first `n` of a fixed list of edits that training never draws."""
+    return [
+        draw_outlined(np.random.default_rng([_HELD_OUT_SEED, i]), size, held_out=True)
+        for i in range(n)
+    ]

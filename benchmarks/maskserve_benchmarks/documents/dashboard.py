@@ -1,0 +1,420 @@
+"""Write Grafana's dashboard of the metrics that workers and routers publish.
+
+python scripts/bench dashboard            # after a change of a panel
+python scripts/bench dashboard --check    # exit code 1 if the file is another
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.documents.written import check_only
+
+FILE = CHECKOUT / "deploy" / "grafana" / "dashboards" / "maskserve.json"
+_SOURCE = {"type": "prometheus", "uid": "prometheus"}
+_WIDTH, _HEIGHT = 24, 8
+
+
+class Panel(NamedTuple):
+    """A graph of queries over time; its last value alone where `stat`."""
+
+    title: str
+    unit: str
+    """As Grafana names units: `s`, `percentunit`, `bytes`, `short`, `ops`."""
+    queries: dict[str, str]
+    """Legend → PromQL."""
+    says: str
+    stat: bool = False
+
+
+def _rate(metric: str, labels: str = "", by: str = "") -> str:
+    inner = f"sum(rate(maskserve_{metric}{labels}[5m]))"
+    return inner if not by else inner.replace("sum(", f"sum by ({by}) (", 1)
+
+
+def _quantile(q: float, metric: str) -> str:
+    return f"histogram_quantile({q}, sum by (le) (rate(maskserve_{metric}_bucket[5m])))"
+
+
+def _quantiles(metric: str) -> dict[str, str]:
+    return {f"{q:.0%}": _quantile(q, metric) for q in (0.5, 0.9, 0.99)}
+
+
+_ENDS = "edit_ends_total"
+_DONE = _rate(_ENDS, '{outcome="done"}')
+_HITS, _MISSES = _rate("cache_hits_total"), _rate("cache_misses_total")
+_OWN = _rate("cache_own_total")
+_WANTED = f"({_HITS} + {_OWN} + {_MISSES})"
+_SLO = "slo_total"
+ROWS: dict[str, Sequence[Panel]] = {
+    "How it does": (
+        Panel(
+            "Edits done",
+            "percentunit",
+            {"": f"{_DONE} / {_rate(_ENDS)}"},
+            "Of all edits that were answered.",
+            stat=True,
+        ),
+        Panel("Nine of ten take", "s", {"": _quantile(0.9, "edit_seconds")}, "At most.", stat=True),
+        Panel(
+            "Rows in use",
+            "percentunit",
+            {
+                "": "(sum(maskserve_running_rows) + sum(maskserve_waiting_rows)) "
+                "/ sum(maskserve_row_capacity)"
+            },
+            "Above 100 % edits wait: scale on this.",
+            stat=True,
+        ),
+        Panel(
+            "Cached hits",
+            "percentunit",
+            {"": f"{_HITS} / {_WANTED}"},
+            "Edits that read their template's activations, of all that could compute less.",
+            stat=True,
+        ),
+        Panel(
+            "Own anchors",
+            "percentunit",
+            {"": f"{_OWN} / {_WANTED}"},
+            "Of the same, those that read what they have left at steps of their own.",
+            stat=True,
+        ),
+        Panel(
+            "In time",
+            "percentunit",
+            {"": f'{_rate(_SLO, """{outcome="met"}""")} / {_rate(_SLO)}'},
+            "Of edits with a due time at workers; a refusal is a miss.",
+            stat=True,
+        ),
+    ),
+    "Edits": (
+        Panel(
+            "Answers",
+            "ops",
+            {"{{outcome}}": _rate(_ENDS, by="outcome")},
+            "Edits per second, by outcome.",
+        ),
+        Panel("Seconds of an edit", "s", _quantiles("edit_seconds"), "From acceptance to picture."),
+        Panel("Waiting for a row", "s", _quantiles("queue_seconds"), "In the engine."),
+        Panel("Mask ratio", "percentunit", _quantiles("mask_ratio"), "Active over all tokens."),
+        Panel(
+            "Due times",
+            "ops",
+            {
+                "{{outcome}}": _rate(_SLO, by="outcome"),
+                "router: {{outcome}}": _rate("router_slo_total", by="outcome"),
+            },
+            "How edits that are due at some time ended.",
+        ),
+        Panel(
+            "Seconds left",
+            "s",
+            {
+                **{f"{q:.0%}": _quantile(q, "slack_seconds") for q in (0.05, 0.5)},
+                **{f"router {q:.0%}": _quantile(q, "router_slack_seconds") for q in (0.05, 0.5)},
+            },
+            "When edits with a due time were answered; below 0: late.",
+        ),
+    ),
+    "Batch": (
+        Panel(
+            "Rows",
+            "short",
+            {
+                "running {{worker}}": "maskserve_running_rows",
+                "waiting {{worker}}": "maskserve_waiting_rows",
+            },
+            "Edits and templates to prime.",
+        ),
+        Panel("Seconds of a step", "s", _quantiles("step_seconds"), "Loading apart."),
+        Panel(
+            "What rows compute",
+            "ops",
+            {
+                "all tokens": _rate("dense_rows_total"),
+                "masked tokens": _rate("cached_rows_total"),
+                "a template": _rate("priming_rows_total"),
+            },
+            "Rows per second, summed over steps.",
+        ),
+        Panel(
+            "Steps and edits",
+            "ops",
+            {
+                "steps": _rate("steps_total"),
+                "edits past their last step": _rate("edits_total"),
+                "rows that skip blocks": _rate("skipped_rows_total"),
+            },
+            "Per second.",
+        ),
+        Panel(
+            "Tokens",
+            "ops",
+            {"active": _rate("active_tokens_total")},
+            "Computed for edits per second, summed over rows and steps.",
+        ),
+        Panel(
+            "Plans",
+            "ops",
+            {
+                "{{choice}}": _rate("plans_total", by="choice"),
+                "blocks {{kind}}": _rate("plan_blocks_total", by="kind"),
+            },
+            "Steps with cached rows by plan, and the blocks that these ran.",
+        ),
+        Panel(
+            "Steps predicted off by",
+            "percentunit",
+            _quantiles("step_prediction_error"),
+            "As a share of the step.",
+        ),
+        Panel(
+            "Since the last record",
+            "s",
+            {
+                "{{worker}}": "maskserve_engine_silence_seconds",
+                "values lost {{worker}}": "rate(maskserve_observations_dropped_total[5m])",
+            },
+            "What the engine last wrote of itself, and values that histograms lack.",
+        ),
+    ),
+    "Cache": (
+        Panel("Bytes", "bytes", {"{{tier}}": "sum by (tier) (maskserve_cache_bytes)"}, "By tier."),
+        Panel(
+            "Hits and misses",
+            "ops",
+            {
+                "hit {{tier}}": _rate("cache_hits_total", by="tier"),
+                "own anchors": _OWN,
+                "miss": _MISSES,
+            },
+            "By the tier in which the template was found; own anchors need none.",
+        ),
+        Panel(
+            "Templates",
+            "short",
+            {"{{tier}}": "sum by (tier) (maskserve_cache_templates)"},
+            "Whose activations are all there.",
+        ),
+        Panel(
+            "Primed and read",
+            "ops",
+            {
+                "primed: {{outcome}}": _rate("primings_total", by="outcome"),
+                "bytes read: {{tier}}": _rate("cache_loaded_bytes_total", by="tier"),
+            },
+            "Templates, and bytes of entries brought to rows.",
+        ),
+        Panel(
+            "Evictions",
+            "ops",
+            {"{{tier}}": _rate("cache_evictions_total", by="tier")},
+            "Templates dropped for room.",
+        ),
+        Panel(
+            "Waiting for activations",
+            "s",
+            _quantiles("step_load_stall_seconds"),
+            "Of steps that read some.",
+        ),
+        Panel(
+            "Drift",
+            "percentunit",
+            _quantiles("cache_drift"),
+            "Of cached edits that were made again without the cache (audit_share).",
+        ),
+        Panel(
+            "What went wrong",
+            "ops",
+            {
+                "refused by {{tier}}": _rate("cache_failures_total", by="tier"),
+                "damaged in {{tier}}": _rate("cache_corrupt_total", by="tier"),
+                "books": _rate("cache_integrity_failures_total"),
+                "made again": _rate("audits_total"),
+                "distrusted": _rate("cache_distrusts_total"),
+            },
+            "Reads and writes, entries, audits.",
+        ),
+    ),
+    "LoRAs and ControlNets": (
+        Panel(
+            "At hand",
+            "short",
+            {
+                "LoRAs {{tier}}": "sum by (tier) (maskserve_adapters)",
+                "ControlNets": "sum(maskserve_controlnets)",
+            },
+            "By tier.",
+        ),
+        Panel(
+            "Their bytes",
+            "bytes",
+            {
+                "LoRAs {{tier}}": "sum by (tier) (maskserve_adapter_bytes)",
+                "ControlNets": "sum(maskserve_controlnet_bytes)",
+            },
+            "By tier.",
+        ),
+        Panel(
+            "Nine of ten loads take",
+            "s",
+            {
+                "LoRAs": _quantile(0.9, "adapter_load_seconds"),
+                "ControlNets": _quantile(0.9, "controlnet_load_seconds"),
+            },
+            "To the device.",
+        ),
+        Panel(
+            "Nine of ten edits wait",
+            "s",
+            {
+                "for LoRAs": _quantile(0.9, "adapter_wait_seconds"),
+                "for ControlNets": _quantile(0.9, "controlnet_wait_seconds"),
+                "for a service, in a step": _quantile(0.9, "controlnet_stall_seconds"),
+            },
+            "Of those that did.",
+        ),
+        Panel(
+            "Failed and evicted",
+            "ops",
+            {
+                "LoRAs failed": _rate("adapter_load_failures_total"),
+                "LoRAs evicted": _rate("adapter_evictions_total"),
+                "ControlNets failed": _rate("controlnet_load_failures_total"),
+                "ControlNets evicted": _rate("controlnet_evictions_total"),
+                "stale steps": _rate("controlnet_stale_steps_total"),
+            },
+            "Per second.",
+        ),
+    ),
+    "Router": (
+        Panel("Workers up", "short", {"{{worker}}": "maskserve_worker_up"}, "1: it takes edits."),
+        Panel(
+            "Edits under way",
+            "short",
+            {"{{worker}}": "maskserve_inflight", "waiting here": "maskserve_router_waiting"},
+            "By worker, and those that wait in the router.",
+        ),
+        Panel(
+            "Refused and retried",
+            "ops",
+            {
+                "refused: {{reason}}": _rate("admission_rejections_total", by="reason"),
+                "retried: {{reason}}": _rate("retries_total", by="reason"),
+            },
+            "By why.",
+        ),
+        Panel(
+            "Answers of the router",
+            "ops",
+            {"{{route}} {{code}}": _rate("requests_total", by="route, code") + " > 0"},
+            "By route and end.",
+        ),
+        Panel(
+            "Held",
+            "short",
+            {
+                "edits {{instance}}": "maskserve_router_edits",
+                "bytes {{instance}}": "maskserve_router_bytes",
+                "ejections": _rate("ejections_total"),
+            },
+            "Edits taken and not answered, and bytes of them.",
+        ),
+        Panel("Seconds of a decision", "s", _quantiles("route_seconds"), "Which worker."),
+        Panel(
+            "Seconds at a worker",
+            "s",
+            {
+                **_quantiles("routed_edit_seconds"),
+                "longer than predicted": _quantile(0.5, "predicted_vs_actual_seconds"),
+            },
+            "Of an edit, and how far the middle one was off.",
+        ),
+        Panel(
+            "Predictions off by",
+            "percentunit",
+            _quantiles("prediction_relative_error"),
+            "Of an edit's seconds at its worker.",
+        ),
+    ),
+    "Jobs and nodes": (
+        Panel(
+            "Jobs",
+            "short",
+            {
+                "waiting": "max(maskserve_router_jobs_waiting)",
+                "running {{instance}}": "maskserve_router_jobs_running",
+            },
+            "That no router has begun, and that each runs.",
+        ),
+        Panel(
+            "Jobs that end",
+            "ops",
+            {
+                "{{state}}": _rate("jobs_total", by="state"),
+                "webhook {{end}}": _rate("webhooks_total", by="end"),
+            },
+            "By how, and webhooks by whether their host has taken them.",
+        ),
+        Panel(
+            "Node servers busy",
+            "short",
+            {"{{model}}": "max by (model) (maskserve_node_servers_busy)"},
+            "By model: scale node servers on this.",
+        ),
+    ),
+}
+
+
+def dashboard() -> dict[str, Any]:
+    """What Grafana imports."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS.items():
+        at = {"x": 0, "y": y, "w": _WIDTH, "h": 1}
+        panels.append({"type": "row", "title": title, "gridPos": at, "panels": []})
+        y += 1
+        width, height = _WIDTH // min(len(row), 4), 4 if row[0].stat else _HEIGHT
+        for index, panel in enumerate(row):
+            line, column = divmod(index, _WIDTH // width)
+            at = {"x": column * width, "y": y + line * height, "w": width, "h": height}
+            panels.append(_panel(panel, at))
+        y += height * -(-len(row) // (_WIDTH // width))
+    for number, panel_json in enumerate(panels, 1):
+        panel_json["id"] = number
+    return {
+        "uid": "maskserve",
+        "title": "maskserve",
+        "tags": ["maskserve"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "panels": panels,
+    }
+
+
+def _panel(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
+    return {
+        "type": "stat" if panel.stat else "timeseries",
+        "title": panel.title,
+        "description": panel.says,
+        "gridPos": at,
+        "datasource": _SOURCE,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(65 + index), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
+            for index, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def main() -> int:
+    text = json.dumps(dashboard(), indent=1) + "\n"
+    if check_only(__doc__):
+        return int(FILE.read_text(encoding="utf-8") != text)
+    FILE.write_text(text, encoding="utf-8")
+    return 0

@@ -1,0 +1,65 @@
+"""Print a table of each package's modules, each with its lines of code and its docstring's first
+line.
+
+scripts/bench module_index                    # all packages
+scripts/bench module_index engine/maskserve_engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+from maskserve_benchmarks.checkout import CHECKOUT
+
+
+def packages() -> list[Path]:
+    """Of the product, and of what measures and trains."""
+    return sorted(path for path in CHECKOUT.glob("*/maskserve_*") if any(path.rglob("[!_]*.py")))
+
+
+def modules(package: Path) -> dict[str, str]:
+    """Path within the package -> what the module's docstring says first; empty without one."""
+    summaries = {}
+    for path in sorted(package.rglob("*.py")):
+        if path.name != "__init__.py":
+            says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            first = says.split("\n\n")[0].replace("\n", " ").rstrip(".")
+            summaries[path.relative_to(package).as_posix()] = first
+    return summaries
+
+
+def code_lines(text: str) -> int:
+    """Lines of a module that hold code: neither blank nor comments nor docstrings."""
+    docstring_lines = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    token_lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.string.strip() and token.type != tokenize.COMMENT
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(token_lines - docstring_lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("packages", nargs="*", type=Path, help="folders (default: all packages)")
+    for package in parser.parse_args().packages or packages():
+        print(
+            f"## {package.absolute().relative_to(CHECKOUT)}\n\n| module | lines | |\n|---|---|---|"
+        )
+        for name, says in modules(package).items():
+            lines = code_lines((package / name).read_text(encoding="utf-8"))
+            print(f"| `{name}` | {lines} | {says} |")
+        print()
+    return 0

@@ -1,0 +1,268 @@
+"""A worker: a real gRPC server, the production step scheduler, and steps that take the time that
+the model of a device gives them. It edits nothing.
+
+Its model's picture is of as many pixels as tokens, so a mask says its tokens by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_benchmarks.emulated.server import Context, answer_of, server_of
+from maskserve_benchmarks.simulator.hardware import Hardware
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import EditSettings, parse_settings
+from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld, WorkerStatus
+from maskserve_common.errors import DeadlineExceeded
+from maskserve_common.listings import TemplateListings
+from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
+from maskserve_router.scheduling.edit_cost import count_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Edit:
+    ticket: Ticket
+    status: RowStatus
+    left: int
+    began: float = 0.0
+    """When it got a row."""
+    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+
+KEPT = "a" * 32
+"""What a result is kept as, if that is asked for."""
+
+
+class EmulatedWorker:
+    """One worker; use `start` and `stop`.
+
+    Args:
+        name: of the worker.
+        hardware: the device; None: an edit is answered at once.
+        templates: ids of the templates whose entries it has.
+        answer: the picture that answers; by default next to nothing, and no picture.
+        max_rows: of its batch.
+        max_waiting: of its queue.
+        model: name of the one that it serves.
+        order: `slack`: those that wait go by their due times, as at any worker; `fcfs`: as they
+            came.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hardware: Hardware | None,
+        templates: tuple[str, ...] = (),
+        answer: bytes = bytes(100),
+        max_rows: int = 8,
+        max_waiting: int = 100_000,
+        model: str = "flux",
+        order: str = "slack",
+    ) -> None:
+        self._hardware, self._order = hardware, order
+        self._scheduler = StepScheduler(max_rows, max_waiting)
+        self._edits: dict[str, _Edit] = {}
+        self._running: tuple[Ticket, ...] = ()
+        self._wake = asyncio.Event()
+        self._answer = answer
+        side = round((hardware.tokens if hardware else 4096) ** 0.5)
+        self._status = WorkerStatus(
+            name,
+            model,
+            "ready",
+            max_rows,
+            max_waiting,
+            templates={"host": templates},
+            served=Served(side, 1, 28, True, hardware.dense_above_ratio if hardware else 1.0),
+            pricing=hardware.pricing if hardware else None,
+        )
+        self.host = ""
+        """Of those who share its folder of values."""
+        self._listings = TemplateListings()
+        self._stepped_ns = time.monotonic_ns()
+        self._server, self.port = server_of(
+            {
+                "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+                "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
+            }
+        )
+        self._loop: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._loop = asyncio.create_task(self._step_on())
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+    # Calls.
+
+    async def _infer(self, raw: bytes, context: Context) -> bytes:
+        message = pb.ModelInferRequest.FromString(raw)
+        inputs = {
+            tensor.name: content[4:]
+            for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
+        }
+        if message.model_name == "control":
+            result = self.told(msgspec.json.decode(inputs["OP"]))
+            return answer_of("control", {"RESULT": [result]})
+        settings = parse_settings(inputs["SETTINGS"])
+        queued = 0.0
+        if self._hardware is not None:
+            try:
+                queued = await self._edit(inputs["MASK"], settings, self._hardware)
+            except DeadlineExceeded as late:
+                problem = f"[{late.code}] {late}"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
+        meta = {
+            "event": "final",
+            "template_id": settings.template_id or "0" * 32,
+            "seed": settings.seed,
+            "timings_ms": {"queue": 1e3 * queued},
+            **({"result_template_id": KEPT} if settings.keep_result else {}),
+        }
+        picture = self.picture(settings)
+        return answer_of("edit", {"IMAGE": [picture], "META": [msgspec.json.encode(meta)]})
+
+    def picture(self, settings: EditSettings) -> bytes:
+        """What answers an edit."""
+        return self._answer
+
+    async def _stream(
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[bytes]:
+        async for raw in requests:
+            answer = pb.ModelInferResponse.FromString(await self._infer(raw, context))
+            yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+
+    def told(self, operation: dict[str, Any]) -> bytes:
+        """What `control` answers."""
+        if operation["op"] != "status":
+            return b"{}"
+        running = {ticket.request_id for ticket in self._running} & self._edits.keys()
+        changes = None
+        if "templates" in operation:
+            listed = msgspec.json.encode(self._status.templates)
+            self._listings.take(memoryview(listed))
+            changes = self._listings.changes(operation["templates"])
+        record = structs.replace(
+            self._status,
+            templates={} if changes else self._status.templates,
+            monotonic_ns=time.monotonic_ns(),
+            running=tuple(self._edits[name].status for name in running),
+            waiting=tuple(e.status for name, e in self._edits.items() if name not in running),
+            values=ValuesHeld(self.host),
+        )
+        age_s = (time.monotonic_ns() - self._stepped_ns) / 1e9 if running else 0.0
+        more = {"age_s": age_s, "alive": True, "in_flight": len(self._edits)}
+        if changes is not None:
+            more["template_changes"] = msgspec.to_builtins(changes)
+        return msgspec.json.encode({**msgspec.to_builtins(record), **more})
+
+    async def _edit(self, mask: bytes, settings: EditSettings, hardware: Hardware) -> float:
+        """Take an edit through the batch; seconds that it waited for a row.
+
+        Raises:
+            DeadlineExceeded: nobody wants it any more.
+        """
+        assert self._status.served is not None
+        active, total, *_ = count_tokens(mask, settings, self._status.served, LimitsConfig())
+        name, now_s = settings.request_id, time.monotonic()
+        assert name is not None
+        cached = hardware.cacheable(active)
+        steps, computed = settings.num_inference_steps or 28, active if cached else total
+        limit, due_time = (
+            None if ms is None else now_s + ms / 1e3
+            for ms in (settings.limit_ms, settings.deadline_ms)
+        )
+        ticket = Ticket(
+            name,
+            steps,
+            total,
+            computed,
+            now_s,
+            settings.priority,
+            deadline=limit,
+            due=due_time if self._order == "slack" else math.inf,
+        )
+        row = RowStatus(
+            name,
+            "cached" if cached else "dense",
+            computed,
+            total,
+            steps,
+            settings.template_id or "",
+            settings.priority,
+            due_ns=0 if ticket.due in (None, math.inf) else int(1e9 * ticket.due),
+        )
+        self._scheduler.submit(ticket)
+        edit = self._edits[name] = _Edit(ticket, row, steps)
+        self._wake.set()
+        try:
+            await edit.done
+        finally:
+            if self._edits.pop(name, None) is not None:  # it was withdrawn
+                self._scheduler.cancel(name)
+        return edit.began - now_s
+
+    # Steps.
+
+    async def _step_on(self) -> None:
+        """Step as long as there is something to step.
+
+        A step begins when the one before was to end, not when this process noticed that it had:
+        else a machine that is late by a millisecond would make every step longer by it.
+        """
+        begins = time.monotonic()
+        while True:
+            decision = self._scheduler.schedule(time.monotonic())
+            self._running = decision.running
+            for ticket in decision.expired:
+                late = DeadlineExceeded("SETTINGS.deadline_ms passed")
+                self._edits.pop(ticket.request_id).done.set_exception(late)
+            for ticket in decision.admitted:
+                self._edits[ticket.request_id].began = time.monotonic()
+            if not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+                begins = time.monotonic()
+                continue
+            self._stepped_ns = int(begins * 1e9)
+            begins += self._seconds()
+            await asyncio.sleep(max(begins - time.monotonic(), 0.0))
+            for ticket in self._running:
+                edit = self._edits.get(ticket.request_id)
+                if edit is not None:
+                    self._advance(edit)
+
+    def _advance(self, edit: _Edit) -> None:
+        edit.left -= 1
+        edit.status.steps_left = edit.left
+        if not edit.left:
+            self._scheduler.finish(edit.ticket.request_id)
+            del self._edits[edit.ticket.request_id]
+            if not edit.done.done():
+                edit.done.set_result(None)
+
+    def _seconds(self) -> float:
+        assert self._hardware is not None
+        cached = [t.active_tokens for t in self._running if t.active_tokens < t.total_tokens]
+        dense = len(self._running) - len(cached)
+        return self._hardware.step_seconds(len(cached), sum(cached), dense)

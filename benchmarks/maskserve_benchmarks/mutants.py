@@ -1,0 +1,912 @@
+"""Whether the tests would notice: one-line mutations of the product, each killed by a test.
+
+Each mutation is made in a copy of the tree, where its test must pass before and fail after.
+A mutation that its test survives means that the test asserts too little; one whose line is not in
+its file any more, or whose test cannot run, is an error of this table.
+
+    scripts/bench mutants                 all of them
+    scripts/bench mutants ring paste      those whose names hold one of these words
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from maskserve_benchmarks.checkout import CHECKOUT
+
+Verdict = Literal["killed", "survived", "broken"]
+
+_COPIED = ("engine", "router", "client", "serving", "benchmarks", "studies", "scripts", "tests")
+_PASSED, _FAILED = 0, 1
+"""Exit codes of pytest; others say that nothing was judged."""
+_TOO_LONG = "took too long"
+_PATIENCE_S = 120.0
+"""A mutation may make its test hang: so it was noticed."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A line of the product made wrong."""
+
+    name: str
+    file: str
+    line: str
+    """The source text, once in its file, within one line."""
+    wrong: str
+    test: str
+    """The node id of what must fail, by a case that is not slow."""
+
+
+_ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
+_WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
+_KEPT = f"{_UNIT}/engine/batch/test_kept_anchors.py"
+_OWN = f"{_UNIT}/engine/families/flux/test_own_anchors.py"
+_SLOTS = f"{_UNIT}/engine/control_link/test_free_slots.py"
+_LOST = f"{_UNIT}/engine/control_link/test_lost_service.py"
+_FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
+_SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
+_FLOW, _FLUX2 = (
+    "engine/maskserve_engine/families/mmdit",
+    "engine/maskserve_engine/families/flux2/adapter.py",
+)
+_KLEIN = f"{_UNIT}/engine/families/flux2/test_flux2.py"
+_PIPELINES = f"{_KLEIN}::test_dense_rows_of_any_mix_are_the_pipelines"
+_QWEN = f"{_UNIT}/engine/families/qwen_image/test_qwen_image.py"
+_QWEN_EDIT = f"{_UNIT}/engine/families/qwen_image/test_qwen_edit.py"
+_QWEN21 = "engine/maskserve_engine/families/qwen_image21/adapter.py"
+_OF_QWEN21 = f"{_UNIT}/engine/families/qwen_image21/test_qwen_image21.py"
+_Z_IMAGE = "engine/maskserve_engine/families/z_image/adapter.py"
+_OF_Z_IMAGE = f"{_UNIT}/engine/families/z_image/test_z_image.py"
+_FOUR = f"{_KLEIN}::test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps"
+_CHROMA = f"{_UNIT}/engine/families/chroma/test_chroma.py"
+_SD3 = f"{_UNIT}/engine/families/sd3/test_sd3.py"
+_EXACT = f"{_UNIT}/engine/families/mmdit/test_exact_references.py"
+
+MUTATIONS = (
+    # Which entry a row reads.
+    Mutation(
+        "shared loads ignore the template",
+        "engine/maskserve_engine/cache/store.py",
+        'name = (key, anchor, b"" if whole else selection.digest)',
+        'name = ("", anchor, b"" if whole else selection.digest)',
+        f"{_WAY}::test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs",
+    ),
+    Mutation(
+        "entries one anchor late",
+        "engine/maskserve_engine/requests/templates.py",
+        "else nearest_anchor(anchors, sigma, timestep, reach)",
+        "else nearest_anchor(anchors[1:], sigma, timestep, reach)",
+        f"{_WAY}::test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor",
+    ),
+    Mutation(
+        "entries one step late",
+        "engine/maskserve_engine/cache/reader.py",
+        "        anchor = self.anchors[step]",
+        "        anchor = self.anchors[max(0, step - 1)]",
+        f"{_WAY}::test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor",
+    ),
+    Mutation(
+        "an anchor of any distance is near enough",
+        "engine/maskserve_common/contracts/keys.py",
+        "if distance <= tolerance and (",
+        "if distance <= 1.0 and (",
+        f"{_UNIT}/engine/cache/test_cache.py::test_the_nearest_anchor_within_tolerance",
+    ),
+    # What an entry is named by and made of.
+    Mutation(
+        "the key does not say the model's revision",
+        "engine/maskserve_engine/requests/templates.py",
+        "model_revision=self.model_revision,",
+        'model_revision="",',
+        f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
+    ),
+    Mutation(
+        "the template's noise is the edit's own",
+        "engine/maskserve_engine/requests/templates.py",
+        "noise_seed=job.request.template_noise_seed,",
+        "noise_seed=job.request.seed,",
+        f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
+    ),
+    Mutation(
+        "all templates have one noise",
+        "engine/maskserve_engine/stages/latents.py",
+        'return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)',
+        'return draw(shape, torch.Generator("cpu").manual_seed(0), dtype)',
+        f"{_UNIT}/engine/families/test_outside_noise.py::test_a_flux_row_equals_the_pipeline_given_its_noise",
+    ),
+    Mutation(
+        "int4 floors",
+        "engine/maskserve_engine/cache/entries.py",
+        "steps = (grouped / groups.float()[:, :, None]).round_()",
+        "steps = (grouped / groups.float()[:, :, None]).floor_()",
+        f"{_WAY}::test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean",
+    ),
+    Mutation(
+        "a file's checksum is not looked at",
+        "engine/maskserve_engine/cache/entry_file.py",
+        "    digest = xxhash.xxh3_128()",
+        '    return metadata.get("digest", "")',
+        f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
+    ),
+    # What a row keeps of its own anchors.
+    Mutation(
+        "an anchor that is told twice makes a line",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "elif self._line.sigmas[-1:] != (sigma,):",
+        "elif True:",
+        f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
+    ),
+    Mutation(
+        "a step that is tried again is kept anew",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "if self._lost == self._step or (previous is not None and previous.step == self._step):",
+        "if self._lost == self._step:",
+        f"{_KEPT}::test_a_step_that_is_tried_again_leaves_what_it_left_first",
+    ),
+    Mutation(
+        "an anchor without memory counts as whole",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "if self._lost == self._step:",
+        "if False:",
+        f"{_KEPT}::test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew",
+    ),
+    Mutation(
+        "what lifts entries takes no bytes",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "groups += [*self._found.values(), *self._lacked.values()]",
+        "groups += [*self._found.values()]",
+        f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
+    ),
+    Mutation(
+        "what anchors leave goes on the other way",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "return (last - current) / (earlier - last) if earlier != last else 0.0",
+        "return (current - last) / (earlier - last) if earlier != last else 0.0",
+        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+    ),
+    Mutation(
+        "what anchors leave stays as the last one left it",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "return (last - current) / (earlier - last) if earlier != last else 0.0",
+        "return 0.0",
+        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+    ),
+    Mutation(
+        "what anchors leave lies on a line over sigma itself",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "earlier, last, current = (value**power for value in (*sigmas, sigma))",
+        "earlier, last, current = (*sigmas, sigma)",
+        f"{_SD3}::test_anchors_of_its_own_are_dense_steps",
+    ),
+    Mutation(
+        "nets beside a template compute all tokens at every step of few",
+        "engine/maskserve_engine/planning/refresh_steps.py",
+        "max(2, round(stride * steps))",
+        "max(1, round(stride * steps))",
+        f"{_UNIT}/engine/planning/test_own_anchors.py::test_a_clock_has_steps_between_its_own",
+    ),
+    Mutation(
+        "what anchors leave bends less than three of them show",
+        "engine/maskserve_engine/batch/step_cache.py",
+        "bends.append(encode(missed.div_(1.0 + reach), plan.format))",
+        "bends.append(encode(missed.div_(2.0 + reach), plan.format))",
+        f"{_OWN}::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
+    ),
+    Mutation(
+        "tokens left out go twice the way to an anchor that is foreseen",
+        f"{_FLOW}/rows.py",
+        "self.latents, self.times = self.now, (0.0, 0.0)",
+        "self.latents = self.now",
+        f"{_KEPT}::test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell",
+    ),
+    Mutation(
+        "what is shown of a source is booked twice",
+        "engine/maskserve_engine/requests/refresh_schedules.py",
+        '+ (len(text["prompt_embeds"]) - picture_tokens) * plan.text',
+        '+ len(text["prompt_embeds"]) * plan.text',
+        f"{_QWEN_EDIT}::test_anchors_of_its_own_hold_what_is_shown_too",
+    ),
+    Mutation(
+        "a line is booked for one anchor",
+        "engine/maskserve_engine/requests/refresh_schedules.py",
+        "changes = min(len(plan.anchors) - 1, 1 + plan.bends) if plan.power else 0",
+        "changes = min(len(plan.anchors), 1 + plan.bends) if plan.power else 0",
+        f"{_OWN}::test_what_is_booked_is_what_is_kept",
+    ),
+    Mutation(
+        "a ring beside a template is not booked",
+        "engine/maskserve_engine/requests/refresh_schedules.py",
+        "ring = plan.ring * tokens.ring",
+        "ring = 0 * tokens.ring",
+        f"{_OWN}::test_what_is_booked_beside_a_template_is_what_is_kept",
+    ),
+    Mutation(
+        "devices that share steps keep text beside a template",
+        "engine/maskserve_engine/requests/refresh_schedules.py",
+        "if policy_of(config.engine).shares_steps:",
+        "if False:",
+        f"{_UNIT}/engine/requests/test_own_anchors.py"
+        "::test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template",
+    ),
+    Mutation(
+        "a preview shows a noisy ring",
+        f"{_FLOW}/rows.py",
+        "share * self.moved.float(), ended=False)",
+        "share * self.moved.float(), ended=True)",
+        f"{_OWN}::test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask",
+    ),
+    Mutation(
+        "a row's last step leads on",
+        f"{_FLOW}/rows.py",
+        "if self.moved is None or next_step >= self.steps:",
+        "if self.moved is None or next_step > self.steps:",
+        f"{_OWN}::test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads",
+    ),
+    Mutation(
+        "a turn of priming that is paid for waits a step",
+        "engine/maskserve_engine/scheduling/step_scheduler.py",
+        "or self._credit < self._price():",
+        "or self._credit <= self._price():",
+        f"{_UNIT}/engine/scheduling/test_step_scheduler.py"
+        "::test_priming_takes_its_turn_as_soon_as_it_is_paid_for",
+    ),
+    # Where residuals lie, and who says them.
+    Mutation(
+        "a session of a service that has ended is used on",
+        "engine/maskserve_engine/control_link/served.py",
+        "if link is not None and not link.over:",
+        "if link is not None:",
+        f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
+    Mutation(
+        "each ControlNet has a session of its own",
+        "engine/maskserve_engine/control_link/served.py",
+        "if link is not None and not link.over:",
+        "if False:",
+        f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
+    Mutation(
+        "a service is not asked whether it is still there",
+        "engine/maskserve_engine/control_link/served.py",
+        'self._calls.call({"op": "health"}, b"", self._patience_s)',
+        "pass",
+        f"{_LOST}::test_a_session_is_shared_while_its_service_lives_and_anew_behind_another",
+    ),
+    Mutation(
+        "a slot that a step still reads is handed out",
+        "engine/maskserve_engine/control_link/reuse.py",
+        "used_slots |= set() if added is None else {added.slot}",
+        "used_slots |= set()",
+        f"{_SLOTS}::test_no_slot_is_handed_out_that_a_step_still_reads",
+    ),
+    Mutation(
+        "a slot that a later step will read is handed out",
+        "engine/maskserve_engine/control_link/reuse.py",
+        "used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}",
+        "used_slots = set[int]()",
+        f"{_SLOTS}::test_no_slot_is_handed_out_that_a_later_step_will_read",
+    ),
+    # Which edits are cached.
+    Mutation(
+        "dense_above_ratio is ignored",
+        "engine/maskserve_engine/requests/templates.py",
+        "if tokens.active / tokens.total >= self.config.dense_above_ratio:",
+        "if tokens.active > tokens.total:",
+        f"{_WAY}::test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached",
+    ),
+    Mutation(
+        "masks along a side are cached",
+        "engine/maskserve_engine/requests/templates.py",
+        'return "mask_side" if sided else ""',
+        'return ""',
+        f"{_UNIT}/engine/families/test_dense_sides.py"
+        "::test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached",
+    ),
+    Mutation(
+        "dense_steps is ignored",
+        "engine/maskserve_engine/requests/templates.py",
+        "if step < first",
+        "if step < 0",
+        f"{_UNIT}/engine/cache/test_cache.py::test_first_steps_run_dense_where_the_configuration_says_so",
+    ),
+    Mutation(
+        "prompts do not matter to how an edit begins",
+        "engine/maskserve_common/contracts/dense_steps.py",
+        "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
+        "needed = self.side if side else 0",
+        f"{_UNIT}/engine/families/test_dense_steps.py"
+        "::test_a_base_models_edit_begins_dense_where_it_has_a_prompt_or_covers_a_side",
+    ),
+    Mutation(
+        "one-shot images are primed",
+        "engine/maskserve_engine/requests/templates.py",
+        "_WORTH_PRIMING = 2",
+        "_WORTH_PRIMING = 1",
+        f"{_UNIT}/engine/cache/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
+    ),
+    Mutation(
+        "the limit of drift is ignored",
+        "engine/maskserve_engine/requests/audits.py",
+        "if drift_record is not None and drift_record.largest > self._limit",
+        "if False",
+        f"{_UNIT}/engine/requests/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
+    ),
+    # What a row computes.
+    Mutation(
+        "the ring is ignored",
+        "engine/maskserve_common/imaging/masks.py",
+        "grid = grow(grid, ring, ring, axis)",
+        "grid = grow(grid, 0, 0, axis)",
+        f"{_UNIT}/common/imaging/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",
+    ),
+    Mutation(
+        "no keys of a row's inactive tokens are loaded",
+        "engine/maskserve_engine/batch/forward.py",
+        "else row_part.source(index, part) for row_part in row_parts]",
+        "else None for row_part in row_parts]",
+        f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
+    ),
+    Mutation(
+        "base models have their own noise everywhere",
+        "engine/maskserve_engine/stages/latents.py",
+        "return torch.where(mask > 0, noise, template_noise(noise.shape, seed, noise.dtype))",
+        "return noise",
+        f"{_UNIT}/engine/families/test_outside_noise.py"
+        "::test_rows_dense_and_cached_have_one_noise_outside_the_mask",
+    ),
+    Mutation(
+        "guidance leads the other way",
+        "engine/maskserve_engine/families/unet/latents.py",
+        "answer = away + self._guides * (answer - away)",
+        "answer = away - self._guides * (answer - away)",
+        f"{_UNIT}/engine/families/unet/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
+    ),
+    # What comes back.
+    Mutation(
+        "paste weights are one short of whole",
+        "engine/maskserve_common/imaging/masks.py",
+        "np.multiply(part, np.uint8(255), out=weights[box])",
+        "np.multiply(part, np.uint8(254), out=weights[box])",
+        f"{_UNIT}/common/imaging/test_masks.py::test_dilation_is_a_square_of_that_many_pixels",
+    ),
+    Mutation(
+        "the edit is pasted without its weights",
+        "engine/maskserve_triton/postprocess.py",
+        "out.paste(edited, (left, top), mask=Image.fromarray(part))",
+        "out.paste(edited, (left, top))",
+        f"{_UNIT}/common/imaging/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
+    ),
+    Mutation(
+        "tokens outside come back as they were left",
+        "engine/maskserve_engine/families/mmdit/rows.py",
+        "tokens[ids[: len(answer)]] = answer.to(computed.dtype)",
+        "tokens[ids[: len(answer)]] = 0.0",
+        f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
+    ),
+    Mutation(
+        "what is left out stays where it was",
+        "engine/maskserve_engine/families/mmdit/rows.py",
+        "left_out.passed(walk.change, own.weight(walk.sigma))",
+        "left_out.passed(0.0, 0.0)",
+        f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
+    ),
+    # What a step adds of a ControlNet service.
+    Mutation(
+        "residuals ahead are of the latents at hand",
+        "engine/maskserve_engine/families/unet/latents.py",
+        "        return self._given(self._moved(answer, self._at), self._at + 1)",
+        "        return self._given(self._state, self._at + 1)",
+        f"{_FAST}::test_a_row_equals_the_pipeline_whose_net_is_as_late",
+    ),
+    Mutation(
+        "what a sampler remembers is not moved on",
+        "engine/maskserve_engine/families/unet/latents.py",
+        "                state.addcmul_(factor, part[:, None])",
+        "                state[:, :1].addcmul_(factor[:, :1], part[:, None])",
+        f"{_SAMPLERS}::test_rows_moved_together_are_what_diffusers_makes_of_each",
+    ),
+    Mutation(
+        "images round latents are as noisy as before the step",
+        "engine/maskserve_engine/families/unet/sampler.py",
+        "torch.stack([*sources[1:], torch.tensor([1.0, 0.0])]).float()",
+        "torch.stack(sources).float()",
+        f"{_SAMPLERS}::test_rows_moved_together_are_what_diffusers_makes_of_each",
+    ),
+    Mutation(
+        "old residuals of another scale",
+        "engine/maskserve_engine/control_link/reuse.py",
+        "return ask if self._scales[step] == self._scales[ask.step] else None",
+        "return ask",
+        f"{_FAST}::test_which_residuals_a_step_adds",
+    ),
+    # Models that see the source as reference.
+    Mutation(
+        "a step moves the context",
+        f"{_FLOW}/batch.py",
+        "velocity.index_fill_(0, self._still, 0.0)",
+        "velocity.index_fill_(0, self._still, 1.0)",
+        _PIPELINES,
+    ),
+    Mutation(
+        "a mask covers the context",
+        "engine/maskserve_engine/planning/flops.py",
+        "tuple(mask_ratio * (n - self.context) for n in self.tokens)",
+        "tuple(mask_ratio * n for n in self.tokens)",
+        f"{_UNIT}/engine/spec/test_reference_counts.py"
+        "::test_a_context_is_no_part_of_a_mask_and_of_what_attends",
+    ),
+    Mutation(
+        "Kontext's reference lies where the picture does",
+        "engine/maskserve_engine/families/flux/adapter.py",
+        "ids[text:] = torch.cartesian_prod(*axes)",
+        "ids[text:, 1:] = torch.cartesian_prod(*axes)[:, 1:]",
+        f"{_UNIT}/engine/families/flux/test_flux_dense.py::test_a_dense_row_equals_the_pipeline",
+    ),
+    Mutation(
+        "klein's reference is the next picture",
+        _FLUX2,
+        "_REFERENCE = 10",
+        "_REFERENCE = 1",
+        _PIPELINES,
+    ),
+    Mutation(
+        "the source of models with references is drawn",
+        f"{_FLOW}/preparation.py",
+        "clean = image.mode() if chosen else image.sample(generator)",
+        "clean = image.sample(generator)",
+        _PIPELINES,
+    ),
+    Mutation(
+        "klein's noise is drawn unpacked",
+        _FLUX2,
+        "return unpack_latents(packed.flatten(1).T, grid)",
+        "return packed.reshape(clean.shape)",
+        _PIPELINES,
+    ),
+    Mutation(
+        "klein's mask is of single latents",
+        "engine/maskserve_triton/preprocess.py",
+        "side = facts.vae_scale_factor * facts.mask_latents",
+        "side = facts.vae_scale_factor",
+        f"{_KLEIN}::test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke",
+    ),
+    Mutation(
+        "FLUX.2's latents are as wide as their variance",
+        "engine/maskserve_engine/spec/latents.py",
+        "scale = 1.0 / np.sqrt(variance + epsilon)",
+        "scale = 1.0 / (variance + epsilon)",
+        _PIPELINES,
+    ),
+    Mutation(
+        "base models are led away by another scale",
+        f"{_FLOW}/adapter.py",
+        "scale = settings.guidance_scale if cfg else settings.true_cfg_scale",
+        "scale = 2.0 if cfg else settings.true_cfg_scale",
+        _PIPELINES,
+    ),
+    Mutation(
+        "exact references are of some time",
+        "engine/maskserve_common/contracts/keys.py",
+        "STILL = Anchor(0.0, 0.0, 0.0)",
+        "STILL = Anchor(0.0, 500.0, 0.0)",
+        _PIPELINES,
+    ),
+    Mutation(
+        "no keys of exact references are placed",
+        "engine/maskserve_engine/batch/forward.py",
+        "else tokens.source(index) for tokens in fixed_tokens], outs, slots",
+        "else None for tokens in fixed_tokens], outs, slots",
+        _PIPELINES,
+    ),
+    Mutation(
+        "rows of a template make their own references",
+        "engine/maskserve_engine/loop/local_executor.py",
+        "row_state.references.entry = handle",
+        "pass",
+        f"{_EXACT}::test_a_template_has_its_references_once_and_all_its_rows_read_them",
+    ),
+    Mutation(
+        "references do not hear of an adapter that came late",
+        f"{_FLOW}/adapter.py",
+        "row.references.entry = None  # made without them",
+        "pass",
+        f"{_EXACT}::test_references_are_made_again_with_adapters_that_came_late",
+    ),
+    Mutation(
+        "a blend reaches the context",
+        f"{_FLOW}/rows.py",
+        "computed, next_step = moved[: len(self.latents)], self.step + 1",
+        "computed, next_step = moved[-len(self.latents) :], self.step + 1",
+        _PIPELINES,
+    ),
+    Mutation(
+        "entries of references that follow a prompt serve all prompts",
+        "engine/maskserve_engine/spec/model_spec.py",
+        "return self.semantics.context",
+        "return False",
+        f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
+    ),
+    Mutation(
+        "a key of entries that belong to a prompt does not say which",
+        "engine/maskserve_engine/requests/templates.py",
+        "priming_prompt=job.request.prompt if facts.primed_by_prompt else PRIMING_PROMPT,",
+        "priming_prompt=PRIMING_PROMPT,",
+        f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
+    ),
+    Mutation(
+        "entries that belong to a prompt are primed with the one of all templates",
+        "engine/maskserve_engine/requests/templates.py",
+        "return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()",
+        "return self.prompt()",
+        f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
+    ),
+    Mutation(
+        "four steps share an anchor",
+        "engine/maskserve_engine/families/flux2/spec.py",
+        "stride=1 if distilled else _STRIDE,",
+        "stride=_STRIDE,",
+        _FOUR,
+    ),
+    Mutation(
+        "anchors are of another schedule than the model's own",
+        f"{_FLOW}/adapter.py",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, own=model_sigmas).walk",
+        _FOUR,
+    ),
+    Mutation(
+        "Chroma reads what a prompt is padded with",
+        "engine/maskserve_engine/families/chroma/encode.py",
+        "lengths = mask.sum(1).tolist()",
+        "lengths = [states.shape[1]] * len(mask)",
+        f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Chroma's streams have one another's vectors",
+        "engine/maskserve_engine/families/chroma/adapter.py",
+        "image, text = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
+        "text, image = parts(of_image, 6, doubles), parts(of_text, 6, doubles)",
+        f"{_CHROMA}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Stable Diffusion 3.5 lays pictures into a corner",
+        "engine/maskserve_engine/families/sd3/adapter.py",
+        "axes = [torch.arange(n) + (side - n) // 2 - side // 2 for n in grid]",
+        "axes = [torch.arange(n) - side // 2 for n in grid]",
+        f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "a second attention changes nothing",
+        "engine/maskserve_engine/families/sd3/adapter.py",
+        "return clip(add_gated(x, gate, attention_out)[0])",
+        "return x",
+        f"{_SD3}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Qwen-Image's guided answers are as long as they come out",
+        "engine/maskserve_engine/families/qwen_image/adapter.py",
+        "own.mul_(length / own.norm(dim=-1, keepdim=True))",
+        "pass",
+        f"{_QWEN}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "a template of Qwen-Image serves prompts of one length",
+        "engine/maskserve_engine/families/qwen_image/spec.py",
+        "padded_to=1",
+        "padded_to=0",
+        f"{_QWEN}::test_entries_do_not_depend_on_how_long_a_prompt_is",
+    ),
+    Mutation(
+        "what a text encoder is shown stands ahead of the picture in an entry",
+        "engine/maskserve_engine/cache/entries.py",
+        "tensors = [torch.cat((x[self._text :], x[: self._shown])) for x in tensors]",
+        "tensors = [torch.cat((x[: self._shown], x[self._text :])) for x in tensors]",
+        f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
+    ),
+    Mutation(
+        "entries of Qwen-Image-Edit are primed without words",
+        f"{_FLOW}/adapter.py",
+        "if self.facts.shown and not self.facts.primed_by_prompt:",
+        "if self.facts.shown:",
+        f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
+    ),
+    Mutation(
+        "a prompt is kept for all pictures",
+        "engine/maskserve_triton/encoder.py",
+        "picture = edit.pixels_id or template_id(each.pixels)",
+        'picture = ""',
+        f"{_QWEN_EDIT}::test_prompts_are_kept_by_picture",
+    ),
+    Mutation(
+        "references of -2511 have the row's own time",
+        "engine/maskserve_engine/families/qwen_image/adapter.py",
+        "return bool(self.model.zero_cond_t)",
+        "return False",
+        f"{_QWEN_EDIT}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "to Qwen-Image-2.1 its sentence lies where it does without a prompt",
+        _QWEN21,
+        "self._spoken(count, 0, begin), visible, back)",
+        "self._spoken(count, 0, begin), visible)",
+        f"{_OF_QWEN21}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "a word of Qwen-Image-2.1 sees the next one",
+        "engine/maskserve_engine/families/qwen_image21/blocks.py",
+        "allowed = allowed.tril(visible_tokens)",
+        "allowed = allowed.tril(visible_tokens + 1)",
+        f"{_OF_QWEN21}::test_what_stands_before_the_picture_is_the_models_own_cache",
+    ),
+    Mutation(
+        "a distilled model goes by the base model's schedule",
+        f"{_FLOW}/schedule.py",
+        "sigmas = np.array(own) if own else np.linspace(1.0, 1 / steps, steps)",
+        "sigmas = np.linspace(1.0, 1 / steps, steps)",
+        f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
+    ),
+    Mutation(
+        "a distilled model's template is primed for the base model's schedule",
+        f"{_FLOW}/adapter.py",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift).walk",
+        f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
+    ),
+    Mutation(
+        "a distilled model takes any number of steps",
+        "engine/maskserve_triton/accept.py",
+        "if facts.sigmas and steps != len(facts.sigmas):",
+        "if facts.sigmas and steps > 1000:",
+        f"{_OF_QWEN21}::test_other_steps_than_a_model_s_own_are_refused",
+    ),
+    Mutation(
+        "a template of a distilled model has one anchor",
+        "engine/maskserve_engine/families/qwen_image21/spec.py",
+        "stride=1 if sigmas else _STRIDE,",
+        "stride=_STRIDE,",
+        f"{_OF_QWEN21}::test_other_steps_than_a_model_s_own_are_refused",
+    ),
+    Mutation(
+        "a schedule may rise",
+        "engine/maskserve_engine/families/qwen_image21/spec.py",
+        "if not falls or len(numbers) < least:",
+        "if len(numbers) < least:",
+        f"{_OF_QWEN21}::test_what_is_no_schedule_is_refused",
+    ),
+    Mutation(
+        "a processor of transformers 5 is read where those before it had theirs",
+        "engine/maskserve_engine/families/qwen_image/spec.py",
+        'image_processor = read_json(whole).get("image_processor") if whole.is_file() else None',
+        "image_processor = None",
+        f"{_QWEN_EDIT}::test_what_is_shown_follows_from_the_file_that_transformers_reads",
+    ),
+    Mutation(
+        "what a model left transparent is pasted",
+        "engine/maskserve_triton/postprocess.py",
+        "if pixels.shape[2] > _RGB:",
+        "if pixels.shape[2] > _RGB + 1:",
+        f"{_UNIT}/common/imaging/test_postprocess.py"
+        "::test_what_a_model_left_transparent_shows_the_source",
+    ),
+    Mutation(
+        "a prompt of Z-Image stands behind its picture",
+        _Z_IMAGE,
+        "torch.where(is_negative.to(device), factors.conj(), factors)",
+        "torch.where(is_negative.to(device), factors, factors)",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Z-Image pads no pictures",
+        _Z_IMAGE,
+        "return pads_of(grid[0] * grid[1])",
+        "return 0",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "Z-Image is guided as other families are",
+        _Z_IMAGE,
+        "own.add_(own - away, alpha=scale)",
+        "own.sub_(away).mul_(scale).add_(away)",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "the key of a padded picture knows no prompt's length",
+        "engine/maskserve_engine/spec/model_spec.py",
+        "return 0 if tokens % self.padded_to == 0 else words + -words % self.padded_to",
+        "return 0",
+        f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
+    ),
+    Mutation(
+        "a padded template is primed with its pads before the priming prompt",
+        _Z_IMAGE,
+        "pad_cis = self._rotary(pads_at(words + pads_of(words), pads))",
+        "pad_cis = whole[text - pads : text]",
+        f"{_OF_Z_IMAGE}::test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends",
+    ),
+    Mutation(
+        "an edit model's picture counts as a word",
+        "engine/maskserve_engine/families/qwen_image/encode.py",
+        "words -= _PLACE in template",
+        "words -= 0",
+        f"{_QWEN_EDIT}::test_a_prompt_longer_than_what_is_read_is_cut",
+    ),
+    Mutation(
+        "an edit model's prompt is not cut",
+        "engine/maskserve_engine/families/qwen_image/encode.py",
+        "used_tokens = len(states) - self.text.read_of(prompt).cut",
+        "used_tokens = len(states)",
+        f"{_QWEN_EDIT}::test_a_prompt_longer_than_what_is_read_is_cut",
+    ),
+    Mutation(
+        "a negative prompt's words do not hear of an adapter that came late",
+        _QWEN21,
+        "for words in (row.references.before, row.words, negative):",
+        "for words in (row.references.before, row.words):",
+        f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
+    ),
+    Mutation(
+        "words before a picture do not hear of an adapter that came late",
+        _QWEN21,
+        "for words in (row.references.before, row.words, negative):",
+        "for words in (row.words, negative):",
+        f"{_OF_QWEN21}::test_a_lora_is_the_one_that_diffusers_loads",
+    ),
+    Mutation(
+        "a padded picture of Z-Image is priced without its pads",
+        _Z_IMAGE,
+        "return words + pads_of(words) + self.pads(grid)",
+        "return words + pads_of(words)",
+        f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
+    ),
+    Mutation(
+        "ranks that share a picture's own blocks go on with its route",
+        "engine/maskserve_engine/batch/sequence_parallel.py",
+        "self.share = self._behind",
+        "pass",
+        f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does",
+    ),
+    # Which workflows are taken.
+    Mutation(
+        "a plan that makes another late is taken where one was late before",
+        "engine/maskserve_workflows/scheduling.py",
+        "if any(ends_without[node.key] <= node.due",
+        "if all(ends_without[node.key] <= node.due",
+        f"{_UNIT}/workflows/test_scheduling.py"
+        "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
+    ),
+    Mutation(
+        "no plan is taken once another is late",
+        "engine/maskserve_workflows/scheduling.py",
+        "if any(ends_without[node.key] <= node.due",
+        "if late or any(ends_without[node.key] <= node.due",
+        f"{_UNIT}/workflows/test_scheduling.py"
+        "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
+    ),
+    # Jobs, and masks with grey.
+    Mutation(
+        "a lost router ends its job",
+        "router/maskserve_router/jobs/store.py",
+        "    return and_(_JOBS.c.id == name, _JOBS.c.fence == fence)",
+        "    return and_(_JOBS.c.id == name)",
+        f"{_UNIT}/router/test_job_store.py::test_a_late_writer_fails_on_the_fence",
+    ),
+    Mutation(
+        "a redirect takes a webhook",
+        "router/maskserve_router/jobs/webhooks.py",
+        "if 200 <= status < 300:",
+        "if 200 <= status < 400:",
+        f"{_UNIT}/router/test_jobs.py::test_a_webhook_is_told_until_it_is_taken",
+    ),
+    Mutation(
+        "grey is white",
+        "engine/maskserve_engine/stages/latents.py",
+        "return max(steps - after, 1) / steps",
+        "return 1 / (255 * steps)",
+        f"{_UNIT}/engine/families/mmdit/test_flow_family.py::test_rows_of_any_mix_are_the_pipelines",
+    ),
+)
+
+
+class Copy:
+    """A copy of a tree, in which a file can be made wrong for a while."""
+
+    def __init__(self, folder: Path, tree: Path) -> None:
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        for name in _COPIED:
+            shutil.copytree(tree / name, folder / name, ignore=ignored)
+        shutil.copy(tree / "pyproject.toml", folder)
+        (folder / "assets").symlink_to(tree / "assets")
+
+    @contextmanager
+    def with_mutation(self, mutation: Mutation) -> Iterator[None]:
+        """Raises ValueError: the line is not there, or more than once."""
+        path = self.folder / mutation.file
+        right = path.read_text(encoding="utf-8")
+        if right.count(mutation.line) != 1 or "\n" in mutation.line:
+            raise ValueError(f"{mutation.file} does not hold once: {mutation.line}")
+        path.write_text(right.replace(mutation.line, mutation.wrong), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(right, encoding="utf-8")
+
+    def test(self, *tests: str) -> tuple[int, str]:
+        """Exit code of pytest and what it printed; a test that takes too long has failed."""
+        files, names = zip(*(test.split("::") for test in tests), strict=True)
+        # Of a whole file, so that of its cases those are taken that each run takes.
+        chosen = [*dict.fromkeys(files), "-k", " or ".join(dict.fromkeys(names))]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen]
+        # Bytecode is told apart by a file's size and second: a mutation might change neither.
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        environment.pop("MASKSERVE_FULL", None)  # what every run sees
+        try:
+            run = subprocess.run(
+                command, cwd=self.folder, env=environment, capture_output=True, text=True,
+                timeout=_PATIENCE_S * len(tests), check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return _FAILED, _TOO_LONG
+        return run.returncode, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
+    """What became of a mutation, and what is to be said of it."""
+    try:
+        with copy.with_mutation(mutation):
+            code, output = copy.test(mutation.test)
+    except ValueError as error:
+        return "broken", str(error)
+    if code == _FAILED:
+        return "killed", f"{mutation.test} {output if output == _TOO_LONG else ''}".rstrip()
+    if code == _PASSED:
+        return "survived", mutation.test
+    return "broken", f"{mutation.test} was not run:\n{output}"
+
+
+def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdict]:
+    """Judges each in turn in a copy of `tree`, and prints what became of it.
+
+    Raises:
+        RuntimeError: a test fails without any mutation, so that its failing would say nothing.
+    """
+    verdicts: dict[str, Verdict] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder), tree)
+        code, output = copy.test(*dict.fromkeys(mutation.test for mutation in mutations))
+        if code != _PASSED:
+            raise RuntimeError(f"the tests do not pass as they are:\n{output}")
+        for mutation in mutations:
+            begin = time.perf_counter()
+            verdicts[mutation.name], about = judge(copy, mutation)
+            seconds = time.perf_counter() - begin
+            print(
+                f"{verdicts[mutation.name]:8} {seconds:5.1f} s  {mutation.name}: {about}",
+                flush=True,
+            )
+    return verdicts
+
+
+def main() -> int:
+    """Exit code 0: every mutation was killed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("words", nargs="*", help="only mutations whose names hold one of these")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        parser.error(f"no mutation's name holds any of: {', '.join(words)}")
+    verdicts = run(chosen)
+    killed = sum(verdict == "killed" for verdict in verdicts.values())
+    print(f"{killed} of {len(verdicts)} killed")
+    return 0 if killed == len(verdicts) else 1

@@ -1,0 +1,177 @@
+"""Edits for perf_analyzer: real pictures, published mask ratios, and prompts the demo model knows.
+
+perf_analyzer takes inputs as JSON and sends their entries in turn. Bytes stand there as base64 of
+what Triton puts on the wire for a BYTES element: a 4-byte little-endian length and the payload.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_benchmarks.demo_model.prompts import phrase
+from maskserve_benchmarks.perf.errors import PerfError
+from maskserve_benchmarks.simulator.workload import MIXES
+from maskserve_common.imaging.images import encode_image
+
+Mask = npt.NDArray[np.bool_]
+TENSORS = ("IMAGE", "MASK", "PROMPT", "SETTINGS")
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What the edits are like. Equal options give equal edits."""
+
+    size: int = 128
+    """Pixels of the square pictures' sides."""
+    entries: int = 32
+    """Different edits; perf_analyzer starts over when it has sent them all."""
+    templates: int = 8
+    """Different pictures among them; edits of one picture differ in mask, prompt and seed."""
+    mix: str = "production"
+    """Published distribution of mask ratios: a name of `simulator.workload.MIXES`."""
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """SETTINGS of every edit; each gets a `seed` of its own beside them."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("size", 16, 4096), ("entries", 1, 4096), ("templates", 1, 4096)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise PerfError(f"--{name}: {value} is not from {low} to {high}")
+        if self.mix not in MIXES:
+            raise PerfError(f"--mix: {self.mix!r} is not one of {', '.join(MIXES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One edit as it is sent."""
+
+    image: bytes
+    """PNG."""
+    mask: bytes
+    """PNG in grey; white is edited."""
+    prompt: str
+    settings: dict[str, Any]
+    mask_ratio: float
+    """White pixels over all pixels."""
+
+    def tensors(self) -> dict[str, bytes]:
+        """The fronts' input tensors by name."""
+        settings = json.dumps(self.settings).encode()
+        payloads = (self.image, self.mask, self.prompt.encode(), settings)
+        return dict(zip(TENSORS, payloads, strict=True))
+
+
+def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
+    """Draw the edits.
+
+    Args:
+        options: what they are like.
+        photos: pictures to crop from, taken in turn.
+
+    Raises:
+        PerfError: a photo cannot be read.
+    """
+    # Each property has a stream of its own: changing one leaves the others.
+    crops, masks, words = (
+        np.random.default_rng(s) for s in np.random.SeedSequence(options.seed).spawn(3)
+    )
+    opened = [_open(photo) for photo in photos]
+    pictures = [
+        encode_image(np.asarray(_crop(opened[i % len(opened)], options.size, crops)), "png")
+        for i in range(min(options.templates, options.entries))
+    ]
+    edits = []
+    for number, ratio in enumerate(draw_ratios(options.mix, options.entries, masks)):
+        mask = draw_mask(options.size, float(ratio), masks)
+        edits.append(
+            Edit(
+                image=pictures[number % len(pictures)],
+                mask=encode_image(mask * np.uint8(255), "png"),
+                prompt=phrase(words, str(words.choice(list(COLOURS))), str(words.choice(SHAPES))),
+                settings={**options.settings, "seed": number},
+                mask_ratio=float(mask.mean()),
+            )
+        )
+    return edits
+
+
+def draw_ratios(mix: str, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Mask ratios of a published distribution, one from each `count`-th part of it, shuffled.
+
+    So a few dozen edits already have its mean and its tail.
+    """
+    probabilities = (np.arange(count) + rng.random(count)) / count
+    return rng.permutation(MIXES[mix].ratios(probabilities))
+
+
+def draw_mask(size: int, ratio: float, rng: np.random.Generator) -> Mask:
+    """A compact region of `ratio` of `size` x `size` pixels, to the pixel, and at least one.
+
+    It holds the pixels nearest to a random centre, by the distance of a turned ellipse or
+    rectangle; where the border cuts the region it grows on the other sides.
+    """
+    count = min(max(round(ratio * size**2), 1), size**2)
+    y, x = np.mgrid[:size, :size] - rng.uniform(0.2, 0.8, 2)[:, None, None] * size
+    angle, aspect = rng.uniform(0, np.pi), rng.uniform(1, 2)
+    along = x * np.cos(angle) + y * np.sin(angle)
+    across = (y * np.cos(angle) - x * np.sin(angle)) * aspect
+    if rng.random() < 0.5:
+        distance = np.hypot(along, across)
+    else:
+        distance = np.maximum(np.abs(along), np.abs(across))
+    mask = np.zeros(size**2, bool)
+    mask[np.argpartition(distance.ravel(), count - 1)[:count]] = True
+    return mask.reshape(size, size)
+
+
+def write_edits(edits: list[Edit], path: Path) -> None:
+    """Write the file for perf_analyzer's --input-data."""
+    entries = [
+        {name: {"b64": pack(payload), "shape": [1]} for name, payload in edit.tensors().items()}
+        for edit in edits
+    ]
+    path.write_text(json.dumps({"data": entries}), encoding="utf-8")
+
+
+def pack(payload: bytes) -> str:
+    """One BYTES element as perf_analyzer wants it."""
+    return base64.b64encode(_LENGTH.pack(len(payload)) + payload).decode()
+
+
+def find_photos(assets: Path) -> list[Path]:
+    """The repository's photographs, in a fixed order."""
+    photos = [
+        *sorted((assets / "photos").glob("*.jpg")),
+        *sorted((assets / "demo").glob("source.*")),
+    ]
+    if not photos:
+        raise PerfError(f"{assets} holds no photographs")
+    return photos
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except OSError as error:
+        raise PerfError(f"{path} is not a picture: {error}") from error
+
+
+def _crop(photo: Image.Image, size: int, rng: np.random.Generator) -> Image.Image:
+    """A random square of at least half the photo's shorter side, scaled to `size`."""
+    side = int(min(photo.size) * rng.uniform(0.5, 1.0))
+    left, top = (int(rng.integers(0, length - side + 1)) for length in photo.size)
+    box = (left, top, left + side, top + side)
+    return photo.resize((size, size), Image.Resampling.LANCZOS, box=box)

@@ -1,0 +1,170 @@
+"""One measurement: perf_analyzer run once, against one front, under one load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maskserve_benchmarks.perf.errors import PerfError
+from maskserve_benchmarks.perf.load import Load, Target
+from maskserve_benchmarks.perf.results import (
+    Report,
+    Stamps,
+    parse_errors,
+    parse_report,
+    parse_stamps,
+)
+from maskserve_benchmarks.perf.tool import Tool
+from maskserve_client.interrupts import held_back
+
+_AGAIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What is measured."""
+
+    target: Target
+    load: Load
+    url: str
+    """host:port of the target's protocol."""
+    requests: int
+    """Edits to send; the run ends when all are answered."""
+    inputs: Path
+    """File of the edits."""
+    seed: int
+    """Of the arrivals."""
+    limit_s: float
+    """Seconds that the run may take."""
+
+    def arguments(self, folder: Path) -> list[str]:
+        """perf_analyzer's arguments, without the files it writes; those it reads go to `folder`."""
+        load = self.load.arguments(self.requests, self.seed, folder)
+        options = ["-u", self.url, "--request-count", str(self.requests)]
+        return [*self.target.arguments(), *load, *options, "--input-data", str(self.inputs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a measurement: figures, or errors."""
+
+    measurement: Measurement
+    command: str
+    """As it was run, with files by their names alone: they lay in temporary folders."""
+    report: Report | None = None
+    stamps: Stamps | None = None
+    errors: tuple[str, ...] = ()
+    """perf_analyzer stops at a request's first error, so a run has errors or figures."""
+    late: bool = False
+    """Whether it was stopped at its limit."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as it stands in the results; the keys say what a latency ends with."""
+        target, load = self.measurement.target, self.measurement.load
+        run: dict[str, Any] = {
+            "front": target.front,
+            "protocol": target.protocol,
+            load.kind: load.value,
+            "arrivals": "poisson" if load.kind == "request_rate" else "closed loop",
+            "requests": self.measurement.requests,
+            "errors": list(self.errors),
+        }
+        if self.report is not None and self.stamps is not None:
+            run["sent_per_s"] = round(self.stamps.sent_per_s, 3)
+            run["answered_per_s"] = round(self.stamps.answered_per_s, 3)
+            if target.streams:
+                run["first_response_ms"] = self.stamps.latencies(0).to_json()
+                run["final_response_ms"] = self.stamps.latencies().to_json()
+                run["responses_per_request"] = round(self.stamps.responses_per_request, 2)
+            else:
+                run["answer_ms"] = self.stamps.latencies().to_json()
+            run["perf_analyzer_reports"] = self.report.to_json()
+        run["command"] = self.command
+        return run
+
+
+def start(tool: Tool, arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(tool.binary), *arguments],
+        env=tool.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # Ctrl-C at the terminal is not for it: it would go on until every request is sent.
+        start_new_session=True,
+    )
+
+
+def measure(tool: Tool, measurement: Measurement) -> Outcome:
+    """Run perf_analyzer, and up to twice more if it was not done in time.
+
+    perf_analyzer 2.50 can do nothing for ever: one of its sending threads now and then misses the
+    signal to start (its condition variable is notified without the lock), and the others wait for
+    it.
+
+    Args:
+        tool: perf_analyzer.
+        measurement: what to ask it for.
+
+    Raises:
+        PerfError: as of `measure_once`.
+    """
+    outcome = measure_once(tool, measurement)
+    for _ in range(_AGAIN):
+        if outcome.late:
+            print(f"{measurement.target}: {outcome.errors[0]}, once more", flush=True)
+            outcome = measure_once(tool, measurement)
+    return outcome
+
+
+def measure_once(
+    tool: Tool,
+    measurement: Measurement,
+    started: Callable[[Tool, list[str]], subprocess.Popen[str]] = start,
+) -> Outcome:
+    """Run perf_analyzer. Interrupted, it is ended before the interruption goes on.
+
+    Args:
+        tool: perf_analyzer.
+        measurement: what to ask it for.
+        started: starts it with arguments.
+
+    Raises:
+        PerfError: it ended well without its report, or wrote what is not known.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        report, export = Path(scratch) / "report.csv", Path(scratch) / "export.json"
+        arguments = measurement.arguments(Path(scratch))
+        words = [Path(word).name if os.path.isabs(word) else word for word in arguments]
+        command = " ".join(["perf_analyzer", *words])
+        written = ["--verbose-csv", "-f", str(report), "--profile-export-file", str(export)]
+        process: subprocess.Popen[str] | None = None
+        try:
+            with held_back():
+                process = started(tool, [*arguments, *written])
+            output, _ = process.communicate(timeout=measurement.limit_s)
+        except subprocess.TimeoutExpired:
+            late = f"not done after {measurement.limit_s:g} s"
+            return Outcome(measurement, command, errors=(late,), late=True)
+        finally:
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # a wrapper script's children too
+                process.communicate()
+        errors = parse_errors(output)
+        if process.returncode != 0 or errors:
+            if not errors:
+                last = output.strip().splitlines()[-1:] or ["it said nothing"]
+                errors = [f"perf_analyzer ended with exit code {process.returncode}: {last[0]}"]
+            return Outcome(measurement, command, errors=tuple(errors))
+        if not (report.is_file() and export.is_file()):
+            raise PerfError("perf_analyzer ended without an error and without its report")
+        figures = parse_report(report.read_text(encoding="utf-8"))
+        return Outcome(measurement, command, figures, parse_stamps(export.read_bytes()))

@@ -1,0 +1,170 @@
+"""The worker that is measured: one that runs already, or one of our own for as long as it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from maskserve_benchmarks.perf.errors import PerfError
+from maskserve_benchmarks.perf.inputs import Edit
+from maskserve_client import Client, MaskserveError
+from maskserve_serving.heartbeat import says_ready
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+
+COUNTERS = ("edits_total", "cache_hits_total", "cache_misses_total")
+_SETTLE_LIMIT_S = 60.0
+_RESTART_LIMIT_S = 60.0
+_EDIT_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a worker, or a router, answers."""
+
+    http: str
+    """host:port."""
+    grpc: str
+    """host:port."""
+    patience_s: float = 3.0
+    """How long to wait for it where it should answer and does not."""
+
+    def url(self, protocol: str) -> str:
+        return self.http if protocol == "http" else self.grpc
+
+    def status(self) -> dict[str, Any] | None:
+        """The worker's status record; None from what has none, such as a router."""
+        with Client(self.grpc) as client:
+            try:
+                return client.control("status")
+            except MaskserveError:
+                return None
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the worker started; empty from what has no status record."""
+        status = self.status()
+        if status is None:
+            return {}
+        return {name: int(status["counters"].get(name, 0)) for name in COUNTERS}
+
+    def growth(self, before: dict[str, int]) -> dict[str, int]:
+        """What the counters grew by; a worker that was restarted meanwhile counts from 0."""
+        grown = {}
+        for name, total in self.counters().items():
+            start = before.get(name, 0)
+            grown[name] = total - start if total >= start else total
+        return grown
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers: an own worker that failed is restarted.
+
+        One that stays away is not an error here; perf_analyzer then says what it meets.
+        """
+        end = time.monotonic() + self.patience_s
+        while not says_ready(f"http://{self.http}", 5.0) and time.monotonic() < end:
+            time.sleep(0.5)
+
+    def warm(self, edits: list[Edit]) -> None:
+        """Send each edit once, then wait until templates that are being primed are.
+
+        The first edits of a shape also set kernels up, and a template's second sight primes it.
+
+        Raises:
+            PerfError: the server does not take the edits.
+        """
+        with Client(self.grpc) as client:
+            try:
+                for edit in edits:
+                    settings = edit.settings
+                    client.edit(
+                        edit.image, edit.mask, edit.prompt, timeout=_EDIT_LIMIT_S, **settings
+                    )
+            except MaskserveError as error:
+                raise PerfError(f"an edit to warm up {self.grpc} failed: {error}") from error
+        end = time.monotonic() + _SETTLE_LIMIT_S
+        while self._busy() and time.monotonic() < end:
+            time.sleep(0.2)
+
+    def _busy(self) -> bool:
+        status = self.status()
+        return status is not None and bool(status["running"] or status["waiting"])
+
+
+def running_server(grpc: str, http: str | None) -> Server:
+    """A server by its gRPC address; HTTP is at the port before, if not given.
+
+    Raises:
+        PerfError: an address is not host:port.
+    """
+    host, port = _split("--url", grpc)
+    if http is None:
+        http = f"{host}:{port - 1}"
+    _split("--http-url", http)
+    return Server(http=http, grpc=grpc)
+
+
+def _split(option: str, url: str) -> tuple[str, int]:
+    host, _, port = url.rpartition(":")
+    if "/" in url or not (host and port.isdecimal() and 1 < int(port) < 65536):
+        raise PerfError(f"{option}: {url!r} is not accepted; give host:port, as in localhost:9001")
+    return host, int(port)
+
+
+@contextmanager
+def own_server(
+    model: str, log_dir: Path, config: Path | None = None, *, devices: Literal[0, 1, 2, 4, 8] = 0
+) -> Iterator[Server]:
+    """A worker on free ports. It drains and stops at the end, and stops at once on an exception.
+
+    Args:
+        model: that it serves.
+        log_dir: for its logs.
+        config: a file.
+        devices: of the worker; 0: the configuration's, or 1.
+
+    Raises:
+        ServeError: it cannot start.
+    """
+    with own_workers(model, log_dir, 1, config, devices=devices) as [server]:
+        yield server
+
+
+@contextmanager
+def own_workers(
+    model: str,
+    log_dir: Path,
+    count: int,
+    config: Path | None = None,
+    *,
+    devices: Literal[0, 1, 2, 4, 8] = 0,
+) -> Iterator[list[Server]]:
+    """The same of several workers, which share the cores."""
+    options = ServeOptions(
+        model=model,
+        base_port=free_base_port(count),
+        log_dir=log_dir,
+        config=config,
+        workers=count,
+        devices_per_worker=devices,
+    )
+    supervisor = Supervisor(options)
+    supervisor.start()
+    try:
+        yield [
+            Server(
+                worker.http_url.removeprefix("http://"),
+                worker.grpc_url,
+                patience_s=_RESTART_LIMIT_S,
+            )
+            for worker in supervisor.workers
+        ]
+    except BaseException:
+        # Nobody waits for the edits of a measurement that was given up.
+        supervisor.kill()
+        raise
+    supervisor.stop()

@@ -1,0 +1,217 @@
+"""Ways to keep and use entries, and what each would cost at 1024x1024: on FLUX.1-dev, or on FLUX.2
+klein 4B where the model sees the source as reference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from maskserve_benchmarks.published_models import FLUX_DEV, KLEIN_4B
+from maskserve_common.config import Config
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.flux2 import spec as flux2
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_engine.planning.flops import ModelWork, RowTokens
+from maskserve_engine.spec.model_spec import ALL_STEPS, ModelFacts, anchor_stride
+
+FLUX_STEPS = 28
+FLUX_TEXT = 512
+THIN_KEPT = 0.3
+"""Share of inactive tokens that a thinned context keeps on FLUX's grid, about: a quarter, and those
+beside the mask."""
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """One way of keeping entries and of using them."""
+
+    kind: str = "kv"
+    """`kv` or `h`."""
+    format: str = "int8"
+    stride: int = 7
+    ring: int = 0
+    """Tokens computed round the mask."""
+    dense_steps: int = 0
+    """First steps that compute every token."""
+    skip_below: float = 0.0
+    """Change of the first block under which a step leaves the others out (FirstBlockCache)."""
+    thin: int = 0
+    """Whether only tokens near the mask and every fourth of the others are attended to, each of
+    these for so many; 0: all are."""
+    references_alone: bool = False
+    """Whether of the tokens that are not computed the reference's alone are kept, and those of the
+    picture outside the mask are not."""
+    references_computed: bool = False
+    """Whether of the reference's tokens those under the mask are computed, too."""
+
+    @property
+    def name(self) -> str:
+        if self.dense:
+            return f"first_block_cache-{self.skip_below:g}" if self.skip_below else "all_dense"
+        stride = "one" if self.stride >= ALL_STEPS else f"stride{self.stride}"
+        parts = [f"{self.kind}-{self.format}-{stride}-ring{self.ring}"]
+        if self.dense_steps:
+            parts.append(f"dense{self.dense_steps}")
+        if self.thin:
+            parts.append(f"thin{self.thin}")
+        if self.references_alone:
+            parts.append("references")
+        if self.references_computed:
+            parts.append("renewed")
+        if self.skip_below:
+            parts.append(f"skip{self.skip_below:g}")
+        return "-".join(parts)
+
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is cached: all steps compute every token."""
+        return self.dense_steps >= FLUX_STEPS
+
+    @property
+    def block_kind(self) -> str:
+        """What a plan calls a block that reads such entries."""
+        return "kv" if self.kind == "kv" else "project"
+
+    def flux_bytes(self, steps: int, work: ModelWork | None = None) -> float:
+        """Of one template, of as many anchors as `steps` steps have.
+
+        Args:
+            steps: of the schedule that anchors are taken from.
+            work: of a published model at 1024x1024; None: FLUX.1-dev.
+        """
+        form, work = FORMATS["bfloat16" if self.format == "model" else self.format], work or flux()
+        anchors = 0 if self.dense else math.ceil(steps / self.stride)
+        token_share = THIN_KEPT if self.thin else 1.0
+        if self.references_alone:
+            token_share = work.context / work.tokens[0]
+        return token_share * anchors * entry_bytes(work, self.kind, form)
+
+    def flux_flops(
+        self, mask_ratio: float = 0.11, skipped: float = 0.0, work: ModelWork | None = None
+    ) -> float:
+        """Of an edit with a square mask, per step; counted.
+
+        Args:
+            mask_ratio: share of the tokens under the mask.
+            skipped: share of the steps that compute the first block alone.
+            work: as of `flux_bytes`.
+        """
+        work = work or flux()
+        grid = math.isqrt(work.tokens[0] - work.context)
+        side = round(math.sqrt(mask_ratio) * grid)
+        whole = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
+        active, read_work = float(min(grid, side + 2 * self.ring) ** 2), work
+        if self.thin:  # fewer keys
+            keys = active + THIN_KEPT * (work.tokens[0] - active)
+            read_work = replace(work, tokens=(round(keys),))
+        if self.references_alone:
+            read_work = replace(work, tokens=(round(active) + work.context,))
+        if self.references_computed:
+            active *= 2
+        share = min(1.0, self.dense_steps / FLUX_STEPS)
+        mean = share * work.step_flops([whole], "dense")
+        cached = RowTokens((active,), FLUX_TEXT)
+        mean += (1 - share) * read_work.step_flops([cached], self.block_kind)
+        return mean * (1 - skipped + skipped / len(work.blocks))
+
+
+def flux() -> ModelWork:
+    """FLUX.1-dev at 1024x1024."""
+    return flux_work(FLUX_DEV, 128, 128)
+
+
+def published(facts: ModelFacts) -> ModelWork:
+    """Of the published model at 1024x1024 that stands for models like this one."""
+    if not facts.semantics.context:
+        return flux()
+    return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
+
+
+def schedule(facts: ModelFacts, steps: int) -> int:
+    """Steps of the schedule from which a template's anchors are taken, for edits of `steps` steps:
+    those of a distilled model come from the few that it is made for.
+    """
+    few = facts.semantics.reference and facts.stride == 1
+    return facts.defaults.num_inference_steps if few else steps
+
+
+def default(facts: ModelFacts, steps: int) -> CacheChoice:
+    """As `[cache]` and `[model] mask_ring` have it, with as many anchors as 28 steps would have."""
+    config = Config()
+    cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
+    stride = of_schedule(stride, steps) if schedule(facts, steps) == steps else stride
+    return CacheChoice(cache.entry_kind, cache.entry_format, stride, config.model.mask_ring)
+
+
+def of_schedule(stride: int, steps: int) -> int:
+    """The stride that gives `steps` steps as many anchors as `stride` gives 28."""
+    return stride if stride >= FLUX_STEPS else max(1, round(stride * steps / FLUX_STEPS))
+
+
+def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[CacheChoice]:
+    """The default, and the few others that are compared on all classes."""
+    denser = replace(chosen, dense_steps=1)
+    if facts.semantics.masked_picture:
+        return [chosen, denser, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
+    if facts.semantics.context:
+        anchors = [replace(chosen, stride=stride) for stride in (chosen.stride, 2, ALL_STEPS)]
+        choices = [
+            way
+            for anchor_choice in anchors
+            for way in (
+                anchor_choice,
+                replace(anchor_choice, references_alone=True),
+                replace(anchor_choice, dense_steps=1),
+            )
+        ]
+        choices += [replace(anchors[-1], dense_steps=2), replace(chosen, ring=2)]
+        choices += [
+            replace(anchor_choice, references_computed=True)
+            for anchor_choice in (anchors[0], anchors[-1])
+        ]
+        choices += [replace(chosen, format=form) for form in ("int8", "model")]
+        return list(dict.fromkeys(choices))
+    choices = [
+        chosen,
+        replace(chosen, ring=2),
+        replace(chosen, stride=of_schedule(4, steps)),
+        replace(chosen, stride=of_schedule(7, steps)),
+        denser,
+        replace(denser, stride=of_schedule(7, steps)),
+        replace(denser, ring=2),
+        *(replace(chosen, dense_steps=dense) for dense in (2, 4, 8)),
+    ]
+    return list(dict.fromkeys(choices))
+
+
+def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
+    """The default, and what it was chosen from, for edits of `steps` steps."""
+    choices = [chosen]
+    for ring in (0, 1, 2):
+        choices += [
+            CacheChoice(kind, form, of_schedule(stride, steps), ring)
+            for kind, form, stride in (
+                ("kv", "int8", 7),
+                ("kv", "int4", 7),
+                ("kv", "int4", 14),
+                ("kv", "int4", ALL_STEPS),
+                ("h", "int4", ALL_STEPS),
+            )
+        ]
+    choices += [CacheChoice("kv", "model", 1, 1), replace(chosen, dense_steps=2)]
+    two_anchors = replace(chosen, stride=of_schedule(14, steps))
+    choices += [
+        replace(way, thin=stands_for) for way in (chosen, two_anchors) for stands_for in (1, 4)
+    ]
+    choices.append(replace(two_anchors, skip_below=0.1))
+    # What an elastic edit could step down to.
+    skipping = (0.05, 0.1, 0.2, 0.3)
+    choices += [
+        replace(chosen, ring=ring, thin=thin, skip_below=threshold)
+        for ring, thin in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 4))
+        for threshold in skipping
+    ]
+    everything = replace(chosen, dense_steps=FLUX_STEPS)
+    choices += [replace(everything, skip_below=threshold) for threshold in (*skipping, 0.5)]
+    return list(dict.fromkeys(choices))

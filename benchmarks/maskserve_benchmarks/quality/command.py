@@ -1,0 +1,353 @@
+"""What cached activations cost in quality, measured against diffusers' own output.
+
+The demo model's held-out edits, class by class (demo_model/edit_classes.py), are made by diffusers'
+FluxFillPipeline, by our dense rows, by cached rows, by the masked tokens alone (FlashPS Fig. 1), by
+a crop, and by diffusers' FirstBlockCache at an equal saving. Writes JSON, a table, the error over
+the distance from the mask's rim, and a sheet of each class's worst edit.
+
+    python scripts/bench eval_quality --n 16 --json quality.json --sheet worst.png --rim rim.png
+
+With --frontier kinds, formats, strides and rings of cached rows are compared, against our dense
+rows, and fidelity is plotted over bytes and FLOPs on FLUX.1-dev's grid. A model with Inpaint
+semantics (train_inpaint_model.py) is held against our dense rows, too; tests hold these to
+FluxInpaintPipeline.
+
+    python scripts/bench eval_quality --frontier --n 6 --steps 12 --json frontier.json --plots .
+
+With --own edits whose rows have anchors of their own are compared, with rivals that must be worse.
+
+    python scripts/bench eval_quality --own --n 2 --json own.json
+    python scripts/bench eval_quality --own --model assets/models/demo-unet
+
+A model that sees the source as reference (train_demo_edit.py) gets edits that name what to change
+(demo_model/reference_edits.py), and is held against its dense rows: one anchor or more, dense first
+steps, the reference alone. At 20 steps, at the four that it is served with, and with own anchors:
+
+    python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --json edit-20.json
+    python scripts/bench eval_quality --model assets/models/demo-edit --n 40 --steps 4
+    python scripts/bench eval_quality --model assets/models/demo-edit --own --n 8 --steps 4
+
+So do objects on photographs that its training never drew (`--scenes photographs`), and such
+photographs alone (`bare`).
+
+With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
+missed, as by edits that ignore them.
+
+    python scripts/bench eval_quality --adapters assets/adapters/hollow.safetensors --n 96
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from maskserve_benchmarks.benchmarks.timing import hardware
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_benchmarks.demo_model.evaluation import run_edits
+from maskserve_benchmarks.demo_model.reference_edits import (
+    NAMED_CLASSES,
+    named_class,
+    package_photographs,
+)
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.quality.adapters import AdapterRig, asked_of, judged
+from maskserve_benchmarks.quality.choices import CacheChoice, default, first_looks, frontier
+from maskserve_benchmarks.quality.choices import published as published_work
+from maskserve_benchmarks.quality.metrics import Picture, by_class, compare, rim_errors
+from maskserve_benchmarks.quality.own_anchors import table as own_table
+from maskserve_benchmarks.quality.published import missing, published
+from maskserve_benchmarks.quality.report import draw_worst, plot_frontier, plot_rim, table
+from maskserve_benchmarks.quality.rivals import first_block_cache
+from maskserve_benchmarks.quality.systems import Rig
+from maskserve_benchmarks.reports import about, write_json
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_engine.spec.model_spec import ModelFacts
+
+CROP_MARGIN = 2
+"""Tokens round the mask's bounding box that a crop holds."""
+
+ByClass = dict[str, list[Picture]]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--classes", nargs="+", choices=(*CLASSES, *NAMED_CLASSES), help="default: all")
+    add(
+        "--scenes",
+        choices=("drawn", "photographs", "bare"),
+        default="drawn",
+        help="of a model that takes references: as its training drew them, objects on "
+        "photographs that it never saw, or these photographs alone",
+    )
+    add("--steps", type=int, default=20)
+    add("--model", type=Path, default=DEMO_MODEL)
+    add("--frontier", action="store_true", help="compare ways of caching, not systems")
+    add("--own", action="store_true", help="compare anchors of an edit's own, not systems")
+    add("--choices", nargs="+", help="by the names that are printed; default: all")
+    add("--wordless", action="store_true", help="prime templates without a word")
+    add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
+    add("--stride", type=float, help="`[cache] own_anchors` of rows with a ControlNet")
+    add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
+    add("--threads", type=int, default=1, help="of torch; more do not help a model so small")
+    add("--json", type=Path)
+    add("--plots", type=Path, help="folder for fidelity over bytes and over FLOPs (--frontier)")
+    add("--rim", type=Path, help="PNG of the error over the distance from the mask's rim")
+    add("--sheet", type=Path, help="PNG of the worst edit of each class, by system")
+    add("--clip", type=Path, help="folder of a CLIP model, for the CLIP score")
+    add("--fid", type=Path, help="Inception weights of torch-fidelity, for FID")
+    return parser.parse_args()
+
+
+def said(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+
+
+class Run:
+    """All systems' pictures of all classes, and what is known of the systems beside."""
+
+    def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
+        self.rig, self.classes = rig, classes
+        self.default = default(rig.adapter.facts, rig.steps)
+        self.work = published_work(rig.adapter.facts)
+        self.pictures: dict[str, ByClass] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+
+    def keep(self, system: str, name: str, made: list[Picture]) -> None:
+        self.pictures.setdefault(system, {})[name] = made
+
+    def make(self, choices: list[CacheChoice]) -> None:
+        """Every class by our own rows."""
+        rig = self.rig
+        for name, edits in self.classes.items():
+            jobs = rig.jobs(edits)
+            dense = rig.dense(edits, jobs)
+            self.keep("dense", name, dense)
+            masked = [rig.tokens_of(job) for job in jobs]
+            self.keep("masked_tokens_alone", name, rig.alone(edits, jobs, masked))
+            ringed = [rig.tokens_of(job, self.default.ring) for job in jobs]
+            self.keep("masked_tokens_and_ring_alone", name, rig.alone(edits, jobs, ringed))
+            crops = [rig.window_of(job, CROP_MARGIN) for job in jobs]
+            self.keep("crop_and_stitch", name, rig.alone(edits, jobs, crops))
+            entries = rig.entries(jobs)
+            for choice in choices:
+                self.keep(choice.name, name, rig.cached(edits, jobs, entries, choice))
+                self.facts[choice.name] = {
+                    "bytes_per_template": rig.template_bytes(choice, entries[0]),
+                    "default": choice == self.default,
+                    "flux_gib_per_template": round(
+                        choice.flux_bytes(rig.schedule, self.work) / 2**30, 3
+                    ),
+                    **flux_facts(choice, self.work, rig.skipped(choice)),
+                }
+            self.keep("served", name, [self._served(name, i, job) for i, job in enumerate(jobs)])
+            self.facts["served"] = self.facts[self.default.name]
+            said(f"{name}: {len(edits)} edits by {len(choices)} caches")
+
+    def _served(self, name: str, number: int, job: EditJob) -> Picture:
+        """What a worker makes by default of an edit: where nearly all is masked it reads no
+        entries, and where the model needs it the first steps are dense.
+        """
+        if self.rig.too_large(job, self.default.ring):
+            return self.pictures["dense"][name][number]
+        first = self.rig.dense_steps(job, self.default.ring)
+        chosen = replace(self.default, dense_steps=first)
+        return self.pictures[chosen.name][name][number]
+
+    def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
+        """Every class by diffusers' pipeline, and by its FirstBlockCache."""
+        for name, edits in self.classes.items():
+            self.keep("diffusers", name, self._piped(pipe, edits, 8))
+        said("diffusers")
+        if not fbcache:
+            return
+        # As many dense steps' work as the default does on FLUX's grid.
+        self.pictures["first_block_cache"], threshold, saving = first_block_cache(
+            pipe,
+            lambda n: {name: self._piped(pipe, e[:n], 1) for name, e in self.classes.items()},
+            max(map(len, self.classes.values())),
+            flux_facts(self.default, self.work)["flux_flop_speedup"],
+        )
+        self.facts["first_block_cache"] = {
+            "threshold": threshold,
+            "block_call_saving": round(saving, 3),
+        }
+        said("first_block_cache")
+
+    def _piped(self, pipe: Any, edits: list[Edit], batch: int) -> list[Picture]:
+        return run_edits(pipe, edits, self.rig.steps, batch)
+
+    def judged(self, reference: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+        """Figures of every system, against the pictures of one of them."""
+        truth = self.pictures[reference]
+        everything = [edit for edits in self.classes.values() for edit in edits]
+
+        def flat(made: ByClass) -> list[Picture]:
+            return [picture for name in self.classes for picture in made[name]]
+
+        return {
+            system: {
+                **published(everything, flat(system_pictures), flat(truth), args.clip, args.fid),
+                **by_class(
+                    {
+                        name: compare(edits, system_pictures[name], truth[name])
+                        for name, edits in self.classes.items()
+                    }
+                ),
+                "rim_errors": rim_errors(everything, flat(system_pictures), flat(truth)),
+                **self.facts.get(system, {}),
+            }
+            for system, system_pictures in self.pictures.items()
+        }
+
+
+def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> dict[str, float]:
+    """What it comes to on a published model at 1024x1024, a square mask of 0.11.
+
+    Args:
+        choice: the way of caching.
+        work: of the model.
+        skipped: share of the steps that compute the first block alone.
+    """
+    flops = choice.flux_flops(skipped=skipped, work=work)
+    dense, no_ring = (
+        reference_choice.flux_flops(work=work)
+        for reference_choice in (CacheChoice(dense_steps=1000), CacheChoice())
+    )
+    return {
+        "flux_flop_speedup": round(dense / flops, 3),
+        "flux_flops_of_no_ring": round(flops / no_ring, 3),
+    }
+
+
+def classes_of(facts: ModelFacts, args: argparse.Namespace) -> dict[str, list[Edit]]:
+    """Edits of the classes that a model is asked for; all that it knows if none is named.
+
+    Raises:
+        SystemExit: the model has no such scenes.
+    """
+    unseen, bare = args.scenes != "drawn", args.scenes == "bare"
+    if facts.semantics.reference:
+        photographs = package_photographs() if unseen else ()
+        names = args.classes or NAMED_CLASSES
+        return {
+            name: named_class(name, args.n, (128, 128), photographs, bare=bare) for name in names
+        }
+    if unseen:
+        raise SystemExit("eval_quality: --scenes: of models that see the source as reference")
+    return {name: edits_of(name, args.n) for name in args.classes or CLASSES}
+
+
+def judge_adapters(args: argparse.Namespace) -> int:
+    without = Rig(args.model, args.steps)
+    results = {}
+    for path in args.adapters:
+        edit_set = asked_of(path.stem, args.n)
+        results[path.stem] = judged(
+            AdapterRig(args.model, args.steps, path, args.stride), without, edit_set
+        )
+        said(f"{path.stem}: {json.dumps(results[path.stem], indent=1)}")
+    report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "adapters": results}
+    write_json(report, args.json)
+    return 0 if all(all(result["held"].values()) for result in results.values()) else 1
+
+
+def compare_own(folder: Path, args: argparse.Namespace) -> int:
+    """Anchors of an edit's own, one choice after the other; with `--adapters` of edits with that
+    ControlNet, by the shapes that it is given the outlines of.
+    """
+    if args.adapters:
+        [path] = args.adapters
+        controlled = AdapterRig(folder, args.steps, path)
+        rig: Rig = controlled
+        edit_set = asked_of("outline", args.n)
+        classes: dict[str, list[Edit]] = {}
+        jobs: dict[str, list[EditJob]] = {}
+        encoded = zip(
+            edit_set.edits, rig.jobs(edit_set.edits), edit_set.controls or (), strict=True
+        )
+        for edit, job, control in encoded:
+            classes.setdefault(str(edit.shape), []).append(edit)
+            jobs.setdefault(str(edit.shape), []).append(controlled.given(job, control))
+    else:
+        rig = Rig(folder, args.steps)
+        classes = classes_of(rig.adapter.facts, args)
+        jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
+    rows = []
+    for row in own_table(rig, classes, jobs, args.choices):
+        rows.append(row)
+        mean, worst = row["psnr_in_mask"], row["worst_class_psnr_in_mask"]
+        low, under = row["worst_psnr_in_mask"], row["share_below_30"]
+        said(
+            f"{row['choice']}: mean {mean:.1f} dB, worst class {worst:.1f} ({row['worst_class']}), "
+            f"worst edit {low:.1f}, under 30 dB {under:.1%}"
+        )
+    edits = sum(map(len, classes.values()))
+    report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "edits": edits}
+    write_json({**report, "choices": rows}, args.json)
+    return 0
+
+
+def main() -> int:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    if args.adapters and not args.own:
+        return judge_adapters(args)
+    if args.own:
+        return compare_own(args.model, args)
+    rig = Rig(args.model, args.steps, wordless=args.wordless)
+    classes = classes_of(rig.adapter.facts, args)
+    if args.frontier and rig.adapter.facts.semantics.reference:
+        raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
+    run = Run(rig, classes)
+    few = first_looks(run.default, rig.adapter.facts, args.steps)
+    looks = frontier(run.default, args.steps) if args.frontier else few
+    if args.choices:  # and what a worker serves
+        served = [look for look in looks if replace(look, dense_steps=0) == run.default]
+        looks = served + [
+            look for look in looks if look.name in args.choices and look not in served
+        ]
+    run.make(looks)
+    semantics = rig.adapter.facts.semantics
+    reference = "dense" if args.frontier or semantics.blends else "diffusers"
+    if reference == "diffusers":
+        from diffusers import FluxFillPipeline
+
+        pipe = FluxFillPipeline.from_pretrained(str(args.model))
+        pipe.set_progress_bar_config(disable=True)
+        run.diffusers(pipe, fbcache=not args.no_fbcache)
+    systems = run.judged(reference, args)
+    ratios = [float(np.mean(edit.mask)) for edits in classes.values() for edit in edits]
+    report = {
+        **about(hardware(torch.device("cpu"))),
+        "steps": args.steps,
+        "edits": len(ratios),
+        "semantics": semantics.name,
+        "mean_mask_ratio": round(float(np.mean(ratios)), 4),
+        "reference": reference,
+        "default": run.default.name,
+        "note": missing(args.clip, args.fid),
+        "systems": systems,
+    }
+    print(table(systems))
+    print(report["note"])
+    write_json(report, args.json)
+    if args.plots and args.frontier:
+        plot_frontier(systems, args.plots, semantics.name)
+    sheet_pictures = {name: run.pictures[name] for name in run.pictures if "-" not in name}
+    sheet_pictures[run.default.name] = run.pictures[run.default.name]
+    if args.rim:
+        plot_rim({name: systems[name]["rim_errors"] for name in sheet_pictures}, args.rim)
+    if args.sheet:
+        draw_worst(classes, sheet_pictures, reference, run.default.name, args.sheet)
+    return 0

@@ -1,0 +1,70 @@
+"""What it costs in quality that steps add what a ControlNet service said of other latents than
+theirs (`adapters: fast`), against those that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from maskserve_benchmarks.benchmarks.service_process import ServiceHere
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.quality.choices import CacheChoice
+from maskserve_benchmarks.quality.metrics import Picture, compare, summary
+from maskserve_benchmarks.quality.systems import Rig
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.cache.entries import AnchorEntry
+
+SSIM: Final = 0.95
+"""In the mask; Katz reports 0.77 over the picture (§9.3)."""
+
+
+def late(
+    rig: Rig,
+    net: Path,
+    edits: Sequence[Edit],
+    jobs: Sequence[EditJob],
+    waited: tuple[Sequence[Picture], Sequence[Picture]],
+    cached_as: tuple[Sequence[tuple[AnchorEntry, ...]], CacheChoice],
+) -> dict[str, Any]:
+    """Figures, dense and cached, by a service of the ControlNet in this process.
+
+    Args:
+        rig: whose rows have the ControlNet, from `served` where that is not None.
+        net: its folder.
+        edits: that are made.
+        jobs: theirs.
+        waited: their pictures, dense and cached, whose steps wait.
+        cached_as: the templates' entries, and how cached rows read them.
+    """
+    service = ServiceHere(rig.config, net)
+    served_jobs = [
+        replace(job, controls=tuple([replace(c, net=service.version) for c in job.controls]))
+        for job in jobs
+    ]
+    try:
+        rig.served = service.denoiser()
+        pictures = rig.dense(edits, served_jobs), rig.cached(edits, served_jobs, *cached_as)
+        rig.served.close()
+        rig.served = None
+    finally:
+        service.close()
+    return {
+        way: _figures(edits, late, exact)
+        for way, late, exact in zip(("dense", "cached"), pictures, waited, strict=True)
+    }
+
+
+def held(found: dict[str, Any]) -> dict[str, bool]:
+    """Which bars hold, of what `late` has found."""
+    return {"ahead_ssim": all(figure["ssim_in_mask"] >= SSIM for figure in found.values())}
+
+
+def _figures(
+    edits: Sequence[Edit], made: Sequence[Picture], exact: Sequence[Picture]
+) -> dict[str, Any]:
+    names = ("ssim_in_mask", "worst_ssim_in_mask", "psnr_in_mask", "worst_psnr_in_mask")
+    figures = summary(compare(edits, made, exact)).as_dict()
+    return {name: figures[name] for name in names}

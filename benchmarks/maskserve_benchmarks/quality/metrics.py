@@ -1,0 +1,143 @@
+"""How alike edited pictures are, class by class, and whether the prompt was followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import distance_transform_cdt
+from skimage.metrics import structural_similarity
+
+from maskserve_benchmarks.demo_model.judge import judge
+from maskserve_benchmarks.demo_model.scenes import Edit
+
+Picture = NDArray[np.uint8]
+
+RIM = 24
+"""Pixels from the mask's rim up to which errors are told apart."""
+SEEN_BELOW = 30.0
+"""dB inside the mask under which an edit is told from its reference by eye."""
+
+
+@dataclass(frozen=True)
+class EditQuality:
+    """One edit against the reference picture of the same edit."""
+
+    ssim: float
+    """Over the image (Gaussian window, as in Wang et al. 2004)."""
+    ssim_in_mask: float
+    """Mean of the SSIM map over the mask's pixels."""
+    psnr_in_mask: float
+    """dB, from the mean squared error over the mask's pixels; equal pictures count as 68 dB."""
+    outside_max_abs_diff: int
+    """Largest difference to the *source* outside the mask."""
+    right: bool | None
+    """Whether the judge finds the colour and shape asked for; None where nothing is asked."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Some edits: means, and the worst of them."""
+
+    ssim: float
+    ssim_in_mask: float
+    psnr_in_mask: float
+    pooled_psnr_in_mask: float
+    """dB of the mean of the edits' squared errors: a mean of dB hides one bad edit behind good
+    ones, this does not."""
+    share_below_30: float
+    """Of the edits, those under SEEN_BELOW."""
+    outside_max_abs_diff: int
+    """The largest of all."""
+    prompt_followed: float | None
+    """Share of right ones among the edits that ask for something; None if none does."""
+    worst_ssim_in_mask: float
+    worst_psnr_in_mask: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: v if v is None else round(v, 4) for key, v in asdict(self).items()}
+
+
+def compare(
+    edits: Sequence[Edit], pictures: Sequence[Picture], references: Sequence[Picture]
+) -> list[EditQuality]:
+    """Judge `pictures` against `references`, edit by edit."""
+    return [_one(e, p, r) for e, p, r in zip(edits, pictures, references, strict=True)]
+
+
+def summary(found: Sequence[EditQuality]) -> Quality:
+    """Means and worst of some edits."""
+    verdicts = [quality.right for quality in found if quality.right is not None]
+    psnr = np.array([quality.psnr_in_mask for quality in found])
+    return Quality(
+        ssim=float(np.mean([quality.ssim for quality in found])),
+        ssim_in_mask=float(np.mean([quality.ssim_in_mask for quality in found])),
+        psnr_in_mask=float(psnr.mean()),
+        pooled_psnr_in_mask=float(-10.0 * np.log10(np.mean(10.0 ** (-psnr / 10.0)))),
+        share_below_30=float(np.mean(psnr < SEEN_BELOW)),
+        outside_max_abs_diff=max(quality.outside_max_abs_diff for quality in found),
+        prompt_followed=float(np.mean(verdicts)) if verdicts else None,
+        worst_ssim_in_mask=min(quality.ssim_in_mask for quality in found),
+        worst_psnr_in_mask=float(psnr.min()),
+    )
+
+
+def by_class(found: Mapping[str, Sequence[EditQuality]]) -> dict[str, Any]:
+    """A system's figures: over all edits, `classes`, and the class with the lowest mean PSNR."""
+    classes = {name: summary(class_qualities) for name, class_qualities in found.items()}
+    worst = min(classes, key=lambda name: classes[name].psnr_in_mask)
+    return {
+        **summary(
+            [quality for class_qualities in found.values() for quality in class_qualities]
+        ).as_dict(),
+        "worst_class": worst,
+        "worst_class_psnr_in_mask": round(classes[worst].psnr_in_mask, 4),
+        "classes": {name: quality.as_dict() for name, quality in classes.items()},
+    }
+
+
+def _one(edit: Edit, picture: Picture, reference: Picture) -> EditQuality:
+    ssim, ssim_map = structural_similarity(
+        picture,
+        reference,
+        channel_axis=2,
+        data_range=255,
+        gaussian_weights=True,
+        sigma=1.5,
+        use_sample_covariance=False,
+        full=True,
+    )
+    difference = picture[edit.mask].astype(np.float64) - reference[edit.mask]
+    mse = max(float((difference**2).mean()), 1e-2)
+    outside = np.abs(picture.astype(int) - edit.source)[~edit.mask]
+    right = None
+    if edit.colour is not None:
+        verdict = judge(picture, edit.source, edit.mask)
+        right = verdict.matches(edit.colour, edit.shape)
+    return EditQuality(
+        float(ssim),
+        float(ssim_map[edit.mask].mean()),
+        10.0 * np.log10(255.0**2 / mse),
+        int(outside.max(initial=0)),
+        right,
+    )
+
+
+def rim_errors(
+    edits: Sequence[Edit], pictures: Sequence[Picture], references: Sequence[Picture]
+) -> list[float]:
+    """Root of the mean squared error (0..255) of the masked pixels 1, 2, ... RIM rows and columns
+    inside the mask's rim, over all edits. A side of the picture is no rim.
+    """
+    squares, counts = np.zeros(RIM + 1), np.zeros(RIM + 1)
+    for edit, picture, reference in zip(edits, pictures, references, strict=True):
+        if edit.mask.all():
+            continue
+        distance = np.minimum(distance_transform_cdt(edit.mask, "chessboard"), RIM)
+        errors = ((picture.astype(np.float64) - reference) ** 2).mean(axis=2)
+        squares += np.bincount(distance.ravel(), errors.ravel(), RIM + 1)
+        counts += np.bincount(distance.ravel(), minlength=RIM + 1)
+    return [round(float(v), 4) for v in np.sqrt(squares[1:] / np.maximum(counts[1:], 1))]

@@ -1,0 +1,234 @@
+"""Edits whose rows have anchors of their own, against dense ones: which anchors, which format, and
+whether the text is computed between them; and rivals that must be worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
+
+from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.quality.choices import FLUX_STEPS, FLUX_TEXT, CacheChoice
+from maskserve_benchmarks.quality.choices import flux as published_flux
+from maskserve_benchmarks.quality.metrics import by_class, compare
+from maskserve_benchmarks.quality.systems import BATCH, Picture, Rig
+from maskserve_common.config import Config
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.step_cache import AnchorLine, OwnPlan, OwnReader
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.planning.flops import RowTokens
+from maskserve_engine.planning.refresh_steps import own_steps
+from maskserve_engine.spec.model_spec import ModelFacts, own_stride
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChoice:
+    """A way of having anchors of one's own."""
+
+    dense: tuple[int, ...]
+    format: str = "int8"
+    text: bool = True
+    """Left out between anchors."""
+    leaves_ring: bool = False
+    """Whether the ring is, too."""
+    ring: int = 1
+    reach: float = 1.0
+    """How far along the line: 0 holds the last anchor, 2 goes twice as far."""
+    halo: int = 0
+    """`[cache] conv_halo`, of UNets; 0: the default."""
+    power: float | None = None
+    """Of sigma, over which lines lie; None: the family's."""
+    bends: bool | None = None
+    """Whether lines bend; None: as the family's."""
+    foresees: bool = False
+    """Whether all anchors but the first are computed ahead."""
+
+    @property
+    def name(self) -> str:
+        ahead = " foreseen" if self.foresees else ""
+        words = [f"{{{','.join(map(str, self.dense))}}}{ahead}", self.format]
+        words += [] if self.text else ["text computed"]
+        words += ["ring left out"] * self.leaves_ring
+        words += [] if self.ring == 1 else [f"ring {self.ring}"]
+        words += [f"halo {self.halo}"] if self.halo else []
+        words += [] if self.reach == 1.0 else [f"{self.reach:g} times as far"]
+        words += [] if self.power is None else [f"over sigma to the power of {self.power:g}"]
+        words += [] if self.bends is None else ["bent" if self.bends else "straight"]
+        return ", ".join(words)
+
+
+def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> OwnChoice:
+    """So many anchors where a worker has them; 0: as many as it has by default.
+
+    Args:
+        rig: of the model.
+        job: any edit.
+        count: of the anchors.
+        foresees: whether all but the first are computed ahead.
+    """
+    facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
+    count = count or own_count(len(sigmas), own_stride(Config(), facts))
+    ahead = foresees and count > 1
+    growth = ahead * facts.own_growth
+    anchors = own_steps(count, sigmas, facts.own_evenly_over, growth=growth)
+    return OwnChoice(
+        tuple(sorted(anchors)),
+        text=facts.leaves_text or facts.family == "unet",  # which has none among its tokens
+        leaves_ring=facts.leaves_text and facts.own_ring is not None,
+        foresees=ahead,
+    )
+
+
+def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
+    """Those that are compared, the default first; `reach` makes the rivals.
+
+    Args:
+        rig: of the model.
+        job: any edit.
+    """
+    # Where text is in the image's attention it can be left out.
+    facts, steps = rig.adapter.facts, rig.steps
+    joint = facts.family != "unet"
+    most = 2 if steps <= 4 else 4 if steps <= 8 else 5
+    way = served(rig, job)
+    even = replace(way, dense=tuple(sorted(own_steps(len(way.dense), range(steps, 0, -1), 0.0))))
+    counts = range(most, 0, -1)
+    candidates = [
+        way,
+        *[replace(way, reach=reach) for reach in (0.0, 2.0)],
+        even,
+        *[served(rig, job, count, foresees=ahead) for ahead in (True, False) for count in counts],
+        *[replace(way, leaves_ring=False, ring=ring) for ring in (2, 1, 0)],
+        *([replace(way, text=False)] if joint and facts.leaves_text else []),
+        *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),
+        *[replace(way, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
+        replace(way, bends=not facts.own_bends),
+        *[replace(way, format=format) for format in ("model", "int4")],
+    ]
+    return list(dict.fromkeys(candidates))
+
+
+def flux_flop_speedup(choice: OwnChoice) -> float:
+    """Times fewer FLOPs than dense: FLUX.1-dev at 1024x1024, 28 steps, a square mask of 0.11."""
+    work = published_flux()
+    grid = math.isqrt(work.tokens[0])
+    ring = 0 if choice.leaves_ring else choice.ring
+    active = (float(round(math.sqrt(0.11) * grid) + 2 * ring) ** 2,)
+    whole = work.step_flops([work.row_at(1.0, FLUX_TEXT)], "dense")
+    computed = 0 if choice.text else FLUX_TEXT
+    row_tokens = RowTokens(active, computed, text_read=FLUX_TEXT - computed)
+    share = len(choice.dense) / FLUX_STEPS
+    cached_share = 1 - (1 / FLUX_STEPS if choice.foresees else share)
+    return whole / (share * whole + cached_share * work.step_flops([row_tokens], "kv"))
+
+
+def edited(
+    rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
+) -> list[Picture]:
+    """Edits by rows with anchors of their own."""
+    facts, power, bends = rig.adapter.facts, choice.power, choice.bends
+    if power is None:
+        power = facts.own_evenly_over if choice.foresees else _power_behind(facts)
+    if bends is None:
+        bends = choice.foresees and facts.own_bends
+    plan = OwnPlan(
+        frozenset(choice.dense),
+        choice.format,
+        choice.text,
+        choice.leaves_ring,
+        power,
+        bends=bends,
+        foresees=choice.foresees,
+    )
+    rows: list[Any] = []
+    for job in jobs:
+        settings = structs.replace(job.request.settings, mask_ring=choice.ring)
+        ringed = replace(job, request=replace(job.request, settings=settings))
+        rows.append(rig.adapter.anchored_row(ringed, plan))
+        rig.attach(rows[-1], ringed)
+    kinds = plan_of_kinds(("kv",) * rig.adapter.blocks)
+    with _reaching(choice.reach):
+        for first in range(0, len(rows), BATCH):
+            batch = rows[first : first + BATCH]
+            readers = [OwnReader(row, rig.adapter.entry_blocks) for row in batch]
+            while batch[0].step < batch[0].steps:
+                step = batch[0].step
+                reads: Any = [None if step in plan.dense else r.turn_to(step) for r in readers]
+                rig.adapter.step(batch, kinds if any(reads) else None, reads)
+    return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
+
+
+def beside_template(
+    rig: Rig,
+    edits: Sequence[Edit],
+    jobs: Sequence[EditJob],
+    entries: Sequence[tuple[AnchorEntry, ...]],
+    choice: CacheChoice,
+    own: OwnPlan | None,
+) -> list[Picture]:
+    """Edits that read a template, and what they keep of their own beside it: they leave their text
+    out between its anchors, or their first step, where `choice` has a dense one, lifts the entries.
+    """
+    rows = rig.cached_rows(jobs, entries, choice, own)
+    for first in range(0, len(rows), BATCH):
+        batch = rows[first : first + BATCH]
+        while batch[0].step < batch[0].steps:
+            for row in batch:
+                row.frozen = own is not None and own.text and row.step not in own.dense
+            rig.replay.step(batch, ("kv",) * rig.adapter.blocks)
+    return [rig.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)]
+
+
+def table(
+    rig: Rig,
+    classes: dict[str, list[Edit]],
+    jobs: dict[str, list[EditJob]],
+    wanted: Sequence[str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Of each choice its fidelity, beside dense rows.
+
+    Args:
+        rig: of the model.
+        classes: edits.
+        jobs: theirs.
+        wanted: names of the choices; None: all.
+    """
+    dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
+    joint = rig.adapter.facts.family != "unet"
+    for choice in choices(rig, next(iter(jobs.values()))[0]):
+        if wanted is not None and choice.name not in wanted:
+            continue
+        choice_rig = rig if not choice.halo else Rig(rig.folder, rig.steps, halo=choice.halo)
+        pictures = {
+            name: edited(choice_rig, edits, jobs[name], choice) for name, edits in classes.items()
+        }
+        qualities = {name: compare(classes[name], pictures[name], dense[name]) for name in classes}
+        facts: dict[str, Any] = {"choice": choice.name, "dense_steps": len(choice.dense)}
+        if joint:
+            facts["flux_flop_speedup"] = round(flux_flop_speedup(choice), 3)
+        yield {**facts, **by_class(qualities)}
+
+
+def _power_behind(facts: ModelFacts) -> float:
+    """Of sigma, over which a line leads farthest behind its anchors."""
+    if facts.family == "unet":
+        return 1.0
+    return 3.0 if facts.semantics.blends else 2.0 if facts.semantics.reference else 1.0
+
+
+@contextmanager
+def _reaching(times: float) -> Iterator[None]:
+    """All rows go so many times as far along their line."""
+    honest = AnchorLine.weight
+    AnchorLine.weight = lambda self, sigma: times * honest(self, sigma)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AnchorLine.weight = honest  # type: ignore[method-assign]

@@ -1,0 +1,321 @@
+"""Our ways of making an edit: dense, cached in any form, a part of the tokens alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_benchmarks.benchmarks.direct import job_of, request_of
+from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.quality.choices import CacheChoice, schedule
+from maskserve_benchmarks.quality.thinning import references_alone, references_computed, thinned
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.keys import anchor_steps
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.imaging.masks import active_tokens, cover_a_side
+from maskserve_engine.base.job import Conditioning, EditJob
+from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
+from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
+from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.stages.loader import device_of
+from maskserve_triton.preprocess import mask_for_model
+
+Picture = NDArray[np.uint8]
+TokenIds = NDArray[np.int64]
+BATCH = 8
+BOTH = (frozenset({"h", "kv"}),)
+
+
+class Rig:
+    """A model folder with everything that makes an edit of a prepared picture.
+
+    Args:
+        folder: of a model; most ways are of FLUX alone.
+        steps: of every edit.
+        weights: `[model] weights`.
+        own_anchors: `[cache] own_anchors`; None: the default.
+        halo: `[cache] conv_halo`.
+        wordless: whether templates are primed without a word, whatever the model.
+
+    Raises:
+        SystemExit: the model has a schedule of other steps.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        weights: str = "bf16",
+        own_anchors: float | None = None,
+        halo: int = 0,
+        wordless: bool = False,
+    ) -> None:
+        sigma_count = len(load_facts(folder).sigmas)
+        if sigma_count and steps != sigma_count:
+            raise SystemExit(f"--steps: this model has {sigma_count} of its own")
+        tables: dict[str, Any] = {"model": {"path": str(folder), "weights": weights}}
+        tables["cache"] = {"conv_halo": halo}
+        if own_anchors is not None:
+            tables["cache"]["own_anchors"] = own_anchors
+        self.config = config_of(tables)
+        self.folder, self.steps = folder, steps
+        self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
+        self.adapter = cast(FluxAdapter, load_adapter(self.config))
+        self.schedule = schedule(self.adapter.facts, steps)
+        self._by_prompt = self.adapter.facts.primed_by_prompt and not wordless
+        self.replay = Replay(self.adapter)
+        self.prompt = self.encoder.priming_prompt()
+        self.served: ControlService | None = None
+        """Runs the rows' ControlNets, of edits with `adapters: fast`; None: they run here."""
+        self._steps_taken: Counter[CacheChoice] = Counter()
+        self._steps_skipped: Counter[CacheChoice] = Counter()
+
+    def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
+        """Encoded edits; the seed of edit i is i."""
+        return [self._job(edit, seed) for seed, edit in enumerate(edits)]
+
+    def _job(self, edit: Edit, seed: int) -> EditJob:
+        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
+        settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
+        if self.adapter.facts.guidance != "none":
+            scale = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
+            settings = structs.replace(settings, guidance_scale=scale)
+        request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
+        return job_of(self.encoder, request, edit.source, mask)
+
+    def finish(self, edit: Edit, latents: NDArray[np.float32]) -> Picture:
+        """Decode and paste the source back outside the mask."""
+        pixels = self.decoder.decode(latents)
+        alpha = pixels[..., 3] if pixels.shape[2] > 3 else np.uint8(255)
+        out, weights = Image.fromarray(edit.source), np.where(edit.mask, alpha, np.uint8(0))
+        out.paste(Image.fromarray(pixels[..., :3]), mask=Image.fromarray(weights))
+        return np.asarray(out)
+
+    def run(self, rows: Sequence[FlowRow], kinds: Sequence[str], until: int | None = None) -> None:
+        """Steps of rows with equal step counts, in batches: all, or up to step `until`."""
+        for first in range(0, len(rows), BATCH):
+            batch = list(rows[first : first + BATCH])
+            while batch[0].step < (batch[0].steps if until is None else until):
+                self.replay.step(batch, kinds)
+
+    def attach(self, row: FlowRow | FlowPrimingRow, job: EditJob) -> None:
+        """Give a new row what its edit has beside the model: nothing."""
+
+    def _dense_rows(self, jobs: Sequence[EditJob]) -> list[FlowRow]:
+        rows = [self.adapter.dense_row(job) for job in jobs]
+        for row, job in zip(rows, jobs, strict=True):
+            self.attach(row, job)
+        return rows
+
+    def dense(self, edits: Sequence[Edit], jobs: Sequence[EditJob]) -> list[Picture]:
+        rows = self._dense_rows(jobs)
+        self.run(rows, ())
+        return self._finish_all(edits, rows)
+
+    def entries(self, jobs: Sequence[EditJob]) -> list[tuple[AnchorEntry, ...]]:
+        """Each template's entries at every step of its schedule, both kinds, in model dtype."""
+        rows = []
+        for job in jobs:
+            tokens = job.moments.shape[1] * job.moments.shape[2] // 4
+            anchors = self.adapter.anchors(tokens, self.schedule, 1)
+            rows.append(
+                self.adapter.priming_row(
+                    job,
+                    anchors,
+                    self._primed_with(job),
+                    job.request.template_noise_seed,
+                    BOTH * self.adapter.blocks,
+                    "model",
+                )
+            )
+            self.attach(rows[-1], job)
+        for first in range(0, len(rows), BATCH):
+            batch = rows[first : first + BATCH]
+            while batch[0].step < batch[0].steps:
+                self.adapter.step(batch, None)
+        return [tuple(row.done) for row in rows]
+
+    def _primed_with(self, job: EditJob) -> Conditioning:
+        if self._by_prompt:
+            return job.conditioning
+        image_tokens = self.adapter.facts.shown_tokens(*job.moments.shape[1:])
+        image_prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:image_tokens]}
+        return image_prompt if image_tokens else self.prompt
+
+    def cached(
+        self,
+        edits: Sequence[Edit],
+        jobs: Sequence[EditJob],
+        entries: Sequence[tuple[AnchorEntry, ...]],
+        choice: CacheChoice,
+    ) -> list[Picture]:
+        """Edits by cached rows; those that cache nothing, by dense ones."""
+        rows = self._dense_rows(jobs) if choice.dense else self.cached_rows(jobs, entries, choice)
+        for row in rows if choice.skip_below else ():
+            row.first_block = FirstBlockCache(choice.skip_below)
+        parts = [self._fewer(row, choice) for row in rows]
+        self.run(parts, (choice.block_kind,) * self.adapter.blocks)
+        self._steps_skipped[choice] += sum(part.skipped for part in parts)
+        for row, part in zip(rows, parts, strict=True):
+            row.latents, row.step = part.latents, part.step
+        self._steps_taken[choice] += len(rows) * self.steps
+        return self._finish_all(edits, rows)
+
+    def cached_rows(
+        self,
+        jobs: Sequence[EditJob],
+        entries: Sequence[tuple[AnchorEntry, ...]],
+        choice: CacheChoice,
+        own: OwnPlan | None = None,
+    ) -> list[FlowRow]:
+        """Rows that have taken no step yet; `own` says what they keep beside the entries."""
+        coded = [_kept(entry_list, choice) for entry_list in entries]
+        return [
+            self._row(job, entry_list, choice, own)
+            for job, entry_list in zip(jobs, coded, strict=True)
+        ]
+
+    def skipped(self, choice: CacheChoice) -> float:
+        """Share of the steps of its edits that left all blocks but the first out."""
+        return self._steps_skipped[choice] / self._steps_taken[choice]
+
+    def _row(
+        self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice, own: OwnPlan | None
+    ) -> FlowRow:
+        settings = structs.replace(job.request.settings, mask_ring=choice.ring)
+        job = replace(job, request=replace(job.request, settings=settings))
+        # As the engine has it: a step without an entry computes the pinned tokens, too.
+        per_step = [
+            None if step < choice.dense_steps else _nearest(coded, sigma)
+            for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
+        ]
+        if own is None and choice.dense_steps and self.adapter.facts.lifts_entries:
+            format = self.config.cache.own_format_on(device_of(self.config).type)
+            own = OwnPlan(frozenset(), format, text=False, lifts=True)
+        seed = job.request.template_noise_seed
+        row = cast(FlowRow, self.replay.cached_row(job, per_step, seed, own))
+        self.attach(row, job)
+        return row
+
+    def _fewer(self, row: FlowRow, choice: CacheChoice) -> FlowRow:
+        """A row that reads the tokens that the choice keeps."""
+        if choice.thin:
+            part = thinned(row, choice.thin)
+        elif choice.references_alone:
+            part = references_alone(row)
+        elif choice.references_computed:
+            part = references_computed(row)
+        else:
+            return row
+        self.replay.follow(part, row)
+        return part
+
+    def tokens_of(self, job: EditJob, ring: int = 0) -> TokenIds:
+        """Active tokens of the edit."""
+        return active_tokens(job.edit_mask, self.adapter.facts.token_pixels, ring)
+
+    def too_large(self, job: EditJob, ring: int) -> bool:
+        """Whether a worker runs the edit dense for its mask's size."""
+        total = job.edit_mask.size // self.adapter.facts.token_pixels**2
+        return len(self.tokens_of(job, ring)) >= self.config.cache.dense_above_ratio * total
+
+    def dense_steps(self, job: EditJob, ring: int) -> int:
+        """First steps of the edit that compute all tokens on a worker."""
+        down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
+        side = cover_a_side(self.tokens_of(job, ring), down, across)
+        return self.adapter.facts.dense_steps.of(
+            self.steps, prompt=job.request.prompt != "", side=side
+        )
+
+    def window_of(self, job: EditJob, margin: int) -> TokenIds:
+        """Tokens of the mask's bounding box, grown by `margin` tokens."""
+        down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
+        ys, xs = np.divmod(self.tokens_of(job), across)
+        window = np.zeros((down, across), np.bool_)
+        window[
+            max(0, ys.min() - margin) : ys.max() + margin + 1,
+            max(0, xs.min() - margin) : xs.max() + margin + 1,
+        ] = True
+        return np.flatnonzero(window)
+
+    def alone(
+        self, edits: Sequence[Edit], jobs: Sequence[EditJob], tokens: Sequence[TokenIds]
+    ) -> list[Picture]:
+        """Some tokens of each edit by themselves, as if the rest did not exist: the masked ones
+        (FlashPS Fig. 1, right), or a crop, with the noise that it has in the whole picture.
+        """
+        whole = [self.adapter.dense_row(job) for job in jobs]
+        parts = []
+        for row, ids in zip(whole, tokens, strict=True):
+            index, text = torch.from_numpy(ids), len(row.text)
+            condition = None if row.condition is None else row.condition[index]
+            parts.append(
+                replace(
+                    row,
+                    cis=torch.cat((row.cis[:text], row.cis[text:][index])),
+                    latents=row.latents[index],
+                    condition=condition,
+                    blend=None if row.blend is None else row.blend.take(index),
+                    context=None,
+                    # A prompt that has seen its reference comes with it.
+                    references=None if row.words is None else row.references,
+                )
+            )
+        self.run(parts, ())
+        # Cached rows have the template's latents elsewhere.
+        finished_rows = [
+            self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs
+        ]
+        for row, part, ids in zip(finished_rows, parts, tokens, strict=True):
+            assert row.inactive is not None
+            row.latents = part.latents[np.searchsorted(ids, row.inactive.active.numpy())]
+        return self._finish_all(edits, finished_rows)
+
+    def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:
+        """Bytes that one template takes in the store, its whole context kept."""
+        return sum(entry.nbytes for entry in _kept(entries, choice))
+
+    def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FlowRow]) -> list[Picture]:
+        return [
+            self.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)
+        ]
+
+
+def _kept(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:
+    """What of a template's entries, one of each step, this choice keeps, and as it keeps it."""
+    steps = [entry.anchor.sigma for entry in entries]
+    return [_recode(entries[i], choice) for i in anchor_steps(steps, choice.stride)]
+
+
+def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
+    """An entry as this choice would have kept it."""
+
+    def keep(coded: Coded | None, wanted: bool) -> Coded | None:
+        return encode(coded.data, choice.format) if coded is not None and wanted else None
+
+    kv = choice.kind == "kv"
+    blocks = tuple(
+        BlockEntry(keep(b.hidden, not kv), keep(b.keys, kv), keep(b.values, kv))
+        for b in entry.blocks
+    )
+    return AnchorEntry(entry.anchor, blocks)
+
+
+def _nearest(entries: Sequence[AnchorEntry], sigma: float) -> AnchorEntry:
+    return min(entries, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))

@@ -1,0 +1,281 @@
+"""What cached activations cost a UNet in quality: held-out edits, class by class.
+
+Every system is held against the dense rows of the same edits and seeds, which tests hold to
+diffusers' own pipeline. `served` is what a worker does by default: edits whose mask asks for it run
+dense. Guided edits read one set of entries, primed without a prompt, in both passes; with `own
+prompts` each pass reads entries primed with its own prompt, which is what sharing costs at most.
+The naive rival reads the entries of another picture.
+
+    python scripts/bench eval_unet_quality --n 8 --json docs/benchmarks/unet-quality.json
+
+With --frontier kinds, formats, strides, rings and tiles are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_benchmarks.benchmarks.direct import job_of, request_of
+from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_benchmarks.demo_model.scenes import Edit
+from maskserve_benchmarks.machine import processor
+from maskserve_benchmarks.quality.metrics import EditQuality, Picture, by_class, compare
+from maskserve_benchmarks.quality.report import table
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.keys import anchor_steps
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
+from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.rows import UnetPrimingRow
+from maskserve_engine.spec.model_spec import ALL_STEPS
+from maskserve_triton.preprocess import mask_for_model
+
+BATCH = 8
+AT_ONCE = 8
+"""Edits whose entries are held at a time."""
+KEPT = frozenset({"h", "kv"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run cached."""
+
+    kind: str
+    """`kv` or `project`, of all blocks."""
+    format: str
+    stride: int
+    """Steps per anchor."""
+    ring: int = 0
+    own: bool = False
+    """Whether each pass has entries primed with its own prompt."""
+    shift: int = 0
+    """Reads the entries of the picture so many edits later."""
+    halo: int = 0
+    """`[cache] conv_halo`."""
+    dense: int = 0
+    """First steps that compute every token."""
+
+    @property
+    def name(self) -> str:
+        anchors = "one anchor" if self.stride >= ALL_STEPS else f"stride {self.stride}"
+        more = ", own prompts" * self.own + ", another picture's" * bool(self.shift)
+        more += f", halo {self.halo}" if self.halo else ""
+        more += f", {self.dense} dense" if self.dense else ""
+        return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}{more}"
+
+
+DEFAULT = Choice("kv", "int4", 7, ring=1)
+FEW = (
+    DEFAULT,
+    Choice("kv", "int4", 7),
+    Choice("kv", "int4", 7, ring=2),
+    Choice("kv", "int4", ALL_STEPS, ring=1),
+    Choice("project", "model", 1, ring=1),
+    Choice("kv", "int4", 7, ring=1, shift=1),
+)
+FRONTIER = (
+    *FEW,
+    Choice("kv", "model", 1),
+    Choice("project", "model", 1),
+    Choice("kv", "model", 1, own=True),
+    Choice("kv", "model", 7),
+    Choice("kv", "int8", 7),
+    Choice("kv", "model", 1, halo=4),
+    Choice("kv", "model", 1, halo=1),
+    *(Choice("kv", "int4", 7, ring=1, halo=halo) for halo in (8, 4, 2, 1)),
+)
+
+
+class Rig:
+    """The demo UNet with everything that makes an edit of a prepared picture."""
+
+    def __init__(self, folder: Path, steps: int, guidance: float, halo: int = 0) -> None:
+        sections = {"model": {"path": str(folder)}, "cache": {"conv_halo": halo}}
+        self.config = config_of(sections)
+        self.steps = steps
+        self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
+        self.adapter = UnetAdapter.load(load_facts(folder), self.config)
+        self.replay = Replay(self.adapter)
+        self.prompt = self.encoder.encode_prompt("")
+        default_guidance = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
+        self.guidance = guidance or default_guidance
+
+    def job(self, edit: Edit, seed: int, ring: int = 0) -> EditJob:
+        settings = EditSettings(
+            num_inference_steps=self.steps,
+            guidance_scale=self.guidance,
+            negative_prompt="" if self.guidance > 1 else None,
+            mask_ring=ring,
+        )
+        request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
+        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
+        return job_of(self.encoder, request, edit.source, mask)
+
+    def runs_dense(self, edit: Edit) -> bool:
+        """Whether a worker computes all tokens of such an edit, for its mask."""
+        tokens = self.adapter.tokens(self.job(edit, 0, DEFAULT.ring))
+        limit = self.config.cache.dense_above_ratio
+        return tokens.cover_a_side or tokens.active / tokens.total >= limit
+
+    def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[NDArray[np.float32]]:
+        for first in range(0, len(rows), BATCH):
+            batch = list(rows[first : first + BATCH])
+            while batch[0].step < batch[0].steps:
+                self.replay.step(batch, kinds)
+        return [row.result().array() for row in rows]
+
+    def dense(self, edits: Sequence[Edit]) -> list[Picture]:
+        rows = [self.adapter.dense_row(self.job(edit, i)) for i, edit in enumerate(edits)]
+        return self._finish(edits, self.run(rows, ()))
+
+    def entries(
+        self, edits: Sequence[Edit], *, own: bool = False, stride: int = 1, format: str = "model"
+    ) -> list[list[AnchorEntry]]:
+        """Each template's entries, of both passes if `own`."""
+        template_entries = []
+        self.adapter.entry_halves = 2 if own else 1
+        for i, edit in enumerate(edits):
+            job = self.job(edit, i)
+            row = self._priming_row(job, stride, format)
+            if own and job.negative is not None:
+                conditionings = (job.conditioning, job.negative)
+                row.prompts = tuple(
+                    self.adapter.prompt(conditioning, job) for conditioning in conditionings
+                )
+            row_entries = []
+            while row.step < row.steps:
+                self.adapter.step([row], None)
+                row_entries.append(row.take_entry())
+            template_entries.append(row_entries)
+        return template_entries
+
+    def cached(
+        self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], choice: Choice
+    ) -> list[Picture]:
+        """Args:
+        edits: to make.
+        entries: of each template at every step, in model dtype; with a halo as the choice says.
+        choice: how.
+        """
+        rows = []
+        self.adapter.entry_halves = 2 if choice.own else 1
+        for i, edit in enumerate(edits):
+            job, row_entries = (
+                self.job(edit, i, choice.ring),
+                entries[(i + choice.shift) % len(edits)],
+            )
+            if not choice.halo:
+                steps = anchor_steps([entry.anchor.sigma for entry in row_entries], choice.stride)
+                row_entries = [_coded(row_entries[step], choice.format) for step in steps]
+            per_step = [
+                None
+                if step < choice.dense
+                else min(row_entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
+                for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
+            ]
+            seed = job.request.template_noise_seed
+            rows.append(self.replay.cached_row(job, per_step, seed))
+        return self._finish(edits, self.run(rows, (choice.kind,) * self.adapter.blocks))
+
+    def _priming_row(self, job: EditJob, stride: int, format: str) -> UnetPrimingRow:
+        anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, stride)
+        kinds, seed = (KEPT,) * self.adapter.blocks, job.request.template_noise_seed
+        return self.adapter.priming_row(job, anchors, self.prompt, seed, kinds, format)
+
+    def _finish(
+        self, edits: Sequence[Edit], latents: Sequence[NDArray[np.float32]]
+    ) -> list[Picture]:
+        return [
+            np.where(edit.mask[..., None], self.decoder.decode(edit_latents), edit.source)
+            for edit, edit_latents in zip(edits, latents, strict=True)
+        ]
+
+
+def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
+    def coded(part: Coded) -> Coded:
+        return encode(part.data, format)
+
+    return AnchorEntry(entry.anchor, tuple(block.each(coded) for block in entry.blocks))
+
+
+def measure(
+    args: argparse.Namespace, edits: Sequence[Edit], choices: Sequence[Choice]
+) -> dict[str, list[EditQuality]]:
+    """What each system makes of each edit, by name; `dense` first, `served` last."""
+    rig = Rig(args.model, args.steps, args.guidance)
+    dense = rig.dense(edits)
+    qualities = {"dense": compare(edits, dense, dense)}
+    per_pass_values = {choice.own for choice in choices if not choice.halo}
+    entries = {per_pass: rig.entries(edits, own=per_pass) for per_pass in per_pass_values}
+    for choice in choices:
+        by = rig
+        if choice.halo:  # what maps mean depends on how they are stored
+            by = Rig(args.model, args.steps, args.guidance, choice.halo)
+            template_entries = by.entries(edits, stride=choice.stride, format=choice.format)
+        else:
+            template_entries = entries[choice.own]
+        qualities[choice.name] = compare(edits, by.cached(edits, template_entries, choice), dense)
+    if DEFAULT in choices:
+        triples = zip(edits, qualities["dense"], qualities[DEFAULT.name], strict=True)
+        qualities["served"] = [
+            dense_quality if rig.runs_dense(edit) else cached_quality
+            for edit, dense_quality, cached_quality in triples
+        ]
+    return qualities
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=DEMO_MODEL.with_name("demo-unet"))
+    add("--n", type=int, default=8, help="edits of each class (default 8)")
+    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    add("--steps", type=int, default=20)
+    add("--guidance", type=float, default=0.0, help="0: the model's own")
+    add("--frontier", action="store_true", help="compare ways of caching")
+    add("--dense", action="store_true", help="judge dense rows only")
+    add("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    choices = () if args.dense else FRONTIER if args.frontier else FEW
+    systems: dict[str, dict[str, list[EditQuality]]] = {}
+    with torch.inference_mode():
+        for name in args.classes:
+            edits = edits_of(name, args.n)
+            for first in range(0, len(edits), AT_ONCE):
+                for system, system_qualities in measure(
+                    args, edits[first : first + AT_ONCE], choices
+                ).items():
+                    systems.setdefault(system, {}).setdefault(name, []).extend(system_qualities)
+            print(f"{time.strftime('%H:%M:%S')}  {name}: {len(edits)} edits", flush=True)
+    judged = {
+        system: by_class(qualities_by_class) for system, qualities_by_class in systems.items()
+    }
+    print(table(judged))
+    if args.json:
+        report = {
+            "command": " ".join(sys.argv),
+            "hardware": processor(),
+            "date": time.strftime("%Y-%m-%d"),
+            "steps": args.steps,
+            "default": DEFAULT.name,
+            "systems": judged,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0

@@ -1,0 +1,88 @@
+"""Record what workers answer to some 90 fixed edits, and compare it with an earlier record.
+
+Two versions of the code that should answer alike are compared byte by byte. Dense and cached edits,
+streams with previews, templates by name, refusals and operations are sent one after the other; the
+record holds digests of each IMAGE and of its pixels, the error's text, and META without times. One
+worker after the other is asked: `demo` and `unet`, with LoRAs and ControlNets, and `ranks`, of two
+devices.
+
+    scripts/bench record_edits --out before.json
+    scripts/bench record_edits --compare before.json     # exit code 1 if anything differs
+    scripts/bench record_edits --only unet --compare before.json
+
+`--url` names a worker that has just started, of any version, to be asked what the one of `--only`
+is asked: only Triton's own client speaks to it.
+A record holds on one machine only: another CPU rounds floats otherwise, and another version of
+torch or Pillow may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tritonclient.utils import InferenceServerException
+
+from maskserve_benchmarks.perf.errors import PerfError
+from maskserve_benchmarks.perf.server import own_server, running_server
+from maskserve_benchmarks.recording.comparison import differences
+from maskserve_benchmarks.recording.edits import SITES
+from maskserve_benchmarks.recording.record import Record, Recorder
+from maskserve_serving.errors import ServeError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        previous_record = json.loads(options.compare.read_text()) if options.compare else None
+        record = take(options)
+    except (ServeError, PerfError, TimeoutError, InferenceServerException, OSError) as error:
+        print(f"record_edits: {error}", file=sys.stderr)
+        return 2
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    if previous_record is None:
+        return 0
+    changes = differences({site: previous_record.get(site, {}) for site in record}, record)
+    answers = sum(map(len, record.values()))
+    print("\n".join(changes) or f"all {answers} answers are the same")
+    return 1 if changes else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, help="write the record to this JSON file")
+    add("--compare", type=Path, metavar="RECORD", help="an earlier record")
+    add("--url", help="host:port (gRPC) of a worker that runs; HTTP is at the port before")
+    add("--only", nargs="+", choices=SITES, default=list(SITES), help="these workers alone")
+    options = parser.parse_args(argv)
+    if options.url and len(options.only) > 1:
+        parser.error("--url is one worker: name it by --only")
+    return options
+
+
+def take(options: argparse.Namespace) -> dict[str, Record]:
+    """Records by worker."""
+    if options.url:
+        [name] = options.only
+        server = running_server(options.url, None)
+        with closing(Recorder(server, SITES[name].cases, print)) as recorder:
+            return {name: recorder.take()}
+    records = {}
+    for name in options.only:
+        site = SITES[name]
+        with TemporaryDirectory() as logs:
+            config = Path(logs) / "config.toml"
+            config.write_text(site.config, encoding="utf-8")
+            with (
+                own_server(str(site.model), Path(logs), config, devices=site.devices) as server,
+                closing(Recorder(server, site.cases, print)) as recorder,
+            ):
+                records[name] = recorder.take()
+    return records

@@ -1,0 +1,146 @@
+"""Takes a record: what a worker answers to the fixed edits, as digests."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, TypeAlias
+
+from tritonclient.utils import InferenceServerException
+
+from maskserve_benchmarks.perf.server import Server
+from maskserve_benchmarks.probing.calls import Answer, Grpc, Http, Stream
+from maskserve_benchmarks.recording.comparison import PICTURE, pixels_of
+from maskserve_benchmarks.recording.edits import TEMPLATES, Case
+
+Record: TypeAlias = dict[str, dict[str, Any]]
+"""Name of an edit or operation → what was answered, as JSON values."""
+
+_STATUS_VARIES = frozenset(
+    ("worker", "sequence", "wall_ns", "monotonic_ns", "age_s", "costs", "pricing", "memory")
+)
+"""Of the status record: who and when, what steps took, and what else the machine holds."""
+_SETTLE_S = 0.3
+"""A worker's status is rewritten at least every 250 ms."""
+_SETTLE_LIMIT_S = 120.0
+
+
+class Recorder:
+    """Sends the edits to one worker, each alone: nothing else may run, no priming either.
+
+    The worker must have just started, since what it has seen before decides what is cached.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        cases: Callable[[Sequence[str]], list[Case]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._cases = cases
+        self._grpc, self._http = Grpc(server.grpc), Http(server.http)
+        self._stream_url, self._say = server.grpc, say
+
+    def take(self) -> Record:
+        """The record of all operations and edits.
+
+        Raises:
+            TimeoutError: the worker stays busy or silent.
+            InferenceServerException: the worker does not take the templates.
+        """
+        record: Record = {"status before": self._status()}
+        names = []
+        for number, picture in enumerate(TEMPLATES):
+            answer = record[f"register {number}"] = self._register(picture.image)
+            names.append(str(answer["template_id"]))
+        for case in self._cases(names):
+            self._settle()
+            record[case.name] = {"inputs": _inputs_digest(case), **_refusable(self._edit, case)}
+            self._say(f"{len(record):3} {case.name}")
+        record["status after"] = self._status()
+        record["templates"] = self._grpc.control("templates")
+        for op in ("pin", "unpin", "evict", "evict again", "reboot"):
+            call = partial(self._grpc.control, template_id=names[0])
+            record[op] = _refusable(call, op.split()[0])
+        return record
+
+    def close(self) -> None:
+        self._grpc.close()
+        self._http.close()
+
+    def _edit(self, case: Case) -> dict[str, Any]:
+        if case.way == "stream":
+            return self._streamed(case)
+        client = self._http if case.way == "http" else self._grpc
+        return answer_digest(client.edit(case.inputs))
+
+    def _streamed(self, case: Case) -> dict[str, Any]:
+        """The final answer, with the events before it by kind and step."""
+        events: dict[str, Any] = {}
+        with closing(Stream(self._stream_url)) as stream:
+            stream.send(case.inputs)
+            while True:
+                answer = stream.next()
+                digest = answer_digest(answer)
+                meta = digest["meta"]
+                if meta["event"] == "final":
+                    return {**digest, "events": events}
+                events[f"{meta['event']} {meta['step']}"] = digest
+
+    def _register(self, image: bytes) -> dict[str, Any]:
+        answer = self._grpc.control("register", image=base64.b64encode(image).decode())
+        self._settle()
+        return {**answer, **self._grpc.control("prime", template_id=answer["template_id"])}
+
+    def _status(self) -> dict[str, Any]:
+        """The worker's status without stamps and times."""
+        self._settle()
+        status = self._grpc.control("status")
+        counters = {k: v for k, v in status["counters"].items() if "seconds" not in k}
+        stable_fields = {key: value for key, value in status.items() if key not in _STATUS_VARIES}
+        return {**stable_fields, "counters": counters}
+
+    def _settle(self) -> None:
+        """Wait until no row runs or waits: a second sight primes after it is answered."""
+        end, quiet_since = time.monotonic() + _SETTLE_LIMIT_S, time.monotonic()
+        while time.monotonic() - quiet_since < _SETTLE_S:
+            status = self._grpc.control("status")
+            if status["running"] or status["waiting"] or status["in_flight"]:
+                quiet_since = time.monotonic()
+            if time.monotonic() > end:
+                raise TimeoutError("the worker stays busy; a record needs it alone")
+            time.sleep(_SETTLE_S / 6)
+
+
+def _refusable(call: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, Any]:
+    try:
+        return call(asked)
+    except InferenceServerException as error:
+        return {"error": error.message()}
+
+
+def answer_digest(answer: Answer) -> dict[str, Any]:
+    """An answer as digests of its IMAGE and of the pixels in it, and META without what varies."""
+    image, meta = answer
+    stable_meta = {k: v for k, v in meta.items() if k != "worker" and not k.endswith("_ms")}
+    digest: dict[str, Any] = {"image": _sha(image), "meta": stable_meta}
+    if image:
+        raw = image if image[:1] in b"\x89\xffR" else base64.b64decode(image)
+        digest[PICTURE] = base64.b64encode(raw).decode()
+        pixels = pixels_of(digest)
+        digest["pixels"] = f"{pixels.shape} {_sha(pixels.tobytes())}"
+    return digest
+
+
+def _inputs_digest(case: Case) -> str:
+    """Says whether two records asked the same."""
+    return _sha(json.dumps([_sha(case.inputs[name]) for name in sorted(case.inputs)]).encode())
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

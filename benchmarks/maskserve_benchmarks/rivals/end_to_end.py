@@ -1,0 +1,437 @@
+"""Edits per second and latencies beside what people would use instead, on one machine.
+
+    make bench          # quick: 18 minutes on a 2-core AMD EPYC (2026-11-27), 34 on an Intel Xeon
+    make bench-full     # more edits, rounds and rates: an hour and a half
+
+Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
+are primed. First both are tuned by edits per second with 8 in flight: the rival's batch, delay,
+instances and threads, and how maskserve shares the cores (`chosen`). Then, in turn and in rounds:
+edits per second at saturation (8 in flight), one edit alone, and Poisson arrivals at shares of what
+the tuned rival can do. Then the studies (`studies`): batch sizes, mask ratios, parts left out,
+LoRAs. Writes results.json, the plots and the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from skimage.metrics import structural_similarity
+
+from maskserve_benchmarks.benchmarks.edit import large_model
+from maskserve_benchmarks.benchmarks.lora_edits import write_loras
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.machine import machine, stolen_s
+from maskserve_benchmarks.perf.command import CACHE
+from maskserve_benchmarks.perf.inputs import Edit
+from maskserve_benchmarks.perf.load import Load
+from maskserve_benchmarks.perf.results import Stamps
+from maskserve_benchmarks.perf.tool import Tool, find_tool
+from maskserve_benchmarks.probing.calls import decode
+from maskserve_benchmarks.reports import write_json
+from maskserve_benchmarks.rivals import studies
+from maskserve_benchmarks.rivals.measuring import (
+    IN_FLIGHT,
+    SLO,
+    TUNINGS,
+    WARM,
+    Bench,
+    Figures,
+    Plan,
+    System,
+    summed,
+    systems,
+    variants,
+)
+from maskserve_benchmarks.rivals.page import write_page
+from maskserve_benchmarks.rivals.server import Rival, rival_server
+from maskserve_common.config import cores
+from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.layers import onednn
+
+BARS = {
+    "throughput_vs_diffusers": 3.0,
+    "mean_latency_vs_diffusers_at_saturation": 14.7,
+    "unseen_vs_diffusers": 2.8,
+    "primed_vs_diffusers": 5.0,
+    "primed_vs_diffusers_demo": 2.5,
+    "p95_vs_static": 0.35,
+    "p95_vs_strawman": 0.40,
+    "p95_vs_least_requests": 0.26,
+}
+"""The first five of the larger model and the demo model, those of `unseen` and `primed` at as many
+steps; the others simulated."""
+
+
+_TURNS = 3
+_CLEARLY = 1.05
+"""A lead from which on it is no draw."""
+_BOTH = ("production", "public")
+_CURVES: dict[str, Any] = {
+    "batches": (1, 2, 4, 8),
+    "ratios": (0.05, 0.1, 0.2, 0.35, 0.5, 0.8),
+    "ablation": True,
+}
+QUICK = {
+    "demo": Plan(
+        128, 24, 4, 3, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)), everywhere=False,
+        batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True, study_rounds=1,
+        unseen=24,
+    ),
+    "bench": Plan(
+        256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
+        ratios=(0.1, 0.35), study_rounds=1, unseen=16,
+    ),
+}  # fmt: skip
+FULL = {
+    "demo": Plan(
+        128, 48, 8, 3, (0.5, 0.8, 1.0, 1.5), 48, 240.0, TUNINGS, _BOTH, rings=(0, 2), routed=True,
+        loras=True, unseen=48, **_CURVES,
+    ),
+    "bench": Plan(
+        256, 16, 3, 2, (0.5, 1.0), 30, 600.0, TUNINGS, _BOTH, judged=4, everywhere=False,
+        rings=(0, 2), unseen=32, **_CURVES,
+    ),
+}  # fmt: skip
+
+
+def ways_to_share(store: Path) -> dict[str, studies.Tables]:
+    """Configurations of maskserve's worker, by how it shares the cores.
+
+    Args:
+        store: folder of LoRAs.
+    """
+    processes = max(n for n in (1, 2, 4, 8) if n <= cores())
+    ways = {"one process with all cores": 1}
+    if processes > 1:
+        ways[f"a process per core (--devices-per-worker {processes})"] = processes
+    return {
+        way: {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
+        for way, devices in ways.items()
+    }
+
+
+def rates_of(benches: Mapping[str, Bench]) -> dict[str, float]:
+    """Edits per second at saturation of maskserve's workers, which have just been started: medians
+    of `_TURNS` turns that they take one after the other.
+    """
+    for bench in benches.values():
+        for mix in bench.plan.mixes:  # a template's second sight primes it
+            bench.ours.warm(2 * bench.edits(mix)[:WARM])
+    turns = {way: list[float]() for way in benches}
+    for _ in range(_TURNS):
+        for way, bench in benches.items():
+            rate = bench.saturated(System("maskserve", way), IN_FLIGHT, bench.plan.edits)
+            turns[way].append(rate)
+    for way, rates in turns.items():
+        say(f"  {way:45} {' '.join(f'{rate:.2f}' for rate in rates)} edits/s")
+    return {way: statistics.median(rates) for way, rates in turns.items()}
+
+
+def chosen(rates: Mapping[str, float]) -> str:
+    """The way to share the cores that is measured: the first, which operators have who set nothing,
+    unless another has clearly more edits per second. Which one it is moves latencies far more than
+    rates, so no draw may decide it.
+    """
+    default, *_ = rates
+    fastest = max(rates, key=lambda way: rates[way])
+    return fastest if rates[fastest] > _CLEARLY * rates[default] else default
+
+
+def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
+    """The rival with most edits per second at saturation, and what all had."""
+    results, tunings = [], bench.plan.tunings
+    for tuning in tunings:
+        system = System(tuning.name, tuning.name, rival=variants()["whole", tuning.name])
+        with bench.serving(system):
+            count = max(IN_FLIGHT, bench.plan.edits // 2)
+            stamps = bench.run(system, Load("concurrency", IN_FLIGHT), count)
+        results.append(
+            {
+                "batch": tuning.batch,
+                "delay_ms": tuning.delay_ms,
+                "instances": tuning.instances,
+                "threads": tuning.threads,
+                "edits_per_s": round(stamps.answered_per_s, 3),
+            }
+        )
+        say(f"  {tuning.name:9} {results[-1]['edits_per_s']:.2f} edits/s")
+    best = max(range(len(results)), key=lambda n: float(results[n]["edits_per_s"]))
+    return tunings[best], results
+
+
+def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
+    """All of one model."""
+    model = DEMO_MODEL if name == "demo" else large_model(folder / "model")
+    store = folder / "loras"
+    store.mkdir()
+    loras = write_loras(store) if plan.loras else []
+    rivals = list(variants().values())
+    rivals += [with_loras(item, store) for item in rivals if item.way == "whole"]
+    with ExitStack() as running:
+        rivals_server = running.enter_context(rival_server(model, rivals, folder))
+        say(f"{name}: maskserve, {IN_FLIGHT} in flight")
+        shared, benches = ways_to_share(store), dict[str, Bench]()
+        for number, (way, tables) in enumerate(shared.items()):
+            own_folder = folder / f"maskserve{number}"
+            server = running.enter_context(studies.worker(model, own_folder, tables))
+            benches[way] = Bench(tool, server, rivals_server, plan, own_folder)
+        own_rates = rates_of(benches)
+        best_way = chosen(own_rates)
+        bench = benches.pop(best_way)
+        say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
+        best, tuning = tuned(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
+        measured = systems(best, name, plan.rings)
+        runs: dict[str, dict[str, list[Stamps]]] = {item.key: {} for item in measured}
+        drawn = bench.edits("production")
+        judged, pictures = drawn[: plan.judged], dict[str, list[Any]]()
+        for number in range(plan.rounds):
+            rate = 0.0
+            for system in measured:
+                with bench.serving(system):
+                    rate = take_turn(bench, system, runs[system.key], rate)
+                    if not number:
+                        pictures[system.key] = bench.pictures(system, judged)
+                saturated = runs[system.key]["saturated production"][-1].answered_per_s
+                say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
+        whole, maskserve_system = (
+            measured[0],
+            next(item for item in measured if item.key == "maskserve"),
+        )
+        dense = next(item for item in measured if item.key == "dense")
+        looked: Figures = {}
+        say(f"{name}: studies")
+        if plan.unseen:
+            say("  pictures never seen")
+            looked["unseen"] = studies.of_unseen_pictures(bench, [whole, dense, maskserve_system])
+        if plan.batches:
+            say("  batch sizes")
+            looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, maskserve_system])
+        if plan.ratios:
+            say("  mask ratios")
+            looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, maskserve_system])
+        if plan.ablation:
+            say("  parts left out")
+            looked["ablation"] = studies.ablation(bench, model, folder, shared[best_way], benches)
+        if plan.routed:
+            say("  policies of routing")
+            looked["routing"] = studies.by_policy(bench, model, folder)
+        if plan.loras:
+            say("  LoRAs")
+            assert whole.rival is not None
+            pipeline = replace(whole, rival=with_loras(whole.rival, store))
+            looked["loras"] = studies.with_loras(bench, [pipeline, maskserve_system], loras)
+    slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
+    return {
+        "pictures": f"{plan.size}x{plan.size}",
+        "edits_per_run": plan.edits,
+        "rounds": plan.rounds,
+        "tuning": tuning,
+        "own_tuning": own_rates,
+        "slo_ms": round(slo_ms, 1),
+        "flop_limit": round(flop_limit(model, drawn), 2),
+        "studies": looked,
+        "systems": {
+            item.key: {
+                "label": item.label,
+                **summed(runs[item.key], slo_ms),
+                "likeness": alike(judged, pictures[item.key], pictures["diffusers"]),
+            }
+            for item in measured
+        },
+    }
+
+
+def with_loras(rival: Rival, store: Path) -> Rival:
+    return replace(rival, name=f"{rival.name}_loras", loras=str(store))
+
+
+def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate: float) -> float:
+    """A system's turn in a round.
+
+    Args:
+        bench: of the model.
+        system: whose turn it is.
+        runs: by kind; those of this turn are added.
+        rate: edits per second of the first system of the round at saturation; 0: this is it.
+
+    Returns:
+        that rate.
+    """
+    for mix in bench.plan.mixes:
+        saturated = bench.run(
+            system, Load("concurrency", IN_FLIGHT), bench.plan.edits, bench.edits(mix)
+        )
+        runs.setdefault(f"saturated {mix}", []).append(saturated)
+        rate = rate or saturated.answered_per_s
+    single_run = bench.run(system, Load("concurrency", 1), bench.plan.alone)
+    runs.setdefault("alone", []).append(single_run)
+    paced = bench.plan.everywhere or system.key in ("diffusers", "maskserve")
+    for share in bench.plan.rates if paced else ():
+        stamps = bench.run(system, Load("request_rate", share * rate), bench.plan.paced)
+        runs.setdefault(f"rate {share:g}", []).append(stamps)
+    return rate
+
+
+def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
+    """Likeness to the rival's whole pictures in the mask."""
+    ssim, psnr = [], []
+    for edit, picture, reference_picture in zip(edits, pictures, reference, strict=True):
+        mask = decode(edit.mask)[..., 0] > 127
+        _, ssim_map = structural_similarity(
+            picture,
+            reference_picture,
+            channel_axis=2,
+            data_range=255,
+            gaussian_weights=True,
+            full=True,
+        )
+        error = (picture[mask].astype(float) - reference_picture[mask]) ** 2
+        ssim.append(float(ssim_map[mask].mean()))
+        psnr.append(10.0 * np.log10(255.0**2 / max(float(error.mean()), 1e-2)))
+    return {
+        "ssim_in_mask": round(statistics.mean(ssim), 4),
+        "psnr_in_mask": round(statistics.mean(psnr), 2),
+    }
+
+
+def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
+    """Dense FLOPs of steps over those of cached ones, for these masks without a ring."""
+    facts = load_facts(model)
+    side = decode(edits[0].image).shape[0] // facts.vae_scale_factor
+    work = counted_work(facts, side, side)
+    rows = [work.row_at(edit.mask_ratio, 16) for edit in edits]
+    dense, cached = (float(work.step_flops(rows, kind)) for kind in ("dense", "kv"))
+    return dense / cached
+
+
+def summary_of(report: Mapping[str, Any]) -> Figures:
+    """The figures that have bars, of the larger model, and their companions."""
+    bench, demo = report["bench"]["systems"], report["demo"]["systems"]
+
+    def times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -> float:
+        maskserve_figure, rival_figure = (
+            systems["maskserve"][kind][figure],
+            systems[other][kind][figure],
+        )
+        ratio = (
+            rival_figure / maskserve_figure
+            if figure.endswith("_ms")
+            else maskserve_figure / rival_figure
+        )
+        return round(float(ratio), 2)
+
+    saturated = "saturated production"
+    throughput = times(bench, saturated, "edits_per_s")
+    return {
+        "throughput_vs_diffusers": throughput,
+        "throughput_vs_diffusers_demo": times(demo, saturated, "edits_per_s"),
+        "throughput_vs_dense": times(bench, saturated, "edits_per_s", "dense"),
+        "throughput_vs_crop": times(bench, saturated, "edits_per_s", "crop"),
+        **_of_unseen(report["bench"], ""),
+        **_of_unseen(report["demo"], "_demo"),
+        "mean_latency_vs_diffusers_at_saturation": times(bench, "rate 1", "mean_ms"),
+        "saturated_for_s": bench["diffusers"]["rate 1"]["seconds"],
+        "ssim_in_mask": demo["maskserve"]["likeness"]["ssim_in_mask"],
+        "of_flop_limit": round(
+            times(bench, saturated, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
+        ),
+        **report["simulated"],
+    }
+
+
+def _of_unseen(model: Figures, name: str) -> dict[str, float]:
+    """Of the study of pictures that nobody has sent before, if there was one."""
+    rates = model["studies"].get("unseen")
+    if rates is None:
+        return {}
+    times = {key: round(rate / rates["diffusers"], 2) for key, rate in rates.items()}
+    return {
+        f"unseen_vs_diffusers{name}": times["maskserve"],
+        f"primed_vs_diffusers{name}": times["primed"],
+    }
+
+
+def say(line: str) -> None:
+    """A line behind the minutes since this process began."""
+    minutes = (time.time() - psutil.Process().create_time()) / 60.0
+    print(f"{minutes:5.1f} min  {line}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--full", action="store_true", help="more edits, rounds and rates")
+    parser.add_argument("--only", choices=tuple(QUICK), help="renew this model of --out")
+    parser.add_argument(
+        "--page", action="store_true", help="write the page of what was measured; simulate anew"
+    )
+    parser.add_argument("--out", type=Path, help="folder; by default below docs/benchmarks")
+    args = parser.parse_args()
+    plans, report = (FULL if args.full else QUICK), dict[str, Any]()
+    out = args.out or CHECKOUT / "docs/benchmarks" / ("rivals-full" if args.full else "rivals")
+    results = out / "results.json"
+    if args.page:
+        report = json.loads(results.read_text(encoding="utf-8"))
+        report["simulated"] = studies.simulated()
+        report["summary"] = summary_of(report)
+        write_json(report, results)
+        write_page(report, out)
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    if args.only and results.exists():
+        report = json.loads(results.read_text(encoding="utf-8"))
+    tool = find_tool(None, CACHE)
+    begin, stolen = time.monotonic(), stolen_s()
+    for name, plan in plans.items():
+        if args.only in (None, name):
+            with tempfile.TemporaryDirectory() as scratch:
+                report[name] = measure_model(name, tool, Path(scratch), plan)
+            write_json(report, results)  # a model is an hour of --full
+    took = time.monotonic() - begin
+    report["about"] = {
+        "command": "make bench-full" if args.full else "make bench",
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": machine(),
+        "onednn": onednn.is_faster(),
+        "commit": _commit(),
+        "minutes": round(took / 60, 1),
+        "stolen_share": round((stolen_s() - stolen) / took / (os.cpu_count() or 1), 3),
+        "tool": tool.version,
+    }
+    if plans.keys() <= report.keys():
+        say("simulated")
+        report["simulated"] = studies.simulated()
+        report["summary"] = summary_of(report)
+        write_page(report, out)
+        print(json.dumps(report["summary"], indent=2), flush=True)
+    write_json(report, results)
+    say(f"written: {out}")
+    missed = [name for name, bar in BARS.items() if report.get("summary", {}).get(name, bar) < bar]
+    for name in missed:
+        say(f"MISSED: {name} is {report['summary'][name]}, under {BARS[name]:g}")
+    return 0
+
+
+def _commit() -> str:
+    process = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return process.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,398 @@
+"""results.json as a page and its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maskserve_benchmarks.rivals.measuring import UNSEEN_STEPS
+
+Figures = Mapping[str, Any]
+MODELS = {
+    "bench": "FLUX Fill of width 512 (2 + 4 blocks, random weights), 8 steps",
+    "demo": "The demo model (FLUX Fill of width 128, 2 + 4 blocks), 20 steps",
+}
+_COLOURS = {"diffusers": "0.45", "first_block": "0.6", "crop": "0.75", "dense": "tab:blue"}
+_OURS = "tab:orange"
+_TIMES = ("mean", "p50", "p95", "p99", "waited")
+
+
+def write_page(report: Figures, folder: Path) -> None:
+    """README.md and its plots in `folder`."""
+    (folder / "README.md").write_text(page(report), encoding="utf-8")
+    plot_throughput(report, folder / "throughput.png")
+    plot_latency(report, folder / "latency.png")
+    plot_studies(report, folder / "studies.png")
+
+
+def page(report: Figures) -> str:
+    about, summary = report["about"], report["summary"]
+    lines = [
+        "# Beside what people would use instead",
+        "",
+        f"Made by `{about['command']}` ({about['hardware']}, {about['date']}, commit "
+        f"{about['commit']}, {about['minutes']:g} minutes, {about['stolen_share']:.0%} of the "
+        "processor's time taken by others). Do not edit: the command writes it.",
+        "",
+        "Load by perf_analyzer over gRPC. Every system serves the same edits (production mask "
+        "ratios, mean 0.11; four pictures, whose templates are primed) in a Triton of the same "
+        "build on the same machine, in turn. *diffusers' pipeline* is FluxFillPipeline in a Triton "
+        "Python model with dynamic batching, tuned as below. What these numbers say about a GPU: "
+        "[below](#reading-these-numbers).",
+        "",
+        f"**At saturation {summary['throughput_vs_diffusers']:g} times the edits per second of "
+        "diffusers' pipeline with the larger model** (bar 3), "
+        f"{summary['throughput_vs_diffusers_demo']:g} times with the demo model; at the rate where "
+        f"the pipeline saturates, held for {summary['saturated_for_s']:.0f} s, the mean latency is "
+        f"{summary['mean_latency_vs_diffusers_at_saturation']:g} times lower (bar 14.7).",
+        *_queue(report, summary),
+        *_products(report),
+        "",
+        "![edits per second](throughput.png)",
+        "",
+        "![latencies](latency.png)",
+        "",
+    ]
+    for name, title in MODELS.items():
+        lines += _model(title, report[name])
+    lines += _studies(report)
+    limit = report["bench"]["flop_limit"]
+    lines += [READING.format(limit=f"1/{limit:g}", of_limit=summary["of_flop_limit"]), ""]
+    return "\n".join(lines)
+
+
+def _queue(report: Figures, summary: Figures) -> list[str]:
+    """What the ratio of mean latencies consists of, where it is under its bar."""
+    if summary["mean_latency_vs_diffusers_at_saturation"] >= 14.7:
+        return []
+    systems = report["bench"]["systems"]
+    maskserve_ms, pipeline_ms = (
+        systems[name]["rate 1"]["mean_ms"] for name in ("maskserve", "diffusers")
+    )
+    single_ms = systems["maskserve"]["alone"]["mean_ms"]
+    return [
+        f"An edit of ours takes {maskserve_ms / 1e3:.2f} s there and {single_ms / 1e3:.2f} s "
+        "alone, so it "
+        f"hardly waits. What is left of the ratio is the pipeline's {pipeline_ms / 1e3:.1f} s, "
+        "in calls "
+        "of several edits and waiting for one; the longer the rate is held, the longer."
+    ]
+
+
+def _products(report: Figures) -> list[str]:
+    """What of the ratios is not the cache's."""
+    if not report["about"].get("onednn"):
+        return []
+    systems = report["bench"]["systems"]
+    dense, pipeline_rate = (
+        systems[name]["saturated production"]["edits_per_s"] for name in ("dense", "diffusers")
+    )
+    return [
+        "",
+        f"On this processor maskserve's products are [oneDNN's](../../decisions/costs.md"
+        f"#onednns-products), where torch's own, which the pipeline runs, are MKL's. So its dense "
+        f"edits, too, are {dense / pipeline_rate:.2f} times as many as the pipeline's with the "
+        "larger "
+        "model: that part of all ratios here is no reuse, and other processors do not have it.",
+    ]
+
+
+def _model(told: str, model: Figures) -> list[str]:
+    kinds = [kind for kind in model["systems"]["diffusers"] if kind.startswith("rate ")]
+    lines = [
+        f"## {told}",
+        "",
+        f"Pictures of {model['pictures']}, {model['edits_per_run']} edits a run, "
+        f"{_rounds(model['rounds'])}. *Good*: the share answered within {model['slo_ms']:.0f} ms, "
+        "twice what diffusers' pipeline takes alone. *Waits*: mean ms until an edit has a row of "
+        "maskserve's, or is in a call of the pipeline. *Like it*: SSIM and dB in the mask against "
+        "the pipeline's own whole picture of the same seed.",
+        "",
+        f"| system | edits/s, 8 in flight (rounds) | pictures never seen, {UNSEEN_STEPS} steps | "
+        "alone ms | like it |",
+        "|---|---|---|---|---|",
+    ]
+    unseen = model["studies"].get("unseen", {})
+    for key, system in model["systems"].items():
+        full, like = system["saturated production"], system["likeness"]
+        low, high = full["spread"]
+        lines.append(
+            f"| {system['label']} | **{full['edits_per_s']:.2f}** ({low:.2f} to {high:.2f}) | "
+            f"{format(unseen[key], '.2f') if key in unseen else ''} | "
+            f"{system['alone']['mean_ms']:.0f} | {like['ssim_in_mask']:.3f}, "
+            f"{like['psnr_in_mask']:.1f} dB |"
+        )
+    if unseen:
+        pipeline_rate = unseen["diffusers"]
+        lines += [
+            "",
+            f"Of pictures that nobody has sent before maskserve answers "
+            f"{unseen['maskserve'] / pipeline_rate:.2f} times as many edits as the pipeline; where "
+            f"templates are primed, at as many steps, {unseen['primed'] / pipeline_rate:.2f} "
+            "times as "
+            f"many ({unseen['primed']:.2f} edits/s).",
+        ]
+    if "saturated public" in model["systems"]["diffusers"]:
+        public_rates = (
+            f"{s['label']} {s['saturated public']['edits_per_s']:.2f}"
+            for s in model["systems"].values()
+        )
+        lines += [
+            "",
+            f"With the public distribution (mean ratio 0.19), edits/s: {', '.join(public_rates)}.",
+        ]
+    for kind in kinds:
+        paced_run = model["systems"]["diffusers"][kind]
+        lines += [
+            "",
+            f"Poisson arrivals at {float(kind.split()[1]):g} of the pipeline's edits per second "
+            f"({paced_run['sent_per_s']:.2f}/s):",
+            "",
+            "| system | mean ms | P50 | P95 | P99 | waits | good |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for system in model["systems"].values():
+            if kind not in system:
+                continue
+            run = system[kind]
+            times = " | ".join(f"{run[name + '_ms']:.0f}" for name in _TIMES)
+            lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
+    lines += [
+        "",
+        "How maskserve shared the cores, edits/s with 8 in flight, medians of three turns; the "
+        "first way, the default, ran unless another had over 5 % more:",
+        "",
+    ]
+    lines += [f"- {way}: {rate:.2f}" for way, rate in model["own_tuning"].items()]
+    if not model["tuning"]:
+        lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4;"]
+        link = "`make bench-full` ([results](../rivals-full/results.json)) tunes it here, too."
+        return [*lines, link, ""]
+    lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
+    lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
+    for tuning in model["tuning"]:
+        lines.append(
+            f"| {tuning['batch']} | {tuning['delay_ms']} | {tuning['instances']} | "
+            f"{tuning['threads']} | "
+            f"{tuning['edits_per_s']:.2f} |"
+        )
+    return [*lines, ""]
+
+
+def _studies(report: Figures) -> list[str]:
+    lines = ["## Looked at more closely", "", "![studies](studies.png)", ""]
+    for name, title in MODELS.items():
+        model = report[name]
+        studies, systems = model["studies"], model["systems"]
+        pictures = f"{title}, pictures of {model['pictures']}"
+        if "batch_size" in studies:
+            lines += [f"Edits/s by the number in flight (FlashPS Fig. 14), {pictures}:", ""]
+            lines += _by(studies["batch_size"], systems, "in flight", "{:.2f}")
+        if "mask_ratio" in studies:
+            lines += [
+                f"Milliseconds of one edit alone by its mask's share (Fig. 15), {pictures}:",
+                "",
+            ]
+            lines += _by(studies["mask_ratio"], systems, "mask", "{:.0f}")
+        if "ablation" in studies:
+            dense = systems["dense"]
+            workers = {
+                **studies["ablation"],
+                "no cached rows: all tokens": {
+                    "edits_per_s": dense["saturated production"]["edits_per_s"],
+                    "alone_ms": dense["alone"]["p50_ms"],
+                },
+            }
+            lines += ["maskserve without a part, or configured otherwise:", ""]
+            lines += ["| worker | edits/s, 8 in flight | alone ms |", "|---|---|---|"]
+            lines += [
+                f"| {name} | {worker['edits_per_s']:.2f} | {worker['alone_ms']:.0f} |"
+                for name, worker in workers.items()
+            ]
+            lines.append("")
+        if "routing" in studies:
+            routed = studies["routing"]
+            p95 = ", ".join(f"{name} {ms:.0f} ms" for name, ms in routed["p95_ms"].items())
+            lines += [
+                f"Two workers that share the cores behind a router (Fig. 16), the public mix, "
+                f"{routed['edits']} edits a run at {routed['sent_per_s']:.2f}/s "
+                f"({routed['load']:g} of what both can do), P95 by policy: {p95}. What one leaves "
+                "idle the other uses, so here a policy matters little; with a device for each "
+                "worker it does "
+                "([emulated workers](../../benchmarks.md#a-router), "
+                "[simulated ones](../../decisions/routing.md)).",
+                "",
+            ]
+        if "loras" in studies:
+            pipeline_rate, maskserve_rate = (
+                studies["loras"][key] for key in ("diffusers", "maskserve")
+            )
+            lines += [
+                f"With one of eight LoRAs of rank 16 on 95 % of the edits, popular ones more often "
+                "(Katz's shares), edits/s with 8 in flight: diffusers' pipeline "
+                f"{pipeline_rate:.2f} (one "
+                f"set of adapters per call), maskserve {maskserve_rate:.2f} (any mix in a batch): "
+                f"{maskserve_rate / pipeline_rate:.2f} times.",
+                "",
+            ]
+    lines += [SIMULATED.format(**report["simulated"]), ""]
+    return lines
+
+
+def _by(found: Figures, systems: Figures, axis: str, form: str) -> list[str]:
+    """A table: a line a system."""
+    points = list(next(iter(found.values())))
+    lines = [f"| {axis} | {' | '.join(points)} |", "|---" * (len(points) + 1) + "|"]
+    for key, values in found.items():
+        cells = " | ".join(form.format(values[point]) for point in points)
+        lines.append(f"| {systems[key]['label']} | {cells} |")
+    return [*lines, ""]
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"medians of {count} rounds"
+
+
+SIMULATED = """**Simulated**, since one machine cannot show it
+([how, and how far it agrees with the paper](../../decisions/simulator.md)): at FlashPS's case of
+section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed, text computed in
+each step) static batching has
+{p95_vs_static:.0%} more P95 than ours (bar 35 %) and image work inside the step loop
+{p95_vs_strawman:.0%} more (bar 40 %). Half of a step is a share that was fitted to the paper's
+figure: at the 6 % of [an H200's recorded steps](../../gpu.md#measured-on-an-h200) static batching
+has {p95_vs_static_h200:+.0%}. Eight workers at 95 % load, public mix: mask-aware routing's
+P95 is {p95_vs_least_requests:.0%} under that of least requests in flight (bar 26 %) and
+{p95_vs_round_robin:.0%} under round robin. The paper's request-level rule counts what was assigned,
+which is round robin's information; the number in flight tells of slow workers, too, and is a far
+stronger rival ([why](../../decisions/routing.md)). On two cores both
+are [measured](../../benchmarks.md#flashpss-comparisons), and gain far less."""
+
+READING = """## Measured elsewhere
+
+[Pictures by class](../../benchmarks.md#what-caching-costs-in-quality) (FlashPS Table 2), loads
+beside computation (Fig. 4: [the plan](../../decisions/plan.md#in-the-step-loop)), overheads
+(section 6.6: [serving](../../benchmarks.md#what-serving-adds),
+[a router](../../benchmarks.md#a-router)),
+[routing](../../decisions/routing.md) (Fig. 16),
+[LoRAs](../../benchmarks.md#rows-with-loras) and
+[ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet) by the step, due times
+[measured](../../benchmarks.md#on-a-real-worker-of-two-devices) and
+[simulated](../../benchmarks.md#due-times-on-eight-devices), and [GPUs, counted](../../gpu.md).
+
+## Reading these numbers
+
+- **A CPU is bound by FLOPs.** A step of eight rows takes eight times as long as one of one, so
+  batching gains little and what a mask saves in FLOPs is what is gained. On a GPU batching gains
+  more, and a single cached row less than its FLOPs say: [gpu.md](../../gpu.md).
+- **The limit.** With these masks a cached step has {limit} of a dense one's FLOPs where no ring is
+  computed; ring, text tokens and what surrounds the steps take the rest. maskserve reaches
+  {of_limit:.0%} of that limit over its own dense rows.
+- **The larger model has random weights**: *like it* says only how far cached activations are from
+  computed ones. Judge pictures by the demo model's table and [benchmarks.md](../../benchmarks.md).
+- **Crops** see less of the picture, and crops of several sizes do not share a batch.
+- **Where we lose**: FirstBlockCache leaves whole steps out, and is faster than cached rows of a
+  model as small as the demo's, at the likeness that stands beside it; both together
+  (`first_block_threshold`) are the fastest. A worker of one process has one batch on all cores,
+  whose threads wait for one another (`--devices-per-worker 2` shares them otherwise). Masks of more
+  than nine tenths run dense by rule. With no concurrency and a small model, Triton's and our own
+  processes cost more than a script with the pipeline in it."""
+
+
+def plot_throughput(report: Figures, path: Path) -> None:
+    """Edits per second at saturation, a bar a system."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.4))
+    for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
+        systems = report[name]["systems"]
+        keys = list(systems)[::-1]
+        rates = [systems[key]["saturated production"]["edits_per_s"] for key in keys]
+        bars = ax.barh(
+            [systems[key]["label"] for key in keys],
+            rates,
+            color=[_COLOURS.get(key, _OURS) for key in keys],
+        )
+        ax.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3)
+        ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
+        ax.set_xlabel("edits/s, 8 in flight")
+        ax.margins(x=0.15)
+        ax.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def plot_latency(report: Figures, path: Path) -> None:
+    """Mean and P95 at each rate, a group of bars a rate."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.6))
+    for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
+        systems = report[name]["systems"]
+        kinds = [kind for kind in systems["diffusers"] if kind.startswith("rate ")]
+        width = 0.8 / len(systems)
+        for index, (key, system) in enumerate(systems.items()):
+            if not all(kind in system for kind in kinds):
+                continue
+            at = [place + index * width for place in range(len(kinds))]
+            mean = [system[kind]["mean_ms"] / 1e3 for kind in kinds]
+            p95 = [system[kind]["p95_ms"] / 1e3 for kind in kinds]
+            colour = _COLOURS.get(key, _OURS)
+            alpha = 1.0 if key in ("maskserve", *_COLOURS) else 0.5
+            ax.bar(at, p95, width, color=colour, alpha=0.3 * alpha)
+            ax.bar(at, mean, width, color=colour, alpha=alpha, label=system["label"])
+        sent_rates = [systems["diffusers"][kind]["sent_per_s"] for kind in kinds]
+        ax.set_xticks(
+            [place + 0.4 - width / 2 for place in range(len(kinds))],
+            [f"{rate:.2f}/s" for rate in sent_rates],
+        )
+        ax.set_ylabel("seconds: mean, and P95 (pale)")
+        ax.set_title(title.split(",")[0].split(" (")[0], fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    most = max(axes, key=lambda ax: len(ax.get_legend_handles_labels()[0]))
+    figure.legend(
+        *most.get_legend_handles_labels(), loc="upper center", ncols=4, fontsize=8, frameon=False
+    )
+    _save(figure, path, top=0.86)
+
+
+def plot_studies(report: Figures, path: Path) -> None:
+    """Figs. 14 and 15: what was measured of each model, side by side."""
+    drawn = [
+        (report[name], study, axis, unit, scale)
+        for study, axis, unit, scale in (
+            ("batch_size", "edits in flight", "edits/s", 1.0),
+            ("mask_ratio", "mask's share of the picture", "seconds, one edit alone", 1e-3),
+        )
+        for name in MODELS
+        if study in report[name]["studies"]
+    ]
+    pyplot = _pyplot()
+    figure, grid = pyplot.subplots(1, len(drawn), figsize=(5.5 * len(drawn), 3.4), squeeze=False)
+    for ax, (model, study, axis, unit, scale) in zip(grid[0], drawn, strict=True):
+        for key, values in model["studies"][study].items():
+            ax.plot(
+                [float(point) for point in values],
+                [scale * value for value in values.values()],
+                marker="o",
+                color=_COLOURS.get(key, _OURS),
+                label=model["systems"][key]["label"],
+            )
+        ax.set_xlabel(axis)
+        ax.set_ylabel(unit)
+        ax.set_ylim(bottom=0)
+        ax.set_title(f"pictures of {model['pictures']}", fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    grid[0][0].legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path, top: float = 1.0) -> None:
+    figure.tight_layout(rect=(0.0, 0.0, 1.0, top))
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,302 @@
+"""One model looked at more closely: pictures never seen, batch sizes, mask ratios, parts left out,
+LoRAs.
+
+FlashPS Figs. 14 and 15 and its ablation, with real workers; Katz's adapters beside. What systems
+are compared takes turns inside each round, as everywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from maskserve_benchmarks.benchmarks.adapter_misses import SERVICES, drawn
+from maskserve_benchmarks.perf.inputs import Edit, draw_mask
+from maskserve_benchmarks.perf.load import Load
+from maskserve_benchmarks.perf.results import Stamps
+from maskserve_benchmarks.perf.server import Server, own_server, own_workers
+from maskserve_benchmarks.rivals.measuring import (
+    IN_FLIGHT,
+    UNSEEN_STEPS,
+    WARM,
+    Bench,
+    Figures,
+    System,
+    summed,
+)
+from maskserve_benchmarks.router_site import RouterSite
+from maskserve_benchmarks.simulator.bars import (
+    FEW_TOKENS_IDLE,
+    H200_IDLE,
+    batching,
+    routing,
+    routing_cases,
+)
+from maskserve_common.imaging.images import encode_image
+
+Tables = Mapping[str, Mapping[str, Any]]
+"""Of a configuration file."""
+POLICIES = ("round_robin", "least_requests", "mask_aware")
+ROUTED_LOAD = 0.8
+"""Of what two workers can do."""
+ROUTED = 3
+"""Times that the edits of a run are sent: P95 wants many."""
+LORA_SHARE = 0.95
+"""Of production's edits that have one (Katz, section 3.1)."""
+OTHERWISE: Mapping[str, dict[str, Any]] = {
+    "no batches: one edit at a time in each process": {"engine": {"max_rows": 1}},
+    "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
+    "weights of 8 bits (--weights int8)": {"model": {"weights": "int8"}},
+}
+"""Configurations of a worker: without a part of it, or with other weights."""
+
+
+def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Edits per second with so many in flight (Fig. 14), by system."""
+    figures: Figures = {}
+    for system in systems:
+        with bench.serving(system):
+            figures[system.key] = {
+                str(n): bench.saturated(system, n, max(bench.plan.edits // 3, 2 * n))
+                for n in bench.plan.batches
+            }
+    return figures
+
+
+def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Milliseconds of one edit alone (Fig. 15), by system and the mask's share of the picture."""
+    figures: Figures = {}
+    for system in systems:
+        with bench.serving(system):
+            figures[system.key] = {}
+            for ratio in bench.plan.ratios:
+                edits = edits_of_ratio(bench, ratio)
+                stamps = bench.run(system, Load("concurrency", 1), bench.plan.alone, edits)
+                figures[system.key][f"{ratio:g}"] = round(stamps.latencies().p50, 1)
+    return figures
+
+
+def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Edits per second at saturation, medians over as many rounds as other edits have: by system,
+    where each edit has a picture that nobody has sent before; and of maskserve where templates are
+    primed, at as many steps.
+    """
+    rates: dict[str, list[float]] = {key: [] for key in (*[s.key for s in systems], "primed")}
+    step_settings = {"num_inference_steps": UNSEEN_STEPS}
+    primed_edits = [
+        replace(item, settings=item.settings | step_settings) for item in bench.edits("production")
+    ]
+    for number in range(bench.plan.rounds):
+        for turn, system in enumerate(systems):
+            edits = bench.unseen(number * len(systems) + turn)
+            with bench.serving(system):
+                rates[system.key].append(bench.saturated(system, IN_FLIGHT, len(edits), edits))
+                if system.key == "maskserve":
+                    primed = bench.saturated(system, IN_FLIGHT, len(edits), primed_edits)
+                    rates["primed"].append(primed)
+    return {key: round(statistics.median(item), 3) for key, item in rates.items()}
+
+
+def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:
+    """The production mix's edits with other masks."""
+    rng = np.random.default_rng(0)
+    masked_edits = []
+    for edit in bench.edits("production"):
+        mask = draw_mask(bench.plan.size, ratio, rng)
+        png = encode_image(mask * np.uint8(255), "png")
+        masked_edits.append(replace(edit, mask=png, mask_ratio=float(mask.mean())))
+    return masked_edits
+
+
+def ablation(
+    bench: Bench,
+    model: Path,
+    folder: Path,
+    tables: Tables,
+    others: Mapping[str, Bench],
+) -> Figures:
+    """Maskserve configured otherwise: edits per second at saturation and milliseconds of one edit
+    alone, medians over rounds.
+
+    Args:
+        bench: of the model.
+        model: that workers serve.
+        folder: for files; each worker has its own below.
+        tables: configuration of the bench's worker, which the others have but for what they are
+            named after.
+        others: workers that run already, by what they are.
+    """
+    with ExitStack() as running:
+        benches = {"maskserve": bench, **others}
+        for number, (name, changed) in enumerate(OTHERWISE.items()):
+            worker_folder = folder / f"otherwise{number}"
+            merged = {
+                table: {**tables.get(table, {}), **changed.get(table, {})}
+                for table in {**tables, **changed}
+            }
+            server = running.enter_context(worker(model, worker_folder, merged))
+            server.warm(2 * bench.edits("production")[:WARM])
+            benches[name] = bench.at(server, worker_folder)
+        rates: dict[str, list[float]] = {name: [] for name in benches}
+        single_ms: dict[str, list[float]] = {name: [] for name in benches}
+        for _ in range(bench.plan.study_rounds):
+            for name, worker_bench in benches.items():
+                system = System("ours", name)
+                rates[name].append(worker_bench.saturated(system, IN_FLIGHT, bench.plan.edits))
+                stamps = worker_bench.run(system, Load("concurrency", 1), bench.plan.alone)
+                single_ms[name].append(stamps.latencies().p50)
+    return {
+        name: {
+            "edits_per_s": round(statistics.median(rates[name]), 3),
+            "alone_ms": round(statistics.median(single_ms[name]), 1),
+        }
+        for name in benches
+    }
+
+
+@contextmanager
+def worker(model: Path, folder: Path, tables: Tables) -> Iterator[Server]:
+    """A worker of maskserve's.
+
+    Args:
+        model: that it serves.
+        folder: for files; it is made.
+        tables: its configuration.
+    """
+    folder.mkdir()
+    config = folder / "maskserve.toml"
+    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    with own_server(str(model), folder / "logs", config) as server:
+        yield server
+
+
+def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
+    """P95 of milliseconds behind a router with each policy, medians over rounds (Fig. 16 right):
+    two workers that share the cores, Poisson arrivals, the public mix.
+
+    Args:
+        bench: of the model.
+        model: that workers serve.
+        folder: for files.
+    """
+    system, edits = System("ours", "behind a router"), bench.edits("public")
+    p95: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    with ExitStack() as running:
+        workers = running.enter_context(own_workers(str(model), folder / "routed", 2))
+        benches = {}
+        for policy in POLICIES:
+            router_folder = folder / f"router-{policy}"
+            router_folder.mkdir()
+            addresses = [worker.grpc for worker in workers]
+            site = RouterSite(addresses, router_folder, {"routing": {"policy": policy}})
+            running.enter_context(site)
+            benches[policy] = bench.at(Server(site.http_url, site.grpc_url), router_folder)
+        for worker in workers:
+            worker.warm(2 * edits[:WARM])
+        full = benches[POLICIES[-1]].saturated(system, 2 * IN_FLIGHT, len(edits), edits)
+        load = Load("request_rate", ROUTED_LOAD * full)
+        for _ in range(bench.plan.study_rounds):
+            for policy, policy_bench in benches.items():
+                stamps = policy_bench.run(system, load, ROUTED * len(edits), edits)
+                p95[policy].append(stamps.latencies().p95)
+    return {
+        "sent_per_s": round(load.value, 3),
+        "edits": ROUTED * len(edits),
+        "load": ROUTED_LOAD,
+        "p95_ms": {policy: round(statistics.median(values), 1) for policy, values in p95.items()},
+    }
+
+
+def by_batching(bench: Bench, model: Path, folder: Path, tables: Tables) -> Figures:
+    """Milliseconds of edits, medians over rounds, of a worker with continuous batching and of one
+    with static batching (Fig. 4 middle, Fig. 16 left): Poisson arrivals at the plan's shares of
+    what the first can do, the production mix.
+
+    Args:
+        bench: of the model.
+        model: that workers serve.
+        folder: for files.
+        tables: configuration of both workers.
+    """
+    system, edits = System("ours", "batching"), bench.edits("production")
+    figures: Figures = {}
+    with ExitStack() as running:
+        benches = {}
+        for batching in ("continuous", "static"):
+            worker_folder = folder / f"batching-{batching}"
+            engine = {**tables.get("engine", {}), "batching": batching}
+            server = running.enter_context(
+                worker(model, worker_folder, {**tables, "engine": engine})
+            )
+            server.warm(2 * edits[:WARM])
+            benches[batching] = bench.at(server, worker_folder)
+        full = benches["continuous"].saturated(system, IN_FLIGHT, len(edits))
+        for share in bench.plan.rates:
+            load = Load("request_rate", share * full)
+            runs: dict[str, dict[str, list[Stamps]]] = {name: {"run": []} for name in benches}
+            for _ in range(bench.plan.study_rounds):
+                for name, worker_bench in benches.items():
+                    runs[name]["run"].append(worker_bench.run(system, load, bench.plan.paced))
+            figures[f"{share:g}"] = {"sent_per_s": round(load.value, 3)} | {
+                name: {
+                    key: summed(stamps, 0.0)["run"][key]
+                    for key in ("mean_ms", "p50_ms", "p95_ms", "waited_ms")
+                }
+                for name, stamps in runs.items()
+            }
+    return figures
+
+
+def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) -> Figures:
+    """Edits per second at saturation where edits have LoRAs as production's have, by system."""
+    edits = edits_with_loras(bench, names)
+    bench.ours.warm(2 * edits)
+    figures: Figures = {}
+    for system in systems:
+        with bench.serving(system):
+            figures[system.key] = bench.saturated(system, IN_FLIGHT, len(edits), edits)
+    return figures
+
+
+def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
+    """The production mix, `LORA_SHARE` of it with one LoRA, the popular ones more often.
+
+    Popularity is that of Katz's service B, its first adapters by rank; the tail is dealt out
+    among them.
+    """
+    edits = bench.edits("production")
+    rng = np.random.default_rng(0)
+    calls = drawn(SERVICES[1], len(edits), 0)
+    lora_edits = []
+    for edit, call in zip(edits, calls, strict=True):
+        loras = [{"name": names[call % len(names)], "scale": 0.8}]
+        lora_settings = {"loras": loras} if rng.random() < LORA_SHARE else {}
+        lora_edits.append(replace(edit, settings={**edit.settings, **lora_settings}))
+    return lora_edits
+
+
+def simulated() -> Figures:
+    """What one machine cannot show: ways to batch and to route at a production rate.
+
+    FlashPS section 6.4's case (one FLUX worker, 0.5 edits per second, half of a dense step fixed,
+    and as much as on an H200) and eight workers at 95 % load. Values are shares of P95:
+    `p95_vs_static` 0.35 means that static batching's is 35 % over ours, `p95_vs_least_requests`
+    0.26 that ours is 26 % under it.
+    """
+    paper, h200 = batching(rates=(0.5,), overheads=(FEW_TOKENS_IDLE, H200_IDLE))
+    [case] = [c for c in routing_cases() if c.name == "public" and c.load == 0.95]
+    under = routing(case, ("round_robin", "least_requests", "mask_aware"))["under"]
+    return {
+        "p95_vs_static": round(paper["over"]["static"], 3),
+        "p95_vs_static_h200": round(h200["over"]["static"], 3),
+        "p95_vs_strawman": round(paper["over"]["strawman"], 3),
+        "p95_vs_least_requests": round(under["least_requests"]["margin"], 3),
+        "p95_vs_round_robin": round(under["round_robin"]["margin"], 3),
+    }

@@ -1,0 +1,236 @@
+"""Edits with due times on one worker of several devices, in virtual time; core decides."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from maskserve_benchmarks.published_models import FLUX_DEV_FACTS
+from maskserve_common.config import ModelConfig
+from maskserve_common.line_fit import Line
+from maskserve_engine.families.specs import counted_work
+from maskserve_engine.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
+from maskserve_engine.scheduling.gangs.work import (
+    GangPlan,
+    GangPolicy,
+    Work,
+    choose_block,
+    devices_of,
+    seconds_together,
+)
+from maskserve_engine.scheduling.step_scheduler import Run, Ticket
+
+DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}
+"""Seconds by side of the picture (TetriServe §6.1)."""
+MIXES = ("uniform", "skewed")
+SIZES = tuple(DUE)
+
+
+@dataclass(frozen=True, slots=True)
+class GangCosts:
+    """Of FLUX on one kind of device, per step."""
+
+    tflops: float = 650.0
+    """TFLOP/s that a step reaches."""
+    fixed: float = 5e-3
+    exchange: ExchangeCosts = field(default_factory=ExchangeCosts)
+
+    @property
+    def compute(self) -> Line:
+        return Line(self.fixed, 1e-12 / self.tflops)
+
+    def seconds(self, side: int, ratio: float | None = None) -> tuple[float, ...]:
+        """Of a step by degree: dense, or of keys and values cached at a mask ratio."""
+        work = counted_work(FLUX_DEV_FACTS, side // 8, side // 8, halo=0)
+        text = FLUX_DEV_FACTS.text_tokens(ModelConfig().max_sequence_length)
+        row = work.row_at(1.0 if ratio is None else ratio, text)
+        kind = "dense" if ratio is None else "kv"
+        return seconds_by_degree(work, row, kind, self.compute, self.exchange)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Poisson arrivals of dense edits."""
+
+    mix: str = "uniform"
+    per_minute: float = 12.0
+    scale: float = 1.0
+    """Of the due times."""
+    edits: int = 300
+    steps: int = 50
+
+
+def draw(
+    load: Load, times: dict[int, tuple[float, ...]], seed: int, shared: float = 0.0
+) -> list[Ticket]:
+    """The edits of a load; those of one seed come at the same moments but for the rate's factor.
+
+    Args:
+        load: what comes.
+        times: of a step by side and degree, in seconds.
+        seed: of the draws.
+        shared: of each of `times`, what a step costs whatever its rows.
+    """
+    arrivals, sizes = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    latent = np.array([(side / 16) ** 2 for side in SIZES])
+    weight = np.ones(4) if load.mix == "uniform" else np.exp(latent / latent.max())
+    at = np.cumsum(arrivals.exponential(60.0 / load.per_minute, load.edits))
+    drawn = sizes.choice(np.array(SIZES), load.edits, p=weight / weight.sum())
+    return [
+        Ticket(
+            f"{side}-{number}",
+            load.steps,
+            (side // 16) ** 2,
+            (side // 16) ** 2,
+            float(t),
+            due=float(t) + load.scale * DUE[side],
+            seconds=times[side],
+            shared=shared,
+        )
+        for number, (t, side) in enumerate(zip(at, map(int, drawn), strict=True))
+    ]
+
+
+class Fixed:
+    """As engines without such a scheduler: an edit has one degree from its first step to its last,
+    first come first served.
+    """
+
+    def __init__(
+        self, devices: int, degree_of: dict[str, int] | int, *, late_last: bool = False
+    ) -> None:
+        """Make a policy.
+
+        Args:
+            devices: of the worker.
+            degree_of: of every edit, or by side of the picture.
+            late_last: edits that cannot be in time any more let the others go first.
+        """
+        self.devices = devices
+        self.late_last = late_last
+        self.degree_of = degree_of
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        busy = 0
+        for work in works:
+            if work.until is not None:
+                busy |= work.gang
+        runs = []
+        for work in sorted(works, key=lambda w: (self._late(w, now), w.ticket.arrival)):
+            if work.until is None:
+                degree = self._degree(work.ticket)
+                block = choose_block(degree, self.devices, busy, 0)
+                if not block:
+                    break  # none overtakes
+                busy |= block
+                runs.append(Run((work.ticket,), devices_of(block), work.remaining))
+        return GangPlan(tuple(runs))
+
+    def _late(self, work: Work, now: float) -> bool:
+        seconds = work.ticket.seconds[self._degree(work.ticket).bit_length() - 1]
+        due_time = math.inf if work.ticket.due is None else work.ticket.due
+        return self.late_last and now + work.remaining * seconds > due_time
+
+    def _degree(self, ticket: Ticket) -> int:
+        if isinstance(self.degree_of, int):
+            return self.degree_of
+        return self.degree_of[ticket.request_id.split("-")[0]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a run."""
+
+    ended: dict[str, float]
+    """When each edit's last step ended."""
+    tickets: dict[str, Ticket]
+    decisions: int = 0
+    device_seconds: float = 0.0
+
+    def in_time(self, prefix: str = "") -> float:
+        """Share of the edits (of a size, if told) that ended by their due times."""
+        among = [t for r, t in self.tickets.items() if r.startswith(prefix)]
+        return sum(self.ended[t.request_id] <= t.due + 1e-6 for t in among if t.due) / max(
+            1, len(among)
+        )
+
+
+def simulate(
+    policy: GangPolicy,
+    tickets: Sequence[Ticket],
+    devices: int,
+    decision_seconds: float = 0.0,
+    took: dict[str, tuple[float, ...]] | None = None,
+) -> Outcome:
+    """Run `policy` until no edit has steps left.
+
+    Args:
+        policy: of core, or `Fixed`.
+        tickets: the edits.
+        devices: of the worker.
+        took: what steps really take, by id; None: what their tickets say.
+        decision_seconds: that a gang idles before each run, for deciding and sending.
+
+    Raises:
+        RuntimeError: the policy gave devices twice, or left work lying with all devices idle.
+    """
+    arrivals = deque(sorted(tickets, key=lambda t: t.arrival))
+    works: dict[str, Work] = {}
+    ends: list[tuple[float, int, str]] = []
+    outcome = Outcome({}, {t.request_id: t for t in tickets})
+    next_decision_s, number, used = math.inf, 0, 0
+    while arrivals or works:
+        now_s = min(
+            arrivals[0].arrival if arrivals else math.inf,
+            ends[0][0] if ends else next_decision_s,
+            next_decision_s,
+        )
+        if now_s == math.inf:
+            raise RuntimeError(f"{len(works)} edits are left lying")
+        while arrivals and arrivals[0].arrival <= now_s:
+            ticket = arrivals.popleft()
+            works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
+        while ends and ends[0][0] <= now_s:
+            at, _, name = heapq.heappop(ends)
+            work = works[name]
+            work.remaining -= work.under_way
+            work.until, work.under_way, work.idle_since = None, 0, at
+            used &= ~work.gang
+            if not work.remaining:
+                outcome.ended[name] = at
+                del works[name]
+        plan = policy.decide(now_s, list(works.values()))
+        outcome.decisions += 1
+        next_decision_s = plan.again if plan.again > now_s else math.inf
+        for run in plan.runs:
+            gang = sum(1 << d for d in run.devices)
+            if gang & used or gang >> devices:
+                raise RuntimeError(f"devices {run.devices} are not idle")
+            used |= gang
+            rows = [replace(t, seconds=took[t.request_id]) if took else t for t in run.rows]
+            lasts = run.steps * seconds_together(rows, len(run.devices)) + decision_seconds
+            outcome.device_seconds += lasts * len(run.devices)
+            for ticket in run.rows:
+                work = works[ticket.request_id]
+                work.gang, work.under_way, work.until = gang, run.steps, now_s + lasts
+                number += 1
+                heapq.heappush(ends, (work.until, number, ticket.request_id))
+    return outcome
+
+
+def step_times(costs: GangCosts) -> dict[int, tuple[float, ...]]:
+    """Of dense edits by side."""
+    return {side: costs.seconds(side) for side in SIZES}
+
+
+def best_degrees(times: dict[int, tuple[float, ...]], steps: int) -> dict[str, int]:
+    """Per resolution the fewest devices that alone meet its due time."""
+    return {
+        str(side): next((k for k, t in zip(DEGREES, ts, strict=True) if steps * t <= DUE[side]), 8)
+        for side, ts in times.items()
+    }

@@ -1,0 +1,379 @@
+"""Plans of nodes over devices, in virtual time; core decides (`maskserve_workflows.scheduling`).
+
+A system is how requests are cut into nodes, and by which rules these run: a monolith is a plan of
+one node whose one model is the whole workflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from maskserve_benchmarks.simulator.events import Events
+from maskserve_workflows.scheduling import (
+    ORDERS,
+    Dispatch,
+    NodePlace,
+    Prices,
+    ReadyNode,
+    admits,
+    algorithm_1,
+    decide,
+    in_pieces,
+    predicted,
+)
+
+SETTLED = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Of a plan."""
+
+    models: frozenset[str]
+    run_s: tuple[float, ...]
+    """On one device, on two, and so on."""
+    after: tuple[int, ...] = ()
+    """Numbers of nodes before it."""
+    together: int = 1
+    only: frozenset[str] | None = None
+    """Devices that may take it; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request."""
+
+    number: int
+    arrival: float
+    due: float
+    nodes: tuple[Node, ...]
+    known: int | None = None
+    """Nodes that the scheduler knows of as the request comes; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Of a system."""
+
+    order: str = "slack"
+    printed: bool = False
+    """LegoDiffusion's Algorithm 1 in place of ours."""
+    admission: bool = True
+    """Plans are refused that would be late, and late ones end; without, all run to their end."""
+    sees_plan: bool = True
+    """Whether it is known what lies behind a node; else each is asked for once it is ready: no plan
+    is refused, and one ends when a node of it would be late behind those that wait before it.
+    """
+    swaps: bool = False
+    """Whether a request that is refused has its models brought for the next one."""
+
+
+@dataclass(slots=True)
+class Device:
+    room: int
+    free_at: float = 0.0
+    models: dict[str, float] = field(default_factory=dict)
+    """Loaded ones, and when each was last used."""
+    busy_s: float = 0.0
+    loaded: int = 0
+    evicted: int = 0
+    """Bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    asked: Asked
+    behind: tuple[float, ...]
+    depth: tuple[int, ...]
+    left: list[int]
+    """Of each node those before it that have not ended."""
+    next: list[list[int]]
+    """Of each node those right behind it."""
+    ready: dict[int, float] = field(default_factory=dict)
+    """Nodes, and since when."""
+    running: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes, and the devices that have them."""
+    finished: set[int] = field(default_factory=set)
+    ended: float = math.nan
+    given_up: bool = False
+
+
+class PlanRun:
+    """One run of a system.
+
+    Args:
+        rules: of the system.
+        devices: by name, with the models that they begin with.
+        nbytes: of models.
+        bytes_s: that are loaded in a second.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        devices: Mapping[str, Device],
+        nbytes: Mapping[str, int],
+        bytes_s: float,
+    ) -> None:
+        self.rules, self.devices, self._nbytes = rules, devices, nbytes
+        self._prices = Prices({name: size / bytes_s for name, size in nbytes.items()})
+        self._order = ORDERS[rules.order]
+        self._events = Events()
+        self._seen: dict[str, NodePlace] = {}
+        for name in devices:
+            self._look(name)
+        self._under_way: dict[int, _Plan] = {}
+        self.plans: list[_Plan] = []
+        self.refused: list[int] = []
+        self.calls, self.call_s = 0, 0.0
+        self.first_bytes = {name: self._held(device) for name, device in devices.items()}
+        self.always: frozenset[int] = frozenset()
+        """Numbers of requests that are admitted whatever is predicted."""
+
+    def run(self, asked: Sequence[Asked]) -> None:
+        """Serve all requests to their end, and check what must be conserved."""
+        for request in asked:
+            self._events.at(request.arrival, self._arrive, request)
+        self._events.run()
+        self._check(asked)
+
+    def in_time(self, asked: Sequence[Asked]) -> float:
+        """Of all requests the share that ended by their due times."""
+        ended = sum(plan.ended <= plan.asked.due + SETTLED for plan in self.plans)
+        return ended / len(asked)
+
+    def _arrive(self, now: float, each: object) -> None:
+        assert isinstance(each, Asked)
+        plan = _plan_of(each, sees=self.rules.sees_plan)
+        judged = self.rules.admission and self.rules.sees_plan and each.number not in self.always
+        if judged and not self._admits(plan, now):
+            self.refused.append(each.number)
+            if self.rules.swaps:
+                self._bring(each.nodes[0].models, now)
+            return
+        self.plans.append(plan)
+        self._under_way[each.number] = plan
+        plan.ready.update(
+            (n, now) for n, blocking_count in enumerate(plan.left) if not blocking_count
+        )
+        self._judge(plan, now)
+        self._cycle(now)
+
+    def _admits(self, plan: _Plan, now: float) -> bool:
+        remaining_nodes = [
+            node for other_plan in self._under_way.values() for node in self._left(other_plan)
+        ]
+        (new,) = self._left(plan) or [self._node(plan, 0, str(plan.asked.number))]
+        places = self._places()
+        if new.only is not None and all(node.only == new.only for node in remaining_nodes):
+            places = [place for place in places if place.name in new.only]
+            new, *remaining_nodes = (replace(node, only=None) for node in (new, *remaining_nodes))
+        return admits(new, remaining_nodes, places, self._prices, now, self._order) is not None
+
+    def _left(self, plan: _Plan) -> list[ReadyNode]:
+        """What is left of a plan that waits for devices; what runs holds its device by itself."""
+        request, key = plan.asked, str(plan.asked.number)
+        known_nodes = request.nodes[: request.known]
+        if len(request.nodes) == 1:
+            return [self._node(plan, 0, key)] if plan.ready or not plan.running else []
+        open_ = plan.ready.keys() or {
+            n for n, remaining in enumerate(plan.left) if not remaining and not plan.finished
+        }
+        waiting = [request.nodes[n].run_s[0] + plan.behind[n] for n in open_ - plan.running.keys()]
+        path = max([*waiting, *(plan.behind[n] for n in plan.running)], default=0.0)
+        if not path:
+            return []
+        if self.rules.printed:
+            return [ReadyNode(key, request.arrival, 0, request.due, (path,))]
+        main = max(known_nodes, key=lambda node: node.run_s[0]).only
+        work = sum(
+            node.run_s[0]
+            for n, node in enumerate(known_nodes)
+            if node.only == main and n not in plan.running and n not in plan.finished
+        )
+        remaining = in_pieces(key, request.arrival, request.due, path, work)
+        return [replace(remaining, only=main)]
+
+    def _node(self, plan: _Plan, number: int, key: str) -> ReadyNode:
+        node, request = plan.asked.nodes[number], plan.asked
+        return ReadyNode(
+            key,
+            request.arrival if self.rules.sees_plan else plan.ready[number],
+            plan.depth[number],
+            request.due if self.rules.admission else math.inf,
+            node.run_s,
+            plan.behind[number],
+            node.models,
+            only=node.only,
+            together=node.together,
+        )
+
+    def _places(self) -> list[NodePlace]:
+        return list(self._seen.values())
+
+    def _look(self, name: str) -> None:
+        """A device has changed."""
+        device = self.devices[name]
+        self._seen[name] = NodePlace(name, device.free_at, frozenset(device.models))
+
+    def _cycle(self, now: float) -> None:
+        """Begin what can begin."""
+        if all(device.free_at > now for device in self.devices.values()):
+            return
+        names = {
+            f"{plan.asked.number}/{n}": (plan, n)
+            for plan in self._under_way.values()
+            for n in plan.ready
+        }
+        ready = {key: self._node(plan, n, key) for key, (plan, n) in names.items()}
+        if self.rules.printed:
+            while (
+                printed_dispatch := algorithm_1(ready.values(), self._places(), self._prices, now)
+            ) is not None:
+                self._begin(now, printed_dispatch, names)
+                for node in printed_dispatch.nodes:
+                    del ready[node.key]
+            return
+        begun, late = decide(ready.values(), self._places(), self._prices, now, self._order)
+        for dispatch in begun:
+            self._begin(now, dispatch, names)
+        for node in late:
+            plan, _ = names[node.key]
+            if not plan.given_up:
+                self._give_up(plan, now)
+        if late:  # what ran of their plans has left its devices
+            self._cycle(now)
+
+    def _judge(self, plan: _Plan, now: float) -> None:
+        """End a plan of whose nodes one that has become ready would be late, if each is asked for
+        by itself.
+        """
+        if self.rules.sees_plan or not self.rules.admission:
+            return
+        waiting = [
+            self._node(other_plan, n, f"{other_plan.asked.number}/{n}")
+            for other_plan in self._under_way.values()
+            for n in other_plan.ready
+        ]
+        ends = predicted(waiting, self._places(), self._prices, now, self._order)
+        new = [n for n, since in plan.ready.items() if since == now]
+        if any(ends[f"{plan.asked.number}/{n}"] > plan.asked.due + SETTLED for n in new):
+            self._give_up(plan, now)
+
+    def _give_up(self, plan: _Plan, now: float) -> None:
+        """End a plan: what runs of it is withdrawn."""
+        plan.given_up = True
+        del self._under_way[plan.asked.number]
+        for name in (name for names in plan.running.values() for name in names):
+            device = self.devices[name]
+            device.busy_s -= device.free_at - now
+            self.call_s -= device.free_at - now
+            device.free_at = now
+            self._look(name)
+
+    def _begin(
+        self, now: float, dispatch: Dispatch, names: Mapping[str, tuple[_Plan, int]]
+    ) -> None:
+        seconds = dispatch.before_s + dispatch.run_s
+        for name in dispatch.places:
+            device = self.devices[name]
+            if device.free_at > now:
+                raise RuntimeError(f"{name} is not idle")
+            self._load(device, dispatch.nodes[0].models, now)
+            device.free_at = now + seconds
+            device.busy_s += seconds
+            self.call_s += seconds
+            self._look(name)
+        self.calls += 1
+        begun = [names[node.key] for node in dispatch.nodes]
+        for plan, number in begun:
+            del plan.ready[number]
+            plan.running[number] = dispatch.places
+        self._events.at(now + seconds, self._ended, begun)
+
+    def _bring(self, models: frozenset[str], now: float) -> None:
+        """Load models that no device has, where that is soonest."""
+        if any(models <= device.models.keys() for device in self.devices.values()):
+            return
+        name, device = min(self.devices.items(), key=lambda each: each[1].free_at)
+        seconds = sum(self._prices.load_s[model] for model in models - device.models.keys())
+        self._load(device, models, now)
+        device.free_at = max(device.free_at, now) + seconds
+        device.busy_s += seconds
+        self.call_s += seconds
+        self._look(name)
+        self._events.at(device.free_at, self._ended, [])
+
+    def _load(self, device: Device, models: frozenset[str], now: float) -> None:
+        """Bring what is missing; what was used longest ago goes."""
+        for model in models - device.models.keys():
+            size = self._nbytes.get(model, 0)
+            while self._held(device) + size > device.room:
+                old = min(device.models.keys() - models, key=lambda each: device.models[each])
+                device.evicted += self._nbytes[old]
+                del device.models[old]
+            device.loaded += size
+            device.models[model] = now
+        device.models.update(dict.fromkeys(models, now))
+
+    def _held(self, device: Device) -> int:
+        return sum(self._nbytes.get(model, 0) for model in device.models)
+
+    def _ended(self, now: float, begun: object) -> None:
+        assert isinstance(begun, list)
+        for plan, number in begun:
+            del plan.running[number]
+            plan.finished.add(number)
+            if plan.given_up:
+                continue
+            for n in plan.next[number]:
+                plan.left[n] -= 1
+                if not plan.left[n]:
+                    plan.ready[n] = now
+            if len(plan.finished) == len(plan.asked.nodes):
+                plan.ended = now
+                del self._under_way[plan.asked.number]
+            self._judge(plan, now)
+        self._cycle(now)
+
+    def _check(self, asked: Sequence[Asked]) -> None:
+        """Raises RuntimeError: requests, device seconds or bytes are lost or made."""
+        ended = [plan for plan in self.plans if not math.isnan(plan.ended)]
+        given_up = [plan for plan in self.plans if plan.given_up]
+        numbers = sorted([p.asked.number for p in (*ended, *given_up)] + self.refused)
+        facts = {
+            "each request ends once": numbers == sorted(request.number for request in asked),
+            "all nodes of what ended ran": all(
+                len(plan.finished) == len(plan.asked.nodes) and not plan.ready for plan in ended
+            ),
+            "device seconds are those of the calls": math.isclose(
+                sum(device.busy_s for device in self.devices.values()), self.call_s
+            ),
+            "bytes are what was loaded less what went": all(
+                self.first_bytes[name] + device.loaded - device.evicted == self._held(device)
+                and self._held(device) <= device.room
+                for name, device in self.devices.items()
+            ),
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise RuntimeError(f"not so: {fact}")
+
+
+def _plan_of(asked: Asked, *, sees: bool) -> _Plan:
+    nodes, known_count = asked.nodes, asked.known or len(asked.nodes)
+    behind, depth = [0.0] * len(nodes), [0] * len(nodes)
+    if sees:
+        for n in reversed(range(known_count)):
+            for predecessor in nodes[n].after:
+                behind[predecessor] = max(behind[predecessor], nodes[n].run_s[0] + behind[n])
+    for n, node in enumerate(nodes):
+        depth[n] = 1 + max((depth[predecessor] for predecessor in node.after), default=-1)
+    following: list[list[int]] = [[] for _ in nodes]
+    for n, node in enumerate(nodes):
+        for predecessor in node.after:
+            following[predecessor].append(n)
+    blocking_counts = [len(node.after) for node in nodes]
+    return _Plan(asked, tuple(behind), tuple(depth), blocking_counts, following)

@@ -1,0 +1,55 @@
+"""One run, described: everything a result depends on but the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maskserve_benchmarks.simulator.loras import LoraTiers
+from maskserve_benchmarks.simulator.workload import Workload
+
+BATCHING = ("continuous", "static", "strawman")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Residency of templates, for scenarios in which not every template is in every memory."""
+
+    workers_per_host: int = 1
+    host_templates: int = 100
+    disk_templates: int = 0
+    known: bool = True
+    """Whether the policy sees which worker has what."""
+    warm: bool = True
+    """Whether hosts start with templates, as `cluster` deals them, or with none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    workload: Workload
+    policy: str = "mask_aware"
+    workers: int = 8
+    max_rows: int = 8
+    max_waiting: int = 100_000
+    batching: str = "continuous"
+    pre_seconds: float = 0.0
+    """Decoding, VAE and text encoding of one edit."""
+    post_seconds: float = 0.0
+    tiers: Tiers | None = None
+    """None: every template is in every host's memory."""
+    deadline: float | None = None
+    """Seconds after arrival at which edits are given up."""
+    slo: float = 3.0
+    """An edit is good when done within so many times what it takes alone on an idle worker."""
+    warmup: float = 0.1
+    """Share of the first edits that are served and not measured."""
+    noise: float = 0.0
+    """Standard deviation of log(step time) around the plan's."""
+    priming_share: float = 0.25
+    controls_priced: bool = True
+    """Whether the policy knows which edits have a ControlNet, and what it costs."""
+    loras: LoraTiers | None = None
+    """None: every LoRA is on every device."""
+
+    def __post_init__(self) -> None:
+        if self.batching not in BATCHING:
+            raise ValueError(f"batching {self.batching!r} is not one of {', '.join(BATCHING)}")

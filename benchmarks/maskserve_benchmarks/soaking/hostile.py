@@ -1,0 +1,473 @@
+"""A whole server under attack, beside three clients with keys of their own who just edit.
+
+A supervisor runs a worker and a router. The honest clients are alone before and behind the minutes
+in which one key attacks in every way of `attacks.ATTACKS`: what else the machine does then counts
+on both sides. Each honest edit is reproducible and is held against the first of its kind, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from msgspec import toml
+
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.probing.calls import Grpc
+from maskserve_benchmarks.soaking import attacks
+from maskserve_benchmarks.soaking.pictures import Album, Pixels
+from maskserve_benchmarks.soaking.run import SoakOptions, write_config
+from maskserve_benchmarks.soaking.visitor import Unexpected, check
+from maskserve_engine.families.specs import load_facts
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import STRIDE, free_base_port
+from maskserve_serving.stop_signals import StopSignals
+from maskserve_serving.supervisor import Supervisor
+
+_HONEST = ("anna", "ben", "clara")
+_ATTACKERS = ("mallory", "mallory-2", "mallory-3", "mallory-4")
+_PAGE, _WITHDRAWN = "page", "gone"
+_CALM_SHARE = 0.125
+"""Of the attacked minutes, how long the honest clients are alone before, and again behind."""
+_EVERY_S = 6.0
+"""Mean time between two edits of one client."""
+_ANSWER_S = 120.0
+_STEPS = 4
+_KINDS = 4
+"""Edits that each client repeats; the picture of the first is named as a template."""
+_CONTROLLED, _NET = _KINDS, "outline"
+"""An edit with a ControlNet: what attacks leave of the service."""
+P95_BAR, MIB_BAR = 2.0, 1024
+"""What holds: honest edits take at most so many times as long, and the router and the page have so
+much memory."""
+BUSY = 0.15
+"""Of the machine's processor time, what others may take while times are judged."""
+_NONE = ("TimeoutError", "DEADLINE_EXCEEDED", "refused", "closed", "none")
+"""How requests of an attack ended that were not answered."""
+
+
+@dataclass(slots=True)
+class Book:
+    """What honest clients were answered; for any thread."""
+
+    seconds: list[float] = field(default_factory=list)
+    stages_ms: Counter[str] = field(default_factory=Counter)
+    """Of all of them together: META's `timings_ms`, and the rest of the client's time."""
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, seconds: float = -1.0, *, lost: str = "", wrong: str = "") -> None:
+        with self.lock:
+            self.seconds += [seconds] if seconds >= 0 else []
+            self.lost += [lost] if lost else []
+            self.wrong += [wrong] if wrong else []
+
+    def time_went(self, seconds: float, stages_ms: dict[str, float]) -> None:
+        """Of one edit, where its time went."""
+        named = {name: ms for name, ms in stages_ms.items() if name != "load_stall"}
+        with self.lock:
+            self.stages_ms.update({**named, "elsewhere": 1e3 * seconds - sum(named.values())})
+
+    def means(self) -> dict[str, int]:
+        """Milliseconds of an edit in each stage."""
+        edits = max(len(self.seconds), 1)
+        return {name: round(ms / edits) for name, ms in self.stages_ms.items()}
+
+    def p95(self) -> float:
+        """Seconds; 0 without edits."""
+        if len(self.seconds) < 2:
+            return max(self.seconds, default=0.0)
+        return statistics.quantiles(self.seconds, n=20, method="inclusive")[-1]
+
+
+class Honest:
+    """One honest client: edits come at random times (Poisson), however long answers take."""
+
+    def __init__(self, name: str, url: str, album: Album, firsts: dict[int, Pixels]) -> None:
+        self._rng = random.Random(name)
+        self._headers, self._album, self._firsts = {"x-api-key": secret(name)}, album, firsts
+        self._grpc = Grpc(url)
+        self._pool = ThreadPoolExecutor(32)
+        image = base64.b64encode(album.hot[0].image).decode()
+        registration = self._grpc.control("register", headers=self._headers, image=image)
+        self.template_id = str(registration["template_id"])
+
+    def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
+        """Edits until that time of the monotonic clock; returns when all are answered."""
+        under_way = []
+        while time.monotonic() + (gap := self._rng.expovariate(1 / _EVERY_S)) < end:
+            if stop.wait(gap):
+                break
+            under_way.append(self._pool.submit(self.edit, self._rng.randrange(_KINDS), book))
+        for edit in under_way:
+            edit.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._grpc.close()
+
+    def edit(self, kind: int, book: Book) -> None:
+        """One edit of a kind, into the book."""
+        picture = self._album.hot[kind]
+        settings: dict[str, Any] = {
+            "request_id": uuid.uuid4().hex,
+            "num_inference_steps": _STEPS,
+            "seed": kind,
+            "reproducible": True,
+            "output_format": "png",
+        }
+        inputs = {
+            "IMAGE": picture.image,
+            "MASK": picture.mask,
+            "PROMPT": b"a red star",
+        }
+        if kind == 0:
+            inputs["IMAGE"], settings["template_id"] = b"", self.template_id
+        if kind == _CONTROLLED:
+            inputs["CONTROL"], settings["controls"] = picture.image, [{"name": _NET}]
+        inputs["SETTINGS"] = json.dumps(settings).encode()
+        began = time.monotonic()
+        try:
+            pending = self._grpc.begin(inputs, _ANSWER_S, self._headers)
+            answer = pending.wait(_ANSWER_S + 10.0)
+        except Exception as error:
+            book.add(lost=str(error)[:300] or repr(error))
+            return
+        elapsed_s = time.monotonic() - began
+        try:
+            pixels = check(picture, settings, answer)
+            if not np.array_equal(pixels, self._firsts.setdefault(kind, pixels)):
+                raise Unexpected(f"edit {kind} has other pixels than at first")
+        except Unexpected as problem:
+            book.add(wrong=str(problem)[:300])
+        else:
+            book.add(elapsed_s)
+            book.time_went(elapsed_s, answer[1]["timings_ms"])
+
+
+def secret(name: str) -> str:
+    """The key of a client of a soak."""
+    return f"key of {name}"
+
+
+def hostile_soak(
+    options: SoakOptions, stop: StopSignals | threading.Event, names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run it; the summary.
+
+    Args:
+        options: of the soak.
+        stop: ends it early.
+        names: of the attacks; all without any.
+
+    Raises:
+        ServeError: the server does not start.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    base = free_base_port(2)
+    config = options.out / "router.toml"
+    _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE, _WITHDRAWN))
+    loras = (options.out / "loras").absolute()
+    loras.mkdir(parents=True, exist_ok=True)
+    attacks.damage_lora(loras, 0)
+    serve = ServeOptions(
+        model=str(options.model),
+        base_port=base,
+        router=True,
+        router_port=base + STRIDE,
+        router_config=config,
+        config=write_config(options),
+        adapters=str(loras),
+        controlnets=str(CHECKOUT / "assets" / "controlnets"),
+        controlnet_device="cpu",
+        workflows=CHECKOUT / "assets" / "workflows",
+        log_dir=options.out / "logs",
+        say=options.say,
+    )
+    with Supervisor(serve) as supervisor, ExitStack() as opened:
+        worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
+        assert router is not None
+        page_port = free_base_port(1)
+        page = opened.enter_context(_page(router.grpc_url, page_port, options.out / "page.log"))
+        native = load_facts(options.model, worker.config.model.native_resolution).native_resolution
+        album = Album(options.seed, native, warm=1)
+        firsts: dict[int, Pixels] = {}
+        clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]
+        warm = Book()
+        for kind in (*range(_KINDS), _CONTROLLED):
+            clients[0].edit(kind, warm)  # so that its template is primed
+        target = attacks.Target(
+            router.ports.http,
+            router.ports.grpc,
+            worker.spec.ports.http,
+            worker.spec.ports.grpc,
+            secret(_ATTACKERS[0]),
+            secret(_WITHDRAWN),
+            page_port,
+            loras,
+            _socket_in(Path(service.config.runtime_dir)),
+            album.hot[0].image,
+            clients[0].template_id,
+            tuple(map(secret, _ATTACKERS[1:])),
+        )
+        peak, page_peak = Peak(lambda: router.pid), Peak(lambda: page.pid)
+        seconds = 60 * options.minutes
+        report, processes = options.out / "attacks.json", multiprocessing.get_context("spawn")
+        ready, go = processes.Event(), processes.Event()
+        arguments = (target, seconds, report, names, ready, go)
+        attacker = processes.Process(target=attacks.main, args=arguments, daemon=True)
+        attacker.start()
+        ready.wait(_ANSWER_S)
+        options.say("honest clients alone")
+        calm, attacked = Book(), Book()
+        pids = {"router": router.pid, "worker": worker.pid, "attackers": attacker.pid}
+        cpu = CpuTime(pids)
+        _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
+        cpu.book("alone")
+        _write_keys(config, (*_HONEST, *_ATTACKERS, _PAGE))
+        _get(router.ports.metrics, "/reload", post=True)
+        options.say("the attacks begin")
+        go.set()
+        _edit_for(seconds, clients, stop, attacked)
+        cpu.book("attacked")
+        attacker.join(90.0)
+        attacker.kill()
+        options.say("honest clients alone again")
+        _edit_for(_CALM_SHARE * seconds, clients, stop, calm)
+        clients[0].edit(_CONTROLLED, warm)
+        for path in _readable_by_others(worker.spec.files.runtime):
+            warm.add(wrong=f"others may read {path}")
+        metrics = _get(router.ports.metrics, "/metrics")
+        for client in clients:
+            client.close()
+        restarts = sum(process.restarts for process in (worker, router, service))
+        drained = supervisor.stop()
+    books = (warm, calm, attacked)
+    attack_counts = json.loads(report.read_text()) if report.exists() else {}
+    summary = {
+        "lost": sum(len(book.lost) for book in books),
+        "wrong": sum(len(book.wrong) for book in books),
+        "p95_ratio": round(attacked.p95() / max(calm.p95(), 1e-9), 2),
+        "router_mib": peak.stop(),
+        "page_mib": page_peak.stop(),
+        "restarts": restarts,
+        "internal_errors": internal_errors(options.out / "logs" / "router.log"),
+        "least_often": least_often(attack_counts),
+        "attackers_cpu_share": cpu.share("attacked", "attackers"),
+        "others_cpu_share": max(cpu.others.values()),
+        "ejections": int(
+            sum(map(float, re.findall(r"maskserve_ejections_total{.*} (\S+)", metrics)))
+        ),
+    }
+    return {
+        "model": options.model.name,
+        "minutes": options.minutes,
+        "summary": summary,
+        "passed": passed(summary),
+        "verdict": verdict(summary),
+        "drained": drained,
+        "edits": {"alone": len(calm.seconds), "attacked": len(attacked.seconds)},
+        "p95_s": {"alone": round(calm.p95(), 3), "attacked": round(attacked.p95(), 3)},
+        "stages_ms": {"alone": calm.means(), "attacked": attacked.means()},
+        "cpu_s": cpu.seconds,
+        "problems": [text for book in books for text in (*book.lost, *book.wrong)][:20],
+        "attacks": attack_counts,
+    }
+
+
+def passed(summary: dict[str, Any]) -> bool:
+    """Whether everything was tried, and nobody hurt."""
+    return verdict(summary) == PASSED
+
+
+PASSED, MISSED, NOT_JUDGED = "passed", "MISSED", "not judged"
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What a run has shown. Other pixels, an internal error and too much memory are so on any
+    machine; that edits were slow or not answered in time, a server was taken for dead or attackers
+    were idle says nothing where others had the processor.
+    """
+    small = all(0 < summary[name] <= MIB_BAR for name in ("router_mib", "page_mib"))
+    if any(summary.get(name, 0) for name in ("wrong", "internal_errors")) or not small:
+        return MISSED
+    if summary.get("others_cpu_share", 0.0) > BUSY:
+        return NOT_JUDGED
+    in_time = 0 < summary["p95_ratio"] <= P95_BAR
+    none = not any(summary[name] for name in ("lost", "restarts", "ejections"))
+    return PASSED if none and in_time and summary["least_often"] > 0 else MISSED
+
+
+def internal_errors(log: Path) -> int:
+    """Lines of a router's log that have the trace of an exception."""
+    if not log.exists():
+        return 0
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        return sum('"exc":' in line or line.startswith("Traceback") for line in lines)
+
+
+def least_often(found: dict[str, dict[str, int]]) -> int:
+    """Requests of the attack that had fewest answered: an attacker without processor time attacks
+    nobody.
+    """
+    answered_counts = [
+        {end: n for end, n in ends.items() if end not in _NONE} for ends in found.values()
+    ]
+    return min((sum(ends.values()) for ends in answered_counts), default=0)
+
+
+class Peak:
+    """The most memory that a process had, and those that took its place; looks in a thread."""
+
+    def __init__(self, pid: Any) -> None:
+        self._pid, self._mib = pid, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """MiB."""
+        self._over.set()
+        self._thread.join()
+        return self._mib
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            with suppress(OSError, AttributeError):
+                status = Path(f"/proc/{self._pid()}/status").read_text(encoding="ascii")
+                match = re.search(r"VmHWM:\s+(\d+) kB", status)
+                self._mib = max(self._mib, int(match[1]) // 1024 if match else 0)
+
+
+class CpuTime:
+    """Processor seconds of processes and all below them, phase by phase."""
+
+    def __init__(self, pids: dict[str, int | None]) -> None:
+        self._pids = pids
+        self._last, self._at = self._taken(), self._machine()
+        self.seconds: dict[str, dict[str, float]] = {}
+        """Phase -> name -> seconds."""
+        self.others: dict[str, float] = {}
+        """Phase -> share of the machine's time that was taken by what is none of this soak."""
+        self._whole: dict[str, float] = {}
+        """Phase -> the machine's processor seconds."""
+
+    def book(self, phase: str) -> None:
+        """What was taken since the last phase."""
+        process_s, at = self._taken(), self._machine()
+        self.seconds[phase] = {
+            name: round(process_s[name] - self._last[name], 1) for name in process_s
+        }
+        whole, busy, soak_s = (after - before for before, after in zip(self._at, at, strict=True))
+        self._whole[phase] = max(whole, 1e-9)
+        self.others[phase] = round(max(busy - soak_s, 0.0) / self._whole[phase], 3)
+        self._last, self._at = process_s, at
+
+    def share(self, phase: str, name: str) -> float:
+        """Of the machine's time in a phase, what processes of this name took."""
+        return round(self.seconds[phase][name] / self._whole[phase], 3)
+
+    def _machine(self) -> tuple[float, float, float]:
+        """Processor seconds that there have been, that were taken, and that this soak took."""
+        times = psutil.cpu_times()
+        busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
+        busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted twice
+        process = psutil.Process()
+        soak_s = sum(process.cpu_times()[:4])  # with those of ended children
+        for child in process.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                soak_s += sum(child.cpu_times()[:4])
+        return time.monotonic() * (os.cpu_count() or 1), busy, soak_s
+
+    def _taken(self) -> dict[str, float]:
+        seconds = dict.fromkeys(self._pids, 0.0)
+        for name, pid in self._pids.items():
+            with suppress(psutil.NoSuchProcess):
+                first = psutil.Process(pid)
+                for process in (first, *first.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        seconds[name] += sum(process.cpu_times()[:2])
+        return seconds
+
+
+def _edit_for(
+    seconds: float, clients: Sequence[Honest], stop: StopSignals | threading.Event, book: Book
+) -> None:
+    end = time.monotonic() + seconds
+    threads = [
+        threading.Thread(target=client.edit_until, args=(end, stop, book)) for client in clients
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _write_keys(path: Path, names: Sequence[str]) -> None:
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(secret(name).encode()).hexdigest()}
+        for name in names
+    ]
+    path.write_bytes(toml.encode({"keys": keys}))
+
+
+@contextmanager
+def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`maskserve web` at that port."""
+    program = Path(sys.executable).with_name("maskserve")
+    command = [str(program), "web", "--url", url, "--port", str(port)]
+    named = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=named) as page,
+    ):
+        try:
+            yield page
+        finally:
+            page.send_signal(signal.SIGINT)
+
+
+def _socket_in(folder: Path) -> Path:
+    return next(path for path in folder.rglob("*") if path.is_socket())
+
+
+def _readable_by_others(folder: Path) -> list[Path]:
+    """Files there that another user may read."""
+    paths = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file() and path.stat().st_mode & 0o077:
+                paths.append(path)
+    return paths
+
+
+def _get(port: int, path: str, *, post: bool = False) -> str:
+    """A page of the operators' port."""
+    url, data = f"http://127.0.0.1:{port}{path}", b"" if post else None
+    with urllib.request.urlopen(url, data, timeout=60) as page:
+        text: str = page.read().decode()
+    return text

@@ -1,0 +1,333 @@
+"""A soak from the worker's start to the judgement."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from maskserve_benchmarks.soaking import visits, withdrawals
+from maskserve_benchmarks.soaking.bad_input import bad_input, bad_operation
+from maskserve_benchmarks.soaking.judge import (
+    WARM_UP_SHARE,
+    Bar,
+    judge_answers,
+    judge_growth,
+    judge_rest,
+    steady,
+)
+from maskserve_benchmarks.soaking.ledger import Ledger
+from maskserve_benchmarks.soaking.load import Load
+from maskserve_benchmarks.soaking.pictures import Album
+from maskserve_benchmarks.soaking.sampler import Sample, Sampler
+from maskserve_benchmarks.soaking.visitor import Keepsakes, Visitor
+from maskserve_common.config import Config, cores
+from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_engine.spec.model_spec import anchor_stride
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import checked, read_tables, with_values
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
+from maskserve_serving.source import Fetch, from_hub, with_model
+from maskserve_serving.stop_signals import StopSignals
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import WorkerProcess
+
+MIX: dict[Callable[[Visitor], str], float] = {
+    visits.hot: 24,
+    visits.churn: 14,
+    visits.fresh: 6,
+    visits.require: 5,
+    visits.reproducible: 5,
+    visits.dense: 4,
+    visits.odd: 6,
+    visits.stream: 8,
+    visits.largest: 1,
+    visits.template: 4,
+    visits.look: 4,
+    withdrawals.grpc_cancel: 4,
+    withdrawals.grpc_timeout: 3,
+    withdrawals.http_timeout: 3,
+    withdrawals.deadline: 4,
+    withdrawals.control_cancel: 4,
+    withdrawals.stream_closed: 4,
+    bad_input: 6,
+    bad_operation: 2,
+}
+"""How often each visit is made, against the others."""
+AUDIT_SHARE = 0.05
+"""Of the cached edits; those made again are the few that an idle moment was found for."""
+_END_OF_VISITS_S = 60.0
+_CROWD_S = 60.0
+"""Longer, and edits of low priority would wait in vain for as long as their clients do."""
+_IDLE_S = 30.0
+_REST_S = 1.0
+_LONG_STEPS = 200
+"""Of edits that are meant to be withdrawn, where the worker allows so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoakOptions:
+    """What is asked of a soak."""
+
+    model: Path
+    minutes: float
+    out: Path
+    """Folder for configuration, logs, samples, summary and plot."""
+    config: Path | None = None
+    """Configuration file; its `[cache] budget_bytes` is replaced."""
+    visitors: int = 12
+    templates: int = 24
+    """Full-size templates that the cache is given room for."""
+    sample_s: float = 5.0
+    seed: int = 0
+    say: Callable[[str], None] = print
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a soak has shown."""
+
+    bars: tuple[Bar, ...]
+    problems: tuple[str, ...]
+    """The first unexpected answers."""
+    ends: dict[str, dict[str, int]]
+    """Kind of visit → how it ended → how often."""
+    samples: tuple[Sample, ...]
+    rest: Sample | None
+
+    @property
+    def passed(self) -> bool:
+        return all(bar.ok for bar in self.bars)
+
+
+def soak(options: SoakOptions, stop: StopSignals | threading.Event) -> Report:
+    """Start a worker, load it for the given time or until `stop` is set, stop it, and judge.
+
+    Raises:
+        ServeError: the worker does not start, or `stop` is set before it is ready.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    serve = ServeOptions(
+        model=str(options.model),
+        base_port=free_base_port(),
+        config=write_config(options),
+        log_dir=options.out / "logs",
+        say=options.say,
+    )
+    ledger = Ledger()
+    supervisor = Supervisor(serve)
+    supervisor.start(until=stop.is_set)
+    try:
+        if stop.is_set():
+            raise ServeError("stopped before its worker was ready")
+        worker = supervisor.workers[0]
+        sampler = Sampler(worker, ledger, options.sample_s, options.out / "samples.jsonl")
+        _load_worker(options, worker, ledger, sampler, stop)
+        idle_sample = _rest(worker, ledger, sampler)
+        sampler.close()
+    finally:
+        supervisor.stop()
+    return _judge(options, ledger, sampler.samples, idle_sample, worker)
+
+
+def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
+    """The worker's configuration: the given one, with a cache that the pictures do not fit in, and
+    with audits.
+
+    Unless it says how many threads the denoiser has, one core is left to the visitors: threads of
+    a step that wait for one another on cores that others use take many times as long.
+
+    Args:
+        options: of the soak.
+        fetch: as `with_model`.
+    """
+    tables = with_model(read_tables(options.config), str(options.model), fetch=fetch)
+    if "audit_share" not in tables.get("cache", {}):
+        tables = with_values(tables, "cache", audit_share=AUDIT_SHARE)
+    if "torch_threads" not in tables["model"]:
+        tables = with_values(tables, "model", torch_threads=max(1, cores() - 1))
+    path = options.out / "config.toml"
+    budget = options.templates * template_bytes(checked(tables))
+    path.write_text(
+        tomli_w.dumps(with_values(tables, "cache", budget_bytes=budget)), encoding="utf-8"
+    )
+    return path
+
+
+def template_bytes(config: Config) -> int:
+    """Bytes that a template of the model's full size takes, about."""
+    facts = load_facts(config.model.path, config.model.native_resolution)
+    side = facts.native_resolution // facts.vae_scale_factor
+    stored: str = config.cache.entry_format
+    if stored == "model":
+        from maskserve_engine.stages.loader import dtype_of  # torch is needed for nothing else
+
+        stored = str(dtype_of(config)).removeprefix("torch.")
+    work = counted_work(facts, side, side)
+    stride = anchor_stride(config.cache.stride, facts)
+    anchors = math.ceil(facts.steps_default(config.model.num_inference_steps) / stride)
+    return int(anchors * entry_bytes(work, config.cache.entry_kind, FORMATS[stored]))
+
+
+def _load_worker(
+    options: SoakOptions,
+    worker: WorkerProcess,
+    ledger: Ledger,
+    sampler: Sampler,
+    stop: StopSignals | threading.Event,
+) -> None:
+    """Visitors come and go until the time is over."""
+    config = worker.config
+    native = load_facts(config.model.path, config.model.native_resolution).native_resolution
+    album = Album(options.seed, native, warm=3 * options.templates)
+    steps = min(_LONG_STEPS, config.limits.max_steps)
+    crowd_s = min(_CROWD_S, 60 * options.minutes * WARM_UP_SHARE / 2)
+    keepsakes = Keepsakes()
+    # A heap keeps what it took at its busiest moment. Were the load the same all the time, such
+    # moments would come now and then for hours, and look like a leak: so twice as many come first.
+    visitors = [
+        Visitor(
+            random.Random(options.seed * 1000 + number),
+            album,
+            keepsakes,
+            worker.grpc_url,
+            worker.http_url,
+            steps,
+        )
+        for number in range(2 * options.visitors)
+    ]
+    load = Load(
+        visitors,
+        MIX,
+        ledger,
+        # What grows to the largest need does so at once, in the warm-up.
+        first=visits.largest,
+        stays_s=lambda number: math.inf if number < options.visitors else crowd_s,
+    )
+    sampler.start()
+    load.start()
+    end = time.monotonic() + 60 * options.minutes
+    minute = 0
+    while (remaining_s := end - time.monotonic()) > 0 and not stop.wait(min(60.0, remaining_s)):
+        minute += 1
+        if sampler.samples:
+            options.say(progress(minute, sampler.samples[-1]))
+    sampler.stop()
+    options.say("the load ends")
+    load.stop(_END_OF_VISITS_S)
+
+
+def progress(minute: int, sample: Sample) -> str:
+    """One line on a run that is going on."""
+    count, p50 = sample.counters, sample.window.p50_ms
+    return (
+        f"{minute:4d} min: {count['edits_total']:.0f} edits, {sample.window.per_s:.1f} visits/s, "
+        f"P50 {'-' if p50 is None else round(p50)} ms, {sample.memory / 2**20:.1f} MiB + shm "
+        f"{sample.shared_memory / 2**20:.1f} MiB, rows {sample.running}+{sample.waiting}, "
+        f"{sample.cached} templates, {count['cache_evictions_total.device']:.0f} evictions, "
+        f"{sample.window.unexpected} unexpected"
+    )
+
+
+def _rest(worker: WorkerProcess, ledger: Ledger, sampler: Sampler) -> Sample | None:
+    """The worker once nothing is asked of it any more; None if it does not answer."""
+    end = time.monotonic() + _IDLE_S
+    try:
+        while True:
+            time.sleep(_REST_S)
+            sample = sampler.take()
+            idle = not (sample.running or sample.waiting or sample.in_flight or sample.priming)
+            if idle or time.monotonic() > end:
+                return sample
+    except Exception as error:
+        ledger.complain("rest", repr(error))
+        return None
+
+
+def _judge(
+    options: SoakOptions,
+    ledger: Ledger,
+    samples: list[Sample],
+    rest: Sample | None,
+    worker: WorkerProcess,
+) -> Report:
+    ends = ledger.ends()
+    visits = sum(sum(counts.values()) for counts in ends.values())
+    served = samples[-1].counters["edits_total"] if samples else 0
+    bars = [*judge_answers(visits, ledger.unexpected, served), *judge_growth(samples)]
+    if rest is not None:
+        bars += judge_rest(samples, rest)
+    prefix = region_prefix(worker.spec.ports.http)
+    leftover_regions = [region.name for region in SHARED_MEMORY.glob(f"{prefix}*")]
+    bars.append(
+        Bar(
+            "shared memory after the end",
+            not leftover_regions,
+            ", ".join(leftover_regions) or "none",
+        )
+    )
+    report = Report(tuple(bars), tuple(ledger.problems()), ends, tuple(samples), rest)
+    late = steady(samples)
+    if late:
+        title = (
+            f"{options.model.name}: {options.visitors} visitors, {served:.0f} edits in "
+            f"{samples[-1].time_s / 60:.0f} min"
+        )
+        from maskserve_benchmarks.soaking.plots import plot
+
+        plot(samples, late[0].time_s, title, options.out / "soak.png")
+    return report
+
+
+def drift(report: Report) -> dict[str, float | None]:
+    """What the audits found, those of the rest included."""
+    looks = [*report.samples, *([report.rest] if report.rest else [])]
+    if not looks:
+        return {}
+    drift_values = [look.drift_max for look in looks if look.drift_max is not None]
+    return {
+        "audits": looks[-1].counters["audits_total"],
+        "mean": looks[-1].drift_mean,
+        "max": max(drift_values, default=None),
+        "templates_put_to_dense": looks[-1].counters["cache_distrusts_total"],
+    }
+
+
+def summary(options: SoakOptions, report: Report) -> dict[str, Any]:
+    """The report as JSON values, without the samples."""
+    last = report.samples[-1] if report.samples else None
+    return {
+        "model": options.model.name,
+        "minutes": round(last.time_s / 60, 2) if last else 0.0,
+        "visitors": options.visitors,
+        "templates": options.templates,
+        "seed": options.seed,
+        "passed": report.passed,
+        "bars": [
+            {
+                "name": bar.name,
+                "judged": bar.judged,
+                "ok": bar.ok,
+                "growth": None if bar.growth is None else round(bar.growth, 5),
+                "says": bar.says,
+            }
+            for bar in report.bars
+        ],
+        "visits": report.ends,
+        "unexpected": list(report.problems),
+        "drift": drift(report),
+        "counters": last.counters if last else {},
+        "last": json.loads(last.to_json()) if last else None,
+        "rest": json.loads(report.rest.to_json()) if report.rest else None,
+    }

@@ -1,0 +1,190 @@
+"""A client of the soak: its connections, its dice, and how it checks an answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from maskserve_benchmarks.probing.calls import Answer, Grpc, Http, decode, reason
+from maskserve_benchmarks.soaking.pictures import Album, Picture, Pixels
+
+DONE = "done"
+PROMPTS = ("a red star", "a blue circle", "a green square on white", "ein gelbes Dreieck, größer")
+FORMATS = ("png", "png", "png", "png", "webp", "jpeg")
+
+
+class Unexpected(Exception):
+    """An answer that should not have been given; the message says what came and what should."""
+
+
+@dataclass(slots=True)
+class Keepsakes:
+    """Pictures of reproducible edits, to be held against later ones; shared by all visitors."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    kept: dict[int, Pixels] = field(default_factory=dict)
+
+    def first(self, number: int, pixels: Pixels) -> Pixels:
+        """The first picture kept under the number, which may be this one."""
+        with self.lock:
+            return self.kept.setdefault(number, pixels)
+
+
+@dataclass(slots=True)
+class Visitor:
+    """One client in one thread."""
+
+    rng: random.Random
+    album: Album
+    keepsakes: Keepsakes
+    grpc_url: str
+    http_url: str
+    long_steps: int
+    """Steps of an edit that is meant to be stopped."""
+    grpc: Grpc = field(init=False)
+    http: Http = field(init=False)
+
+    def open(self) -> None:
+        self.grpc, self.http = Grpc(self.grpc_url), Http(self.http_url)
+
+    def close(self) -> None:
+        self.http.close()
+        self.grpc.close()
+
+    def settings(self, **fixed: Any) -> dict[str, Any]:
+        """Settings of an edit, those not fixed at random; the request id is always new."""
+        rng = self.rng
+        drawn_settings: dict[str, Any] = {
+            "request_id": uuid.UUID(int=rng.getrandbits(128)).hex,
+            "num_inference_steps": rng.randint(2, 8),
+            "output_format": rng.choice(FORMATS),
+        }
+        if rng.random() < 0.7:
+            drawn_settings["seed"] = rng.randrange(2**32)
+        if rng.random() < 0.2:
+            drawn_settings["output_encoding"] = "base64"
+        if rng.random() < 0.2:
+            drawn_settings |= {"mask_dilate": rng.randint(0, 8), "mask_feather": rng.randint(0, 8)}
+        if rng.random() < 0.2:
+            drawn_settings["priority"] = rng.randint(-2, 2)
+        return {**drawn_settings, **fixed}
+
+    def inputs(self, picture: Picture, settings: dict[str, Any]) -> dict[str, bytes]:
+        """The four tensors of an edit; a template's name in the settings stands for the image."""
+        image = b"" if "template_id" in settings else picture.image
+        if image and self.rng.random() < 0.1:
+            image = base64.b64encode(image)
+        return {
+            "IMAGE": image,
+            "MASK": picture.mask,
+            "PROMPT": self.rng.choice(PROMPTS).encode(),
+            "SETTINGS": json.dumps(settings).encode(),
+        }
+
+    def edit(self, picture: Picture, settings: dict[str, Any]) -> tuple[Pixels, dict[str, Any]]:
+        """An edit over gRPC or HTTP that must succeed; its pixels and META.
+
+        Raises:
+            Unexpected: it did not, or the answer is wrong.
+        """
+        inputs = self.inputs(picture, settings)
+        way = self.http.edit if self.rng.random() < 0.4 else self.grpc.edit
+        answer = must(lambda: way(inputs))
+        return check(picture, settings, answer), answer[1]
+
+
+def must(call: Callable[[], Answer]) -> Answer:
+    """The answer of a call that must be answered.
+
+    Raises:
+        Unexpected: it failed.
+    """
+    try:
+        return call()
+    except Exception as error:
+        raise _other("an answer", error) from None
+
+
+def ended(call: Callable[[], Answer], *codes: str) -> str:
+    """How a call ended that may be answered, or fail for a reason among `codes`.
+
+    Raises:
+        Unexpected: it failed for another reason.
+    """
+    try:
+        call()
+    except Exception as error:
+        why = reason(error)
+        if why in codes:
+            return why
+        raise _other(" or ".join(("an answer", *codes)), error) from None
+    return DONE
+
+
+def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
+    """The code of a call that must be refused with it, naming `field`.
+
+    Raises:
+        Unexpected: it was not.
+    """
+    try:
+        call()
+    except Exception as error:
+        if reason(error) == code and f"[{code}] {field}" in str(error):
+            return code
+        raise _other(f"[{code}] {field}", error) from None
+    raise Unexpected(f"[{code}] {field} expected, but it was answered")
+
+
+def operate(grpc: Grpc, op: str, **fields: Any) -> dict[str, Any]:
+    """An operation of `control` that must succeed.
+
+    Raises:
+        Unexpected: it did not.
+    """
+    try:
+        return grpc.control(op, **fields)
+    except Exception as error:
+        raise Unexpected(f"control {op}: {error}") from None
+
+
+def check(picture: Picture, settings: dict[str, Any], answer: Answer) -> Pixels:
+    """The pixels of a final answer.
+
+    Raises:
+        Unexpected: it is not what the settings ask for, or touches what the mask does not.
+    """
+    image, meta = answer
+    if meta["event"] != "final" or meta["request_id"] != settings["request_id"]:
+        raise Unexpected(f"the final answer of {settings['request_id']} expected, but: {meta}")
+    if "seed" in settings and meta["seed"] != settings["seed"]:
+        raise Unexpected(f"seed {settings['seed']} asked, {meta['seed']} used")
+    if settings.get("output_encoding") == "base64":
+        image = base64.b64decode(image, validate=True)
+    pixels = decode(image)
+    if pixels.shape != picture.pixels.shape:
+        raise Unexpected(f"{picture.pixels.shape} was edited, {pixels.shape} came back")
+    if settings["output_format"] != "jpeg":
+        reach = settings.get("mask_dilate", 0) + settings.get("mask_feather", 0) + 1
+        differ = picture.differs_outside(pixels, reach if reach > 1 else 0)
+        if differ:
+            raise Unexpected(f"{differ} pixels outside the mask differ; META {meta}")
+    return pixels
+
+
+def distance(a: Pixels, b: Pixels) -> int:
+    """Largest difference of two pictures' values."""
+    return int(np.abs(a.astype(np.int16) - b).max())
+
+
+def _other(wanted: str, error: Exception) -> Unexpected:
+    error_text = str(error)[:300] or reason(error)
+    return Unexpected(f"{wanted} expected, but: {error_text}")

@@ -1,0 +1,82 @@
+"""Visits that nobody waits for to the end: every way to withdraw an edit.
+
+An edit that was fast enough may be answered all the same.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from maskserve_benchmarks.probing.calls import (
+    CLIENT_CANCELLED,
+    CLIENT_TIMEOUT,
+    TIMEOUT_S,
+    Http,
+    Stream,
+)
+from maskserve_benchmarks.soaking.visitor import Visitor, ended, must, operate
+
+_SOON_S = 0.6
+"""Within this a visitor loses patience."""
+
+
+def grpc_cancel(visitor: Visitor) -> str:
+    pending = visitor.grpc.begin(_long(visitor), TIMEOUT_S)
+    time.sleep(visitor.rng.uniform(0.0, _SOON_S))
+    pending.call.cancel()
+    return ended(pending.wait, CLIENT_CANCELLED, "CANCELLED")
+
+
+def grpc_timeout(visitor: Visitor) -> str:
+    limit = visitor.rng.uniform(0.01, _SOON_S)
+    inputs = _long(visitor)
+    return ended(lambda: visitor.grpc.edit(inputs, limit), CLIENT_TIMEOUT, "CANCELLED")
+
+
+def http_timeout(visitor: Visitor) -> str:
+    """A client that closes its connection; Triton does not tell, so the edit is a short one."""
+    client = Http(visitor.http_url, timeout_s=visitor.rng.uniform(0.02, _SOON_S / 2))
+    inputs = visitor.inputs(visitor.rng.choice(visitor.album.hot), visitor.settings())
+    try:
+        return ended(lambda: client.edit(inputs), CLIENT_TIMEOUT)
+    finally:
+        client.close()
+
+
+def deadline(visitor: Visitor) -> str:
+    inputs = _long(visitor, deadline_ms=visitor.rng.randint(1, int(1e3 * _SOON_S)))
+    way = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
+    # Refused at once where it cannot be in time: ever, or behind the edits that wait now.
+    return ended(lambda: way(inputs), "DEADLINE_EXCEEDED", "OVERLOADED")
+
+
+def control_cancel(visitor: Visitor) -> str:
+    name = visitor.settings()["request_id"]
+    pending = visitor.grpc.begin(_long(visitor, request_id=name), TIMEOUT_S)
+    time.sleep(visitor.rng.uniform(0.0, _SOON_S))
+    # Before the edit has reached the engine there is nothing to cancel: say it again.
+    while not operate(visitor.grpc, "cancel", request_id=name)["cancelled"]:
+        if pending.answered:
+            break
+        time.sleep(0.02)
+    return ended(pending.wait, "CANCELLED")
+
+
+def stream_closed(visitor: Visitor) -> str:
+    """A stream that its client closes in the middle."""
+    opened = Stream(visitor.grpc_url)
+    try:
+        opened.send(_long(visitor, progress=True, preview_every=5))
+        for _ in range(visitor.rng.randint(0, 6)):
+            must(opened.next)
+        opened.cancel()
+    finally:
+        opened.close()
+    return "closed"
+
+
+def _long(visitor: Visitor, **settings: Any) -> dict[str, bytes]:
+    picture = visitor.rng.choice((visitor.rng.choice(visitor.album.hot), visitor.album.largest))
+    all_settings = visitor.settings(num_inference_steps=visitor.long_steps, **settings)
+    return visitor.inputs(picture, all_settings)

@@ -1,0 +1,62 @@
+"""docs/models.md's tables of counts are what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from maskserve_benchmarks.benchmarks.model_counts import (
+    MODELS,
+    RATIOS,
+    Counted,
+    bytes_table,
+    edits_table,
+    steps_table,
+)
+from maskserve_benchmarks.checkout import CHECKOUT
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Counted]:
+    return {name: Counted(model) for name, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("made", [steps_table, edits_table])
+def test_the_tables_are_what_is_counted(
+    counted: dict[str, Counted], made: Callable[[dict[str, Counted]], str]
+) -> None:
+    page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert made(counted) in page
+
+
+def test_the_table_of_bytes_has_the_models_with_references(counted: dict[str, Counted]) -> None:
+    lines = bytes_table(counted).splitlines()
+    names = [name for name, each in counted.items() if each.work.context]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == names
+
+
+def test_what_is_left_out_of_entries_is_computed_or_not_seen(counted: dict[str, Counted]) -> None:
+    """Where the encoder is shown little that is little; without the outside fewer keys are read."""
+    edit, plus = (counted[f"Qwen-Image-Edit{name}"] for name in ("", "-2509 and -2511"))
+    for each, least, most in ((edit, 1.8, 6.5), (plus, 1.1, 2.0)):
+        slower = [each.cached(m, shown=False) / each.cached(m) for m in RATIOS]
+        assert least < slower[-1] < slower[0] < most
+        assert each.cached(0.2, outside=False) < each.cached(0.2)
+        picture = each.work.tokens[0] - each.work.context
+        assert each.entry() - each.entry(outside=False) == pytest.approx(
+            each.entry() * picture / each.work.tokens[0]
+        )
+
+
+def test_encoders_run_once_for_each_pass(counted: dict[str, Counted]) -> None:
+    """T5 and Qwen3 take two FLOPs of each weight for each token, and more for attention."""
+    kontext, klein = counted["FLUX.1 Kontext"], counted["FLUX.2 klein 4B"]
+    clip, t5 = kontext._text_encoders()
+    [qwen3] = klein._text_encoders()
+    assert clip < 0.01 * t5
+    assert t5 == pytest.approx(2 * 512 * 4.6e9, rel=0.1)
+    assert qwen3 == pytest.approx(2 * 512 * 27 * 101e6, rel=0.1)
+    guided = counted["Qwen-Image"]
+    [encoder_flops] = guided._text_encoders()
+    assert guided.beside - guided._vae() == pytest.approx(2 * encoder_flops)
