@@ -22,7 +22,7 @@ log = logging.getLogger("maskserve.router")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; SIGHUP takes on the configuration as it is now."""
+    """Run until SIGTERM or SIGINT; SIGHUP reloads the configuration."""
     options = parser().parse_args(arguments)
     keep_freed_memory()
     raise_limit()
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"maskserve-router: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=config.log.level, handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it logs each bad request of a stranger
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it logs each malformed request
     try:
         asyncio.run(_run(config, options))
     except (ConfigError, OSError) as error:

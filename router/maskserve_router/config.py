@@ -1,8 +1,8 @@
-"""The router's configuration: one TOML file and what the command line lays over it.
+"""The router's configuration: one TOML file, and the command line's options over it.
 
-Every key has a default, a range and a sentence; an unknown key or a value out of range is a
-ConfigError that names it. `[limits]`, `[values]`, `[log]` and
-`[trace]` are the worker's own tables.
+Each key has a default, a range and a sentence. An unknown key or a value out of range is a
+ConfigError that names it. `[limits]`, `[values]`, `[log]` and `[trace]` are the worker's own
+tables.
 """
 
 from __future__ import annotations
@@ -32,125 +32,131 @@ ORIGINS = "an origin such as https://app.example.com, or *"
 
 
 class Listen(Table, frozen=True):
-    """`[listen]`: where clients and operators come in."""
+    """`[listen]`: addresses and ports for clients and operators."""
 
     host: str = "127.0.0.1"
     """Address of the clients' ports."""
     http_port: Port = 8080
-    """KServe v2 over HTTP; 0 takes a free one."""
+    """Port of KServe v2 over HTTP; 0 takes a free one."""
     grpc_port: Port = 8081
-    """KServe v2 over gRPC; 0 takes a free one."""
+    """Port of KServe v2 over gRPC; 0 takes a free one."""
     admin_host: str = "127.0.0.1"
     """Address of the operators' port: metrics, drain, reload. Keep it from clients."""
     admin_port: Port = 8082
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
-    """Names by which it is reached, beside addresses, names without a dot and the machine's own;
-    `.example.com` stands for all below it. A request under another name gets 403."""
+    """Host names that requests to the operators' port may use, beside addresses, names without a
+    dot and the machine's own; `.example.com` accepts all names below it. Any other name gets
+    403."""
     tls_cert: str = ""
-    """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. New
-    contents of both are taken on within seconds."""
+    """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. The router
+    loads new contents of both files within seconds."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
 
 class Workers(Table, frozen=True):
-    """`[workers]`: which workers there are, and how they are watched."""
+    """`[workers]`: the workers' addresses, and how they are polled."""
 
     addresses: tuple[str, ...] = ()
-    """`host:port` of each worker's gRPC port; `dns:name:port` stands for every address of a
-    name."""
+    """`host:port` of each worker's gRPC port; `dns:name:port` means every address of a name."""
     dns_interval_s: Seconds = 5.0
-    """How often names are resolved anew."""
+    """Seconds between two resolutions of the names."""
     poll_interval_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.06
-    """How often each worker is asked for its status."""
+    """Seconds between two status requests to a worker."""
     polls_per_s: Annotated[int, Meta(ge=1, le=10**5)] = 500
-    """How many such questions all workers together get at most: of more workers each is asked the
-    less often. Five hundred take up to half a core."""
+    """Most status requests per second to all workers together; with many workers, each is asked
+    less often."""
     poll_timeout_s: Seconds = 1.0
-    """A status that takes longer is a miss."""
+    """Seconds after which a status request counts as a miss."""
     misses: Count = 2
-    """So many misses in a row, and the worker is down."""
+    """Consecutive misses after which a worker counts as down."""
     missed_bytes: Bytes = 256 * MIB
-    """Images of templates registered while a worker was down, kept until it has them, too."""
+    """Bytes of images of templates that were registered while a worker was down. They are kept
+    until it has them."""
 
 
 class WorkflowFiles(Table, frozen=True):
-    """`[workflows]`: plans that are served as models, and who runs their nodes."""
+    """`[workflows]`: plans that are served as models, and the servers that run their nodes."""
 
     folder: str = ""
-    """Of plans, which `maskserve workflows compile` wrote; they are read at the start. Empty: none.
-    """
+    """Folder of plans that `maskserve workflows compile` wrote; they are read at the start. Empty:
+    none."""
     nodes: tuple[str, ...] = ()
-    """`host:port` of each node server's gRPC port; `dns:name:port` stands for every address of a
+    """`host:port` of each node server's gRPC port; `dns:name:port` means every address of a
     name."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
-    """Bytes of nodes' answers that are kept, so that equal calls of a key are not run again; keys
-    share them. 0 keeps none."""
+    """Bytes of nodes' answers that are kept, so that equal calls of a key do not run again; keys
+    share the space fairly. 0 keeps none."""
     kept_s: Seconds = 3600.0
-    """After its last use an answer is kept no longer."""
+    """Seconds after its last use when a kept answer goes."""
 
 
 class Routing(Table, frozen=True):
-    """`[routing]`: which worker takes an edit."""
+    """`[routing]`: the choice of a worker for an edit."""
 
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     order: Literal["slack", "fcfs"] = "slack"
-    """Of what waits of a key: `slack`, first what has to begin first to be in time, and what is due
-    at no time as if it were two minutes after it came; `fcfs`, by arrival."""
+    """Order of a key's waiting work: `slack` starts the edit that must begin first to be in time,
+    and treats an edit without a due time as due two minutes after it arrived; `fcfs` goes by
+    arrival."""
     default_model: str = ""
-    """Served to edits that name no model; empty: what more than half of the workers serve."""
+    """Model for edits that name none; empty: the one that more than half of the workers serve."""
     remembered_images: Count = 65_536
     """Images whose template is remembered, so that the next edit finds the worker that has it."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that inflate and parse requests and decode masks; keys have them in turn."""
+    """Threads that inflate and parse requests and decode masks; keys use them in turn."""
 
 
 class AdmissionBounds(Table, frozen=True):
-    """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
+    """`[admission]`: limits on edits and bytes under way. Requests over a limit are refused with a
+    time to retry.
+    """
 
     max_edits: Count = 512
-    """Edits taken and not answered, and as many operations of `control`; a key may have as many as
-    it leaves free."""
+    """Edits admitted and not answered, and as many operations of `control`; a key may have as many
+    as it leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of their requests and answers, shared likewise: an answer's place is taken before its
-    edit is sent, by its pixels and format. With keys, four times `[http] max_body_bytes` at the
-    least."""
+    """Bytes of requests and answers under way; a key may have as many as it leaves free. The bytes
+    of an answer are reserved before its edit is sent, by pixels and format. With keys, at least
+    four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
-    """Edits that wait at a worker for a row; further ones wait here, the most urgent first. 0: an
-    edit is sent once a row is free."""
+    """Edits that wait at a worker for a row; further edits wait in the router, the most urgent
+    first. 0: an edit is sent once a row is free."""
     aging_s: Seconds = 5.0
-    """A second of waiting counts as much as 1 / `aging_s` of priority."""
+    """Seconds of waiting that count as much as one step of priority."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
     """An edit is refused at once if its predicted time is over `deadline_ms` times this."""
 
 
 class Faults(Table, frozen=True):
-    """`[faults]`: what is done about workers that fail."""
+    """`[faults]`: retries, and the handling of workers that fail."""
 
     retry_share: Share = 0.2
     """Retries under way, as a share of the edits under way."""
     retry_floor: Annotated[int, Meta(ge=0, le=10**6)] = 16
-    """So many retries are allowed however few edits are under way."""
+    """Retries that are always allowed, even if few edits are under way."""
     retry_wait_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
-    """How long an edit that its worker failed waits for another one that takes edits."""
+    """Seconds that a failed edit waits for another worker that takes edits."""
     failures_to_eject: Count = 5
     """Edits that a worker fails in a row until it is ejected."""
     eject_s: Seconds = 2.0
-    """How long at first; twice as long each time, until `max_eject_s`. Then one edit tries it."""
+    """Seconds of the first ejection; they double each time, up to `max_eject_s`. After each, one
+    edit tries the worker."""
     max_eject_s: Seconds = 60.0
-    """The longest that a worker is ejected at a time."""
+    """Longest ejection of a worker."""
     max_ejected_share: Share = 0.5
     """Share of the workers that may be ejected at a time."""
     unlisted_s: Seconds = 120.0
-    """An edit that its worker's records do not list for so long is tried on another."""
+    """Seconds after which an edit that its worker's records do not list is tried on another
+    worker."""
     drain_grace_s: Seconds = 60.0
-    """Time that accepted edits have when the router stops."""
+    """Seconds that admitted edits have to finish when the router stops."""
 
 
 class Http(Table, frozen=True):
-    """`[http]`: bounds on one HTTP connection."""
+    """`[http]`: limits on one HTTP connection."""
 
     max_body_bytes: Bytes = 160 * MIB
     """Bytes of one body."""
@@ -159,66 +165,68 @@ class Http(Table, frozen=True):
     max_chunks: Count = 65_536
     """Chunks of one body."""
     header_timeout_s: Seconds = 10.0
-    """Time to send a request's headers."""
+    """Seconds to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
-    """A body that is ten seconds behind this pace is given up; no pause may be longer."""
+    """Least rate of a body. A body that is ten seconds behind it, or pauses for longer, is
+    refused."""
     keep_alive_s: Seconds = 620.0
-    """How long a connection is kept between requests: longer than load balancers keep theirs."""
+    """Seconds that an idle connection is kept: longer than load balancers keep it."""
     max_connections: Count = 4096
-    """Connections at a time, and half of the process's descriptors at most. Beyond, the one that is
-    silent longest is closed, of the address with the most of them."""
+    """Most connections, and at most half of the process's descriptors. Beyond, the longest silent
+    connection is closed, of the address that has the most."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
-    """Origins whose pages may call the clients' port from a browser, as `https://app.example.com`;
-    `*` is every one. No cookie is taken."""
+    """Origins whose pages may call the clients' port from a browser, such as
+    `https://app.example.com`; `*` is every one. Cookies are not accepted."""
 
 
 class ImageHosts(Table, frozen=True):
     """`[image_urls]`: pictures that requests of OpenAI's API give as https URLs."""
 
     hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
-    """Hosts that the router may fetch them from, `name` or `name:port`; empty: data URLs alone."""
+    """Hosts from which the router may fetch pictures, `name` or `name:port`; empty: only data
+    URLs."""
     timeout_s: Seconds = 10.0
-    """Time that one picture may take."""
+    """Seconds to fetch one picture."""
 
 
 class JobsConfig(Table, frozen=True):
-    """`[jobs]`: edits and workflows that are kept until somebody fetches what came of them."""
+    """`[jobs]`: edits and workflows whose results are kept until they are fetched."""
 
     enabled: bool = True
-    """False: none are taken, and whoever gives one is told so."""
+    """False: jobs are refused with an error that says so."""
     database: str = ""
-    """Where they are kept: the path of an SQLite file, or a URL as
+    """Database of the jobs: the path of an SQLite file, or a URL such as
     `postgresql+psycopg://user:password@host/name`, which several routers may share. Empty: a file
-    of the port's number in the user's folder for state (`$XDG_STATE_HOME/maskserve`)."""
+    named after the port in the user's state folder (`$XDG_STATE_HOME/maskserve`)."""
     database_file: str = ""
-    """A file in which the same stands, such as a mounted secret, in place of `database`."""
+    """File that holds the value of `database`, such as a mounted secret."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
-    """Jobs that this router runs at a time; keys have these places in turn."""
+    """Jobs that this router runs at a time; keys take turns."""
     keep_s: Seconds = 86_400.0
-    """How long a job that has ended, and its result, is kept."""
+    """Seconds that a finished job and its result are kept."""
     max_wait_s: Seconds = 86_400.0
-    """A job that has not begun by then has failed."""
+    """Seconds after which a job that has not begun fails."""
     keep_jobs: Count = 10_000
-    """Ended jobs of a key that are kept; beyond, the oldest goes. A key may have as many that have
-    no end yet."""
+    """Finished jobs of a key that are kept; beyond, the oldest goes. A key may have as many
+    unfinished jobs."""
     max_bytes: Bytes = 4096 * MIB
-    """Bytes of all jobs: half for what they are to do, half for results. Of each half a key may
-    have as much as it leaves free; a job whose result would find no room waits."""
+    """Bytes of all jobs: half for requests, half for results. A key may have as much of each half
+    as it leaves free; a job waits if its result would find no room."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
-    """A router that has not said for so long that it lives has lost its jobs, and they run again at
-    another."""
+    """Seconds without a sign of life after which a router has lost its jobs; they run again at
+    another router."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
-    """Times that a job is begun anew after a fault that is the server's, as a worker that died; the
-    pauses double, from two seconds."""
+    """Restarts of a job after a fault of the server, such as a lost worker; the pauses double, from
+    two seconds."""
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
     """Hosts that webhooks may name, `name` or `name:port`; empty: no webhooks."""
     webhook_secret: str = ""
-    """Signs webhooks where there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
+    """Secret that signs webhooks where there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
     webhook_timeout_s: Seconds = 10.0
-    """Time that one call of a webhook may take."""
+    """Seconds for one call of a webhook."""
     webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
-    """Calls of a webhook until one is answered with 2xx; the pauses between them double, to five
-    minutes at most."""
+    """Calls of a webhook until one is answered with 2xx; the pauses between them double, up to five
+    minutes."""
 
 
 OUTPUT = r"^[a-z][a-z0-9+]*://[A-Za-z0-9._@+=,/ -]*/$"
@@ -226,64 +234,64 @@ Prefix = Annotated[str, Meta(pattern=OUTPUT, description="a URL that ends with a
 
 
 class OutputUrls(Table, frozen=True):
-    """`[outputs]`: where `output_url` may have pictures put in place of the answer."""
+    """`[outputs]`: URLs to which `output_url` may write pictures, instead of the answer."""
 
     urls: tuple[Prefix, ...] = ()
-    """Prefixes as `s3://bucket/edits/` or `file:///srv/edits/`, where there are no keys; each ends
-    with a slash. Empty: nowhere."""
+    """Prefixes such as `s3://bucket/edits/` or `file:///srv/edits/`, where there are no keys; each
+    ends with a slash. Empty: none."""
     timeout_s: Seconds = 60.0
-    """Time that one picture may take."""
+    """Seconds to write one picture."""
 
 
 class Grpc(Table, frozen=True):
-    """`[grpc]`: bounds on calls and connections of the clients' gRPC port."""
+    """`[grpc]`: limits on calls and connections of the clients' gRPC port."""
 
     max_connections: Count = 4096
-    """Connections at a time, as far as descriptors bear them; one more is closed."""
+    """Most connections, as far as descriptors allow; further ones are closed."""
     idle_s: Seconds = 60.0
-    """A connection without a call for so long is closed; clients open it anew when they need it."""
+    """Seconds after which a connection without a call is closed; clients reopen it when they need
+    it."""
     max_calls: Count = 1280
-    """Calls open at a time; a client (a key's holder, or an address) may have as many as it leaves
-    free. Beyond, the longest silent one gives way to another client's."""
+    """Most open calls; a client (a key's holder, or an address) may have as many as it leaves free.
+    Beyond, the longest silent call is ended for another client's."""
     silence_s: Seconds = 300.0
-    """A call that sends nothing for so long, with nothing under way for it, is ended."""
+    """Seconds of silence after which a call with nothing under way is ended."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """Age from which a connection takes no further calls, so that clients spread over several
-    routers. 0: none is too old."""
+    """Seconds after which a connection takes no further calls, so that clients spread over several
+    routers. 0: no limit."""
 
 
 class Key(Table, frozen=True):
     """`[[keys]]`: an API key. Without any, every client is let in."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
-    """Whose it is, for logs and metrics."""
+    """Name of its holder, for logs and metrics."""
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    """Digest of the key, so that this file gives none away: `printf KEY | sha256sum`."""
+    """SHA-256 of the key, so that this file contains no key: `printf KEY | sha256sum`."""
     max_edits: Count = 64
     """Edits under way with it at a time."""
     admin: bool = False
-    """Sees and ends every client's edits, templates and statistics, not only its own."""
+    """It sees and ends every client's edits, templates and statistics, not only its own."""
     shares: bool = False
-    """What it registers is for every client, as with `"shared": true` in a registration."""
+    """Its templates are for every client, as with `"shared": true` in a registration."""
     private_prompts: bool = False
-    """Embeddings of its prompts are kept for itself alone, as with `private_prompt` in SETTINGS."""
+    """Embeddings of its prompts are kept for it alone, as with `private_prompt` in SETTINGS."""
     adapters: tuple[str, ...] = ()
-    """LoRAs that are this key's (`*` stands for any characters): to keys that do not name them they
-    are not there."""
+    """LoRAs that belong to this key (`*` matches any characters): other keys do not see them."""
     output_urls: tuple[Prefix, ...] = ()
     """Prefixes that its `output_url` may begin with; each ends with a slash."""
     jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Jobs that it may give from 0 to 24 o'clock UTC; 0: any number."""
+    """Jobs that it may submit from 0 to 24 o'clock UTC; 0: any number."""
     job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of these jobs' pictures; 0: any number."""
     job_megapixel_steps_per_day: Annotated[int, Meta(ge=0, le=10**12)] = 0
     """Megapixels of these jobs' pictures, each times its steps; 0: any number."""
     webhook_secret: str = ""
-    """Signs its webhooks: `whsec_` and base64 of 24 to 64 bytes. Without, it has none."""
+    """Secret that signs its webhooks: `whsec_` and base64 of 24 to 64 bytes. Empty: no webhooks."""
 
 
 class RouterConfig(Table, frozen=True):
-    """The whole file."""
+    """The whole configuration file."""
 
     listen: Listen = Listen()
     workers: Workers = Workers()
@@ -299,13 +307,13 @@ class RouterConfig(Table, frozen=True):
     outputs: OutputUrls = OutputUrls()
     keys: tuple[Key, ...] = ()
     keys_file: str = ""
-    """TOML file with `[[keys]]` and nothing else, such as a mounted secret, added to those that
-    stand here; a change of it is taken on within seconds."""
+    """TOML file with further `[[keys]]` and nothing else, such as a mounted secret; the router
+    loads changes within seconds."""
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     name: str = "router"
-    """Of this router, in answers, logs and traces."""
+    """Name of this router in answers, logs and traces."""
 
 
 def load_router_config(path: str | None, **over: Any) -> RouterConfig:
@@ -328,7 +336,7 @@ def load_router_config(path: str | None, **over: Any) -> RouterConfig:
 
 
 def router_config_of(tables: dict[str, Any]) -> RouterConfig:
-    """The configuration that these tables make.
+    """Make and check the configuration from tables.
 
     Raises:
         ConfigError: naming the key.
@@ -374,10 +382,10 @@ def _check(config: RouterConfig) -> None:
 
 
 def webhook_key(secret: str) -> bytes:
-    """The bytes of a secret that signs webhooks; none of an empty one.
+    """Return the bytes of a secret that signs webhooks; none if it is empty.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: it is malformed.
     """
     if not secret:
         return b""
@@ -388,10 +396,10 @@ def webhook_key(secret: str) -> bytes:
 
 
 def check_change(old: RouterConfig, new: RouterConfig) -> None:
-    """Refuse what a running router cannot take on, so that a reload is whole or not at all.
+    """Check that a reload changes only what a running router can change.
 
     Raises:
-        ConfigError: naming the first key that differs and is none of those that a reload changes.
+        ConfigError: naming the first key that needs a restart.
     """
     if old.keys and not new.keys:
         raise ConfigError("[[keys]]: the last one goes by a restart alone: it would open the door")
@@ -410,7 +418,7 @@ def check_change(old: RouterConfig, new: RouterConfig) -> None:
 
 
 def _differences(name: str, old: Table, new: Table) -> Iterator[tuple[str, str, Any, Any]]:
-    """Table, key, value before and after, of all that differ."""
+    """Yield table, key, old value and new value of all keys that differ."""
     for field in old.__struct_fields__:
         old_value, new_value = getattr(old, field), getattr(new, field)
         if isinstance(old_value, Table):

@@ -1,4 +1,4 @@
-"""Addresses that names stand for."""
+"""Resolution of configured names to addresses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ DNS = "dns:"
 
 
 async def resolved(addresses: Iterable[str], known: Collection[str]) -> set[str]:
-    """`host:port` of each; `dns:name:port` stands for every address of a name.
+    """Return `host:port` of each address; `dns:name:port` becomes every address of the name.
 
     Args:
-        addresses: as configured.
-        known: found so far, which stay where a name cannot be resolved.
+        addresses: addresses as configured.
+        known: addresses found before; they stay if a name cannot be resolved.
     """
     resolved_addresses: set[str] = set()
     for address in addresses:
@@ -27,7 +27,7 @@ async def resolved(addresses: Iterable[str], known: Collection[str]) -> set[str]
 
 
 def is_address(text: str) -> bool:
-    """Whether it is `host:port` or `dns:name:port`."""
+    """Return True if the text is `host:port` or `dns:name:port`."""
     host, _, port = text.removeprefix(DNS).rpartition(":")
     return bool(host) and port.isdigit() and 0 < int(port) < 65536
 

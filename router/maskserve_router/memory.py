@@ -1,21 +1,21 @@
-"""How this process keeps its memory."""
+"""Settings of glibc's allocator for the router."""
 
 from __future__ import annotations
 
 import ctypes
 
-# malloc.h of glibc.
+# Constants of glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _MIB = 2**20
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed for the next picture, and no more.
+    """Let glibc keep freed memory for the next picture, within limits.
 
-    By default each block of a picture's size is fetched from the kernel and given back: its pages
-    are faulted in and zeroed for every copy. Kept, passing a picture on takes half the CPU time.
-    Larger blocks are still given back, and what is kept lies in two arenas, not in one for each
-    thread: else what somebody sent once stays for good. Other C libraries are left as they are.
+    By default, a block of a picture's size is fetched from the kernel and given back each time, and
+    its pages are faulted in and zeroed for every copy. Larger blocks are still given back. All
+    threads share two arenas, so that one large request does not hold memory for ever. Other C
+    libraries are left as they are.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

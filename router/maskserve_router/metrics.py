@@ -1,4 +1,4 @@
-"""The router's metrics (design §7), for Prometheus."""
+"""The router's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ERROR = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 3
 
 ROUTES = ("http", "grpc", "openai")
 RETRIES = ("refused", "worker", "unknown")
-"""`Blame` of what another worker is tried for."""
+"""Blame of failures after which another worker is tried."""
 REJECTIONS = (
     "edits",
     "bytes",
@@ -34,7 +34,7 @@ WEBHOOK_ENDS = ("taken", "given_up")
 
 
 class Metrics:
-    """All of one router's metrics, in a registry of their own."""
+    """All metrics of one router, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -98,7 +98,7 @@ class Metrics:
         self.predictions = Predictions()
 
     def _begin_at_zero(self) -> None:
-        """A rate sees the first of its kind only if there was a zero before it."""
+        """Create all label values at zero: a rate needs a zero before the first event."""
         for route in ROUTES:
             for code in (OK, *CODES):
                 self.requests.labels(route, code)
@@ -112,17 +112,17 @@ class Metrics:
             self.webhooks.labels(end)
 
     def answered(self, sent: Sent, seconds: float) -> None:
-        """A worker has answered an edit."""
+        """Count a worker's answer to an edit."""
         self.edit_seconds.observe(seconds)
         self.predicted.observe(seconds - sent.predicted.answered_s)
         self.prediction_error.observe(self.predictions.add(sent.predicted.answered_s, seconds))
 
     def due(self, code: str, slack_s: float) -> None:
-        """An edit with a due time has ended.
+        """Count the end of an edit with a due time.
 
         Args:
-            code: `OK`, or the error's.
-            slack_s: seconds that were left.
+            code: `OK` or the error's code.
+            slack_s: seconds that were left until it was due.
         """
         outcome = slo_outcome(code, slack_s)
         if outcome is not None:
@@ -131,6 +131,6 @@ class Metrics:
             self.slack.observe(slack_s)
 
     def page(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the page for Prometheus."""
         text: bytes = generate_latest(self.registry)
         return text

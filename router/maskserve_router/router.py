@@ -1,4 +1,4 @@
-"""The router: its parts, its listeners, and how it starts and stops."""
+"""The router: it builds the parts, starts the listeners and stops them."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ from maskserve_workflows.ports import WorkflowError
 
 log = logging.getLogger("maskserve.router")
 _OPERATORS = 64
-"""Connections of the operators' port, which clients cannot take."""
+"""Connections of the operators' port; clients cannot use them up."""
 _LOCK_S = 0.1
-"""How long a process that shares the folder of values may keep what needs its lock waiting."""
+"""Longest seconds that a process may hold the lock of the values folder while others wait."""
 _LOOK_S = 2.0
-"""How often files of keys and certificates are looked at."""
+"""Seconds between two checks of the files of keys and certificates."""
 
 
 class Router:
-    """One front door for the workers of a configuration; use it as an async context manager.
+    """One entry point for the workers of a configuration. Use it as an async context manager.
 
     Args:
-        config: as it is at the start.
-        read_config: reads it anew for a reload.
+        config: configuration at the start.
+        read_config: reads the configuration again for a reload.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Router:
             await self._jobs.start()
             await self.pool.start()
             self._nodes.start()
-            # Who is told over HTTP that the router is ready may ask over gRPC.
+            # Start gRPC first: a client that sees the router ready over HTTP may call over gRPC.
             await self.grpc.start()
             await self.http.start()
             await self.admin.start()
@@ -218,10 +218,10 @@ class Router:
         self._control.missed.bring()
 
     async def reload(self) -> None:
-        """Take on the configuration as it is now: workers, keys and certificates, all or nothing.
+        """Apply the current configuration: workers, keys and certificates, all or nothing.
 
         Raises:
-            ConfigError: it cannot be read, or changes what only a restart can; all stays as it was.
+            ConfigError: it cannot be read, or changes a key that needs a restart; nothing changes.
         """
         config = self._read_config()
         check_change(self._config, config)
@@ -234,7 +234,9 @@ class Router:
         await self.pool.reload(config)
 
     def _stamps(self) -> list[tuple[int, ...]]:
-        """Of the files that hold secrets: they differ when one is replaced or written."""
+        """Return stamps of the files with secrets; they differ after a file is replaced or
+        written.
+        """
         files = [*self._certificates.files, *filter(None, [self._config.keys_file])]
         stamps: list[tuple[int, ...]] = []
         for file in files:
@@ -244,7 +246,7 @@ class Router:
         return stamps
 
     async def _watch_secrets(self) -> None:
-        """Reload when keys or certificates were rotated: who mounts secrets sends no signal."""
+        """Reload after changes of keys or certificates: mounted secrets send no signal."""
         while True:
             await asyncio.sleep(_LOOK_S)
             stamps = self._stamps()
@@ -259,7 +261,7 @@ class Router:
                 log.exception("changed keys or certificates were not taken on")
 
     async def stop(self) -> None:
-        """Take no more edits, finish those under way within the grace, and close."""
+        """Take no more edits, finish edits under way within `faults.drain_grace_s`, and close."""
         self.admission.closed = True
         end = time.monotonic() + self._config.faults.drain_grace_s
         while self.admission.edits and time.monotonic() < end:
@@ -281,7 +283,7 @@ class Router:
 
 
 def _plans(config: RouterConfig) -> list[WorkflowPlan]:
-    """Those of the configured folder.
+    """Return the plans of the configured folder.
 
     Raises:
         ConfigError: naming the file.

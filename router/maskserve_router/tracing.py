@@ -1,4 +1,4 @@
-"""Spans of the router, between the client's and Triton's own."""
+"""The router's trace spans, between the client's and Triton's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maskserve_router.messages.edit_call import EditCall
 
 
 class Tracing:
-    """Opens a span per edit, and has the worker record below it."""
+    """Opens a span for each edit and makes the worker's spans its children."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._tracer = make_tracer(Config(trace=config.trace, worker=config.name), "router")
@@ -17,7 +17,7 @@ class Tracing:
         self._edits = 0
 
     def open(self, call: EditCall) -> OpenSpan:
-        """A span in the client's trace, or, of one edit in so many, in a new one."""
+        """Open a span in the client's trace, or, for one edit in `rate`, in a new trace."""
         headers = dict(call.metadata)
         parent = headers.get(TRACEPARENT, "")
         self._edits += 1

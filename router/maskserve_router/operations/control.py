@@ -1,4 +1,4 @@
-"""`control` of all workers: fanned out, or sent to the one that holds the edit."""
+"""Operations of `control` on all workers, or on the worker that has the edit."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from maskserve_router.workflows.workflows import Workflows
 log = logging.getLogger("maskserve.router")
 _ANSWER_S = 12.0
 _PATIENT_S = 75.0
-"""For operations that take their time."""
+"""Timeout in seconds of long operations (`PATIENT`)."""
 
 
 class ClusterControl:
-    """Operations on the cluster."""
+    """Runs operations on the cluster."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class ClusterControl:
         self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
 
     async def infer(self, message: ModelRequest, client: KeyHolder) -> bytes:
-        """The answer to a request of the model `control`.
+        """Answer a request of the model `control`.
 
         Raises:
-            MaskserveError: the operation is not known, or no worker does it.
-            Failure: as a worker said.
+            MaskserveError: the operation is unknown, or no worker can run it.
+            Failure: a worker's error.
         """
         try:
             text = message.view("OP")
@@ -80,14 +80,14 @@ class ClusterControl:
         return encoded
 
     async def do(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
-        """One operation's result; raises as `infer`."""
-        # Its image is there once more as a message, of which gRPC has a copy for each worker.
+        """Run one operation and return its result; raises as `infer`."""
+        # The message holds a second copy of the image, and gRPC makes one for each worker.
         copies = 1 + len(self._pool.workers)
         with self._admission.operation(client, copies * image_size(operation)):
             result = await self._done(operation, client)
         if client.admin:
             return result
-        # Where workers are is the operators' affair: a client knows them by number.
+        # Only operators see workers' addresses; other clients see numbers.
         numbers = {w: f"worker {n}" for n, w in enumerate(sorted(self._pool.workers), 1)}
         named: dict[str, Any] = _renamed(result, numbers)
         return named
@@ -100,7 +100,7 @@ class ClusterControl:
             operation = {**operation, "scope": client.scope}
         if name == "register":
             check_image(operation)
-            # An admin's own registration is its own, too; it sees the others' all the same.
+            # An admin owns its registrations too; it still sees all others.
             operation["scope"] = client.scope
             operation["shared"] = operation.get("shared", False) or client.shares
         match name:
@@ -122,7 +122,7 @@ class ClusterControl:
                 templates = merged_templates(await self._everywhere(operation, client))
                 for template in templates:
                     template["pending"] = self.missed.pending(template["template_id"])
-                    if not client.admin:  # whose else a template is, is theirs
+                    if not client.admin:  # only admins see a template's owners
                         template["owners"] = []
                 return {"templates": templates}
             case "heartbeat":
@@ -144,8 +144,9 @@ class ClusterControl:
         return {**first, "workers": sorted(answers)}
 
     async def _cancel(self, name: str, client: KeyHolder) -> dict[str, Any]:
-        """Here if this router has the edit, which gives up its row too; else at all workers. An
-        admin names another client's edit as `status` shows it.
+        """Cancel an edit at this router, which also frees its row; otherwise ask all workers.
+
+        An admin may name another client's edit as `status` shows it.
         """
         is_foreign_edit = client.admin and scope_of(name) != NO_SCOPE
         request_id = edit_of(name) if is_foreign_edit else request_id_of(name, client.scope)
@@ -155,7 +156,9 @@ class ClusterControl:
         return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
 
     async def _on_all(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
-        """Done by the workers that answer; the others are brought it when they are back."""
+        """Run an operation on the workers that answer, and keep it for the others until they are
+        back.
+        """
         results, failed = await self._outcomes(operation, client)
         first = next(iter(results.values()))
         heard = {*results, *(address for address, failure in failed.items() if refused(failure))}
@@ -168,17 +171,17 @@ class ClusterControl:
     async def _everywhere(
         self, operation: dict[str, Any], client: KeyHolder
     ) -> dict[str, dict[str, Any]]:
-        """Worker -> its answer, of those that did it; raises as `_outcomes`."""
+        """Return worker -> answer of those that succeeded; raises as `_outcomes`."""
         results, _ = await self._outcomes(operation, client)
         return results
 
     async def _outcomes(
         self, operation: dict[str, Any], client: KeyHolder
     ) -> tuple[dict[str, dict[str, Any]], dict[str, Failure]]:
-        """Worker -> its answer, of those that did it, and worker -> its failure, of the others.
+        """Return worker -> answer of those that succeeded, and worker -> failure of the others.
 
         Raises:
-            Failure: what a worker said, if none did it; a worker that was in order first.
+            Failure: all workers failed; a refusal is preferred over a worker's own fault.
         """
         workers = self._pool.up()
         if not workers:
@@ -206,7 +209,9 @@ class ClusterControl:
 async def _ask(
     worker: Worker, operation: dict[str, Any], request: bytes | None = None
 ) -> dict[str, Any]:
-    """A worker's answer to an operation; `request` is that as a message, if it is made already."""
+    """Return a worker's answer to an operation; `request` is the encoded operation, if made
+    already.
+    """
     timeout = _PATIENT_S if operation["op"] in PATIENT else _ANSWER_S
     try:
         raw = await worker.upstream.control(request or control_request(operation), timeout)
@@ -225,7 +230,7 @@ async def _ask(
 def cluster_status(
     name: str, workers: Iterable[Worker], predictions: Predictions
 ) -> dict[str, Any]:
-    """All workers as one, in the form of a worker's status; `workers` has each one's own."""
+    """Return all workers as one, in the form of a worker's status; `workers` has each one's own."""
     statuses = {worker.address: _status(worker) for worker in workers}
     up = [status for status in statuses.values() if status["up"]]
     tiers = sorted({tier for status in up for tier in status.get("templates", {})})
@@ -264,16 +269,15 @@ def cluster_status(
 
 
 def _of_hosts(held: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Values that each host holds, as one of its workers has told."""
+    """Return the values that each host holds, from the record of one of its workers."""
     hosts = {record["host"]: record for record in held if record["host"]}
     return [record for _, record in sorted(hosts.items())]
 
 
 def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
-    """The cluster's status without what is other clients': their edits and LoRAs, and all
-    templates' ids.
+    """Return the status without other clients' edits and LoRAs and without template ids.
 
-    How much there is stays, as every client's waiting depends on it.
+    Counts stay, because every client's waiting time depends on them.
     """
 
     def own(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -296,7 +300,7 @@ def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """A JSON value with other names in place of these, wherever they stand."""
+    """Return a JSON value with all of these names replaced."""
     if isinstance(value, dict):
         return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -322,7 +326,7 @@ def _status(worker: Worker) -> dict[str, Any]:
     status = worker.status
     if status is None:
         return {"state": "unknown", **router_fields}
-    if not worker.up:  # what it last said is no longer so
+    if not worker.up:  # its last record is out of date
         return {"worker": status.worker, "model": status.model, "state": "down", **router_fields}
     record = msgspec.to_builtins(structs.replace(status, template_changes=None))
     del record["template_changes"]
@@ -330,7 +334,7 @@ def _status(worker: Worker) -> dict[str, Any]:
 
 
 def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Templates of all workers by id, with the workers that have each one's image."""
+    """Return the templates of all workers by id, each with the workers that have its image."""
     merged: dict[str, dict[str, Any]] = {}
     for address, answer in answers.items():
         for template in answer["templates"]:
@@ -359,8 +363,8 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
 
 
 def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Adapters and ControlNets of all workers by name, with the tiers in which each worker's host
-    has them.
+    """Return the adapters and ControlNets of all workers by name, each with its tiers per
+    worker.
     """
     merged: dict[str, dict[str, Any]] = {}
     nets: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
-"""Registrations and evictions of templates that a worker missed, brought to it when it is back.
+"""A queue of template registrations and evictions for workers that missed them.
 
-They are kept in memory, their images within a bound; a router that restarts has forgotten them.
+It is in memory, with a limit on the bytes of images. A restart of the router empties it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maskserve_router.workers.worker import Worker
 log = logging.getLogger("maskserve.router")
 Send: TypeAlias = Callable[[Worker, dict[str, Any]], Awaitable[object]]
 _AGAIN_S = 5.0
-"""A worker that could not take an operation is given time."""
+"""Seconds until an operation is tried again at a worker that could not take it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,45 +30,45 @@ class _Kept:
     operation: dict[str, Any]
     template_id: str
     size: int
-    """Bytes of its image; 0 of an eviction."""
+    """Bytes of its image; 0 for an eviction."""
     missed_by: set[str]
-    """Addresses of workers."""
+    """Addresses of the workers that still miss it."""
 
 
 def refused(failure: Failure) -> bool:
-    """Whether the worker has heard the operation and would say the same again."""
+    """Return True if the worker rejected the operation and would reject it again."""
     return failure.blame in (Blame.REQUEST, Blame.REFUSED)
 
 
 class MissedOperations:
-    """Used from the event loop only.
+    """Queues operations and sends them to workers that are back. Use it from the event loop only.
 
     Args:
         pool: the workers.
-        max_bytes: of images that are kept.
-        send: has a worker do an operation; raises Failure or EngineFailed.
+        max_bytes: most bytes of queued images.
+        send: runs an operation on a worker; raises Failure or EngineFailed.
     """
 
     def __init__(self, pool: Pool, max_bytes: int, send: Send) -> None:
         self._pool, self._max_bytes, self._send = pool, max_bytes, send
         self._kept: list[_Kept] = []
-        """In the order in which they were done elsewhere."""
+        """Queued operations, in the order in which other workers ran them."""
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
 
     def keep(
         self, operation: dict[str, Any], template_id: str, missed_by: Iterable[str]
     ) -> list[str]:
-        """Keep what some workers did and others missed; it takes the place of what it undoes.
+        """Queue an operation for the workers that missed it; it replaces operations that it undoes.
 
         Args:
             operation: `register` or `evict`.
-            template_id: of the template.
+            template_id: id of the template.
             missed_by: addresses of the workers that missed it.
 
         Returns:
-            The addresses that it will be brought to; none if there is no room for its image, or
-            its key has its share of it.
+            The addresses that will get it; none if the total or the key's share has no room for its
+                image.
         """
         scope = operation.get("scope", "")
         everybody = operation["op"] == "evict" and not scope
@@ -79,7 +79,8 @@ class MissedOperations:
             and (everybody or entry.operation.get("scope", "") == scope)
         ]
         self._kept = [entry for entry in self._kept if entry not in undone]
-        # What is on its way to a worker may arrive behind this one, which that has done already.
+        # An undone operation that is being sent may arrive after this one, so this one is sent
+        # again.
         crossing = {a for entry in undone for a in entry.missed_by if a in self._bringing}
         addresses = sorted(crossing.union(missed_by))
         size = image_size(operation)
@@ -100,7 +101,7 @@ class MissedOperations:
         return addresses
 
     def pending(self, template_id: str) -> list[str]:
-        """Addresses of the workers that the template's registration is still to be brought to."""
+        """Return the addresses of the workers that still miss the template's registration."""
         return sorted(
             address
             for entry in self._kept
@@ -109,7 +110,9 @@ class MissedOperations:
         )
 
     def bring(self) -> None:
-        """Bring those workers that are ready what they missed; called whenever one may be."""
+        """Send queued operations to the workers that are ready. Called when a worker may be
+        ready.
+        """
         now_s = time.monotonic()
         for address in {address for entry in self._kept for address in entry.missed_by}:
             worker = self._pool.workers.get(address)
@@ -132,7 +135,7 @@ class MissedOperations:
         address = worker.address
         try:
             for entry in list(self._kept):
-                # It may have been undone while another was on its way.
+                # It may have been undone while another operation was sent.
                 if entry not in self._kept or address not in entry.missed_by:
                     continue
                 try:

@@ -1,1 +1,1 @@
-"""Workflows: their runs, how long these take, and the values between their nodes."""
+"""Workflow runs, their predicted times, and the values between their nodes."""

@@ -1,4 +1,4 @@
-"""What runs of workflows still take, when their nodes are due, and whether they can be in time."""
+"""Predicted times of workflow runs: remaining seconds, due times of nodes, admission checks."""
 
 from __future__ import annotations
 
@@ -27,35 +27,34 @@ from maskserve_workflows.scheduling import (
 )
 
 _REMEMBERED = 0.2
-"""Weight of the last edit in what those of a step take."""
+"""Weight of the newest edit in the mean seconds of a step's edits."""
 
 
 @dataclass(slots=True, eq=False)
 class RunTime:
-    """Of a run that is under way, on time.monotonic's clock."""
+    """A run under way; times are on time.monotonic's clock."""
 
     plan: WorkflowPlan
     machine: WorkflowRun
     begin: float
     due: float
-    """When its answer is due; infinite: at no time."""
+    """When its answer is due; infinite: no due time."""
     until: float
-    """When nobody wants it any more."""
+    """When the client stops waiting."""
     edit_s: dict[str, float] = field(default_factory=dict)
-    """What edits whose masks are known take by themselves, by step, and by task once that is ready.
-    """
+    """Seconds of edits with known masks, by step id, and by task key once the task is ready."""
     sent: dict[str, str] = field(default_factory=dict)
-    """Task -> request id of its edit."""
+    """Task key -> request id of its edit."""
 
 
 class RunTimes:
-    """Used from the event loop only.
+    """Predicts runs. Use it from the event loop only.
 
     Args:
-        config: the order in which edits are sent, and how far predictions may be off.
-        node_s: what a call of a node type has taken of late at node servers; None: not known.
-        workers: of each that takes edits now, seconds until all that has a row there has ended.
-        share_left: of the steps of an edit that has a row, by its request id; None: it waits.
+        config: order of edits, and the slack of predictions.
+        node_s: mean seconds of recent calls of a node type; None: unknown.
+        workers: for each ready worker, the seconds until all its rows have ended.
+        share_left: share of steps left of an edit with a row, by request id; None: it waits.
     """
 
     def __init__(
@@ -69,32 +68,33 @@ class RunTimes:
         self._slack = config.admission.deadline_slack
         self._node_s, self._workers, self._share_left = node_s, workers, share_left
         self._edit_s: dict[tuple[str, str], float] = {}
-        """What they took of late, by workflow and step: for those whose masks are not known yet."""
+        """(workflow, step) -> mean seconds of recent edits, for edits whose masks are not known
+        yet."""
         self._runs: list[RunTime] = []
 
     def begin(self, run: RunTime) -> None:
-        """A run begins: it counts until it ends.
+        """Register a run until its end.
 
         Raises:
-            DeadlineExceeded: it could not be in time, whatever else was to do.
-            RetryLater: it cannot be now, or one that has begun could not be any more.
+            DeadlineExceeded: it could not be in time even on idle workers.
+            RetryLater: it cannot be in time now, or would make an admitted run late.
         """
         if run.until < math.inf:
             self._check(run)
         self._runs.append(run)
 
     def end(self, run: RunTime) -> None:
-        """It has ended."""
+        """Remove a run that has ended."""
         self._runs.remove(run)
 
     def learn(self, run: RunTime, task: Task, meta: dict[str, Any], seconds: float) -> None:
-        """An edit was answered.
+        """Learn the seconds of an answered edit.
 
         Args:
-            run: that it is of.
-            task: that it was.
-            meta: the answer's.
-            seconds: that it took in all.
+            run: run of the edit.
+            task: task of the edit.
+            meta: META of the answer.
+            seconds: seconds from sending to the answer.
         """
         waited = meta.get("timings_ms", {}).get("queue", 0.0) / 1e3
         run_s = max(seconds - waited, 0.0)
@@ -103,19 +103,19 @@ class RunTimes:
         self._edit_s[step] = average_s + _REMEMBERED * (run_s - average_s)
 
     def due_of(self, run: RunTime, task: Task) -> float:
-        """When a node is due: as long before its run as what lies behind it takes."""
+        """Return when a node is due: the run's due time less the seconds of the nodes after it."""
         return run.due - run.machine.behind(task.key, self._price(run))
 
     def wanted_until(self, run: RunTime, task: Task) -> float:
-        """When nobody wants a node's answer any more: what lies behind it would be too late."""
+        """Return when a node's answer is too late for the nodes after it."""
         behind = run.machine.behind(task.key, self._price(run, guess=False))
         return run.until - behind / self._slack
 
     def check_next(self, run: RunTime, task: Task) -> None:
-        """Refuse to begin a node of a run that cannot be in time any more.
+        """Check that a run can still be in time before a node begins.
 
         Raises:
-            DeadlineExceeded: it, and what lies behind it, take too long.
+            DeadlineExceeded: the node and the nodes after it take too long.
         """
         if run.until == math.inf:
             return
@@ -147,8 +147,9 @@ class RunTimes:
         )
 
     def _still(self, run: RunTime) -> ReadyNode:
-        """What is left of a run: its edits have the workers, all else lies behind them. Those that
-        have a row already hold their workers by themselves.
+        """Return the remaining work of a run: edits at workers, and all other nodes after them.
+
+        Edits that have a row count in their worker's load already.
         """
         price = self._price(run, guess=False)
 
@@ -172,16 +173,16 @@ class RunTimes:
         return run.until - time.monotonic()
 
     def _own(self, run: RunTime, task: Task, price: Price) -> float:
-        """Seconds of a task that is ready."""
+        """Return the seconds of a ready task."""
         return run.edit_s.get(task.key, price(task.call))
 
     def _price(self, run: RunTime, *, guess: bool = True) -> Price:
-        """Seconds of a call of a run.
+        """Return a function from a call of a run to its seconds.
 
         Args:
-            run: that it is of.
-            guess: whether an edit whose mask is not known yet takes what its like took of late, and
-                a call that was never measured what its declaration says; else either takes nothing.
+            run: run of the calls.
+            guess: True to use the mean of recent edits for an unknown mask, and the declared
+                seconds for a call that was never measured; False counts them as 0.
         """
 
         def seconds(call: NodeCall) -> float:

@@ -1,4 +1,4 @@
-"""The values of one run that lie in files of this host."""
+"""The values of one run that are files in this host's folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DRAWN = ("picture", "mask")
 
 
 class RunValues:
-    """From when the run begins until `end`. Without a folder nothing is named.
+    """Owns a run's values until `end`. Without a folder, values stay bytes.
 
     Args:
         values: the folder.
-        scope: of whose run it is.
-        later: has a call done that may wait for the folder's lock; by itself it is done at once.
+        scope: scope of the client.
+        later: runs a call that may wait for the folder's lock; by default at once.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class RunValues:
         self.host = values.host
         self._given: dict[NamedValue, bytes] = {}
         self._names: dict[str, int] = {}
-        """Those that are held, and their bytes."""
+        """Name -> bytes of the values that the run holds."""
         self.count = self.bytes = 0
-        """Of all that were held."""
+        """Count and bytes of all values that the run has held."""
         values.begin(scope, self.run)
 
     def end(self) -> None:
-        """Nothing of it is left."""
+        """Free all values of the run."""
         if self.run:
             self._later(self._values.end, self._scope, self.run)
 
     def given(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs, pictures among them put into files; they are read for each node anew."""
+        """Return the inputs with pictures stored as files; each node reads them again."""
         kinds = {plan_input.name: plan_input.kind for plan_input in plan.inputs}
         return {
             name: self._put(value) if kinds[name] in _DRAWN else value
@@ -53,7 +53,7 @@ class RunValues:
         }
 
     def received(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A node's outputs; what came as bytes, as of another host, is put into files, too."""
+        """Return a node's outputs, with bytes (such as another host's) stored as files."""
 
         def put(part: Any) -> Any:
             element = isinstance(part, bytes) and self._values.put([part], self._scope, self.run)
@@ -62,7 +62,7 @@ class RunValues:
         return {name: changed(value, put) for name, value in outputs.items()}
 
     def made(self, outputs: Mapping[str, Any]) -> None:
-        """A node has put these into files."""
+        """Register values that a node has stored as files."""
         for value in named_in(list(outputs.values())):
             if (parsed_name := parse(value.element)) is not None and parsed_name[
                 0
@@ -71,7 +71,7 @@ class RunValues:
                 self.count, self.bytes = self.count + 1, self.bytes + parsed_name[1]
 
     def free(self, needed: Iterable[Any]) -> None:
-        """All that is not needed any more goes."""
+        """Free all values that are not among the needed ones."""
         if self._names:
             needed_names = {_name(value) for value in named_in(list(needed))}
             unneeded_names = [name for name in self._names if name not in needed_names]
@@ -81,8 +81,9 @@ class RunValues:
                 self._later(self._values.free, unneeded_names, self._scope, self.run)
 
     def there(self, value: NamedValue) -> bool:
-        """Whether a value can be read; one that the client gave always can. No lock is taken: what
-        the run has not freed stays with it.
+        """Return True if a value can be read; a client's own input always can.
+
+        No lock is taken: a value stays until the run frees it.
         """
         if parse(value.element) is None or self._values.has(_name(value), self._scope, self.run):
             return True
@@ -92,7 +93,7 @@ class RunValues:
         return False
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """As `wire.read_all`."""
+        """Return `wire.read_all` of these values."""
         return read_all(given, self._values, self._scope)
 
     def _put(self, value: bytes) -> bytes | NamedValue:

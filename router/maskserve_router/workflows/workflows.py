@@ -1,8 +1,8 @@
-"""Workflows at the router: each plan is a model of its name, and its runs are driven here.
+"""Workflows in the router: each plan is served as a model, and its runs are driven here.
 
-Edits go the way of every edit (`Edits`: admission, keys, prices, retry), other nodes to the node
-servers. What a run decides is core's (`WorkflowRun`); this starts tasks, tells it what came of
-them, and starts again those that were lost.
+Edits run as all edits do (`Edits`: admission, keys, cost, retry); other nodes run on the node
+servers. `WorkflowRun` decides which nodes are ready. This module starts them, reports their results
+and restarts lost ones.
 """
 
 from __future__ import annotations
@@ -73,35 +73,35 @@ log = logging.getLogger("maskserve.router")
 
 
 _Called: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-"""Outputs of a node, and what META says of it."""
+"""Outputs of a node, and its report for META."""
 _TRIES: Final = 3
-"""Of a node whose server was lost."""
+"""Most tries of a node whose server is lost."""
 _LONGEST_NAME: Final = 60
-"""Of a request's id in those of its edits."""
+"""Longest part of a request's id in the ids of its edits."""
 _SEED_BITS: Final = 32
 _ROUTE: Final = "workflow"
 _PASSING: Final = ("progress", "preview")
 _OF_EVENTS: Final = ("event", "step", "steps", "restarts")
-"""What such an event of an edit says beside whose it is."""
+"""Fields of an edit's progress event that are passed on."""
 _OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
-"""What META says of an edit, of its own META."""
+"""Fields of an edit's META that the run's META repeats."""
 _OF_NODES: Final = ("server", "seconds", "kept", "tries")
-"""What META says of another node (`node_pool.Made`)."""
+"""Fields of `node_pool.Made` that the run's META repeats."""
 _EARLY_S: Final = 60.0
 
 
 class Workflows:
-    """Runs plans; used from the event loop only.
+    """Runs plans. Use it from the event loop only.
 
     Args:
-        plans: that are served.
+        plans: plans to serve.
         edits: answers the edits of runs.
         nodes: the node servers.
-        workers: those that take edits now.
-        admission: counts runs among a key's operations, and their values among its bytes.
-        turns: copies pictures, off the loop.
-        limits: of texts.
-        times: what runs take.
+        workers: returns the workers that take edits now.
+        admission: counts runs as a key's operations, and their values as its bytes.
+        turns: threads that copy pictures off the loop.
+        limits: limits on texts.
+        times: predicts runs.
         values: this host's folder.
     """
 
@@ -121,20 +121,22 @@ class Workflows:
         self._admission, self._turns, self._limits = admission, turns, limits
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
-        """All that clients may call: tensors by name."""
+        """Model name -> tensors, for all models that clients may call."""
         self._edits, self._nodes, self._workers = edits, nodes, workers
         self._runs: dict[str, asyncio.Task[Any]] = {}
-        """Under way, by request id."""
+        """Request id -> run under way."""
         self._coming: set[str] = set()
-        """LoRAs that hosts are told to load."""
+        """LoRAs that workers are loading ahead of edits."""
 
     def cancel(self, request_id: str) -> bool:
-        """End a run and all its nodes; False if there is none of this id."""
+        """Cancel a run and all its nodes. Return False if there is no run with this id."""
         task = self._runs.get(request_id)
         return task is not None and task.cancel("cancelled by id")
 
     async def listed(self, client: KeyHolder) -> dict[str, Any]:
-        """What `/v1/workflows` says: every plan, and who runs the models that it needs."""
+        """Return the answer of `/v1/workflows`: all plans, and the servers that run their
+        models.
+        """
         listed, records = [], await self._nodes.records(client)
         for plan in self.plans.values():
             models = sorted({NODE_TYPES[node].model for node in _nodes_of(plan)})
@@ -143,11 +145,11 @@ class Workflows:
         return {"object": "list", "data": listed}
 
     async def node_servers(self, client: KeyHolder) -> dict[str, Any]:
-        """What each hosts; None of one that does not answer."""
+        """Return each node server's record; None: the server does not answer."""
         return await self._nodes.records(client)
 
     def node_servers_wanted(self) -> int:
-        """For what calls keep busy; 0: the router knows of no node server."""
+        """Return the number of node servers that recent calls need; 0: none are configured."""
         return servers_wanted(sum(self._nodes.busy().values())) if self._nodes.known else 0
 
     async def stream(
@@ -159,21 +161,23 @@ class Workflows:
         *,
         watched: bool = True,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """The events of a run: with `progress` one for each node that has ended and the edits' own,
-        with `preview_every` their previews, then the answer.
+        """Yield the events of a run, then the answer.
+
+        `progress` adds an event for each finished node and the edits' progress; `preview_every`
+        adds previews.
 
         Args:
-            message: the request, checked.
-            headers: of the call.
+            message: the checked request.
+            headers: headers of the call.
             timeout: seconds that the client waits.
-            client: who calls.
-            watched: whether the client sees events beside the answer.
+            client: holder of the key that calls.
+            watched: False if the client sees only the answer.
 
         Raises:
-            MaskserveError: it cannot be run, a node failed, or it was cancelled or late.
-            Failure: a worker's or node's.
+            MaskserveError: it cannot run, a node failed, or it was cancelled or late.
+            Failure: an error of a worker or node server.
         """
-        with ExitStack() as exit_stack:  # its request, and what is made of it
+        with ExitStack() as exit_stack:  # holds the bytes of the request and of all values
             exit_stack.enter_context(self._admission.operation(client, message.size))
             plan = self.plans[message.head.model_name]
             begin = time.monotonic()
@@ -208,7 +212,7 @@ class Workflows:
             run = _timed(plan, machine, begin, timeout, settings)
 
             async def measure(task: Task) -> None:
-                """Learn what an edit takes whose mask is known, as far as a router can say."""
+                """Predict the seconds of an edit with a known mask, as far as possible."""
                 with suppress(MaskserveError):
                     edit = _edit_request(task, settings, False, math.inf, files)
                     if (seconds := await self._edits.alone_s(edit, client)) is not None:
@@ -317,15 +321,16 @@ class Workflows:
         timeout: float | None,
         client: KeyHolder,
     ) -> bytes:
-        """The answer alone; raises as `stream`."""
+        """Return only the answer; raises as `stream`."""
         run = self.stream(message, headers, timeout, client, watched=False)
         async with aclosing(run) as events:
             (answer,) = [event async for event in events]
         return await self._turns.run(client, answer.ByteSize(), answer.SerializeToString)
 
     async def _bring(self, names: Sequence[str]) -> None:
-        """Have the workers' hosts load LoRAs, each once at a time however many runs want it; one
-        that cannot is told by the edit that needs it.
+        """Let the workers load LoRAs, each once at a time for all runs.
+
+        Errors are ignored here: the edit that needs the LoRA reports them.
         """
         new = set(names) - self._coming
         self._coming |= new
@@ -341,13 +346,13 @@ class Workflows:
 
 
 class _Driven:
-    """One run under way.
+    """Drives one run.
 
     Args:
-        machine: says what is ready.
-        call: a task's outputs, and what META says of it.
-        files: what of its values lies in files.
-        tell: is told of each node that has ended.
+        machine: decides which tasks are ready.
+        call: returns a task's outputs and its report for META.
+        files: the run's values in files.
+        tell: called for each finished node.
     """
 
     def __init__(
@@ -360,11 +365,12 @@ class _Driven:
         self._call, self._tell = call, tell
         self._machine, self._files = machine, files
         self.told: list[dict[str, Any]] = []
-        """Of each node, as they ended."""
+        """Reports of finished nodes, in order of their ends."""
 
     async def run(self, until: float) -> dict[str, Any]:
-        """The workflow's outputs, read; nothing is under way any more when this ends, at `until`
-        at the latest.
+        """Return the workflow's outputs, read from files. Raises TimeoutError at `until`.
+
+        When it returns or raises, no node is under way any more.
         """
         limit_s = None if until == math.inf else until - time.monotonic()
         under_way: dict[asyncio.Task[_Called], Task] = {}
@@ -376,7 +382,8 @@ class _Driven:
                     finished_calls, _ = await asyncio.wait(
                         under_way, return_when=asyncio.FIRST_COMPLETED
                     )
-                    # In the order of the plan: which of several refusals is told is no draw.
+                    # In the order of the plan, so that of several errors always the same one is
+                    # reported.
                     for node_call in [call for call in under_way if call in finished_calls]:
                         self._ended(under_way.pop(node_call), node_call)
                     self._files.free(self._machine.needed())
@@ -387,7 +394,9 @@ class _Driven:
             await asyncio.gather(*under_way, return_exceptions=True)
 
     def _read(self) -> dict[str, Any] | None:
-        """The outputs, once all has ended; of those that are lost the nodes are ready again."""
+        """Return the outputs once all nodes have ended; if some are lost, make their nodes ready
+        again.
+        """
         if not self._machine.ended:
             return None
         outputs = self._machine.outputs
@@ -404,7 +413,7 @@ class _Driven:
         try:
             outputs, call_report = call.result()
         except EngineFailed as error:
-            if task.call.node == EDIT or tries == _TRIES:  # an edit has had its second worker
+            if task.call.node == EDIT or tries == _TRIES:  # no third worker for an edit
                 raise
             self._lost(task, error)
             return
@@ -424,43 +433,43 @@ class _Driven:
         report = {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
         self.told[:] = [
             node_report for node_report in self.told if node_report["key"] != task.key
-        ]  # it is made again
+        ]  # a node that runs again replaces its report
         self.told.append(report)
         self._tell({"event": "node", **report})
         self._files.made(outputs)
         self._machine.done(task.key, outputs)
 
     def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
-        """It runs again, and nobody is told of its error."""
-        let_go(error)  # it leads to the frame of `run`, where the outputs will be mapped
+        """Make the node ready again, without an error for the client."""
+        let_go(error)  # its traceback holds the frame of `run` and so the outputs
         self._machine.lost(task.key)
 
 
 def _nodes_of(plan: WorkflowPlan) -> set[str]:
-    """Types of the nodes that node servers run."""
+    """Return the types of the nodes that node servers run."""
     calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
     return {call.node for call in calls} - {EDIT}
 
 
 def _edits_of_given_masks(plan: WorkflowPlan) -> list[NodeCall]:
-    """Edits whose masks are inputs of the workflow."""
+    """Return the edits whose masks are inputs of the workflow."""
     calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
     return [step for step in calls if step.node == EDIT and _input(step.inputs["mask"])]
 
 
 def _input(ref: str) -> str:
-    """The input of the workflow that a reference names; empty: none."""
+    """Return the workflow input that a reference names; empty: none."""
     owner, _, name = ref.partition(".")
     return name if owner == INPUTS else ""
 
 
 def _edited(answer: bytes) -> _Called:
-    """A worker's answer: its picture and META."""
+    """Return the picture and META of a worker's answer."""
     return _parts(pb.ModelInferResponse.FromString(answer))
 
 
 def _heard(message: bytes) -> _Called:
-    """The same of one message of a stream; nothing of one that only ends it."""
+    """Return the picture and META of a stream's message; empty for the message that ends it."""
     return _parts(pb.ModelStreamInferResponse.FromString(message).infer_response)
 
 
@@ -469,7 +478,9 @@ async def _followed(
     turn: Callable[..., Coroutine[Any, Any, _Called]],
     passing: Callable[[dict[str, Any], dict[str, Any]], None],
 ) -> _Called:
-    """The last of an edit's messages; `passing` is told of progress and previews before it."""
+    """Return the last message of an edit, and call `passing` for progress and previews before
+    it.
+    """
     last: _Called = {}, {}
     async with aclosing(answers):
         async for answer in answers:
@@ -496,7 +507,7 @@ def _logged(
     client: KeyHolder,
     nodes: Sequence[dict[str, Any]],
 ) -> Iterator[None]:
-    """Tell of a run when it ends: a log line, a count of its client's."""
+    """Write a log line and count the run for its client when it ends."""
     begin, code = time.monotonic(), Cancelled.code
     try:
         yield
@@ -523,7 +534,7 @@ def _logged(
 
 
 def contract_of(plan: WorkflowPlan) -> Contract:
-    """The tensors of a plan's model: its inputs and outputs in capitals, SETTINGS and META."""
+    """Return the tensors of a plan's model: inputs and outputs in capitals, SETTINGS and META."""
     return Contract(
         plan.about,
         (
@@ -538,16 +549,16 @@ def contract_of(plan: WorkflowPlan) -> Contract:
 def _asked(
     message: ModelRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
 ) -> tuple[EditSettings, dict[str, Any]]:
-    """The settings of all edits of a run, with seed and request id, and its inputs.
+    """Return the settings of all edits of a run, with seed and request id, and the run's inputs.
 
     Args:
         message: the request.
-        plan: that it asks for.
-        client: who asks.
-        longest: characters that a text may have.
+        plan: plan of the run.
+        client: holder of the key that calls.
+        longest: most characters of a text.
 
     Raises:
-        InvalidRequest: naming what is wrong.
+        InvalidRequest: naming the faulty input.
     """
     tensor_names = {tensor.name for tensor in message.head.inputs}
     settings = parse_settings(message.read("SETTINGS") if "SETTINGS" in tensor_names else b"")
@@ -584,7 +595,7 @@ def _timed(
     timeout: float | None,
     settings: EditSettings,
 ) -> RunTime:
-    """A run that has begun, with the times that its client asks for."""
+    """Return a run that has begun, with the due time and limit that its client set."""
     limits = [item for item in (timeout, _seconds(settings.limit_ms)) if item is not None]
     dues = [*limits, *([] if settings.deadline_ms is None else [settings.deadline_ms / 1e3])]
     due_time, deadline = (begin + min(item, default=math.inf) for item in (dues, limits))
@@ -594,15 +605,15 @@ def _timed(
 def _edit_request(
     task: Task, settings: EditSettings, streams: bool, due_s: float, files: RunValues | None
 ) -> ModelRequest:
-    """An edit of a run: its node's settings over those of the request.
+    """Return the request of a run's edit: the node's settings over those of the request.
 
     Args:
         task: the edit.
-        settings: of the run.
-        streams: whether its progress is wanted.
-        due_s: seconds until it is due, infinite where the run is due at no time. It goes on when
-            it is late: the run's own time ends it.
-        files: of the run, for a worker of this host; None: all goes as bytes.
+        settings: settings of the run.
+        streams: True for progress and previews.
+        due_s: seconds until the edit is due; infinite without a due time. A late edit continues:
+            the run's own limit ends it.
+        files: the run's values, for a worker of this host; None: send bytes.
     """
     assert settings.seed is not None
     whole = {
@@ -639,7 +650,7 @@ def _edit_request(
 
 
 def _edit_id(task: Task, settings: EditSettings) -> str:
-    """The request id of a run's edit."""
+    """Return the request id of a run's edit."""
     assert settings.request_id is not None
     name = name_of(settings.request_id)
     if len(name) > _LONGEST_NAME:
@@ -671,7 +682,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _own(settings: EditSettings) -> str:
-    """The request id as the client knows it."""
+    """Return the request id as the client knows it."""
     return name_of(settings.request_id or "")
 
 
