@@ -1,1 +1,1 @@
-"""What clients may ask for over HTTP and gRPC, as functions of requests."""
+"""The HTTP and gRPC interfaces for clients, as functions of requests."""

@@ -1,4 +1,4 @@
-"""What both listeners serve: inferences, each by who runs its model, for whoever may ask."""
+"""The part that both listeners share: it sends each inference to the part that runs its model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Front:
     """Serves inferences, unary and streamed.
 
     Args:
-        keys: tells clients apart.
-        admission: holds their bytes.
-        turns: reads and writes messages, off the loop.
+        keys: identifies clients.
+        admission: counts their bytes.
+        turns: threads that encode and decode messages.
         edits: runs `edit` and `edit_stream`.
         control: runs `control`.
-        workflows: run those of their names.
+        workflows: runs workflows by name.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Front:
 
     @property
     def models(self) -> Mapping[str, Contract]:
-        """What clients may call: tensors by name."""
+        """Model name -> tensors, for all models that clients may call."""
         return self._workflows.models
 
     @property
@@ -56,7 +56,7 @@ class Front:
         return self._workflows.plans
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
-        """Who calls; see `KeyRing.client`."""
+        """Return the caller; see `KeyRing.client`."""
         return self._keys.client(headers)
 
     async def may_read(self, headers: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ class Front:
         await self._turns.may_read(self.client(headers))
 
     async def parse(self, raw: bytes, client: KeyHolder, held: ExitStack) -> ModelRequest:
-        """The message of a client's call, held against its bytes until `held` is closed.
+        """Parse a client's message, and count its bytes until `held` is closed.
 
         Raises:
             InvalidRequest: as `parse_request`.
@@ -75,19 +75,19 @@ class Front:
         return await self._turns.run(client, len(raw), parse_request, raw, self.models)
 
     def room(self, client: KeyHolder) -> EditRoom:
-        """As `Admission.room`."""
+        """Return `Admission.room`."""
         return self._admission.room(client)
 
     def rooms(self, client: KeyHolder) -> PictureRooms:
-        """For the pictures of one request."""
+        """Return rooms for the pictures of one request."""
         return PictureRooms(self._admission, client)
 
     def most_bytes(self, client: KeyHolder) -> int:
-        """As `Admission.most_bytes`."""
+        """Return `Admission.most_bytes`."""
         return self._admission.most_bytes(client)
 
     def check_pictures(self, count: int, client: KeyHolder) -> None:
-        """Refuse a request for more pictures than its client can ever have under way.
+        """Check that a client can ever have this number of pictures under way.
 
         Raises:
             InvalidRequest: naming `n`.
@@ -110,20 +110,20 @@ class Front:
         route: str,
         room: EditRoom,
     ) -> bytes:
-        """The answer to one request, a ModelInferResponse as bytes.
+        """Return the answer to one request, an encoded ModelInferResponse.
 
         Args:
-            message: the request, as `parse_request` checked it.
+            message: the request, checked by `parse_request`.
             size: its bytes.
-            client: who calls.
-            headers: of the call, names in lower case.
-            timeout: seconds the client waits.
-            route: which way it came, for logs and metrics.
-            room: of the answer; the caller gives it back when that is written.
+            client: holder of the key that calls.
+            headers: headers of the call, names in lower case.
+            timeout: seconds that the client waits.
+            route: name of the interface, for logs and metrics.
+            room: memory of the answer; the caller gives it back after writing.
 
         Raises:
-            MaskserveError: the router's own.
-            Failure: the worker's.
+            MaskserveError: the router's error.
+            Failure: a worker's error.
         """
         if message.head.model_name == "control":
             return await self._control.infer(message, client)
@@ -143,7 +143,7 @@ class Front:
         route: str,
         room: EditRoom,
     ) -> AsyncGenerator[bytes, None]:
-        """The answers to one request, ModelStreamInferResponses as bytes; as `infer` otherwise."""
+        """Yield the answers as encoded ModelStreamInferResponses; otherwise like `infer`."""
         if message.head.model_name == "control":
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
@@ -162,6 +162,6 @@ class Front:
 
 
 def _in_stream(event: pb.ModelInferResponse) -> bytes:
-    """A message of a stream."""
+    """Return a response as a message of a stream."""
     message: bytes = pb.ModelStreamInferResponse(infer_response=event).SerializeToString()
     return message

@@ -1,7 +1,8 @@
-"""HTTP clients that shut their sending side once they have asked.
+"""HTTP clients that shut their sending side after the request.
 
-To the server that looks as if they had left: both send FIN. Only a write tells them apart. Who has
-left answers it with RST, and who still reads skips an interim response (RFC 9110, section 15.2).
+To the server this looks like a client that has left: both send FIN. Only a write tells them apart.
+A client that has left answers it with RST; a client that still reads skips an interim response (RFC
+9110, section 15.2).
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 HALF_CLOSED = "half closed"
-"""In a request's state: its client has shut its sending side, or has left. An answer that has begun
-tells which by what is written of it, so that it should not be silent."""
+"""Key of a request's state, set if its client has shut its sending side or has left. Once an answer
+has begun, only writing tells which, so a stream must not stay silent."""
 _LOOK_S = 0.05
 _LOOKS_PER_WRITE = 20
 
 
 class HalfClose(HttpToolsProtocol):
-    """Uvicorn's protocol, which answers what a half-closed connection has asked.
+    """Uvicorn's protocol, extended to answer requests of half-closed connections.
 
-    Over TLS asyncio knows no half-closed connections: there the client has left. Who asks by
-    HTTP/1.0 gets no interim response, so that nobody notices if it leaves.
+    Over TLS, asyncio has no half-closed connections: the client has left. HTTP/1.0 has no interim
+    responses, so the server does not notice that such a client leaves.
     """
 
     _half_closed = False
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open."""
+        """Return True to keep the connection open."""
         if self._half_closed:
             return True
         last = self.cycle
@@ -41,13 +42,13 @@ class HalfClose(HttpToolsProtocol):
         return True
 
     def _look(self, looks: int) -> None:
-        """See whether the client still reads, until it is answered."""
+        """Check repeatedly whether the client still reads, until it is answered."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        # Not into another answer, nor behind the beginning of this one, which is a write itself.
+        # Not into another answer, nor after the beginning of this one, which is a write itself.
         first = not self.pipeline and not self.cycle.response_started
         if looks % _LOOKS_PER_WRITE == 0 and first and self.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM)

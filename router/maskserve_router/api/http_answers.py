@@ -40,14 +40,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class WrittenAnswer(StreamingResponse):
-    """An answer that is written little by little, as the client takes it: what is behind in a part
-    is not copied before. What `held` holds is given back when all is written, or when the client
-    has left.
+    """An answer that is written in pieces, without a copy of the rest.
+
+    `held` is closed when all is written or the client has left.
 
     Args:
-        parts: of the body.
-        held: is closed behind the last one.
-        more: as of a Response.
+        parts: parts of the body.
+        held: resources of the answer.
+        more: arguments of Response.
     """
 
     def __init__(self, parts: Parts, held: ExitStack, **more: Any) -> None:
@@ -56,7 +56,7 @@ class WrittenAnswer(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(MaskserveError, Failure):  # too late to be told; the body ends short
+            with suppress(MaskserveError, Failure):  # too late to report; the body ends early
                 await super().__call__(scope, receive, send)
         finally:
             if isinstance(self._parts, AsyncGenerator):
@@ -75,13 +75,13 @@ async def _small(parts: Parts) -> AsyncIterator[bytes | memoryview]:
 
 
 async def each_of(parts: Iterable[bytes | memoryview]) -> Parts:
-    """Parts that are all there."""
+    """Yield parts that are all in memory."""
     for part in parts:
         yield part
 
 
 def answering(handler: Handler) -> Handler:
-    """`handler`, with its errors as answers."""
+    """Wrap a handler so that its errors become answers."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -98,13 +98,11 @@ def answering(handler: Handler) -> Handler:
 
 _PATH = ("not_found_error", "not_found")
 _METHOD = ("invalid_request_error", "method_not_allowed")
-"""OpenAI's type and code of what is not there."""
+"""OpenAI's error type and code for a missing path or method."""
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such path, no such method) as JSON, like all others: below
-    `/v1` in OpenAI's form, else in KServe's.
-    """
+    """Return Starlette's own errors as JSON: below `/v1` in OpenAI's form, else in KServe's."""
     assert isinstance(error, HTTPException)
     detail: Any = f"{error.detail}: {request.method} {request.url.path}"[:300]
     if request.url.path.startswith("/v1/"):
@@ -129,7 +127,7 @@ def json_response(message: Message) -> Response:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled when the client leaves.
+    """Run `work` and return its result; cancel it when the client leaves.
 
     Raises:
         ClientDisconnect: the client left.

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests, read within bounds on their size and pace."""
+"""Bodies of HTTP requests, read within limits on size and rate."""
 
 from __future__ import annotations
 
@@ -21,29 +21,26 @@ _PATIENCE_S = 10.0
 _ACCEPTED_ENCODINGS = ("", "identity", "gzip", "deflate")
 _INFLATED_AT_A_TIME = 2**20
 _INFLATED_FREELY, _MOST_INFLATION = 4 * 2**20, 100
-"""Bytes that any body may become, and how many times what was read of it a larger one may:
-pictures in JSON become 1.3 times as large, numbers as text some five times. What grows more is
-made to cost time.
-"""
+"""Bytes that any body may inflate to, and the most inflation of larger ones. Pictures in JSON
+inflate 1.3 times, numbers as text about five times. Larger ratios are attacks."""
 
 
 class Bodies:
     """Reads the bodies of one router's requests.
 
     Args:
-        bounds: on one body.
-        admission: counts what is in memory.
-        turns: inflates.
+        bounds: limits on one body.
+        admission: counts bytes in memory.
+        turns: threads that inflate.
     """
 
     def __init__(self, bounds: Http, admission: Admission, turns: Turns) -> None:
         self._bounds, self._admission, self._turns = bounds, admission, turns
 
     async def read(self, request: Request, client: KeyHolder, held: ExitStack) -> bytes:
-        """The request's body, inflated as it comes, held against the client's bytes under way
-        until `held` is closed.
+        """Read and inflate the request's body, and count its bytes until `held` is closed.
 
-        Its content type is not looked at: clients send JSON as forms.
+        The content type is ignored: some clients send JSON as a form.
 
         Raises:
             InvalidRequest: too long, or too slow.
@@ -62,7 +59,7 @@ class Bodies:
         if encoding in ("gzip", "deflate"):
             parts = self._inflated(parts, client)
         await self._turns.may_read(client)
-        body = io.BytesIO()  # gives what was written without a copy of all of it
+        body = io.BytesIO()  # returns its content without a copy
         size = 0
         async with aclosing(parts):
             async for part in parts:
@@ -74,9 +71,10 @@ class Bodies:
         return body.getvalue()
 
     async def _coming(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The body's parts as the client sends them. Every part brings as much time as it may take
-        at the least pace, and no more than `_PATIENCE_S` of it is saved up: a body that came fast
-        at first cannot stand still for long behind that.
+        """Yield the body's parts as the client sends them.
+
+        Each part adds the time that it may take at the least rate, up to `_PATIENCE_S`. A body that
+        began fast can so not pause for long.
         """
         pace, left_s, size = max(self._bounds.min_bytes_per_s, 1), _PATIENCE_S, 0
         stream = aiter(request.stream())
@@ -98,7 +96,7 @@ class Bodies:
     async def _inflated(
         self, coming: AsyncGenerator[bytes, None], client: KeyHolder
     ) -> AsyncGenerator[bytes, None]:
-        """The same, inflated a little at a time: a kilobyte may hold a megabyte."""
+        """Yield the parts inflated in small pieces: a kilobyte may hold a megabyte."""
         inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
         received_bytes = inflated_bytes = 0
         async for part in coming:

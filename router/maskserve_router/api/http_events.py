@@ -1,9 +1,8 @@
-"""Streams of server-sent events: their headers come at once, and comments while nothing happens.
+"""Streams of server-sent events: early headers, and comments while nothing happens.
 
-What a router or a worker refuses it refuses within milliseconds, and such an error is the status of
-the answer. An edit that waits for longer than that is on its way: from then on the client, and
-whatever stands between that forgets silent connections or keeps what it passes on, has headers and
-a comment every few seconds. An error that comes later is an event.
+Refusals by the router or a worker come within milliseconds and set the answer's status. After that
+time, the client gets headers, and a comment every few seconds. Proxies therefore neither drop the
+silent connection nor hold the answer back. Later errors are events.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from maskserve_router.messages.failures import Failure
 _REFUSED_WITHIN_S = 0.5
 _COMMENT_S = 10.0
 _LOOK_S = 1.0
-"""How often a client that may have left is written to."""
+"""Seconds between writes to a client that may have left."""
 _COMMENT = b":\n\n"
 _HEADERS = {
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx passes each event on as it comes
+    "x-accel-buffering": "no",  # nginx then forwards each event at once
 }
 Event: TypeAlias = Iterable[bytes | memoryview]
 """One event, in parts."""
@@ -42,18 +41,18 @@ async def event_stream(
     error_event: Callable[[MaskserveError | Failure], bytes],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The answer to a request for a stream.
+    """Return the answer to a request for a stream.
 
     Args:
-        request: what asks for it.
-        events: in their order; what it raises ends the stream.
-        held: is closed when all is written.
-        error_event: the event that tells of an error.
-        headers: of the answer, beside those of every stream.
+        request: the request.
+        events: the events in order; an exception ends the stream.
+        held: closed when all is written.
+        error_event: makes the event of an error.
+        headers: further headers of the answer.
 
     Raises:
-        MaskserveError: the router's own, before all else.
-        Failure: a worker's, likewise.
+        MaskserveError: the router's error before the first event.
+        Failure: a worker's error before the first event.
         ClientDisconnect: the client has left.
     """
     first = asyncio.ensure_future(anext(events))
@@ -71,7 +70,7 @@ async def event_stream(
 
 
 async def _begun(first: asyncio.Future[Event]) -> None:
-    """Wait for the first event, but not for long; raises what is raised in place of it."""
+    """Wait for the first event, but not for long; raises its error."""
     finished_tasks, _ = await asyncio.wait({first}, timeout=_REFUSED_WITHIN_S)
     if finished_tasks:
         try:

@@ -41,7 +41,7 @@ _HEADER_LENGTH = "inference-header-content-length"
 
 
 class HttpInference:
-    """Handlers of the requests that carry tensors."""
+    """Handlers of requests with tensors."""
 
     def __init__(self, bodies: Bodies, front: Front, turns: Turns) -> None:
         self._bodies, self._front, self._turns = bodies, front, turns
@@ -82,16 +82,16 @@ class HttpInference:
             return await event_stream(request, _server_sent(answers), exit_stack, _error_event)
 
     async def body(self, request: Request) -> bytes:
-        """The body of a request without tensors; raises as `Bodies.read`."""
+        """Return the body of a request without tensors; raises as `Bodies.read`."""
         with ExitStack() as exit_stack:
             _, body = await self._body(request, exit_stack)
             return body
 
     async def _body(self, request: Request, held: ExitStack) -> tuple[KeyHolder, bytes]:
-        """The client and the body, of one that may call: who may not is told so before it is read.
+        """Return the client and the body. The client is checked before the body is read.
 
         Raises:
-            Unauthorized: keys are needed, and there is none that is known.
+            Unauthorized: keys are needed, and the request has no known one.
             MaskserveError: as `Bodies.read`.
         """
         client = self._front.client(_headers(request))
@@ -113,7 +113,7 @@ class HttpInference:
         headers: dict[str, str],
         room: EditRoom,
     ) -> bytes:
-        """The answer of /generate, which has room for one.
+        """Return the answer of /generate, which can hold only one.
 
         Raises:
             InvalidRequest: there are several, as with progress.
@@ -134,7 +134,7 @@ class HttpInference:
         headers: dict[str, str],
         room: EditRoom,
     ) -> AsyncGenerator[bytes, None]:
-        """Each answer as JSON."""
+        """Yield each answer as JSON."""
         if not self._front.models[message.head.model_name].decoupled:
             answer = await self._front.infer(message, size, client, headers, None, "generate", room)
             yield await self._turns.run(client, len(answer), _as_json, answer)
@@ -151,13 +151,13 @@ def _as_json(answer: bytes) -> bytes:
 
 
 def _event_as_json(raw: bytes) -> bytes:
-    """A message of a stream; empty where it has no outputs."""
+    """Return a stream's message as JSON; empty if it has no outputs."""
     response = ModelAnswer.parse(raw, streamed=True)
     return generate_response(response) if response.head.outputs else b""
 
 
 async def _server_sent(answers: AsyncGenerator[bytes, None]) -> AsyncGenerator[Event, None]:
-    """The answers as server-sent events."""
+    """Yield the answers as server-sent events."""
     async with aclosing(answers):
         async for answer in answers:
             yield _event(answer)
@@ -178,13 +178,13 @@ def _written(
     headers: Mapping[str, str],
     kind: str,
 ) -> Response:
-    """An answer that is there; what it takes is given back when it is written.
+    """Return a complete answer; its room is given back when it is written.
 
     Args:
-        parts: of its body.
-        room: that it has.
+        parts: parts of its body.
+        room: its memory.
         written: closes the room.
-        headers: beside its length.
+        headers: headers beside its length.
         kind: its content type.
     """
     size = sum(map(len, parts))
@@ -210,7 +210,7 @@ def _checked_generate(
 
 
 def model_of(request: Request) -> tuple[str, str]:
-    """Name and version of the path; empty where it has none."""
+    """Return the model's name and version in the path; empty if absent."""
     return request.path_params.get("model", ""), request.path_params.get("version", "")
 
 

@@ -1,7 +1,7 @@
-"""KServe v2 over HTTP as gRPC's messages, and back: JSON, and the binary extension.
+"""Conversion of KServe v2 over HTTP (JSON and the binary extension) to and from gRPC messages.
 
-The models that clients call have BYTES inputs and outputs, and nothing else is read here. JSON is
-read into typed structures: it can be no deeper than they are.
+The models for clients have BYTES inputs and outputs; no other type is read. JSON is read into typed
+structures, which limits its depth.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Wanted(Struct):
-    """How the client wants its outputs."""
+    """The form of outputs that the client wants: JSON or binary."""
 
     binary: dict[str, bool]
-    """By name, for outputs that were named."""
+    """Output name -> True for binary, for outputs that the request names."""
     otherwise: bool
-    """For those that were not."""
+    """True for binary, for the other outputs."""
 
     def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.otherwise)
@@ -68,16 +68,16 @@ class Wanted(Struct):
 def infer_request(
     model: str, version: str, body: bytes, header_bytes: int | None
 ) -> tuple[ModelRequest, Wanted]:
-    """The message of an inference; inputs that are binary stay in the body.
+    """Return the message of an inference; binary inputs stay in the body.
 
     Args:
-        model: its name.
-        version: empty for any.
-        body: JSON, and behind it the binary inputs.
-        header_bytes: length of the JSON; None: all of it.
+        model: name of the model.
+        version: its version; empty: any.
+        body: JSON, followed by the binary inputs.
+        header_bytes: length of the JSON; None: the whole body.
 
     Raises:
-        InvalidRequest: naming what is wrong.
+        InvalidRequest: naming the faulty part.
     """
     split = len(body) if header_bytes is None else header_bytes
     if not 0 <= split <= len(body):
@@ -120,10 +120,10 @@ def infer_request(
 
 
 def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryview], int | None]:
-    """The body of a response in its parts, and the length of its JSON if something follows.
+    """Return the parts of a response's body, and the length of its JSON if binary outputs follow.
 
     Raises:
-        InvalidRequest: an output is no text, and was asked for as JSON.
+        InvalidRequest: an output was requested as JSON and is not text.
     """
     response = ModelAnswer.parse(answer)
     head, outputs = response.head, []
@@ -154,13 +154,13 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryvi
 def generate_request(
     model: str, version: str, body: bytes, models: Mapping[str, Contract] = MODELS
 ) -> ModelRequest:
-    """The message of /generate: keys that name inputs become tensors, the others parameters.
+    """Return the message of /generate: keys that name inputs become tensors, others parameters.
 
     Args:
-        model: its name.
-        version: empty for any.
+        model: name of the model.
+        version: its version; empty: any.
         body: a JSON object.
-        models: that clients may call.
+        models: models that clients may call.
 
     Raises:
         InvalidRequest: naming the key.
@@ -189,7 +189,7 @@ def generate_request(
 
 
 def generate_response(response: ModelAnswer) -> bytes:
-    """The JSON of one response of /generate; raises as `infer_response`."""
+    """Return the JSON of one response of /generate; raises as `infer_response`."""
     values: dict[str, Any] = {
         "model_name": response.head.model_name,
         "model_version": response.head.model_version,
@@ -219,7 +219,7 @@ def _check_tensor(tensor: _Input) -> None:
 
 
 def _from_json(tensor: _Input) -> bytes:
-    """The raw contents of a tensor whose elements stand in the JSON."""
+    """Return the raw contents of a tensor whose elements are in the JSON."""
     if tensor.data is msgspec.UNSET:
         raise InvalidRequest(f"{tensor.name}.data", "is missing", "a list of strings")
     elements: list[str] = []
@@ -229,7 +229,7 @@ def _from_json(tensor: _Input) -> bytes:
 
 
 def _elements(declared: Tensor, value: Any) -> list[str]:
-    """A tensor's elements: a list of strings, or one string where it holds one."""
+    """Return a tensor's elements: a list of strings, or one string for a tensor of one element."""
     elements = value if isinstance(value, list) else [value]
     if not all(isinstance(element, str) for element in elements):
         raise InvalidRequest(declared.name, "is not a string", _accepted(declared))
@@ -250,7 +250,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _text(name: str, element: memoryview) -> str:
-    """An element of a BYTES output, as text."""
+    """Return an element of a BYTES output as text."""
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Where answers go that are not to come back: URLs below prefixes that the operator listed.
+"""Writes answers to URLs below prefixes that the operator listed.
 
 fsspec writes them, with the operator's own credentials (`AWS_…`, `GOOGLE_…`, the file system's).
 """
@@ -20,18 +20,18 @@ from maskserve_common.errors import EngineFailed, InvalidRequest
 
 log = logging.getLogger("maskserve.router")
 _NAME: Final = re.compile(r"[A-Za-z0-9._@+=, -]+")
-"""A part of a path below a prefix: nothing that a file system reads as more than a name."""
+"""A part of a path below a prefix, without characters that are special to a file system."""
 _LONGEST: Final = 1024
 _THREADS: Final = 8
 
 
 def check_output(url: str, prefixes: Sequence[str], field: str = "output_url") -> None:
-    """Refuse what may not be written to.
+    """Check that a URL may be written to.
 
     Args:
-        url: of a file, or of a folder if it ends with a slash.
-        prefixes: that it may begin with; each ends with a slash.
-        field: of the request, for errors.
+        url: URL of a file, or of a folder if it ends with a slash.
+        prefixes: allowed prefixes; each ends with a slash.
+        field: field of the request, for errors.
 
     Raises:
         InvalidRequest: naming the field.
@@ -51,7 +51,7 @@ class Outputs:
     """Writes answers, in threads.
 
     Args:
-        timeout_s: that one may take.
+        timeout_s: seconds to write one.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -74,16 +74,16 @@ class Outputs:
         except (TimeoutError, asyncio.TimeoutError):
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             problem = f"not within {self._timeout_s:g} s"
-        except Exception as error:  # each file system has its own
+        except Exception as error:  # each file system has its own errors
             log.error("%s: %s: %s", url, type(error).__name__, error)
             problem = type(error).__name__
         raise EngineFailed(f"output_url: could not be written: {problem}")
 
 
 def _write(url: str, content: bytes | memoryview) -> None:
-    content = bytes(content)  # file systems take nothing else
+    content = bytes(content)  # file systems take only bytes
     files, path = fsspec.url_to_fs(url, auto_mkdir=True) if _local(url) else fsspec.url_to_fs(url)
-    if not _local(url):  # an object is there once it is whole
+    if not _local(url):  # an object appears only when it is complete
         files.pipe_file(path, content)
         return
     half = f"{path}.{secrets.token_hex(4)}.part"

@@ -1,8 +1,8 @@
-"""Hosts of the internet that a router speaks to because a client named them in a URL.
+"""Calls to internet hosts that a client named in a URL.
 
-Whoever asks hosts for a client could be made to ask some that only it reaches. So none is asked but
-listed ones, over TLS with their certificate checked, at public addresses, without following
-redirects or using proxies.
+A client could misuse the router to reach hosts that only the router can reach. It therefore calls
+only listed hosts, over TLS with a checked certificate, at public addresses, and without redirects
+or proxies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from maskserve_common.errors import InvalidRequest
 _MAX_URL = 4096
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _UNICAST = ipaddress.ip_network("2000::/3")
-"""All of IPv6 that is given out to hosts of the internet."""
+"""All IPv6 addresses that are assigned to hosts of the internet."""
 _SPECIAL = [
     ipaddress.ip_network(network)
     for network in (
@@ -34,10 +34,10 @@ _SPECIAL = [
         *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24"),
         *("192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15"),
         *("198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
-        # Public by every registry, and a platform's own agent to each of its machines (Azure).
+        # Public by every registry, but a platform's agent on each of its machines (Azure).
         "168.63.129.16/32",
-        # Of that for IPv6, what lies in 2000::/3: protocols (Teredo, ORCHID, …), documentation,
-        # 6to4, AS112.
+        # From the registry for IPv6, the networks in 2000::/3: protocols (Teredo, ORCHID, …),
+        # documentation, 6to4, AS112.
         *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
     )
 ]
@@ -47,11 +47,11 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 
 
 _LOOK_UPS = ThreadPoolExecutor(4, "look-up")
-"""Names that clients give are looked up apart from those of workers, however long that takes."""
+"""Threads for names that clients give, so that slow ones do not delay those of workers."""
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """Addresses of a host; OSError if it has none."""
+    """Return the addresses of a host. Raises OSError: it has none."""
     address_infos = await asyncio.get_running_loop().run_in_executor(
         _LOOK_UPS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     )
@@ -59,12 +59,13 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of the open internet: none that a registry of IANA sets aside. Of an
-    IPv6 address that stands for an IPv4 one, that one is asked about.
+    """Return True if an address is on the public internet: no registry of IANA reserves it.
+
+    An IPv6 address that stands for an IPv4 one is judged by that.
     """
     try:
         ip: Address = ipaddress.ip_address(address)
-    except ValueError:  # such as one with a zone, which is of this network
+    except ValueError:  # such as one with a zone, which is local
         return False
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped
@@ -76,7 +77,7 @@ def is_public(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PublicUrl:
-    """A URL that may be asked."""
+    """A URL that may be called."""
 
     host: str
     port: int
@@ -84,14 +85,14 @@ class PublicUrl:
 
 
 class PublicHosts:
-    """Asks listed hosts.
+    """Calls listed hosts.
 
     Args:
-        hosts: that may be asked, `name` or `name:port`.
-        timeout_s: of each wait for the network.
-        resolver: addresses of a host and port.
-        public: whether an address may be asked.
-        trusted: certificates; by default those of certifi.
+        hosts: hosts that may be called, `name` or `name:port`.
+        timeout_s: seconds of each wait for the network.
+        resolver: returns the addresses of a host and port.
+        public: returns whether an address may be called.
+        trusted: trusted certificates; by default those of certifi.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class PublicHosts:
     ) -> None:
         self.hosts = frozenset(hosts)
         self._resolver, self._public = resolver, public
-        # Made once: to read all certificates that are trusted takes as long as fifty requests. No
-        # connection is kept, since the next host at its address may be another.
+        # Made once, because reading all trusted certificates is slow. Connections are not kept: the
+        # next host at the same address may be another.
         self._client = httpx.AsyncClient(
             verify=(trusted or httpx.create_ssl_context()) if self.hosts else False,
             trust_env=False,
@@ -118,12 +119,12 @@ class PublicHosts:
         await self._client.aclose()
 
     def allowed(self, field: str, url: str, also: str = "") -> PublicUrl:
-        """What may be asked.
+        """Check a URL and return its parts.
 
         Args:
-            field: of the request, for errors.
-            url: that a client gave.
-            also: what else the field accepts.
+            field: field of the request, for errors.
+            url: URL from the client.
+            also: further forms that the field accepts, for errors.
 
         Raises:
             InvalidRequest: naming the field.
@@ -152,16 +153,16 @@ class PublicHosts:
         headers: Mapping[str, str],
         content: bytes | None = None,
     ) -> AbstractAsyncContextManager[httpx.Response]:
-        """Its answer, to be entered; the body is not yet read.
+        """Send a request and return its response to enter; the body is not read yet.
 
         Raises:
-            OSError: it has no address, or one that is not public.
+            OSError: the host has no address, or one that is not public.
         """
         addresses = await self._resolver(asked.host, asked.port)
         if not addresses or not all(map(self._public, addresses)):
             raise OSError("not a public address")
-        # The address that was checked is the one that is asked: a name may change between two
-        # look-ups. Certificate and Host are the name's.
+        # Call the address that was checked: the name may resolve differently the next time.
+        # Certificate and Host are the name's.
         at = asked.url.copy_with(host=addresses[0], fragment=None)
         return self._client.stream(
             method,

@@ -1,4 +1,4 @@
-"""The calls of KServe v2 beside inference: what the router says of itself and of its workers."""
+"""The calls of KServe v2 other than inference: metadata and state of the router and its workers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from maskserve_router.workers.pool import Pool
 
 _TIMEOUT_S = 5.0
 _PLATFORM: Final = "maskserve_workflow"
-# What ends at a host, or is an operator's.
+# Extensions that are local to a host or for operators.
 _NOT_HERE = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
 
 
 class ServerCalls:
-    """Answers as one Triton would, in messages."""
+    """Answers as one Triton server would, in messages."""
 
     def __init__(self, pool: Pool, models: Mapping[str, Contract] = MODELS) -> None:
         self._pool, self._models = pool, models
 
     def ready(self) -> bool:
-        """Whether there is a worker that takes edits."""
+        """Return True if a worker takes edits."""
         return bool(self._pool.ready())
 
     def model_ready(self, name: str, version: str) -> bool:
         return name in self._models and version in VERSIONS and self.ready()
 
     async def server_metadata(self) -> pb.ServerMetadataResponse:
-        """A worker's, without the extensions that are not served here."""
+        """Return a worker's metadata without extensions that the router does not serve."""
         raw = await self._ask("ServerMetadata", pb.ServerMetadataRequest())
         metadata = pb.ServerMetadataResponse.FromString(raw)
         extensions = [e for e in metadata.extensions if not any(part in e for part in _NOT_HERE)]
@@ -63,10 +63,11 @@ class ServerCalls:
     async def statistics(
         self, name: str, version: str, client: KeyHolder
     ) -> pb.ModelStatisticsResponse:
-        """Summed over the workers; of one model, or of all with an empty name. A client that is no
-        admin gets what this router has answered it.
+        """Return statistics of one model, or of all with an empty name, summed over the workers.
+
+        A client that is no admin gets the counts of its own edits at this router.
         """
-        if version not in VERSIONS:  # here Triton says 400, elsewhere 404
+        if version not in VERSIONS:  # Triton answers 400 here and 404 elsewhere
             raise InvalidRequest("model_version", f"there is no version {version[:20]!r}", "1")
         if name:
             self._known(name, version)
@@ -83,7 +84,7 @@ class ServerCalls:
         return summed(map(pb.ModelStatisticsResponse.FromString, replies), PUBLIC)
 
     def repository_index(self, *, ready: bool) -> pb.RepositoryIndexResponse:
-        """The public models; only those that are ready, if so asked."""
+        """Return the public models; with `ready`, only ready ones."""
         index = pb.RepositoryIndexResponse()
         state = "READY" if self.ready() else "UNAVAILABLE"
         if self.ready() or not ready:
@@ -102,7 +103,7 @@ class ServerCalls:
         method: str,
         request: pb.ServerMetadataRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
     ) -> bytes:
-        """Any worker's answer; the next one's if it gives none."""
+        """Return the first worker's answer, or the next one's if it is unavailable."""
         broken: grpc.aio.AioRpcError | None = None
         for worker in self._pool.up():
             try:

@@ -1,4 +1,4 @@
-"""Statistics of several workers as those of one server, and of one client alone."""
+"""Statistics of several workers as those of one server, and the statistics of one client."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LATEST = ("last_inference",)
 def summed(
     answers: Iterable[pb.ModelStatisticsResponse], names: Iterable[str]
 ) -> pb.ModelStatisticsResponse:
-    """Counts and times of each model, summed; the last inference is the latest.
+    """Sum counts and times of each model; the last inference is the latest.
 
     Args:
-        answers: of the workers.
-        names: of the models that are told of.
+        answers: the workers' statistics.
+        names: models to include.
     """
     sums: dict[tuple[str, str], pb.ModelStatistics] = {}
     model_names = frozenset(names)
@@ -33,7 +33,7 @@ def summed(
 
 
 def served_by(client: KeyHolder, names: Iterable[str]) -> pb.ModelStatisticsResponse:
-    """What a router has answered one client, as a server's statistics of these models."""
+    """Return what this router has answered one client, as a server's statistics of these models."""
     response = pb.ModelStatisticsResponse()
     for name in names:
         book = client.served.get(name, EditCounts())
@@ -47,7 +47,7 @@ def served_by(client: KeyHolder, names: Iterable[str]) -> pb.ModelStatisticsResp
 
 
 def _add(into: Message, more: Message) -> None:
-    """Add every number of `more`; lists, which tell of single batches and devices, are left out."""
+    """Add every number of `more`. Lists, which are per batch or device, are left out."""
     for field, value in more.ListFields():
         name = field.name
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

@@ -1,4 +1,4 @@
-"""`/v1/workflows`: the workflows that are served, and who runs their nodes."""
+"""Routes of `/v1/workflows`: the served workflows and the servers that run their nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maskserve_router.workflows.workflows import Workflows
 def workflow_routes(
     who: Callable[[Mapping[str, str]], KeyHolder], workflows: Workflows
 ) -> list[Route]:
-    """Routes of workflows, for whoever may call."""
+    """Return the routes of workflows."""
 
     async def listed(request: Request, request_id: str) -> Response:
         return json_answer(await workflows.listed(who(request.headers)), request_id)

@@ -1,1 +1,3 @@
-"""Jobs: edits and workflows that outlive the call that asks for them, and the router, too."""
+"""Jobs: edits and workflows that continue after the client's call, and after a restart of the
+router.
+"""

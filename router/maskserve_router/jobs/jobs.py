@@ -1,4 +1,4 @@
-"""Takes jobs, runs them the way of every edit, keeps what came of them, and tells of their ends."""
+"""Accepts jobs, runs them like any edit, keeps their results and calls their webhooks."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ from maskserve_router.scheduling.admission import Admission
 log = logging.getLogger("maskserve.router")
 _SEED_BITS: Final = 32
 _LONG: Final = 2**30
-"""Bytes say nothing of a picture's pixels."""
+"""A size that always takes a thread: a small picture file can have many pixels."""
 _LOOK_S: Final = 1.0
-"""How often jobs of other routers, and those whose time has come, are looked for."""
+"""Seconds between two checks for jobs of other routers and for jobs whose pause is over."""
 _CLEAN_S: Final = 60.0
 _RETRY_S: Final = 2.0
-"""Pause after a fault of the server's; each is twice the one before."""
+"""First pause after a fault of the server; each further one is twice as long."""
 _TELLING: Final = 64
-"""Webhooks that are told at a time."""
+"""Webhook calls under way at a time."""
 _MOST_RUNS: Final = 32
-"""A job that has cost so many routers their life is what kills them."""
+"""Runs after which a job is given up: it may be the cause of the lost routers."""
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 T = TypeVar("T")
 
 
 class JobNotFound(NotFound):
-    """The caller has no job of that id."""
+    """The caller has no job with this id."""
 
     told_as = "job_not_found"
 
@@ -90,16 +90,16 @@ class JobNotFound(NotFound):
 
 
 class Jobs:
-    """The jobs of one router; used from the event loop only.
+    """The jobs of one router. Use it from the event loop only.
 
     Args:
-        config: of the router.
+        config: configuration of the router.
         edits: reads forms and answers them.
-        keys: whose a job is.
-        admission: counts what is in memory.
-        turns: writes and reads forms, and asks the database for clients, off the loop.
-        webhooks: tell of ends.
-        metrics: count.
+        keys: finds the holder of a job's scope.
+        admission: counts bytes in memory.
+        turns: threads that encode and decode forms and query the database for clients.
+        webhooks: calls webhooks when jobs end.
+        metrics: counters of jobs.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Jobs:
         self._owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
         self._owners = Owners(self._owner, config.jobs.lease_s)
         self._store: JobStore | None = None
-        # Statements wait for the disk; two threads, so that a large picture delays no beat.
+        # Statements wait for the disk. Two threads, so that a large picture delays no heartbeat.
         self._threads = ThreadPoolExecutor(2, "jobs")
         self._runs = _UnderWay(RUN, config.jobs.running)
         self._calls = _UnderWay(TELL, _TELLING)
@@ -127,13 +127,13 @@ class Jobs:
         self._progress: dict[str, dict[str, Any]] = {}
         self._strays: frozenset[Stray] = frozenset()
         self._problem = ""
-        """What the database says, if it does not do what it is asked."""
+        """The database's error while it does not work; empty: it works."""
         self._kept_progress: dict[str, dict[str, Any]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Go on with the jobs that are there.
+        """Open the configured database and continue the jobs in it.
 
         Raises:
             ConfigError: the configured database cannot be opened.
@@ -159,13 +159,13 @@ class Jobs:
 
     @property
     def state(self) -> str:
-        """Whether jobs are taken, in a word or a sentence, for those who ask for health."""
+        """`on`, `off` or an error of the database, for health checks."""
         if self._problem:
             return f"the database does not answer: {self._problem}"
         return "off" if self._why_none else "on"
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more, let those that run end within the grace, and leave the others."""
+        """Accept no more jobs, let running jobs end within `grace_s`, and free the others."""
         for task in self._tasks[:1]:
             task.cancel()
         if self._runs.tasks:
@@ -185,24 +185,24 @@ class Jobs:
         self._threads.shutdown(wait=False)
         await self._webhooks.close()
 
-    # What clients ask for.
+    # Calls of clients.
 
     async def add(
         self, form: EditForm, client: KeyHolder, idempotency: str | None
     ) -> tuple[JobRecord, bool]:
-        """Keep a job, to be run in its turn.
+        """Store a job, to be run in its turn.
 
         Args:
-            form: what it is to do.
-            client: whose it is.
-            idempotency: the client's own name of the request.
+            form: the request.
+            client: holder of the key that sent it.
+            idempotency: the client's Idempotency-Key.
 
         Returns:
             The job, and whether it is new.
 
         Raises:
             InvalidRequest: naming the field.
-            RetryLater: there is no room for it, or its key has given what it may today.
+            RetryLater: there is no room for it, or its key has reached its daily limit.
         """
         if form.fields.stream:
             raise InvalidRequest("stream", "is given with a job", "false")
@@ -215,8 +215,8 @@ class Jobs:
         pictures = sum(map(len, (form.image, form.mask or b"", *form.control)))
         digest = await self._turns.run(client, pictures, _digest, form)
         seeded = form
-        if form.settings.get("seed") is None:  # drawn now: however often it is begun, it is the
-            # same edit
+        if form.settings.get("seed") is None:  # the seed is drawn now: each
+            # try is the same edit
             seed = secrets.randbits(_SEED_BITS)
             seeded = replace(form, settings={**form.settings, "seed": seed})
         encoded_form = await self._turns.run(client, pictures, _ENCODER.encode, seeded)
@@ -252,23 +252,23 @@ class Jobs:
         return added
 
     async def get(self, name: str, client: KeyHolder) -> JobRecord:
-        """A client's job.
+        """Return a client's job.
 
         Raises:
-            JobNotFound: it has none of that name.
+            JobNotFound: it has no job with this id.
         """
         job = await self._asked(client, (await self._opened()).get, name)
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
-        # What has ended is told as it is kept, by every router alike.
+        # A finished job's progress is read from the database, so that all routers agree.
         return replace(job, progress=self._progress.get(name, job.progress)) if job.open else job
 
     async def result(self, job: JobRecord, client: KeyHolder) -> bytes | None:
-        """The answer's JSON; None: there is none."""
+        """Return the answer's JSON; None: there is none."""
         return await self._asked(client, (await self._opened()).result, job.id)
 
     async def listed(self, client: KeyHolder, limit: int, after: str | None) -> bytes:
-        """A page of a client's jobs as JSON, the latest first, and what those of today amount to.
+        """Return a page of a client's jobs as JSON, newest first, with its usage of today.
 
         Raises:
             JobNotFound: it has no job `after`.
@@ -277,10 +277,10 @@ class Jobs:
         return await self._asked(client, page)
 
     async def end(self, name: str, client: KeyHolder) -> JobRecord | None:
-        """End a job: one that is under way is cancelled, one that has ended is forgotten (None).
+        """Cancel an open job, or delete a finished one and return None.
 
         Raises:
-            JobNotFound: the client has none of that name.
+            JobNotFound: the client has no job with this id.
         """
         job, store = await self.get(name, client), await self._opened()
         cancel = partial(store.end, name, CANCELLED, time.time(), *self._kept, fence=None)
@@ -297,12 +297,12 @@ class Jobs:
 
     @property
     def _half(self) -> int:
-        """Bytes of what jobs are to do, and as many of their results."""
+        """Limit on the bytes of all open requests, and on the bytes of all results."""
         return self._config.max_bytes // 2
 
     @property
     def _kept(self) -> tuple[float, int]:
-        """How long ended jobs are kept, and how many of a key."""
+        """Seconds that finished jobs are kept, and the number kept for each key."""
         return self._config.keep_s, self._config.keep_jobs
 
     async def _opened(self) -> JobStore:
@@ -318,12 +318,12 @@ class Jobs:
         if self._store is None:
             self._store = store
             self._tasks = [asyncio.create_task(work()) for work in (self._go_on, self._keep)]
-        else:  # two asked for the first at a time
+        else:  # two calls opened it at the same time
             store.close()
         return self._store
 
     async def _asked(self, client: KeyHolder, work: Callable[..., T], *given: Any) -> T:
-        """What the store says to a client, in its turn; raises RetryLater where it cannot."""
+        """Query the store in the client's turn; raises RetryLater if the database fails."""
         with _keeping():
             return await self._turns.ask(client, work, *given)
 
@@ -331,10 +331,10 @@ class Jobs:
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self._threads, work, *given))
 
-    # What goes on by itself.
+    # Tasks in the background.
 
     async def _go_on(self) -> None:
-        """Take what waits, whenever there is a place."""
+        """Take waiting jobs and webhooks whenever a place is free."""
         while True:
             self._wake.clear()
             try:
@@ -366,7 +366,7 @@ class Jobs:
                 keys.remove(turns[0])
                 continue
             if (previous_task := under_way.tasks.get(job.id)) is not None:
-                # It was put back or given up just now; nothing is done twice at a time.
+                # It was put back or given up just now. A job never runs twice at a time.
                 previous_task.cancel()
                 await asyncio.wait([previous_task])
             places.book(job.scope)
@@ -377,11 +377,11 @@ class Jobs:
             task.add_done_callback(partial(self._over, under_way, job))
 
     def _may(self, under_way: _UnderWay, key: WaitingKey, results: int) -> bool:
-        """Whether a job of the key may be taken now."""
+        """Return True if a job of the key may be taken now."""
         if under_way is self._calls:
-            # A job gives its place back, a webhook that nobody answers does not for long.
+            # Jobs give their places back soon. A webhook that nobody answers does not.
             return bool(under_way.places.room(key.scope))
-        # A job whose result would find no room waits.
+        # A job waits if its result would find no room.
         free = room(self._half, results, key.result_bytes, key.scope)
         return free > 0 and self._pauses.may(key.scope, time.monotonic())
 
@@ -400,8 +400,10 @@ class Jobs:
             self._wake.set()
 
     async def _keep(self) -> None:
-        """Say that this router lives, end what others ended, free what lost ones had, and forget
-        what has expired.
+        """Keep the jobs' state up to date in the database, for ever.
+
+        It sends the heartbeat, ends jobs that other routers ended, frees jobs of lost routers and
+        deletes expired jobs.
         """
         assert self._store is not None
         cleaned = -_CLEAN_S
@@ -440,7 +442,7 @@ class Jobs:
                 holdings[name] = Holding(under_way.kind, fence, new)
                 tasks[name] = under_way.tasks[name]
         confirmed_names, strays = await self._do(self._store.beat, self._owner, holdings)
-        for stray in strays & self._strays:  # seen twice: it was not taken just now
+        for stray in strays & self._strays:  # seen twice, so it was not taken just now
             if not any(stray.name in under_way.tasks for under_way in (self._runs, self._calls)):
                 await self._do(self._store.let_go, stray)
         self._strays = strays
@@ -459,7 +461,7 @@ class Jobs:
             pass
 
     async def _run(self, job: JobRecord) -> None:
-        """Run a job, unless that has to wait."""
+        """Run a job, and store its end or put it back to wait."""
         assert self._store is not None
         result, problem = b"", None
         try:
@@ -482,7 +484,7 @@ class Jobs:
             self._counted(state)
 
     def _pause(self, job: JobRecord, error: MaskserveError | Failure) -> float | None:
-        """Seconds after which a job is tried again; None: this is its end."""
+        """Return the seconds until a job is tried again; None: this error is its end."""
         if error.code == Overloaded.code:
             least_s = float(retry_after(error) or 1)
             self._pauses.refused(job.scope, time.monotonic(), least_s)
@@ -494,8 +496,9 @@ class Jobs:
         return _RETRY_S * 2.0**job.tries
 
     async def _written(self, job: JobRecord, work: Callable[[], T]) -> T:
-        """What a statement about a job gives, once the database has taken it: on a full disk, or
-        while the database is away, the job keeps its place and its result.
+        """Run a statement about a job, again until the database accepts it.
+
+        On a full disk, or without the database, the job keeps its place and its result.
         """
         is_logged = False
         while True:
@@ -509,7 +512,7 @@ class Jobs:
             await asyncio.sleep(_LOOK_S)
 
     async def _answer(self, job: JobRecord) -> msgspec.Raw:
-        """What a job comes to."""
+        """Run a job's request and return its answer as JSON."""
         assert self._store is not None
         client = self._keys.holder(job.scope)
         if client is None:
@@ -520,7 +523,7 @@ class Jobs:
             exit_stack.enter_context(self._admission.hold(client, job.bytes))
             raw = await self._do(self._store.form, job.id)
             if raw is None:
-                raise asyncio.CancelledError  # its client was faster
+                raise asyncio.CancelledError  # its client ended it first
             form = await self._turns.run(client, len(raw), _form, raw)
             del raw
             picture_progress: dict[int, tuple[int, int]] = {}
@@ -538,18 +541,18 @@ class Jobs:
                     step, steps = (
                         sum(column) for column in zip(*picture_progress.values(), strict=True)
                     )
-                    # Those that have not begun have as many.
+                    # Assume as many steps for pictures that have not begun.
                     steps = max(
                         steps, form.fields.n * max(total for _, total in picture_progress.values())
                     )
                     self._progress[job.id] = {"step": step, "steps": steps}
 
-            # A worker may still hold the run before, of a router that was killed.
+            # A worker may still have the previous try, from a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
             return await self._edits.answer(client, form, job.bytes, {}, name, tell, job.id)
 
     async def _tell(self, job: JobRecord) -> None:
-        """Tell a job's webhook of its end."""
+        """Call a job's webhook after its end."""
         assert self._store is not None
         assert job.webhook is not None
         client = self._keys.holder(job.scope)
@@ -566,11 +569,11 @@ class Jobs:
 
 
 class _UnderWay:
-    """What a router has taken of one kind.
+    """Jobs of one kind that this router has taken.
 
     Args:
-        kind: what the jobs waited for.
-        most: how many at a time.
+        kind: RUN or TELL.
+        most: most jobs at a time.
     """
 
     def __init__(self, kind: str, most: int) -> None:
@@ -599,7 +602,7 @@ def _listed(store: JobStore, scope: str, limit: int, after: str | None) -> bytes
 
 @contextmanager
 def _keeping() -> Iterator[None]:
-    """A full disk, or a database that does not answer, as what its client is told."""
+    """Convert errors of the disk or database into RetryLater."""
     try:
         yield
     except (SQLAlchemyError, OSError) as error:
@@ -608,7 +611,7 @@ def _keeping() -> Iterator[None]:
 
 
 def told_of(job: JobRecord) -> dict[str, Any]:
-    """What clients are told of a job, but for its result."""
+    """Return the job as clients see it, without its result."""
     return {
         "id": job.id,
         "object": "job",
@@ -624,7 +627,7 @@ def told_of(job: JobRecord) -> dict[str, Any]:
 
 
 def place_of(config: RouterConfig) -> tuple[str, str]:
-    """Where jobs are kept, or empty and why nowhere."""
+    """Return the location of the database, or an empty one and the reason."""
     jobs = config.jobs
     if not jobs.enabled:
         return "", "are turned off here ([jobs] enabled)"
@@ -645,12 +648,12 @@ def _digest(form: EditForm) -> bytes:
 
 
 def _short(error: BaseException) -> str:
-    """What a database's driver says, without the statement and its pictures."""
+    """Return the database driver's error without the statement and its pictures."""
     return f"{type(error).__name__}: {getattr(error, 'orig', None) or error}"[:300]
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, so long at most."""
+    """Wait for an event, at most `seconds`."""
     with suppress(TimeoutError):
         # Not `wait_for`: Python 3.11's loses a cancel that comes with the event.
         async with asyncio.timeout(seconds):

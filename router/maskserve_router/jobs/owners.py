@@ -1,4 +1,4 @@
-"""Which routers are lost, as another sees it: their beats stand still."""
+"""Detection of lost routers: their heartbeats stop."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 
 class Owners:
-    """The beats of other routers, by this one's own clock.
+    """Watches the heartbeats of other routers by this router's own clock.
 
-    Only time counts in which this router looked: one that was stopped, or had no database, has not
-    seen that another was silent.
+    Only time in which this router looked counts: while it was stopped or had no database, it could
+    not see heartbeats.
 
     Args:
-        name: of this router, which it never judges.
-        silence_s: after so long without a beat another is lost.
+        name: name of this router, which it never judges.
+        silence_s: seconds without a heartbeat after which a router is lost.
     """
 
     def __init__(self, name: str, silence_s: float) -> None:
@@ -21,13 +21,13 @@ class Owners:
         self._last: float | None = None
         self._watched_s = 0.0
         self._seen: dict[str, tuple[int, float]] = {}
-        """Owner -> its last beat, and how long had been watched when that was new."""
+        """Owner -> its last heartbeat, and the watched seconds when that was new."""
 
     def lost(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
-        """Owners that are lost, with their last beats.
+        """Return the lost owners with their last heartbeats.
 
         Args:
-            beats: of all, as they are now.
+            beats: present heartbeats of all owners.
             now: seconds of a monotonic clock.
         """
         passed = 0.0 if self._last is None else now - self._last

@@ -1,4 +1,4 @@
-"""When jobs of a key are tried for which there was no room: one at a time, more and more rarely."""
+"""Pauses of keys whose jobs found no room: one job tries at a time, less and less often."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ class _Pause:
     until: float
     seconds: float
     trying: str | None = None
-    """The job that tries whether there is room."""
+    """Id of the job that tries whether there is room."""
 
 
 class Pauses:
-    """Pauses of keys, in seconds of one monotonic clock."""
+    """Pauses by key, in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._pauses: dict[str, _Pause] = {}
 
     def may(self, scope: str, now: float) -> bool:
-        """Whether a job of the key may be begun."""
+        """Return True if a job of the key may begin."""
         pause = self._pauses.get(scope)
         return pause is None or (now >= pause.until and pause.trying is None)
 
     def began(self, scope: str, job: str) -> None:
-        """A job of the key is begun."""
+        """Note that a job of the key begins."""
         if (pause := self._pauses.get(scope)) is not None:
             pause.trying = job
 
     def refused(self, scope: str, now: float, least_s: float) -> None:
-        """There was no room for one; the next tries after `least_s`, or twice the last pause."""
+        """Note that a job found no room; the next tries after `least_s` or twice the last pause."""
         pause = self._pauses.get(scope)
         if pause is None:
             self._pauses[scope] = _Pause(now + least_s, least_s)
-        elif now >= pause.until:  # those that were begun together are refused together
+        elif now >= pause.until:  # jobs that began together are refused together
             pause.seconds = max(min(2 * pause.seconds, _LONGEST_S), least_s)
             pause.until = now + pause.seconds
 
     def ended(self, scope: str, job: str) -> None:
-        """A job is over, whatever became of it: if it was the one that tried, another may."""
+        """Note that a job has ended; if it was the one that tried, another may try."""
         pause = self._pauses.get(scope)
         if pause is not None and pause.trying == job:
             pause.trying = None
 
     def went(self, scope: str) -> None:
-        """There was room for a job of the key."""
+        """End the pause: a job of the key found room."""
         self._pauses.pop(scope, None)

@@ -1,4 +1,4 @@
-"""`/v1/jobs`: an edit as a job, what has become of it, and its end."""
+"""Routes of `/v1/jobs`: submit an edit as a job, read its state, end it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from maskserve_router.jobs.jobs import Jobs, told_of
 from maskserve_router.jobs.store import MOST_LISTED
 
 _NAME = re.compile(r"[!-~]{1,255}")
-"""An idempotency key, as a header may have it."""
+"""Form of an idempotency key in a header."""
 
 
 def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
-    """Routes of jobs, for whoever may call."""
+    """Return the routes of jobs."""
 
     async def add(request: Request, request_id: str) -> Response:
         client = front.client(request.headers)

@@ -1,13 +1,13 @@
-"""What is known of jobs, in a database: SQLite beside the router, or PostgreSQL that several share.
+"""The database of jobs: SQLite beside the router, or PostgreSQL shared by several routers.
 
-A job that is to be run, or whose webhook is to be told, *waits*. A router that takes it has it
-(`owner`), under a number that grows each time it is taken (`fence`): what a router writes holds
-only while that is as it was, so a job has one end, however often it was begun. A router
-counts a *beat* while it lives. Others free what a router has whose beat stands still; by their own
-clocks, so no clock of another host is asked, and no router ever judges itself.
+A job *waits* to be run, or for its webhook to be called. A router that takes it becomes its `owner`
+and raises its number, the `fence`. A router's writes count only while owner and fence are
+unchanged, so a job has exactly one end, even if it began several times. A router counts a heartbeat
+(`beat`) while it lives. Other routers free the jobs of a router whose heartbeat stops, by their own
+clocks. Clocks of different hosts are never compared, and no router judges itself.
 
-History costs nothing: what is asked of a key or of all is counted as it changes (`_COUNTS`), each
-other statement finds its rows by an index, and reads take no lock.
+History costs nothing: totals are counted as they change (`_COUNTS`), each other statement finds its
+rows by an index, and reads take no lock.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _OPEN: Final = (QUEUED, RUNNING)
 RUN, TELL, NOTHING = "run", "tell", ""
-"""What a job waits for."""
+"""Values of a job's column `waits`."""
 _FORM, _RESULT = "form", "result"
 _BUSY_S: Final = 30
-"""How long a process waits for another that writes into the same file."""
+"""Seconds that a process waits for another one's lock on the file."""
 _CONNECT_S: Final = 5
 _SILENT_MS: Final = 10_000
-"""After so long without a sign of a database's host a statement fails."""
+"""Milliseconds without a sign of the database's host after which a statement fails."""
 _BATCH: Final = 200
-"""Rows that are forgotten in one transaction: others come between."""
+"""Rows that are deleted in one transaction, so that other transactions run in between."""
 _RESERVE: Final = 8 * 2**20
 _TELL_S: Final = 3600.0
-"""A job whose webhook is still to be told is kept so much longer, and then goes."""
+"""Seconds that a job stays longer while its webhook has not been called."""
 MOST_LISTED: Final = 100
 """Jobs of a page."""
 _MOST_PORT: Final = 65_535
 
 _META = MetaData()
-# The number is raised when a table changes: a newer router leaves an older one's jobs alone.
+# A change of a table raises the number: a newer router leaves an older one's jobs alone.
 _JOBS = Table(
     "maskserve_jobs_2",
     _META,
@@ -110,7 +110,7 @@ _JOBS = Table(
     Index("maskserve_jobs_2_gone", "gone"),
     Index("maskserve_jobs_2_owner", "owner", "id"),
 )
-_CONTENTS = Table(  # apart: SQLite writes a row whole when a field of it changes
+_CONTENTS = Table(  # a separate table: SQLite rewrites a whole row for each change
     "maskserve_job_contents_2",
     _META,
     Column("job", String(32), primary_key=True),
@@ -133,17 +133,17 @@ _OWNERS = Table(
 
 
 class Counts(NamedTuple):
-    """How much there is of jobs, of one key or of all."""
+    """Totals of the jobs of one key or of all keys."""
 
     run: int = 0
     """Jobs that wait to be run."""
     tell: int = 0
-    """Jobs that wait for their webhook to be told."""
+    """Jobs whose webhook waits to be called."""
     open: int = 0
-    """Jobs that have no end yet."""
+    """Jobs that have not ended."""
     ended: int = 0
     form_bytes: int = 0
-    """Of what open jobs are to do."""
+    """Bytes of the open jobs' requests."""
     result_bytes: int = 0
 
 
@@ -157,66 +157,66 @@ _COUNTS = Table(
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job as it is now; times are seconds of the epoch."""
+    """A job as it is now; times are seconds since the epoch."""
 
     id: str
     scope: str
-    """Whose it is (`KeyHolder.scope`)."""
+    """`KeyHolder.scope` of its client."""
     state: str
     created: float
     bytes: int
-    """Of what it is to do, or of its result once it has ended."""
+    """Bytes of its request, or of its result once it has ended."""
     webhook: str | None = None
     started: float | None = None
     ended: float | None = None
     expires: float | None = None
     fence: int = 0
-    """Grows each time that a router takes it."""
+    """Number that grows each time a router takes the job."""
     runs: int = 0
-    """Times that it was begun and no fault was told; above 1, a router was lost."""
+    """Runs that began and reported no fault; above 1: a router was lost."""
     tries: int = 0
-    """Times that it was begun and a fault of the server's was told."""
+    """Runs that ended with a fault of the server."""
     progress: Any = None
     error: Any = None
     told: bool | None = None
-    """Whether the webhook's host has taken what it was told; None: not yet known."""
+    """True if the webhook's host accepted the call, False if it never will; None: not yet known."""
 
     @property
     def open(self) -> bool:
-        """Whether it has no end yet."""
+        """True if it has not ended."""
         return self.state in _OPEN
 
 
 class Holding(NamedTuple):
-    """What a router has of a job."""
+    """A router's hold on a job."""
 
     waited: str
-    """For what it had waited."""
+    """The kind of work that it waited for: RUN or TELL."""
     fence: int
     progress: Any = None
-    """How far it is, if that is to be kept."""
+    """New progress to store; None: unchanged."""
 
 
 class Stray(NamedTuple):
-    """A job that an owner has and does not know of."""
+    """A job that an owner holds in the database without knowing it."""
 
     name: str
     fence: int
 
 
 class WaitingKey(NamedTuple):
-    """A key that has jobs that wait."""
+    """A key that has waiting jobs."""
 
     scope: str
     result_bytes: int
-    """Of its jobs that have ended."""
+    """Bytes of the results of its ended jobs."""
 
 
 class QuotaReached(Exception):
-    """A key has given what it may in a day.
+    """A key has reached its daily limit.
 
     Args:
-        name: of the field of `Daily`.
+        name: field of `Daily`.
     """
 
     def __init__(self, name: str) -> None:
@@ -229,16 +229,16 @@ class OtherRequest(Exception):
 
 
 def open_store(place: str) -> JobStore:
-    """The store at a path of an SQLite file, or a URL of a database.
+    """Open the store: a path of an SQLite file, or a URL of a database.
 
     Raises:
-        ConfigError: there is none of that form, or its driver is not installed.
+        ConfigError: the URL is malformed, or its driver is not installed.
         sqlalchemy.exc.SQLAlchemyError, OSError: it cannot be opened.
     """
     if "://" not in place:
         file = Path(place).absolute()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Prompts and pictures lie in it: its owner alone reads it.
+        # It contains prompts and pictures, so only its owner may read it.
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         place = f"sqlite:///{file}"
     try:
@@ -253,7 +253,7 @@ def open_store(place: str) -> JobStore:
             bounds = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _SILENT_MS}
             more = {"connect_args": {k: v for k, v in bounds.items() if k not in url.query}}
         engine = create_engine(url, pool_pre_ping=not lite, **more)
-    except ValueError:  # of `int`
+    except ValueError:  # from `int`
         raise ConfigError("[jobs] database: its port is no number; accepted: 1 to 65535") from None
     except (ArgumentError, ImportError) as error:
         raise ConfigError(f"[jobs] database: {error}") from None
@@ -265,9 +265,11 @@ def open_store(place: str) -> JobStore:
 
 
 def _write_ahead(engine: Engine) -> None:
-    """SQLite's log of changes, on disk before a statement has returned; what is deleted is
-    overwritten. Transactions that write take the lock as they begin, since one that asks for it
-    later is refused at once; those that read take none.
+    """Set SQLite to a write-ahead log, on disk before a statement returns, and to overwrite
+    deletions.
+
+    Transactions that write take the lock as they begin, because SQLite refuses a later request at
+    once. Transactions that read take no lock.
     """
 
     @event.listens_for(engine, "connect")
@@ -283,8 +285,9 @@ def _write_ahead(engine: Engine) -> None:
 
 
 class _Changes:
-    """What one transaction changes of the counts; written last, and keys in one order, so that two
-    transactions never wait for one another.
+    """Changes of the counts by one transaction.
+
+    They are written last, with keys in one order, so that no two transactions wait for one another.
     """
 
     def __init__(self) -> None:
@@ -295,7 +298,7 @@ class _Changes:
             self._of[scope][name] += count
 
     def waits(self, scope: str, before: str, after: str) -> None:
-        """A job of the key waits for something else."""
+        """Count a job of the key that changes the kind of work it waits for."""
         for kind, count in ((before, -1), (after, 1)):
             if kind:
                 self._of[scope][kind] += count
@@ -310,7 +313,7 @@ class _Changes:
 def _on_a_full_disk(
     method: Callable[Concatenate[JobStore, P], T],
 ) -> Callable[Concatenate[JobStore, P], T]:
-    """A method that goes on with the room kept free for it: what frees room or ends a job."""
+    """Decorate a method that frees room or ends a job: on a full disk it uses the reserve."""
 
     @wraps(method)
     def spared(store: JobStore, /, *given: P.args, **named: P.kwargs) -> T:
@@ -325,13 +328,13 @@ def _on_a_full_disk(
 
 
 class JobStore:
-    """Each method is a transaction, and may wait for the disk or the network.
+    """The database. Each method is a transaction and may wait for the disk or network.
 
     Args:
-        engine: of the database.
-        lite: whether it is SQLite.
-        reserve: a file beside that of SQLite. To delete takes room, too: this much is kept for it,
-            and given back when there is none any more.
+        engine: engine of the database.
+        lite: True for SQLite.
+        reserve: file beside SQLite's. Deletion needs room too: this file holds some, and is removed
+            on a full disk.
     """
 
     def __init__(self, engine: Engine, *, lite: bool, reserve: Path | None = None) -> None:
@@ -350,7 +353,7 @@ class JobStore:
             yield db, changes
             changes.write(db)
 
-    # What clients ask for.
+    # Calls of clients.
 
     def add(
         self,
@@ -361,22 +364,22 @@ class JobStore:
         work: Daily,
         most: Daily,
     ) -> tuple[JobRecord, bool]:
-        """Keep a new job.
+        """Store a new job.
 
         Args:
-            job: as it begins.
-            form: what it is to do.
-            digest: of what was asked, for `idempotency`.
-            idempotency: the client's own name of the request.
-            work: what the job amounts to.
-            most: what its key's jobs may amount to in a day; 0: anything.
+            job: its first state.
+            form: its encoded request.
+            digest: digest of the request, to compare for `idempotency`.
+            idempotency: the client's Idempotency-Key.
+            work: amount of the job.
+            most: daily limits of its key; 0: none.
 
         Returns:
-            The job, and whether it is new; one of the same idempotency key is the earlier one.
+            The job, and whether it is new; the earlier job if the idempotency key is known.
 
         Raises:
-            OtherRequest: that was another request.
-            QuotaReached: the key has given what it may.
+            OtherRequest: the idempotency key came with another request.
+            QuotaReached: the key has reached a daily limit.
         """
         values = {name: getattr(job, name) for name in JobRecord.__slots__}
         values |= {"progress": "null", "error": "null", "not_before": job.created, "waits": RUN}
@@ -394,9 +397,7 @@ class JobStore:
                     _put(db, job.id, _FORM, form)
                     changes.add(job.scope, run=1, open=1, form_bytes=job.bytes)
                 return job, True
-            except (
-                IntegrityError
-            ):  # another router was faster with the same request, or key, or day
+            except IntegrityError:  # another router stored the same request, key or day first
                 if last:
                     raise
         raise AssertionError("the loop returns")
@@ -416,7 +417,7 @@ class JobStore:
         today = and_(_USAGE.c.scope == job.scope, _USAGE.c.day == day)
         if db.execute(select(_USAGE.c.day).where(today)).first() is None:
             db.execute(insert(_USAGE).values(scope=job.scope, day=day))
-        # Of two at a time the second waits here until the first's numbers stand.
+        # Of two at a time, the second waits here until the first is committed.
         grown = {name: _USAGE.c[name] + more for name, more in work._asdict().items()}
         db.execute(update(_USAGE).where(today).values(**grown))
         used = db.execute(select(_USAGE).where(today)).mappings().one()
@@ -425,14 +426,14 @@ class JobStore:
                 raise QuotaReached(name)
 
     def used(self, scope: str, now: float) -> Daily:
-        """What a key's jobs of today amount to."""
+        """Return today's usage of a key."""
         today = and_(_USAGE.c.scope == scope, _USAGE.c.day == int(now // 86_400))
         with self._reads.connect() as db:
             row = db.execute(select(_USAGE).where(today)).mappings().first()
         return Daily() if row is None else Daily(*(row[name] for name in Daily._fields))
 
     def counts(self, scope: str) -> tuple[Counts, Counts]:
-        """How much there is: of all, and of that the key's."""
+        """Return the totals of all keys, and of this key."""
         sums = [func.coalesce(func.sum(_COUNTS.c[name]), 0) for name in Counts._fields]
         with self._reads.connect() as db:
             everybody = db.execute(select(*sums)).one()
@@ -445,12 +446,12 @@ class JobStore:
         return None if row is None else _job(row)
 
     def listed(self, scope: str, limit: int, after: str | None = None) -> list[JobRecord] | None:
-        """A page of a key's jobs, the latest first.
+        """Return a page of a key's jobs, newest first.
 
         Args:
-            scope: the key's.
-            limit: how many.
-            after: id of the job before the page; None: the page is the first.
+            scope: scope of the key.
+            limit: number of jobs.
+            after: id of the job before the page; None: the first page.
 
         Returns:
             The jobs; None: the key has no job `after`.
@@ -468,7 +469,7 @@ class JobStore:
             return [_job(row) for row in db.execute(page).mappings()]
 
     def form(self, name: str) -> bytes | None:
-        """What a job is to do; None: it has ended."""
+        """Return a job's request; None: the job has ended."""
         return self._content(name, _FORM)
 
     def result(self, name: str) -> bytes | None:
@@ -482,18 +483,18 @@ class JobStore:
 
     @_on_a_full_disk
     def remove(self, name: str) -> None:
-        """Forget a job."""
+        """Delete a job."""
         with self._writing() as (db, changes):
             self._forget(db, changes, _locked(db, _JOBS.c.id == name))
 
-    # What routers do with jobs.
+    # Calls of routers.
 
     def waiting(self, kind: str, now: float) -> tuple[list[WaitingKey], int]:
-        """Keys that have jobs that wait, the longest waiting first, and all keys' `result_bytes`.
+        """Return the keys with waiting jobs, longest waiting first, and all keys' `result_bytes`.
 
         Args:
-            kind: what the jobs wait for.
-            now: the time.
+            kind: RUN or TELL.
+            now: seconds since the epoch.
         """
         place = and_(_JOBS.c.waits == kind, _JOBS.c.scope == _COUNTS.c.scope)
         first = select(func.min(_JOBS.c.not_before)).where(place).scalar_subquery()
@@ -507,16 +508,16 @@ class JobStore:
         return [WaitingKey(row[0], int(row[1])) for row in due_rows], int(result_bytes or 0)
 
     def take(self, owner: str, kind: str, scope: str, now: float) -> JobRecord | None:
-        """Have the key's next job that waits.
+        """Take the key's next waiting job.
 
         Args:
-            owner: who takes it.
-            kind: what it waits for.
-            scope: the key's.
-            now: the time.
+            owner: router that takes it.
+            kind: RUN or TELL.
+            scope: scope of the key.
+            now: seconds since the epoch.
 
         Returns:
-            The job; None: there is none any more, or the owner was taken for lost.
+            The job; None: none is left, or the owner is considered lost.
         """
         place = and_(_JOBS.c.waits == kind, _JOBS.c.scope == scope, _JOBS.c.not_before <= now)
         with self._writing() as (db, changes):
@@ -538,17 +539,16 @@ class JobStore:
     def beat(
         self, owner: str, held: Mapping[str, Holding]
     ) -> tuple[frozenset[str], frozenset[Stray]]:
-        """Say that the owner lives, and how far its jobs are.
+        """Send the owner's heartbeat and the progress of its jobs.
 
-        Where it was taken for lost, what nobody else has begun since is its again.
+        If it was considered lost, it takes back the jobs that no other router has begun.
 
         Args:
-            owner: who lives.
-            held: what it has, by the job's id.
+            owner: router that is alive.
+            held: job id -> its hold.
 
         Returns:
-            Those of its jobs that are still its, and what it has beside them: it took them, and
-            was not told so.
+            Ids of the jobs that it still owns, and strays: jobs that it owns without knowing.
         """
         with self._writing() as (db, changes):
             if not _beat(db, owner):
@@ -571,17 +571,17 @@ class JobStore:
         return confirmed_names, frozenset(strays)
 
     def beats(self) -> dict[str, int]:
-        """The last beat of each owner."""
+        """Return the last heartbeat of each owner."""
         with self._reads.connect() as db:
             return {row[0]: int(row[1]) for row in db.execute(select(_OWNERS))}
 
     @_on_a_full_disk
     def free(self, owner: str, beat: int | None = None) -> None:
-        """All that an owner has waits again: it stops, or is lost.
+        """Let all jobs of an owner wait again: it stops, or is lost.
 
         Args:
-            owner: who.
-            beat: its last; it is not lost if there was another since. None: it stops.
+            owner: the router.
+            beat: its last heartbeat; a later one means that it is not lost. None: it stops.
         """
         owner_clause = _OWNERS.c.owner == owner
         if beat is not None:
@@ -593,24 +593,24 @@ class JobStore:
 
     @_on_a_full_disk
     def let_go(self, stray: Stray) -> None:
-        """A job waits again that its owner does not know of."""
+        """Let a job wait again that its owner does not know of."""
         with self._writing() as (db, changes):
             rows = _locked(db, and_(_fenced(*stray), _JOBS.c.waits == NOTHING))
             _let_go(db, changes, [row for row in rows if row["owner"]])
 
     @_on_a_full_disk
     def put_back(self, name: str, fence: int, not_before: float, *, failed: bool) -> None:
-        """A job that was taken waits again.
+        """Let a taken job wait again.
 
         Args:
-            name: of the job.
-            fence: as it was taken.
-            not_before: when it may be taken.
-            failed: whether it was begun and the server failed it; else it was not begun.
+            name: id of the job.
+            fence: its number when it was taken.
+            not_before: when it may be taken again.
+            failed: True if it began and the server failed it; False if it did not begin.
         """
         back: dict[str, Any] = {"state": QUEUED, "owner": "", "waits": RUN}
         back |= {"not_before": not_before, "runs": _JOBS.c.runs - 1}
-        back["fence"] = _JOBS.c.fence + 1  # who had it has nothing more to say of it
+        back["fence"] = _JOBS.c.fence + 1  # the previous owner's writes no longer count
         back |= {"tries": _JOBS.c.tries + 1} if failed else {"started": None}
         with self._writing() as (db, changes):
             for row in _locked(db, and_(_fenced(name, fence), _JOBS.c.state == RUNNING)):
@@ -631,19 +631,19 @@ class JobStore:
         error: Any = None,
         progress: Any = None,
     ) -> bool:
-        """A job has come to its end; False: it had one already, or another router has it.
+        """End a job. Return False: it has ended already, or another router owns it.
 
         Args:
-            name: of the job.
-            state: its last.
-            now: the time.
-            keep_s: how long it is kept.
-            most: ended jobs of its key that are kept; beyond, the oldest go.
-            fence: as it was taken; None: whoever has it (its client ends it, and its router learns
-                of it at its next beat).
+            name: id of the job.
+            state: final state.
+            now: seconds since the epoch.
+            keep_s: seconds that it is kept.
+            most: ended jobs kept for its key; beyond, the oldest go.
+            fence: its number when it was taken; None: any owner (its client ends it, and its router
+                learns that at the next heartbeat).
             result: the answer.
-            error: OpenAI's object.
-            progress: how far it came; None: as it was told last.
+            error: error object in OpenAI's form.
+            progress: final progress; None: as last stored.
         """
         job = and_(_JOBS.c.id == name, _JOBS.c.state.in_(_OPEN))
         if fence is not None:
@@ -669,23 +669,24 @@ class JobStore:
 
     @_on_a_full_disk
     def told(self, name: str, fence: int, *, taken: bool) -> None:
-        """The webhook's host has taken what it was told, or never will."""
+        """Store whether the webhook's host accepted the call."""
         values = {"told": taken, "owner": "", "gone": _JOBS.c.expires}
         with self._writing() as (db, _):
             db.execute(update(_JOBS).where(_fenced(name, fence)).values(**values))
 
-    # What is no longer needed.
+    # Deletion.
 
     @_on_a_full_disk
     def expire(self, now: float, keep_s: float, wait_s: float, error: Any) -> bool:
-        """Forget jobs whose time is over, and fail those that have waited too long to begin; some
-        at a time. Says whether there are more.
+        """Delete expired jobs and fail jobs that waited too long, one batch at a time.
+
+        Return True if there may be more.
 
         Args:
-            now: the time.
-            keep_s: how long ended ones are kept.
-            wait_s: how long a job may wait.
-            error: of one that has.
+            now: seconds since the epoch.
+            keep_s: seconds that ended jobs are kept.
+            wait_s: most seconds that a job may wait.
+            error: error object of a job that waited too long.
         """
         over = _JOBS.c.gone < now
         late = and_(_JOBS.c.waits == RUN, _JOBS.c.created < now - wait_s, _JOBS.c.started.is_(None))
@@ -699,14 +700,14 @@ class JobStore:
         return _BATCH in (len(expired_rows), len(waited))
 
     def tidy(self) -> None:
-        """Have nothing that was deleted in SQLite's log either."""
+        """Remove deleted data from SQLite's log too, and restore the reserve."""
         if self._lite and self._deleted:
             self._deleted = False
             self._write_back()
         self._keep_reserve()
 
     def use_reserve(self) -> bool:
-        """Give back the room that is kept; whether there was any."""
+        """Remove the reserve file. Return False: there is none."""
         if self._reserve is None or not self._reserve.exists():
             return False
         self._reserve.unlink(missing_ok=True)
@@ -723,7 +724,7 @@ class JobStore:
             self._reserve.unlink(missing_ok=True)
 
     def _write_back(self) -> None:
-        """Have SQLite's log in its file, and the log empty."""
+        """Write SQLite's log into its file and empty the log."""
         with closing(self._engine.raw_connection()) as db:
             db.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
@@ -746,7 +747,7 @@ class JobStore:
             "gone": now + keep_s + (_TELL_S if waits else 0.0),
             "bytes": size,
             "error": msgspec.json.encode(error).decode(),
-            "waits": waits,  # whoever is next tells the webhook
+            "waits": waits,  # any router may call the webhook
             "not_before": now,
             "owner": "",
         }
@@ -780,8 +781,10 @@ def _locked(
     order: ColumnElement[Any] | None = None,
     limit: int | None = None,
 ) -> Sequence[RowMapping]:
-    """Rows of jobs that nobody else changes until the transaction ends. Where there is an order,
-    any that somebody changes just now are left out: the next ones do.
+    """Return rows of jobs, locked until the transaction ends.
+
+    With an order, rows that another transaction has locked are skipped, and the following rows are
+    taken.
     """
     rows = select(_JOBS).where(where)
     if order is None:
@@ -792,12 +795,12 @@ def _locked(
 
 
 def _fenced(name: str, fence: int) -> ColumnElement[bool]:
-    """A job that nobody has taken since it had this number."""
+    """Match a job that nobody has taken since it had this number."""
     return and_(_JOBS.c.id == name, _JOBS.c.fence == fence)
 
 
 def _beat(db: Connection, owner: str) -> bool:
-    """Whether the owner is known; it has beaten once more."""
+    """Count the owner's heartbeat. Return False: the owner is unknown."""
     statement = update(_OWNERS).where(_OWNERS.c.owner == owner)
     return bool(db.execute(statement.values(beat=_OWNERS.c.beat + 1)).rowcount)
 

@@ -1,7 +1,7 @@
-"""Tells whom a job names that it has ended: a signed call, again and again until it is taken.
+"""Calls webhooks when jobs end: a signed request, repeated until it is accepted.
 
 The form is that of Standard Webhooks (https://www.standardwebhooks.com), which has libraries in
-most languages to check the signature. The id is the job's: a call that comes twice has the same.
+most languages to check the signature. The id is the job's: repeated calls have the same id.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _GONE: Final = 410
 
 
 class _NotTaken(Exception):
-    """Why a call was not taken; another may be."""
+    """The reason why a call was not accepted; it may be repeated."""
 
 
 def signature(key: bytes, name: str, seconds: int, body: bytes) -> str:
-    """What proves that a message comes from who has the key."""
+    """Return the signature of a message."""
     digest = hmac.digest(key, b"%b.%d.%b" % (name.encode(), seconds, body), hashlib.sha256)
     return f"v1,{base64.b64encode(digest).decode()}"
 
@@ -49,11 +49,11 @@ class Webhooks:
     """Calls the hosts that the operator listed.
 
     Args:
-        config: of jobs.
-        resolver: addresses of a host and port.
-        public: whether an address may be asked.
-        trusted: certificates; by default those of certifi.
-        pause_s: the first pause between two calls, at most; each is up to twice the one before.
+        config: configuration of jobs.
+        resolver: returns the addresses of a host and port.
+        public: returns whether an address may be called.
+        trusted: trusted certificates; by default those of certifi.
+        pause_s: longest first pause between two calls; each is up to twice the one before.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Webhooks:
         await self._hosts.close()
 
     def check(self, url: str, secret: str) -> None:
-        """Refuse what could not be told.
+        """Check a webhook before its job is accepted.
 
         Raises:
             InvalidRequest: naming the field.
@@ -86,13 +86,13 @@ class Webhooks:
             raise InvalidRequest("webhook", "is given, and the key has no webhook_secret", "none")
 
     async def tell(self, url: str, secret: str, name: str, event: dict[str, Any]) -> bool:
-        """Whether the host has taken an event, by an answer 2xx; it is asked until then.
+        """Call a webhook until it answers 2xx. Return False: it never did.
 
         Args:
             url: the webhook.
-            secret: signs the event.
-            name: of the event, the same in each call.
-            event: that is told.
+            secret: secret that signs the event.
+            name: id of the event, the same in each call.
+            event: body of the call.
         """
         body = msgspec.json.encode(event)
         tries = AsyncRetrying(
@@ -103,7 +103,7 @@ class Webhooks:
         try:
             target = self._hosts.allowed("webhook", url)
             return await tries(self._call, target, webhook_key(secret), name, body)
-        except InvalidRequest as error:  # the host is not listed any more
+        except InvalidRequest as error:  # the host is no longer listed
             failure: BaseException = error
         except RetryError as error:
             failure = error.last_attempt.exception() or error
@@ -119,7 +119,7 @@ class Webhooks:
             "webhook-signature": signature(key, name, seconds, body),
         }
         try:
-            # Of the whole call: httpx's own is of each wait, and bytes may come one by one.
+            # A limit on the whole call: httpx's limit is per wait, and bytes may come one by one.
             async with (
                 asyncio.timeout(self._timeout_s),
                 await self._hosts.ask("POST", asked, headers, body) as answer,
@@ -129,6 +129,6 @@ class Webhooks:
             raise _NotTaken(f"{asked.host}: {type(error).__name__}: {error}") from None
         if 200 <= status < 300:
             return True
-        if status == _GONE:  # it wants no more of them
+        if status == _GONE:  # the host wants no more calls
             return False
         raise _NotTaken(f"{asked.host} answered with status {status}")
