@@ -42,15 +42,15 @@ def edit(
     control: Picture | None = None,
     **settings: Any,
 ) -> Picture:
-    """The picture, repainted where the mask is white. Settings are those of an edit; `seed` is
-    drawn for each where it is not given.
+    """Repaint the picture where the mask is white. Settings are those of an edit; without a `seed`
+    each call draws one.
     """
     raise NotImplementedError
 
 
 @node(model="find", price_s=0.1)
 def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
-    """Where in the picture the thing of this name is. Nothing found is an error."""
+    """Find the thing of this name in the picture. Nothing found is an error."""
     raise NotImplementedError
 
 
@@ -58,24 +58,22 @@ def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask
 def shows(
     picture: Picture, mask: Mask, name: Words | str, *, threshold: Share = 0.5, enough: Share = 0.2
 ) -> Verdict:
-    """Whether the thing of this name now stands in the mask, of which it must fill the share
-    `enough`.
+    """Check that the thing of this name is in the mask, and fills at least the share `enough` of
+    it.
     """
     raise NotImplementedError
 
 
 @node(model="likeness", price_s=0.1)
 def resembles(picture: Picture, text: Words | str, *, enough: Share = 0.25) -> Verdict:
-    """How much the picture is like the text, as CLIP has it: the cosine, which passes from `enough`
-    on.
-    """
+    """Compare the picture with the text by CLIP's cosine, which passes from `enough` on."""
     raise NotImplementedError
 
 
 @node(model="verify", price_s=1.0, deterministic=False)
 def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> Verdict:
-    """Whether the picture shows what is stated, as judged by the vision-language model that the
-    operator named: a score from 0 to 1, which passes from `enough` on.
+    """Ask the operator's vision-language model whether the statement is true of the picture: a
+    score from 0 to 1, which passes from `enough` on.
     """
     raise NotImplementedError
 
@@ -84,54 +82,57 @@ def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> 
 def segment(
     picture: Picture, *, points: tuple[Click, ...] = (), box: tuple[float, ...] = ()
 ) -> Found:
-    """Select the region under clicks (x, y, and 1, or 0 for what is not part of it) and in a box
-    (left, top, right, bottom); the verdict is how well the model says that it fits. Nothing is an
-    error.
+    """Select the region under clicks (x, y, and 1, or 0 for a point outside of it) and in a box
+    (left, top, right, bottom). The verdict is the model's own estimate of the fit. An empty region
+    is an error.
     """
     raise NotImplementedError
 
 
 @node(model="enlarge", price_s=0.3)
 def enlarge(picture: Picture) -> Picture:
-    """The picture with its sides doubled."""
+    """Double the picture's sides."""
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.005)
 def split(mask: Mask, *, smallest: Share = 0.001, apart: Pixels = 16) -> Regions:
-    """The mask's parts that hang together, largest first; those below a share of the picture are
-    left out. Parts whose boxes are `apart` pixels from one another may be painted side by side.
+    """Split the mask into its connected parts, largest first, without parts below the share
+    `smallest` of the picture. Edits of parts may run side by side if their boxes are `apart` pixels
+    from one another.
     """
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.005)
 def outline(picture: Picture) -> Picture:
-    """The rims of what is in the picture, white on black."""
+    """Draw the edges in the picture, white on black."""
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.005)
 def invert(mask: Mask) -> Mask:
-    """All that the mask leaves out."""
+    """Invert the mask."""
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.005)
 def compose(picture: Picture, parts: Pictures) -> Picture:
-    """The picture, with what each of the parts changed of it; where two did, the later one."""
+    """Put the changes of each part into the picture; where two parts changed a pixel, the later one
+    counts.
+    """
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.005)
 def crop(picture: Picture, mask: Mask, *, around: Pixels = 16) -> Picture:
-    """The mask's bounding box and some pixels around it."""
+    """Cut out the mask's bounding box and `around` pixels on each side."""
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.005)
 def paste(picture: Picture, part: Picture, mask: Mask, *, around: Pixels = 16) -> Picture:
-    """The picture, with what `crop` cut out by this mask put back."""
+    """Put a part back into the picture, in the place where `crop` cut it out by this mask."""
     raise NotImplementedError
 
 
@@ -139,13 +140,13 @@ def paste(picture: Picture, part: Picture, mask: Mask, *, around: Pixels = 16) -
 def pad(
     picture: Picture, *, left: Pixels = 0, top: Pixels = 0, right: Pixels = 0, bottom: Pixels = 0
 ) -> Picture:
-    """The picture with its rim repeated so many pixels outwards."""
+    """Grow the picture by this many pixels on each side, and repeat its border there."""
     raise NotImplementedError
 
 
 @node(model=LIGHT, price_s=0.001)
 def best(pictures: Pictures, verdicts: Verdicts) -> Best:
-    """The picture with the highest verdict; of equal ones the first."""
+    """Choose the picture with the highest verdict, or the first of equal ones."""
     raise NotImplementedError
 
 

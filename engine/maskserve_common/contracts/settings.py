@@ -120,7 +120,7 @@ ControlSettings = Annotated[
 ]
 
 
-_CLICK = "[x, y, 1] on the thing, or [x, y, 0] on what is none of it"
+_CLICK = "[x, y, 1] on the thing, or [x, y, 0] outside of it"
 Click = Annotated[tuple[float, float, Literal[0, 1]], Meta(description=_CLICK)]
 
 
@@ -132,8 +132,7 @@ class MaskFrom(Table, frozen=True):
     points: Annotated[
         tuple[Click, ...], Meta(max_length=64, description=f"up to 64 clicks, each {_CLICK}")
     ] = ()
-    """Clicks `[x, y, 1]` on the thing, and `[x, y, 0]` on what is none of it; pixels of the
-    source."""
+    """Clicks `[x, y, 1]` on the thing, and `[x, y, 0]` outside of it; pixels of the source."""
     box: Annotated[
         tuple[float, ...], Meta(max_length=4, description="[left, top, right, bottom]")
     ] = ()
@@ -159,105 +158,104 @@ class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
     model: Name | None = None
-    """A router chooses by it; a worker refuses any other than its own."""
+    """A router chooses a worker by it; a worker accepts only its own model's name."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Seed of the edit's noise; drawn by the server if it is not given, and named in META."""
+    """Seed of the edit's noise. Without one the server draws it; META names it."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    """Steps of the full schedule; the model's by default."""
+    """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
-    """How closely the prompt is followed; the model's by default. With SDXL, SD 2.1, SD 3.5,
+    """How closely the edit follows the prompt; by default the model's. With SDXL, SD 2.1, SD 3.5,
     Chroma, klein's base models and Z-Image it is classifier-free guidance: above 1 (Z-Image: 0)
     each step runs the model twice."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
-    """FLUX.1 (not Fill) and Qwen-Image: how strongly the negative prompt is steered away from;
-    above 1 each step runs the model twice, 1 is off."""
+    """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
+    each step runs the model twice; 1 is off."""
     negative_prompt: Text | None = None
-    """A description of what to avoid. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image take it
-    together with `true_cfg_scale`."""
+    """Things that the picture should not show. FLUX Fill and FLUX.2 take none; FLUX.1 and
+    Qwen-Image take it together with `true_cfg_scale`."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of the schedule that is run: below 1 fewer steps."""
+    """Share of the schedule that the edit runs: below 1 it has fewer steps."""
     mask_mode: MaskMode = "auto"
-    """`white`: white is edited; `alpha`: what is transparent is edited; `auto`: alpha if the mask
-    has any; `strength`: grey says how much may change, as the share of the steps that it is part of
-    the edit for, the last ones."""
+    """`white`: white pixels are edited; `alpha`: transparent ones; `auto`: `alpha` if the mask has
+    transparency, else `white`; `strength`: grey is the share of the steps, the last ones, in which
+    a pixel is part of the edit."""
     mask_from: MaskFrom | None = None
-    """In place of MASK, of a router with a segmenter: `{"text": "the red car"}`, or clicks and a
+    """Instead of MASK, at a router with a segmenter: `{"text": "the red car"}`, or clicks and a
     box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0
-    """Pixels beyond the mask over which the edit fades into the source."""
+    """Width in pixels, outside the mask, in which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Tokens round the mask that a cached edit computes too; they are not pasted. The model's by
-    default (1)."""
+    """Width in tokens of the ring around the mask that a cached edit computes, too, and does not
+    paste; by default the model's (1)."""
     crop_to_mask: CropMode = "auto"
-    """Whether the model sees a window round the mask alone, as sharp as the source; `auto`: of a
-    source larger than the model's area, where the window is under half of it. META's `window` says
-    which."""
+    """`on`: the model sees only a window around the mask, as sharp as the source; `off`: the whole
+    picture; `auto`: the window, if the source is larger than the model's area and the window is
+    under half of it. META's `window` names it."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
-    """Margin of the window round the mask: below 1 a share of the mask's longer side, from 1 on
+    """Margin of that window around the mask: below 1 a share of the mask's longer side, from 1 on
     pixels."""
     expand: Margins = (0, 0, 0, 0)
-    """Pixels by which the picture grows; what is new is edited. MASK has the source's size, or is
+    """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
     empty."""
     first_block_threshold: Annotated[float, Meta(ge=0, le=10)] | None = None
-    """FLUX: a step whose first block changes less than this, relatively, leaves the other blocks
-    out (FirstBlockCache). 0 leaves out none; the model's by default (0)."""
+    """FLUX: a step skips its other blocks if its first block's relative change is below this value
+    (FirstBlockCache). 0 skips none; by default the model's (0)."""
     output_format: OutputFormat = "png"
-    """Encoding of the answer."""
+    """Encoding of the edited picture."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
-    """Quality of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has
-    none."""
+    """Quality of JPEG (by default 95) and of WebP (by default lossless); not for PNG."""
     background: Background = "auto"
-    """Answer to a transparent source: `auto`: transparent outside the mask, in PNG and WebP;
-    `transparent`: the same, and refused for JPEG; `opaque`: not transparent."""
+    """Edited picture of a transparent source: `auto`: transparent outside the mask, in PNG and
+    WebP; `transparent`: the same, and refused for JPEG; `opaque`: not transparent."""
     output_encoding: OutputEncoding = "auto"
-    """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
+    """`raw` bytes or `base64` text; `auto`: as MASK came (JSON carries only text)."""
     progress: bool = False
     """Send a progress event after every step (`edit_stream`)."""
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Which computation steps may leave out: `auto`: tokens that the template's cached activations
-    or the edit's own refresh steps give; `own`: only those of refresh steps; `off`: none, so the
-    answer is the pipeline's own picture of its seed; `require`: waits for the template, or runs
-    dense where META's `dense_for` says so."""
+    """Where steps take cached tokens from: `auto`: the template's cached activations, or the
+    edit's own refresh steps; `own`: only refresh steps; `off`: nowhere, so the picture is the
+    diffusers pipeline's own for its seed; `require`: the edit waits for its template, or runs dense
+    if META's `dense_for` says so."""
     reproducible: bool = False
-    """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind:
-    the edit waits for its template and runs cached, or dense where META's `dense_for` says so.
-    Where its template cannot be had it ends with an error."""
+    """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
+    The edit waits for its template and runs cached, or dense if META's `dense_for` says so. If
+    there is no way to get its template, it ends with an error."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
-    """`exact`: no step runs before the LoRAs are there, and each waits for its ControlNets; `fast`:
-    the first steps may run without LoRAs, and steps add what a ControlNet service said one step
-    ahead (docs/adr/0039). A reproducible edit is exact."""
+    """`exact`: steps wait until the LoRAs are loaded, and each step waits for its ControlNets;
+    `fast`: the first steps may run without LoRAs, and a step may use a ControlNet service's output
+    from one step earlier (docs/adr/0039). A reproducible edit is exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
-    of the steps, 0 to 1), `image` (which picture of CONTROL; by default the one at its own place)
-    and `mode` (of union nets)."""
+    of the steps, 0 to 1), `image` (index in CONTROL; by default its own index) and `mode` (of union
+    nets)."""
     private_prompt: bool = False
-    """Keep the prompt's embeddings for edits of the same API key only."""
+    """The server reuses the prompt's embeddings only for edits with the same API key."""
     template_id: TemplateId | None = None
-    """A registered template, or a kept result, to edit in place of IMAGE."""
+    """A registered template or a kept result, to edit instead of IMAGE."""
     keep_result: bool = False
-    """Keep the edited picture as a template for the next edit (META's `result_template_id`), for
-    `[limits] result_expires_s` after its last use."""
+    """The server keeps the edited picture as a template for the next edit (META's
+    `result_template_id`), until `[limits] result_expires_s` after its last use."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
-    """The answer is due after so many milliseconds, from acceptance on."""
+    """The response is due this many milliseconds after acceptance."""
     on_late: LateMode = "drop"
-    """`drop`: a late edit ends with an error, and one that cannot be in time is refused at once;
-    `finish`: it goes on."""
+    """`drop`: a late edit ends with an error, and the server refuses an edit at once if it cannot
+    be in time; `finish`: a late edit goes on."""
     reuse: ReuseMode = "exact"
-    """FLUX, `elastic`: an edit that would be late may leave steps out, compute another margin round
-    the mask, or refresh less often. It needs `reuse_floor`."""
+    """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring around the
+    mask, or refresh less often. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """With `reuse` `elastic`: dB in the mask against a dense edit, as measured on the demo models,
-    below which no steps are left out."""
+    """With `reuse` `elastic`: the lowest quality that a late edit may fall to, in dB in the mask
+    against a dense edit, as measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
-    """A step of it counts as five seconds of waiting, among the edits of one API key."""
+    """Orders the waiting edits of one API key: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None
-    """The edit's name for a cancel and in logs; made by the server if it is not given."""
+    """The edit's name, for a cancel and in logs. Without one the server makes it."""
 
     @property
     def limit_ms(self) -> int | None:
