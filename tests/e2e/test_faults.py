@@ -1,6 +1,6 @@
 """Whatever dies, stops or fails: clients are told, and the worker returns without a human.
 
-What was measured of them stands in docs/reliability.md.
+docs/reliability.md lists these faults.
 """
 
 from __future__ import annotations
