@@ -1,4 +1,6 @@
-"""`maskserve serve --plan`: what cards hold of a model. The engine tells it, in its own process."""
+"""`maskserve serve --plan`: the devices' capacity for a model, computed by the engine in a
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from maskserve_serving.source import with_its_cache, with_model
 from maskserve_serving.spec import with_controlnets, with_stages
 
 _SHAPES = ["*.json"]
-"""Files of a hub model that say its shapes."""
+"""Files of a hub model that contain its shapes."""
 
 
 def print_cards(options: ServeOptions) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table and return the exit code."""
     try:
         options.check()
         tables = read_tables(options.config)
@@ -39,7 +41,7 @@ def print_cards(options: ServeOptions) -> int:
         config.write_text(tomli_w.dumps(tables), encoding="utf-8")
         command = [sys.executable, "-m", "maskserve_engine.fitting.card_table", str(config)]
         ended = subprocess.run(command, check=False, capture_output=True)
-    # Libraries say much as they are imported: of a sentence of ours, nothing else is shown.
+    # Libraries print much on import: if the error is one of our sentences, show only that.
     stderr_text = ended.stderr.decode(errors="replace")
     if ended.returncode:
         last = next(reversed(stderr_text.strip().splitlines()), "")

@@ -15,10 +15,10 @@ _CPU = "cpu"
 
 
 def pair_of(given: str) -> tuple[str, str]:
-    """The two devices: numbers among the host's GPUs, or `cpu` twice.
+    """Return the two devices: numbers of the host's GPUs, or `cpu` twice.
 
     Raises:
-        ServeError: they are none.
+        ServeError: they are not two such devices.
     """
     names = [name.strip().removeprefix("cuda:") for name in given.split(",")]
     gpus = all(name.isdecimal() for name in names) and len(set(map(int, names))) == 2
@@ -30,10 +30,10 @@ def pair_of(given: str) -> tuple[str, str]:
 
 
 def gpus_of_pair(given: str) -> str | None:
-    """CUDA_VISIBLE_DEVICES of the worker; None: it has no GPU.
+    """Return CUDA_VISIBLE_DEVICES of the worker; None: it uses no GPU.
 
     Raises:
-        ServeError: a GPU that is named is not there.
+        ServeError: a named GPU does not exist.
     """
     names = pair_of(given)
     if _CPU in names:
@@ -46,10 +46,10 @@ def gpus_of_pair(given: str) -> str | None:
 
 
 def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """The worker's configuration with such a pair laid over it.
+    """Return the worker's configuration with such a pair over it.
 
     Raises:
-        ServeError: it does not go with what else is asked for.
+        ServeError: it contradicts another option, or the model has only one pass.
     """
     names = pair_of(options.cfg_devices)
     for flag, wrong in (

@@ -1,4 +1,4 @@
-"""The command `maskserve serve`: its arguments, and a supervisor until a signal ends it."""
+"""The command `maskserve serve`: its arguments, and a supervisor that runs until a signal."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code."""
-    os.umask(0o077)  # whatever it starts: entries, templates and logs are nobody else's
+    """Serve until a signal and return the exit code."""
+    os.umask(0o077)  # entries, templates and logs are private
     try:
         check_packages(router=given.router)
     except ServeError as error:
@@ -60,7 +60,7 @@ def serve(given: argparse.Namespace) -> int:
         from maskserve_serving.cards import print_cards
 
         return print_cards(ServeOptions.given(given))
-    # Only here: the other commands of `maskserve` have no use for it, nor for what it imports.
+    # Imported late: other commands of `maskserve` do not need it, nor its imports.
     from maskserve_serving.supervisor import Supervisor
 
     supervisor = Supervisor(ServeOptions.given(given))
@@ -106,7 +106,7 @@ def _announce(supervisor: Supervisor) -> None:
 
 
 def _next_command(grpc_url: str) -> str:
-    """An edit to try, as it can be pasted into another terminal in this folder."""
+    """Return an example edit that can be pasted into another terminal in this folder."""
     called = Path(sys.argv[0])
     program = (
         str(called) if called.name == "maskserve" else f"{sys.executable} -m maskserve_client.cli"

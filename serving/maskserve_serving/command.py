@@ -15,14 +15,15 @@ from maskserve_serving.options import CLOSED_APIS, ServeOptions
 from maskserve_serving.ports import Ports
 from maskserve_serving.runtime import Runtime
 
-# Seconds that Triton waits for requests after SIGTERM. The drain comes before and is bounded by
-# the configuration, so nothing is in flight any more.
+# Seconds that Triton waits for requests after SIGTERM. The drain comes before, within the
+# configured grace, so nothing is in flight any more.
 EXIT_TIMEOUT_S = 10
 _MEBIBYTE = 2**20
 _OF_CUDA = ("libcudart.so*", "libcublas.so*", "libcudnn.so*", "libnccl.so*")
 NO_HEADER = "Never:sent"
-"""A name ends at its colon in HTTP/1.1; HTTP/2 has none with a colon or a capital in it."""
-# Calls between models beside those of edits: cancels, operations of control.
+"""A header that no request can contain: a name ends at its colon in HTTP/1.1, and HTTP/2 allows
+neither a colon nor a capital in it."""
+# Calls between models other than edits: cancels, operations of control.
 _OTHER_CALLS = 16
 
 
@@ -35,8 +36,9 @@ def command(
     trace: Sequence[str] = (),
     models: Sequence[str] = (),
 ) -> list[str]:
-    """The command line; `trace` are arguments of its tracing, `models` those to load, all where
-    none are named.
+    """Return the command line.
+
+    `trace` are arguments for traces, `models` the models to load; without any, all are loaded.
     """
     python = {
         "shm-region-prefix-name": shm_prefix,
@@ -46,12 +48,13 @@ def command(
         # Importing torch in four processes at once takes a small machine most of a minute.
         "stub-timeout-seconds": int(options.load_timeout_s),
         # Each edit of a front holds one for as long as it runs. By default there are 32: further
-        # edits would wait outside the engine, and so would the cancels of all.
+        # Each edit of a front holds one thread while it runs. The default is 32: further edits, and
+        # the cancels of all, would wait outside the engine.
         "thread-pool-size": config.engine.front_threads + _OTHER_CALLS,
     }
     arguments = [
         *(f"--model-repository={path}" for path in _repositories(options, config)),
-        # Every config.pbtxt is whole; completing them would import every model twice.
+        # Every config.pbtxt is complete; auto-complete would import every model twice.
         "--disable-auto-complete-config",
         f"--http-address={options.host}",
         f"--http-port={ports.http}",
@@ -70,18 +73,18 @@ def command(
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")
     if closed := [api for api in CLOSED_APIS if api not in options.open_apis]:
-        # Triton takes the header that opens them on its command line alone, where every user of the
-        # host reads it: so it is one that no request can carry (ADR 0070).
+        # Triton takes the header that opens these APIs only on its command line, where every user
+        # of the host can read it. It is therefore one that no request can contain (ADR 0070).
         only = f"{','.join(closed)}:{NO_HEADER}={secrets.token_hex(16)}"
         arguments += [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
     return [str(runtime.binary), *arguments, *trace, *options.triton_args]
 
 
 def _repositories(options: ServeOptions, config: Config) -> list[Path]:
-    """Of the models to load.
+    """Return the repositories of the models to load.
 
     Raises:
-        ServeError: the operator's has not the model that it is for.
+        ServeError: the operator's safety repository lacks its model.
     """
     safety_repository = config.safety.repository
     if not safety_repository:
@@ -95,19 +98,19 @@ def _repositories(options: ServeOptions, config: Config) -> list[Path]:
 
 
 TUNING = {
-    # glibc hands large blocks back to the kernel at every free, and each activation is one: pages
-    # are then faulted in and zeroed again at every operation. Kept, a CPU step is a third faster.
+    # By default, glibc gives large blocks back to the kernel at every free, and each activation is
+    # one: pages are faulted in and zeroed again at every operation.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
-    "MALLOC_ARENA_MAX": "1",  # the arenas of other threads give heaps back whatever is set
-    # Threads of one operation wait for one another by spinning. Where something else wants their
-    # cores that takes a step many times as long; after this many turns they sleep instead.
+    "MALLOC_ARENA_MAX": "1",  # otherwise arenas of other threads give heaps back
+    # Threads of one operation wait for one another by spinning. If other programs need the cores, a
+    # step takes many times as long; after this many turns threads sleep instead.
     "GOMP_SPINCOUNT": "5000",
     # Activations change size with every mask: segments that grow leave no gaps behind.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Read when a process starts; what the environment already says wins."""
+"""Environment variables that are read when a process starts; existing ones win."""
 
 
 def environment(
@@ -116,34 +119,34 @@ def environment(
     gpus: str | None,
     kept: Path | None = None,
 ) -> dict[str, str]:
-    """The environment of a worker and its models.
+    """Return the environment of a worker and its models.
 
     Args:
-        runtime: Triton.
-        config: file of the worker.
-        gpus: CUDA_VISIBLE_DEVICES; None leaves the host's.
-        kept: folder of what is made once and outlives the worker; None: nothing does.
+        runtime: the Triton server.
+        config: configuration file of the worker.
+        gpus: CUDA_VISIBLE_DEVICES; None keeps the host's.
+        kept: folder for compiled kernels, which outlive the worker; None: none.
     """
     env = {**TUNING, **os.environ}
-    if kept is not None:  # kernels of our own as machine code, made at their first launch
+    if kept is not None:  # machine code of our own kernels
         env.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
     if "PYTORCH_CUDA_ALLOC_CONF" in env and "PYTORCH_ALLOC_CONF" not in os.environ:
-        del env["PYTORCH_ALLOC_CONF"]  # the older name of the same, which it would hide
+        del env["PYTORCH_ALLOC_CONF"]  # an older name of the variable
     env.update(
         MASKSERVE_CONFIG=str(config),
-        # The model is a local folder by now; nothing in a worker may reach for the network.
+        # The model is a local folder by now; a worker must not use the network.
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         HF_HUB_DISABLE_TELEMETRY="1",
         TOKENIZERS_PARALLELISM="false",
-        # numpy's own threads would only stand in the denoiser's way.
+        # numpy's own threads would only compete with the denoiser.
         OPENBLAS_NUM_THREADS="1",
         PYTHONUNBUFFERED="1",
-        # The stub finds its interpreter, and with it the virtual environment where the package is
-        # installed, by PATH; it is an isolated interpreter and does not read PYTHONPATH.
+        # The stub finds its interpreter, and with it the virtual environment, by PATH. It is an
+        # isolated interpreter and ignores PYTHONPATH.
         PATH=os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),
     )
-    # The Triton from pip needs nothing of the host's; an installed one may.
+    # The Triton from pip needs no libraries of the host; an installed one may.
     libraries = runtime.libraries or (without_cuda(env.pop("LD_LIBRARY_PATH", "")),)
     if path := _joined(*libraries):
         env["LD_LIBRARY_PATH"] = path
@@ -153,17 +156,17 @@ def environment(
 
 
 def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = False) -> str | None:
-    """CUDA_VISIBLE_DEVICES of a worker; None where there are none.
+    """Return CUDA_VISIBLE_DEVICES of a worker; None: there are no GPUs.
 
     Args:
-        index: of the worker.
-        workers: of this host.
+        index: index of the worker.
+        workers: number of workers on this host.
         each: devices that a worker uses.
-        share: whether workers may share devices.
+        share: True if workers may share devices.
 
     Raises:
-        ServeError: there are fewer devices than a worker uses, or than all use that are not to
-            share them.
+        ServeError: there are fewer devices than a worker uses, or than all workers use without
+            sharing.
     """
     devices = visible_gpus()
     if devices and each > len(devices):
@@ -181,7 +184,7 @@ def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = Fal
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the GPUs that this process may use, in the form of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [device for device in visible.split(",") if device]
@@ -190,8 +193,9 @@ def visible_gpus() -> list[str]:
 
 
 def without_cuda(path: str) -> str:
-    """LD_LIBRARY_PATH without folders of CUDA's libraries: they would be loaded in place of those
-    that torch brings along. The driver's are no such.
+    """Return LD_LIBRARY_PATH without folders of CUDA's libraries.
+
+    They would be loaded in place of torch's own. The driver's folder stays.
     """
     return _joined(*(folder for folder in path.split(os.pathsep) if not _has_cuda(folder)))
 

@@ -21,7 +21,7 @@ from maskserve_serving.files import checked
 from maskserve_serving.options import ServeOptions
 
 _OF_ENTRIES = {"enabled", "entry_format", "entry_kind", "stride", "budget_bytes"}
-"""Keys of `[cache]` that say what a cached step reads."""
+"""Keys of `[cache]` that decide what a cached step reads."""
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
@@ -33,10 +33,10 @@ def tried_devices(
     tables: dict[str, Any],
     run: Callable[[Sequence[str]], subprocess.CompletedProcess[bytes]] = _run,
 ) -> int:
-    """Devices per worker: on a CPU the number of processes that served most, else 1.
+    """Return the devices per worker: on a CPU the fastest number of processes, else 1.
 
     Args:
-        options: of the supervisor.
+        options: options of the supervisor.
         tables: configuration with the model's local path.
         run: runs a command.
 
@@ -45,7 +45,7 @@ def tried_devices(
     """
     threads = tables["model"].get("torch_threads") or max(1, cores() // options.workers)
     with tempfile.TemporaryDirectory(prefix="maskserve-trial-") as folder:
-        # What it is tried with touches no entries, LoRAs or logs of the worker.
+        # The trial uses no entries, LoRAs or logs of the worker.
         cache = {name: v for name, v in tables.get("cache", {}).items() if name in _OF_ENTRIES}
         tried: dict[str, Any] = {"model": tables["model"], "cache": cache, "runtime_dir": folder}
         checked(tried)

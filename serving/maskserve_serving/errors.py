@@ -1,5 +1,5 @@
-"""The one error of this package."""
+"""The error of this package."""
 
 
 class ServeError(Exception):
-    """Serving cannot start or go on; the message is one sentence for the person at the terminal."""
+    """Serving cannot start or continue; the message is one sentence for the terminal."""

@@ -1,4 +1,4 @@
-"""The files one worker lives with: its configuration and its private folder."""
+"""The files of one worker: its configuration and its private folders."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from maskserve_serving.orphans import end_orphans
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """A worker's private folders, removed at the end: one in memory, made anew at each start, and
-    one on disk for templates, which are the clients' and outlive a restart of the worker.
+    """A worker's private folders, removed at the end.
+
+    `root` is in memory and made anew at each start. `templates` is on disk: templates are the
+    clients' and outlive a restart of the worker.
     """
 
     root: Path
@@ -55,16 +57,16 @@ class WorkerFiles:
 
     @property
     def adapters(self) -> Path:
-        """LoRAs in memory, likewise."""
+        """LoRAs in memory, which all workers of the supervisor share."""
         return self.root.parent / "adapters"
 
     @property
     def values(self) -> Path:
-        """Values between the nodes of workflows, likewise."""
+        """Values between workflow nodes, which all workers of the supervisor share."""
         return self.root.parent / "values"
 
     def prepare(self, tables: dict[str, Any]) -> Config:
-        """Clear the folder and write the worker's configuration; returns it as the worker sees it.
+        """Clear the folder, write the worker's configuration and return it as the worker reads it.
 
         Raises:
             ServeError: the configuration is not valid.
@@ -80,10 +82,10 @@ class WorkerFiles:
 
 
 def worker_files(base_port: int, workers: int) -> list[WorkerFiles]:
-    """Fresh folders for the workers of one supervisor.
+    """Make folders for the workers of one supervisor.
 
-    An engine writes its status record at each step, and whoever finds it silent restarts it: on a
-    disk that is busy with something else, a write can take seconds.
+    The status record is in memory: an engine writes it at each step and is restarted if it is
+    silent, and on a busy disk a write can take seconds.
     """
     memory = Path(tempfile.mkdtemp(prefix=_prefix(base_port), dir=_memory()))
     disk = Path(tempfile.mkdtemp(prefix=_prefix(base_port), dir=_disk()))
@@ -92,8 +94,9 @@ def worker_files(base_port: int, workers: int) -> list[WorkerFiles]:
 
 
 def workers_by_base() -> dict[int, int]:
-    """How many workers the supervisors of this host have, by base port. The ports of one that is
-    being started again are free for a while, and still not anybody's.
+    """Return base port -> number of workers, for the supervisors of this host.
+
+    The ports of a worker that restarts are free for a while, but still reserved.
     """
     counts: dict[int, int] = {}
     for folder in Path(_memory()).glob(_prefix("*") + "*"):
@@ -105,18 +108,18 @@ def workers_by_base() -> dict[int, int]:
 
 
 def folders_of(files: list[WorkerFiles]) -> set[Path]:
-    """The folders that `worker_files` made."""
+    """Return the folders that `worker_files` made."""
     return {path.parent for worker in files for path in (worker.root, worker.templates)}
 
 
 def hold(files: list[WorkerFiles]) -> list[int]:
-    """Have every other `remove_stale` stop at these folders until the returned files are closed.
+    """Lock these folders against other `remove_stale` calls until the returned files are closed.
 
     The kernel closes them if the supervisor is killed.
     """
     descriptors = [os.open(folder, os.O_RDONLY) for folder in folders_of(files)]
     for folder in descriptors:
-        with suppress(OSError):  # where nothing can be locked, nothing is removed either
+        with suppress(OSError):  # without locks, nothing is removed either
             fcntl.flock(folder, fcntl.LOCK_SH)
     return descriptors
 
@@ -124,10 +127,10 @@ def hold(files: list[WorkerFiles]) -> list[int]:
 def remove_stale(
     base_port: int, own: list[WorkerFiles], say: Callable[[str], None] = print
 ) -> None:
-    """Remove what killed supervisors left at this base port, once their processes have ended.
+    """Remove files of killed supervisors at this base port, once their processes have ended.
 
     Raises:
-        ServeError: another supervisor lives there; its ports are free until its models are loaded.
+        ServeError: another supervisor runs there; its ports are free until its models are loaded.
     """
     spared = folders_of(own)
     for parent in {_memory(), _disk()}:
@@ -140,7 +143,7 @@ def remove_stale(
 
 
 def _removed_unless_held(folder: Path, say: Callable[[str], None]) -> bool:
-    """False: a living supervisor's. What is another user's is left, and in nobody's way."""
+    """Return False if a running supervisor holds the folder; leave other users' folders."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -167,7 +170,7 @@ def _disk() -> str:
 
 
 def _memory() -> str:
-    """A folder in memory, where this host has one that may be written."""
+    """Return a folder in memory, if this host has a writable one; else one on disk."""
     for folder in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if folder and os.access(folder, os.W_OK | os.X_OK):
             return folder
@@ -175,11 +178,11 @@ def _memory() -> str:
 
 
 def read_tables(path: Path | None) -> dict[str, Any]:
-    """The tables of the user's configuration file, checked."""
+    """Return the tables of the user's configuration file, checked."""
     if path is None:
         return {}
     load(path)
-    # load_config has read the file as TOML; read it again for the tables themselves.
+    # `load_config` returns no tables: read the file again.
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
@@ -191,7 +194,7 @@ def load(path: Path) -> Config:
 
 
 def checked(tables: dict[str, Any]) -> Config:
-    """The configuration that these tables make.
+    """Return the configuration of these tables.
 
     Raises:
         ServeError: it is not valid.
@@ -203,7 +206,7 @@ def checked(tables: dict[str, Any]) -> Config:
 
 
 def with_values(tables: dict[str, Any], section: str, **values: Any) -> dict[str, Any]:
-    """`tables` with some keys of a table set; "" is the top level."""
+    """Return `tables` with keys of a table set; `section` "" is the top level."""
     if not section:
         return {**tables, **values}
     return {**tables, section: {**tables.get(section, {}), **values}}

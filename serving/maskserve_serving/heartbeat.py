@@ -1,4 +1,4 @@
-"""What a Triton says of itself over HTTP: whether it lives, and whether it is ready."""
+"""Triton's health over HTTP: alive and ready."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _TIMEOUT_S = 5.0
 
 
 class Heartbeat:
-    """Asks a server again and again whether it lives, in a thread of its own."""
+    """Asks a server repeatedly whether it is alive, in a thread."""
 
     def __init__(self, http_url: str) -> None:
         self.beats = 0
-        """How often it has answered."""
+        """Number of its answers."""
         self._http_url = http_url
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -25,7 +25,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more; does not wait for an answer that is on its way."""
+        """Stop asking, without waiting for an answer under way."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -36,12 +36,12 @@ class Heartbeat:
 
 
 def says_ready(http_url: str, timeout_s: float = 2.0) -> bool:
-    """Whether the Triton there, or what stands before it, answers that it is ready."""
+    """Return True if the server there answers that it is ready."""
     return _status(f"{http_url}/v2/health/ready", timeout_s) == 200
 
 
 def _status(url: str, timeout_s: float) -> int | None:
-    """The status of an answer over HTTP; None if there was none."""
+    """Return the HTTP status of an answer; None: there was no answer."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return int(answer.status)

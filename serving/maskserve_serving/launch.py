@@ -1,8 +1,8 @@
-"""Become tritonserver or the router, and end when the supervisor dies.
+"""Executes tritonserver or the router so that it ends when the supervisor dies.
 
-Run as `python launch.py PARENT_PID PROGRAM ARGUMENTS…`. A supervisor that is killed cannot stop
-what it runs, so the kernel is asked to kill it then (PR_SET_PDEATHSIG, which exec keeps). Told
-to stop, Triton would lose the edits in flight too, but hold clients and ports for 10 s.
+Run as `python launch.py PARENT_PID PROGRAM ARGUMENTS…`. A supervisor that is killed cannot stop its
+processes, so the kernel kills them (PR_SET_PDEATHSIG, which exec keeps). Not SIGTERM: Triton would
+lose the edits in flight as well, and would hold clients and ports for 10 s.
 """
 
 import ctypes
@@ -12,9 +12,9 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-# TRITON-2.51: twice a form's body is put on the stack of the thread that reads it, and a frame for
-# each level of nested JSON: with the usual 8 MiB a form of 4 MB kills it. This is address space:
-# what is not touched takes no memory.
+# TRITON-2.51: it puts twice a form's body on the stack of the thread that reads it, and a frame for
+# each level of nested JSON: with the usual 8 MiB, a form of 4 MB crashes it. This is address space:
+# untouched pages take no memory.
 _STACK_BYTES = 512 * 2**20
 
 

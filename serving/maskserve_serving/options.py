@@ -1,4 +1,4 @@
-"""What serving is asked to do."""
+"""The options of `maskserve serve`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maskserve_common.config import WEIGHT_FORMS
 from maskserve_serving.errors import ServeError
 
 _PACKAGE = Path(__file__).resolve().parent
-# An installed package carries Triton's models; in a checkout they lie at its root.
+# An installed package contains Triton's models; in a checkout they are at its root.
 _CARRIED = (_PACKAGE / "model_repository").is_dir()
 _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
@@ -22,20 +22,21 @@ SERVICES = _MODELS_ROOT / "services"
 CONTROLNETS = "a folder with one of each ControlNet"
 """Triton's model repositories: the models, the ensemble that joins them, and the services."""
 CLOSED_APIS = ("shared-memory", "model-repository", "logging")
-"""Parts of Triton's API that nothing here needs, and that let a caller read or change the host's
-memory, models or logs: the published chains of attacks begin with them."""
+"""Parts of Triton's API that maskserve does not need, and that let a caller read or change the
+host's memory, models or logs. Published attack chains begin with them."""
 DEFAULT_ROUTER_PORT = 8080
 DEFAULT_BASE_PORT = 9000
-"""The client's default address is the first worker's gRPC port, one above."""
+"""First port of the workers. The client's default address is the first worker's gRPC port, one
+above."""
 
 
 def default_cache_dir() -> Path:
-    """The user's folder for what can be made again."""
+    """Return the user's cache folder for maskserve."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maskserve"
 
 
 def default_entries() -> Path:
-    """The disk tier of servers started by hand."""
+    """Return the disk tier of servers started by hand."""
     return default_cache_dir() / "entries"
 
 
@@ -44,21 +45,22 @@ def _say(line: str) -> None:
 
 
 def _flag(help: str, default: Any = MISSING, *, name: str = "", **more: Any) -> Any:
-    """A field that is a flag of `maskserve serve`, too.
+    """Return a field that is also a flag of `maskserve serve`.
 
     Args:
-        help: what it means.
-        default: of the field, and of the flag where `more` names no other.
-        name: of the flag; empty: the field's.
-        more: for `add_argument`.
+        help: help text of the flag.
+        default: default of the field, and of the flag unless `more` names another.
+        name: name of the flag; empty: the field's.
+        more: arguments of `add_argument`.
     """
     return field(default=default, metadata={"flag": name, "help": help, **more})
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of one supervisor; those with a help text are flags of `maskserve serve`. Empty, 0
-    and None leave the configuration's word.
+    """Options of one supervisor; those with a help text are flags of `maskserve serve`.
+
+    Empty, 0 and None leave the configuration's value.
     """
 
     model: str = _flag("folder in diffusers format, or a hub id", "")
@@ -127,7 +129,7 @@ class ServeOptions:
         metavar="DIR",
         by_hand=default_entries,
     )
-    """As the disk tier of all its workers, beside a host tier in memory while it runs."""
+    """The disk tier of all workers, beside a host tier in memory while they run."""
     adapters: str = _flag(
         "serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
         "",
@@ -217,13 +219,13 @@ class ServeOptions:
         "further arguments for tritonserver", (), name="triton_args", nargs="*", metavar="-- ARG"
     )
     cache_dir: Path = field(default_factory=default_cache_dir)
-    """Where the server from pip is laid out, once per version, and kernels are kept."""
+    """Folder for the server from pip, one copy per version, and for compiled kernels."""
     unheard_s: float = 30.0
-    """How long a loaded model may be unknown to Triton: a model's process signs in as the last
-    thing it does to load, and Triton hears of it at once."""
+    """Seconds for which Triton may not know of a loaded model. A model's process signs in at the
+    very end of its load, and Triton normally hears of it at once."""
     repositories: tuple[Path, ...] = (MODELS, ENSEMBLE)
     say: Callable[[str], None] = _say
-    """Where progress goes, a line at a time."""
+    """Receives progress, a line at a time."""
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
@@ -242,7 +244,7 @@ class ServeOptions:
 
     @classmethod
     def given(cls, flags: argparse.Namespace) -> ServeOptions:
-        """As the command line says."""
+        """Return the options from the parsed command line."""
         values: dict[str, Any] = {
             flag_field.name: getattr(flags, flag_field.name) for flag_field in _flags()
         }
@@ -250,12 +252,12 @@ class ServeOptions:
         return cls(**{**values, **several})
 
     def check(self) -> None:
-        """Raises ServeError: the flags do not go together, or name what is not there."""
+        """Raises ServeError: the flags contradict one another, or name files that do not exist."""
         self.check_flags()
         self._check_paths()
 
     def check_flags(self) -> None:
-        """Raises ServeError: the flags do not go together."""
+        """Raises ServeError: the flags contradict one another."""
         with_model = bool(self.stages_device or self.controlnet_device)
         has_service = with_model or self.nodes is not None
         if self.workers < 0 or not (self.workers or has_service):
@@ -275,10 +277,10 @@ class ServeOptions:
                 raise ServeError(f"--{flag}: is {device!r}; accepted: cpu, cuda or cuda:N")
 
     def check_tables(self, tables: dict[str, Any]) -> None:
-        """See that what the configuration reads from is there, unless a flag stands in its place.
+        """Check that files named in the configuration exist, unless a flag replaces them.
 
         Args:
-            tables: of the configuration file, checked for their form.
+            tables: tables of the configuration file, valid in form.
 
         Raises:
             ServeError: naming the key.
@@ -300,7 +302,7 @@ class ServeOptions:
             check_path(f"[provenance] {key}", named("provenance", key), "a PEM file", folder=False)
 
     def _check_paths(self) -> None:
-        """Raises ServeError: a flag names a folder or file that is not there."""
+        """Raises ServeError: a flag names a folder or file that does not exist."""
         check_adapters("--adapters", self.adapters)
         check_path("--controlnets", self.controlnets, CONTROLNETS)
         check_path("--workflows", self.workflows, "a folder with plans")
@@ -315,7 +317,7 @@ class ServeOptions:
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """What is laid over `[model]`."""
+        """Values to lay over `[model]`."""
         overrides: dict[str, Any] = {"weights": self.weights} if self.weights else {}
         if self.gguf:
             overrides["gguf"] = os.path.abspath(self.gguf)
@@ -325,19 +327,19 @@ class ServeOptions:
 
 
 def lora_file(lora: str) -> Path:
-    """The file of FILE[:SCALE]."""
+    """Return the file of FILE[:SCALE]."""
     file, _, scale = lora.rpartition(":")
     return Path(file if file and re.fullmatch(r"[-+.\de]+", scale) else lora)
 
 
 def check_adapters(where: str, store: str) -> None:
-    """Raises ServeError: `store`, where one is named, is no URL and no folder."""
+    """Raises ServeError: a given `store` is neither a URL nor a folder."""
     if "://" not in store:
         check_path(where, store, "a folder, or a URL such as s3://BUCKET/LORAS")
 
 
 def check_path(where: str, path: str | Path | None, accepted: str, folder: bool = True) -> None:
-    """Raises ServeError: `path`, where one is named, is not there, or is no folder (file)."""
+    """Raises ServeError: a given `path` does not exist, or is not a folder (or file)."""
     if not path or (Path(path).is_dir() if folder else Path(path).is_file()):
         return
     state = ("is a file" if folder else "is a folder") if Path(path).exists() else "is not there"

@@ -1,6 +1,6 @@
-"""Processes that a killed supervisor left: models' processes on their way out, or stuck.
+"""Processes that a killed supervisor left: models' processes that are ending or stuck.
 
-Each has the folder of its supervisor in its environment.
+They are found by the supervisor's folder in their environment.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pathlib import Path
 import psutil
 
 RUN_DIR = "MASKSERVE_RUN_DIR"
-"""Environment variable: the folder that the supervisor made for this run."""
-# A model's process ends within a second of its server, or within some on a busy machine.
+"""Environment variable with the folder that the supervisor made for this run."""
+# A model's process ends within seconds of its server, also on a busy machine.
 _PATIENCE_S = 10.0
 _POLL_S = 0.1
 
 
 def orphans_of(folder: Path) -> list[int]:
-    """Ids of the processes of the supervisor that made `folder`, as far as this user may see."""
+    """Return the ids of processes of the supervisor that made `folder`, as far as visible."""
     pids = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # gone meanwhile, or another user's
+        with suppress(psutil.Error):  # it has ended, or is another user's
             if process.pid != os.getpid() and process.environ().get(RUN_DIR) == str(folder):
                 pids.append(process.pid)
     return pids
 
 
 def end_orphans(folder: Path, say: Callable[[str], None], patience_s: float = _PATIENCE_S) -> None:
-    """Wait until the processes of a dead supervisor's folder have ended; at last kill them."""
+    """Wait until the processes of a dead supervisor have ended; kill them after `patience_s`."""
     pids = orphans_of(folder)
     if pids:
         say(f"waiting for {len(pids)} processes of a killed supervisor to end")

@@ -1,4 +1,4 @@
-"""TCP ports of the workers."""
+"""TCP ports of the workers and services."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STRIDE = 10  # ports set aside per worker
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where one worker listens."""
+    """Ports of one server."""
 
     http: int
     grpc: int
     metrics: int
     link: int = 0
-    """Of a ControlNet service: of steps of other hosts' denoisers; 0: none."""
+    """Port of a ControlNet service for the steps of other hosts' denoisers; 0: none."""
 
     @classmethod
     def of_worker(cls, base: int, index: int) -> Ports:
@@ -29,17 +29,17 @@ class Ports:
 
     @classmethod
     def of_controlnet(cls, base: int) -> Ports:
-        """Of the ControlNet service, among those set aside for the first worker."""
+        """Return the ControlNet service's ports, from those reserved for the first worker."""
         return cls(base + 4, base + 5, base + 6, base + 3)
 
     @classmethod
     def of_nodes(cls, base: int) -> Ports:
-        """Of the node server, likewise."""
+        """Return the node server's ports, from those reserved for the first worker."""
         return cls(base + 7, base + 8, base + 9)
 
     @classmethod
     def of_stages(cls, base: int) -> Ports:
-        """Of the stage service, among those set aside for the second worker."""
+        """Return the stage service's ports, from those reserved for the second worker."""
         first = base + STRIDE
         return cls(first + 4, first + 5, first + 6)
 
@@ -49,7 +49,7 @@ class Ports:
 
 
 def check_free(host: str, ports: Ports, option: str = "--base-port") -> None:
-    """Raise a ServeError that names the first port somebody else listens on."""
+    """Raise a ServeError that names the first port in use."""
     for use, port in ports.all().items():
         if not 0 < port < 65536:
             raise ServeError(f"port {port} ({use}) does not exist; choose another {option}")
@@ -62,13 +62,14 @@ def check_free(host: str, ports: Ports, option: str = "--base-port") -> None:
 
 
 def reachable(host: str) -> str:
-    """The address to ask at where a server listens at `host`, as it stands in a URL."""
+    """Return the address to call a server that listens at `host`, in a URL's form."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
 def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
-    """A base port whose ports are all free, and no other supervisor's; for tests and
-    demonstrations.
+    """Return a base port whose ports are all free and not another supervisor's.
+
+    For tests and demonstrations.
     """
     step = STRIDE * max(workers, 1)
     taken_ports = {
@@ -89,8 +90,10 @@ def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
 
 
 def begins_at(pid: int) -> int:
-    """Where in 500 a process begins to look: processes that were started together, far apart, for
-    what one has found and not yet bound the other would find as well.
+    """Return where in 500 a process begins to search for ports.
+
+    Processes that start together search far apart: otherwise both could find the same port before
+    one binds it.
     """
     return pid * 61 % 500
 

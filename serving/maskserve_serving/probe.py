@@ -1,6 +1,6 @@
-"""Asks a worker's fronts, the way that edits go, whether edits come through.
+"""A probe that sends empty edits to a worker's fronts, to see that edits come through.
 
-A Triton that is stuck goes on saying over HTTP that it lives, and the engine that it is idle.
+A stuck Triton still reports over HTTP that it is alive, and the engine that it is idle.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)
 
 
 class Probe:
-    """Asks both fronts again and again, in a thread of its own.
+    """Asks both fronts repeatedly, in a thread.
 
-    Only silence and what a front says of itself count. A port that refuses, as one with TLS does,
-    tells nothing.
+    Only silence and a front's own error count. A port that refuses, such as one with TLS, tells
+    nothing.
 
     Args:
-        grpc_url: of the worker.
-        limit_s: silence after which the worker counts as stuck.
+        grpc_url: address of the worker.
+        limit_s: seconds of silence after which the worker counts as stuck.
     """
 
     def __init__(self, grpc_url: str, limit_s: float) -> None:
         self.rounds = 0
-        """How often both have answered."""
+        """Number of rounds in which both fronts answered."""
         self.problem: str | None = None
-        """What a front says is wrong."""
+        """The error that a front reported."""
         self.asked = ""
-        """The front that was asked last."""
+        """Front that was asked last."""
         self._url = grpc_url
         self._every_s, self._timeout_s = min(_EVERY_S, limit_s / 10), limit_s / _TRIES
         self._stop = threading.Event()
@@ -51,7 +51,7 @@ class Probe:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more; does not wait for an answer that is on its way."""
+        """Stop asking, without waiting for an answer under way."""
         self._stop.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""A process that the supervisor runs: started, listened to, watched and ended."""
+"""A process that the supervisor starts, watches and ends."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from maskserve_serving.triton_log import TritonLog, failure, refusal
 
 
 class Process(ABC):
-    """One server. All methods belong to one thread but those said to be for any.
+    """One server. All methods belong to one thread, except those marked for any thread.
 
     Args:
-        name: as the person at the terminal knows it.
-        program: what runs, in messages.
-        http_url: where it says whether it lives and is ready.
-        output: file of what it says.
-        run_dir: the supervisor's folder, by which its processes are found if it is killed.
-        say: where progress goes, a line at a time.
+        name: name at the terminal.
+        program: program that runs, for messages.
+        http_url: URL for its health and readiness.
+        output: file of its output.
+        run_dir: folder of the supervisor, by which its processes are found if it is killed.
+        say: receives progress, a line at a time.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Process(ABC):
         self.name, self.http_url, self.output = name, http_url, output
         self.log = SupervisorLog()
         self.restarts = 0
-        """Since it was first ready."""
+        """Restarts since it was first ready."""
         self.loaded_in_s = 0.0
-        """What the newest start took until it was ready."""
+        """Seconds of the newest start until it was ready."""
         self._program, self._run_dir, self._say = program, run_dir, say
         self._process: subprocess.Popen[bytes] | None = None
         self._said: TritonLog | None = None
@@ -56,20 +56,20 @@ class Process(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs; for any thread."""
+        """Its process id while it runs. For any thread."""
         return None if self._process is None else self._process.pid
 
     def say(self, what: str) -> None:
-        """Tell the person at the terminal; for any thread."""
+        """Write a line at the terminal. For any thread."""
         try:
             self._say(f"{self.name}: {what}")
         except OSError:
-            pass  # standard output is a full disk, or nobody reads it any more
+            pass  # a full disk, or a closed pipe
 
-    # Start
+    # Start.
 
     def check_log(self) -> None:
-        """Raise a ServeError if its log cannot be written; later that is no reason to stop."""
+        """Raise a ServeError if its log cannot be written; later this does not stop it."""
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.output.open("ab").close()
@@ -78,7 +78,7 @@ class Process(ABC):
 
     @abstractmethod
     def check_ports(self) -> None:
-        """Raise a ServeError that names the first port somebody else listens on."""
+        """Raise a ServeError that names the first port in use."""
 
     @abstractmethod
     def start(self) -> None:
@@ -97,8 +97,8 @@ class Process(ABC):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A group of its own: Ctrl-C at the terminal is for the supervisor alone, and what it
-            # starts itself can be ended together with it.
+            # A group of its own: Ctrl-C at the terminal reaches only the supervisor, and its own
+            # child processes can be ended together with it.
             start_new_session=True,
         )
         assert self._process.stdout is not None
@@ -110,36 +110,38 @@ class Process(ABC):
         return time.monotonic() - self._started
 
     def said(self) -> str:
-        """What it has said since it was started."""
+        """Return its output since it was started."""
         return "" if self._said is None else self._said.text()
 
     @abstractmethod
     def progress(self) -> str:
-        """How far its start is, in words."""
+        """Return the progress of its start, in words."""
 
     def ready(self) -> bool:
-        """Whether it says that it can serve."""
+        """Return True if it reports that it is ready."""
         return says_ready(self.http_url)
 
     def refused(self) -> str | None:
-        """Which of its models does not load, and why, in words; None if it said so of none."""
+        """Return which of its models does not load, and why, in words; None: no model reported
+        that.
+        """
         why = refusal(self.said())
         return None if why is None else f"{why}; the log is {self.output}"
 
     def stalled(self) -> str | None:
-        """What it waits for in vain at its start, in words; None if nothing."""
+        """Return what its start waits for in vain, in words; None: nothing."""
         return None
 
     def settle(self) -> str | None:
-        """What is left to do once it is ready; what went wrong, in words."""
+        """Finish its start once it is ready; return an error text, or None."""
         self._heartbeat, self._no_beat = Heartbeat(self.http_url), Silence()
         self._heartbeat.start()
         return None
 
-    # Health
+    # Health.
 
     def exit_reason(self) -> str | None:
-        """Why it ended, in words; None while it runs."""
+        """Return why it ended, in words; None while it runs."""
         if self._process is None or self._process.poll() is None:
             return None
         code = self._process.returncode
@@ -148,15 +150,15 @@ class Process(ABC):
         return f"{why or f'{self._program} ended ({by})'}; the log is {self.output}"
 
     def aborted(self) -> bool:
-        """Whether it ended itself by abort(), which no configuration makes it do."""
+        """Return True if it called abort(), which no configuration causes."""
         return self._process is not None and self._process.poll() == -signal.SIGABRT
 
     @abstractmethod
     def sick(self) -> str | None:
-        """What keeps it from serving once it was ready, in words; None if nothing does."""
+        """Return why it no longer serves, in words; None: it serves."""
 
     def unresponsive(self, limit_s: float) -> str | None:
-        """Whether it is stopped, or has not answered for so long; in words, None if neither."""
+        """Return in words that it is stopped or has not answered for `limit_s`; None: neither."""
         unwell = None if self.pid is None else process_unwell(self.pid)
         if unwell is not None:
             return f"{self._program} {unwell}"
@@ -167,24 +169,24 @@ class Process(ABC):
 
     @abstractmethod
     def in_flight(self) -> int:
-        """Edits accepted and not answered; for any thread."""
+        """Return the number of edits accepted and not answered. For any thread."""
 
-    # Stop
+    # Stop.
 
     @abstractmethod
     def finish_edits(self, grace_s: float | None) -> bool:
-        """Refuse new edits and wait for the accepted ones; whether all were finished in time.
+        """Refuse new edits and wait for the accepted ones. Return False: some were not finished.
 
-        `grace_s`: None takes the configuration's.
+        `grace_s`: seconds to wait; None takes the configuration's.
         """
 
     def terminate(self) -> None:
-        """End it in an orderly way, and by force if it takes too long."""
+        """End it in order, and by force if that takes too long."""
         self.end_within(EXIT_TIMEOUT_S + 5)
         self.kill()
 
     def end_within(self, limit_s: float) -> bool:
-        """Tell it to end; whether it did, or has nothing more to do."""
+        """Tell it to end. Return False: it still has work after `limit_s`."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             end = time.monotonic() + limit_s
@@ -195,18 +197,18 @@ class Process(ABC):
         return True
 
     def closed(self) -> bool:
-        """Whether all that it had to finish after SIGTERM is done, though it has not ended yet."""
+        """Return True if it has finished its work after SIGTERM, even if it has not ended yet."""
         return False
 
     def kill(self) -> None:
-        """End it and what it started at once, and clean up; for any thread."""
+        """Kill it and its child processes at once, and clean up. For any thread."""
         self._heartbeat.stop()
         if self._process is not None:
             self.signal_group()
             self._process.wait()
 
     def signal_group(self) -> None:
-        """SIGKILL to it and what it started; for any thread and signal handlers."""
+        """Send SIGKILL to it and its child processes. For any thread and signal handlers."""
         if self._process is not None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -214,5 +216,5 @@ class Process(ABC):
                 pass
 
     def remove_files(self) -> None:
-        """Remove what belongs to it alone, once it has ended."""
+        """Remove its own files, once it has ended."""
         self.log.close()

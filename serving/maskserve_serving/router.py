@@ -1,4 +1,4 @@
-"""The router in front of this host's workers, as a process of its own."""
+"""The router in front of this host's workers, as a process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from maskserve_serving.process import Process
 _SILENT_S = 10.0
 _DRAIN_GRACE_S = 60.0
 _QUIET = {"GRPC_VERBOSITY": "NONE"}
-"""GRPC writes lines of its own for what strangers send."""
+"""GRPC writes log lines of its own for malformed requests."""
 
 
 class RouterProcess(Process):
-    """`maskserve-router` with the workers of one supervisor.
+    """`maskserve-router` for the workers of one supervisor.
 
     Args:
-        options: of the supervisor.
-        workers: gRPC addresses.
+        options: options of the supervisor.
+        workers: the workers' gRPC addresses.
         run_dir: folder of the supervisor.
     """
 
@@ -68,7 +68,7 @@ class RouterProcess(Process):
         return self.unresponsive(_SILENT_S)
 
     def in_flight(self) -> int:
-        """None of its own: the workers have what it has passed on."""
+        """Return 0: the workers count the edits that it has sent them."""
         return 0
 
     def finish_edits(self, grace_s: float | None) -> bool:

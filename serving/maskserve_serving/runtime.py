@@ -1,8 +1,8 @@
-"""The Triton server that runs the workers: the one from pip, or an installed one.
+"""Finds the Triton server for the workers: an installed one, or the one from pip.
 
-nvidia-pytriton's wheel carries a whole tritonserver with the Python backend and a stub process
-for each Python version. It is laid out once per version in a cache folder, with the stub of this
-interpreter where the backend looks for it.
+nvidia-pytriton's wheel contains a whole tritonserver with the Python backend, and a stub process
+for each Python version. It is copied once per version into a cache folder, with this interpreter's
+stub where the backend expects it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OF_ROUTER = ("grpc_health", "httptools", "prometheus_client", "starlette", "uvi
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """How to start a Triton server."""
+    """Paths to start a Triton server."""
 
     binary: Path
     backends: Path | None
-    """Folder of backends; None leaves the server's own default."""
+    """Folder of backends; None: the server's own default."""
     libraries: tuple[Path, ...]
     """Folders for LD_LIBRARY_PATH."""
     version: str
@@ -46,14 +46,14 @@ class Runtime:
 def check_packages(
     *, router: bool = False, find: Callable[[str], object] = importlib.util.find_spec
 ) -> None:
-    """Raise unless what the workers, and the router, import is installed.
+    """Check that the packages of the workers, and of the router, are installed.
 
     Args:
-        router: whether there is one.
-        find: finds a package by name; None where it is not installed.
+        router: True if a router is started.
+        find: finds a package by name; returns None if it is not installed.
 
     Raises:
-        ServeError: it names the package and how to install it.
+        ServeError: naming the package and how to install it.
     """
     required = dict.fromkeys((*_OF_SUPERVISOR, *_OF_WORKERS), "engine,server")
     if router:
@@ -68,14 +68,14 @@ def check_packages(
 
 
 def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
-    """Raise unless installed packages are of versions that maskserve was made for.
+    """Check that installed packages have versions that maskserve supports.
 
     Args:
-        packages: to look at.
-        requirements: of maskserve, as its metadata has them.
+        packages: packages to check.
+        requirements: maskserve's requirements, from its metadata.
 
     Raises:
-        ServeError: it names both versions.
+        ServeError: naming both versions.
     """
     from packaging.requirements import Requirement  # check_host.py runs before it is installed
 
@@ -90,7 +90,7 @@ def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
 
 
 def find_runtime(tritonserver: Path | None, cache_dir: Path) -> Runtime:
-    """The named server, else one on PATH (as in NVIDIA's container), else the one from pip.
+    """Return the named server, else one on PATH (as in NVIDIA's container), else the one from pip.
 
     Raises:
         ServeError: there is none, or this machine cannot run it.
@@ -102,7 +102,7 @@ def find_runtime(tritonserver: Path | None, cache_dir: Path) -> Runtime:
 
 
 def installed_runtime(binary: Path) -> Runtime:
-    """A server with its backends beside it, as in /opt/tritonserver."""
+    """Return a server with its backends beside it, as in /opt/tritonserver."""
     binary = binary.resolve()
     if not (binary.is_file() and os.access(binary, os.X_OK)):
         raise ServeError(f"--tritonserver: {binary} is not an executable file")
@@ -112,7 +112,7 @@ def installed_runtime(binary: Path) -> Runtime:
 
 
 def pip_runtime(cache_dir: Path) -> Runtime:
-    """The server of the nvidia-pytriton package, laid out in `cache_dir`."""
+    """Return the server of the nvidia-pytriton package, copied into `cache_dir`."""
     module_spec = importlib.util.find_spec("pytriton")
     if module_spec is None or not module_spec.submodule_search_locations:
         raise ServeError(
@@ -135,13 +135,13 @@ def pip_runtime(cache_dir: Path) -> Runtime:
 
 
 def check_machine() -> None:
-    """Raise unless this machine and Python can run the server from pip."""
+    """Raise a ServeError if this machine or Python cannot run the server from pip."""
     check_glibc(platform.libc_ver())
     find_libpython(sys.version_info[:2])
 
 
 def check_glibc(libc: tuple[str, str]) -> None:
-    """Raise unless `libc`, as platform.libc_ver() gives it, can run the server."""
+    """Raise a ServeError if `libc`, from platform.libc_ver(), cannot run the server."""
     name, version = libc
     oldest = ".".join(map(str, OLDEST_GLIBC))
     if name != "glibc":
@@ -154,7 +154,7 @@ def check_glibc(libc: tuple[str, str]) -> None:
 
 
 def find_stub(stubs: Path, python: tuple[int, int], version: str) -> Path:
-    """The stub process built for this Python."""
+    """Return the stub process for this Python."""
     stub = stubs / f"{python[0]}.{python[1]}" / "triton_python_backend_stub"
     if not stub.is_file():
         versions = sorted(
@@ -169,9 +169,9 @@ def find_stub(stubs: Path, python: tuple[int, int], version: str) -> Path:
 
 
 def check_stub(stub: Path, python: tuple[int, int]) -> None:
-    """Raise unless a server's stub process, if it is there, was built for this Python.
+    """Raise a ServeError if the server's stub process was built for another Python.
 
-    Models would otherwise not find the packages that are installed beside us.
+    Models would then not find the packages that are installed with maskserve.
     """
     if not stub.is_file():
         return
@@ -188,7 +188,7 @@ def check_stub(stub: Path, python: tuple[int, int]) -> None:
 
 
 def find_libpython(python: tuple[int, int]) -> Path | None:
-    """Folder of the shared library the stub is linked to; None if the loader finds it alone."""
+    """Return the folder of the shared library of the stub; None: the loader finds it."""
     name = f"libpython{python[0]}.{python[1]}.so.1.0"
     folders = [sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LIBPL")]
     folders += [str(Path(sys.base_prefix) / "lib")]
@@ -206,7 +206,7 @@ def find_libpython(python: tuple[int, int]) -> Path | None:
 
 
 def _lay_out(package: Path, stub: Path, tree: Path) -> None:
-    """Copy the server beside its stub; whole or not at all, as several may do it at once."""
+    """Copy the server beside its stub, whole or not at all: several processes may do it at once."""
     try:
         tree.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,4 @@
-"""Servers beside this host's workers, each a Triton of its own: ControlNets, encoder and decoder,
-and nodes of workflows.
-"""
+"""Servers beside this host's workers, each a Triton: ControlNets, encoder and decoder, nodes."""
 
 from __future__ import annotations
 
@@ -24,19 +22,19 @@ from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_workflows.node_folders import node_folders
 
 _HOST = "127.0.0.1"
-"""Where those listen for which only processes of this host have a use."""
+"""Address of services that only processes of this host use."""
 _SILENT_S = 10.0
 
 
 class ServiceProcess(Process):
-    """A Triton server of some models of a repository.
+    """A Triton server for some models of a repository.
 
     Args:
-        name: of the service.
-        spec: of a worker that it serves; the others have the same options.
-        ports: that it listens at.
-        repository: of its models.
-        host: address that it listens at.
+        name: name of the service.
+        spec: spec of one of the workers that it serves; the others have the same options.
+        ports: ports to listen at.
+        repository: repository of its models.
+        host: address to listen at.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class ServiceProcess(Process):
 
     @abstractmethod
     def tables(self) -> dict[str, Any]:
-        """Its configuration, but for where it runs.
+        """Return its configuration, without its folders and name.
 
         Raises:
             ServeError: there is nothing to serve.
@@ -68,7 +66,7 @@ class ServiceProcess(Process):
 
     @abstractmethod
     def models(self) -> list[str]:
-        """Those to load, by its configuration."""
+        """Return the models to load, by its configuration."""
 
     @property
     def grpc_url(self) -> str:
@@ -111,11 +109,11 @@ class ServiceProcess(Process):
         return self.unresponsive(_SILENT_S) or self._processes.unwell()
 
     def in_flight(self) -> int:
-        """None of its own: edits are the workers'."""
+        """Return 0: only workers have edits."""
         return 0
 
     def finish_edits(self, grace_s: float | None) -> bool:
-        """Who asks it has finished."""
+        """Return True at once: its callers have already finished."""
         return True
 
     def closed(self) -> bool:
@@ -132,8 +130,9 @@ class ServiceProcess(Process):
 
 
 class ControlNetProcess(ServiceProcess):
-    """ControlNets beside the workers' denoisers, on a device of their own. Without workers here,
-    for those of other hosts.
+    """ControlNets on a device of their own, for the denoisers of this host's workers.
+
+    If this host has no workers, it serves those of other hosts.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -159,8 +158,9 @@ class ControlNetProcess(ServiceProcess):
 
 
 class StagesProcess(ServiceProcess):
-    """The workers' encoder and decoder, once for all of them: the models of these names. Without
-    workers here, for those of other hosts.
+    """Encoder and decoder for all workers of this host, on a device of their own.
+
+    If this host has no workers, it serves those of other hosts.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -184,7 +184,7 @@ class StagesProcess(ServiceProcess):
 
 
 class NodesProcess(ServiceProcess):
-    """Nodes of workflows, but for edits; without a router here, for one of another host."""
+    """Workflow nodes other than edits; without a router on this host, for one of another host."""
 
     def __init__(self, spec: Spec) -> None:
         options = spec.options

@@ -1,8 +1,8 @@
-"""The shared memory of a Triton: whose it is, and what of it is left behind.
+"""The shared memory of a Triton server: its access rights and its removal.
 
 A server that is killed, or ends by its exit timeout, leaves the Python backend's regions in
-/dev/shm. Each worker has a prefix of its own, made from the port that only it can hold, so what
-carries the prefix when the worker does not run is nobody's.
+/dev/shm. Each worker has its own prefix, made from a port that only it can hold. Regions with the
+prefix of a worker that does not run are therefore unused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def region_prefix(http_port: int) -> str:
-    """Prefix of the shared memory regions of the worker at this port."""
+    """Return the prefix of the shared memory regions of the worker at this port."""
     return f"maskserve-{http_port}-"
 
 
 def close_regions(prefix: str, folder: Path = SHARED_MEMORY) -> None:
-    """Close the regions of a worker whose models are loaded to other users of the host.
+    """Make the regions of a worker private, after its models are loaded.
 
-    TRITON-2.51: the Python backend opens each to everybody's eyes, whatever the umask; what is in
-    them are prompts and pictures.
+    TRITON-2.51: the Python backend makes each region readable for everybody, whatever the umask;
+    the regions contain prompts and pictures.
     """
     for region in folder.glob(f"{prefix}*"):
         with suppress(OSError):
@@ -30,12 +30,12 @@ def close_regions(prefix: str, folder: Path = SHARED_MEMORY) -> None:
 
 
 def remove_regions(prefix: str, folder: Path = SHARED_MEMORY) -> int:
-    """Remove the regions of a worker that does not run; returns how many there were."""
+    """Remove the regions of a worker that does not run, and return their number."""
     removed = 0
     for region in folder.glob(f"{prefix}*"):
         try:
             region.unlink()
             removed += 1
         except OSError:
-            pass  # gone by itself, or another user's
+            pass  # already gone, or another user's
     return removed

@@ -1,4 +1,4 @@
-"""Which model folder is served."""
+"""Resolution of `--model` to a local folder."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from maskserve_engine.families.specs import DENSE_ONLY, load_facts
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values
 
-# "owner/name"; a path is written with a dot or slash in front, or exists.
+# "owner/name". A path begins with a dot or slash, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Fetch = Callable[..., str]
 _SERVED = ["*.json", "*.toml", "*/*"]
-"""Of a hub model: folders, and beside them what is no weights. FLUX.1's have the same weights once
-more there, in one file."""
+"""Files of a hub model: its folders, and files other than weights beside them. FLUX.1's folders
+have a second copy of the weights there, in one file."""
 _NODE = ["*.json", "*.txt", "*.safetensors"]
-"""Of a node's model: what transformers reads, and no weights in other forms."""
+"""Files of a node's model: those that transformers reads, and no other forms of weights."""
 _TRANSFORMER = ["transformer/*.safetensors"]
-"""What a GGUF file takes the place of."""
+"""Files that a GGUF file replaces."""
 
 
 def from_hub(model: str, **wanted: Any) -> str:
-    """The folder of a hub model, downloaded, or found downloaded."""
+    """Return the folder of a hub model, downloaded if necessary."""
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, **wanted))
@@ -38,16 +38,16 @@ def with_model(
     files: list[str] | None = None,
     fetch: Fetch = from_hub,
 ) -> dict[str, Any]:
-    """Configuration tables that name the local folder of `model`, at the revision they ask for.
+    """Return tables with the local folder of `model`, at the revision that they name.
 
     Args:
-        tables: of the configuration.
+        tables: configuration tables.
         model: folder or hub id.
-        files: patterns of those that are wanted of a hub model; None: all that is served.
-        fetch: huggingface_hub's `snapshot_download`, or what stands for it.
+        files: patterns of a hub model's files to fetch; None: all that serving needs.
+        fetch: huggingface_hub's `snapshot_download`, or a stand-in.
 
     Raises:
-        ServeError: there is no such model, or it is none that is served.
+        ServeError: there is no such model, or it is not supported.
     """
     model_table = tables.get("model", {})
     without = _TRANSFORMER if model_table.get("gguf") else []
@@ -60,11 +60,11 @@ def with_model(
 
 
 def with_its_cache(tables: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Configuration tables without a cache where the model has none, unless they ask for one.
+    """Return tables with the cache off if the model supports none and they do not set it.
 
     Args:
-        tables: that name the model's folder.
-        say: told of it.
+        tables: tables with the model's folder.
+        say: receives a line about it.
     """
     model = tables["model"]
     facts = load_facts(model["path"], model.get("native_resolution", 0))
@@ -77,13 +77,13 @@ def with_its_cache(tables: dict[str, Any], say: Callable[[str], None]) -> dict[s
 def with_node_folders(
     tables: dict[str, Any], nodes: Mapping[str, str], file: object, fetch: Fetch = from_hub
 ) -> dict[str, Any]:
-    """Configuration tables that name the local folders of a node server's models.
+    """Return tables with the local folders of a node server's models.
 
     Args:
-        tables: of the configuration.
-        nodes: folder or hub id by key of `[nodes]`.
-        file: that they are read from.
-        fetch: as `with_model`.
+        tables: configuration tables.
+        nodes: key of `[nodes]` -> folder or hub id.
+        file: configuration file, for errors.
+        fetch: as in `with_model`.
 
     Raises:
         ServeError: there is no such model.
@@ -102,17 +102,17 @@ def resolve_model(
     without: Sequence[str] = (),
     fetch: Fetch = from_hub,
 ) -> Path:
-    """The local folder of a path or hub id; a hub model is downloaded, or found downloaded.
+    """Return the local folder of a path or hub id; a hub model is downloaded if necessary.
 
     Args:
         model: path or hub id.
-        revision: of a hub model; empty: the default branch.
-        files: as `with_model`.
-        without: patterns of those that are not wanted.
-        fetch: as `with_model`.
+        revision: revision of a hub model; empty: the default branch.
+        files: as in `with_model`.
+        without: patterns of files not to fetch.
+        fetch: as in `with_model`.
 
     Raises:
-        ServeError: there is no such model, or it is none that is served.
+        ServeError: there is no such model, or it is not supported.
     """
     folder = _local(model, "--model", revision or None, files or _SERVED, without, fetch)
     try:
@@ -134,7 +134,7 @@ def _local(
     without: Sequence[str],
     fetch: Fetch,
 ) -> Path:
-    """The folder itself, or that of a hub model; the errors name the key that asks for it."""
+    """Return the folder itself, or that of a hub model; errors name `key`."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -154,7 +154,7 @@ def _local(
             f"{key}: there is no folder {model}, and huggingface_hub is not installed"
         ) from None
     except Exception as error:
-        # The hub client raises its own and its transports' errors; the first line says enough.
+        # The hub client raises its own and its transports' errors; the first line is enough.
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise ServeError(
             f"{key}: there is no folder {model}, and the hub did not give it: {why}"

@@ -1,4 +1,4 @@
-"""What one worker is started with, each time."""
+"""The specification from which one worker is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maskserve_serving.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a worker is started with, each time."""
+    """The specification of one worker, the same for each start."""
 
     index: int
     options: ServeOptions
@@ -34,28 +34,28 @@ class Spec:
 
     @property
     def log(self) -> Path:
-        """Triton's own, with what a process says before it has read its configuration."""
+        """Triton's own log, with the output of processes before they read their configuration."""
         return self.options.log_dir / f"{self.name}.log"
 
     def with_log(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with a file for the worker's JSON lines unless they say where those go."""
+        """Return `tables` with a file for the worker's JSON lines, unless they configure one."""
         log_table = tables.get("log", {})
         if "file" in log_table or log_table.get("format", "json") != "json":
             return tables
         return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))
 
     def with_model(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with what the command line says of the model laid over them."""
+        """Return `tables` with the command line's model options over them."""
         return with_values(tables, "model", **self.options.of_model)
 
     def with_devices(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with as many devices as the command line says."""
+        """Return `tables` with the command line's number of devices."""
         devices = self.options.devices_per_worker
         assert devices != "auto", "the supervisor has it tried"
         return with_values(tables, "engine", devices=devices) if devices else tables
 
     def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with folders for cached activations unless they name their own."""
+        """Return `tables` with folders for cached activations, unless they name their own."""
         if self.options.entries is None:
             return tables
         disk = str(self.options.entries.absolute())
@@ -63,8 +63,9 @@ class Spec:
         return with_values(tables, "cache", **{**cache_folders, **tables.get("cache", {})})
 
     def with_adapters(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with where LoRAs are and a folder in memory for them, which all workers share.
-        Of a storage that is no folder, what was fetched is kept on disk, too.
+        """Return `tables` with the LoRAs' storage and a folder in memory that all workers share.
+
+        LoRAs from a URL are kept on disk too.
         """
         adapters = dict(tables.get("adapters", {}))
         if self.options.adapters:
@@ -79,7 +80,9 @@ class Spec:
         return with_values(tables, "adapters", **{**folders, **adapters})
 
     def threads(self, config: Config) -> int:
-        """CPU threads of each process that steps: what is configured, or its share of the cores."""
+        """Return the CPU threads of each process that steps: configured, or its share of the
+        cores.
+        """
         configured: int = config.model.torch_threads
         options = self.options
         services = bool(options.controlnet_device) + bool(options.stages_device)
@@ -87,7 +90,7 @@ class Spec:
 
 
 def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """`tables`, with where ControlNets are, and the service that runs them."""
+    """Return `tables` with the ControlNets' folder and the service that runs them."""
     overrides: dict[str, str] = {}
     if options.controlnets:
         overrides["folder"] = str(Path(options.controlnets).absolute())
@@ -97,7 +100,7 @@ def with_controlnets(options: ServeOptions, tables: dict[str, Any]) -> dict[str,
 
 
 def with_stages(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
-    """`tables`, with the service that encodes and decodes where the command line has one."""
+    """Return `tables` with the service that encodes and decodes, if the command line has one."""
     if not options.stages_device:
         return tables
     service = f"127.0.0.1:{Ports.of_stages(options.base_port).grpc}"

@@ -12,15 +12,15 @@ _LOOK_S = 0.1
 
 
 class StopSignals:
-    """From its making on the two signals ask to stop; made in the main thread.
+    """Handles the two signals from its creation, which must be in the main thread.
 
-    Not a threading.Event: a handler runs between any two instructions of the main thread, also
-    while that is inside `wait` and holds the event's lock, for which `set` would then
-    wait for good. And a signal that comes just before a thread falls asleep does not wake it. So
-    the handler takes no lock, and the wait looks again and again.
+    It is not a threading.Event. A handler runs between any two instructions of the main thread,
+    also inside `wait` while that holds the event's lock; `set` would then wait for ever. A signal
+    just before a thread sleeps does not wake it either. So the handler takes no lock, and `wait`
+    polls.
 
     Args:
-        at_once: called in the handler when a further signal comes; it must not wait.
+        at_once: called in the handler at a further signal; it must not wait.
     """
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
@@ -33,7 +33,7 @@ class StopSignals:
         return self._asked
 
     def wait(self, limit_s: float = float("inf")) -> bool:
-        """Wait until a signal has come, or for so long; whether one has."""
+        """Wait for a signal, at most `limit_s`. Return True if one has come."""
         end = time.monotonic() + limit_s
         while not self._asked and (remaining_s := end - time.monotonic()) > 0:
             time.sleep(min(_LOOK_S, remaining_s))

@@ -1,4 +1,4 @@
-"""The supervisor: starts workers and router, restarts what fails, drains and stops them all."""
+"""The supervisor: it starts workers and router, restarts failed ones, drains and stops all."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ _TICK_S = 0.2
 _PROGRESS_S = 5.0
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STEADY_S = 10.0
-"""A worker that served this long starts over with the shortest backoff: what failed was no load."""
+"""Seconds of service after which a worker's next failure counts as its first, with the shortest
+backoff."""
 _STALLED_STARTS = 3
-"""TRITON-2.51: on a machine that stalls for a second while models load it takes their processes for
-dead; it aborts or waits for good. So that is tried again even at the first start.
-"""
-# The fronts of a worker whose engine died answer their clients themselves; they are given time.
+"""Starts that a stalled machine gets, including the first.
+
+TRITON-2.51: if the machine stalls for a second while models load, Triton takes their processes for
+dead, and aborts or waits for ever."""
+# The fronts of a worker whose engine died answer their clients themselves; they get this time.
 _ANSWERS_S = 1.5
 
 
@@ -67,7 +69,7 @@ class Supervisor:
         self.workers: list[WorkerProcess] = []
         self.router: RouterProcess | None = None
         self.services: list[ServiceProcess] = []
-        """What serves the workers, or the router beside them."""
+        """Services for the workers or for the router."""
         self._specs: list[Spec] = []
         self._watches: list[Watch] = []
         self._closing = threading.Event()
@@ -91,10 +93,10 @@ class Supervisor:
         self.stop()
 
     def start(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Start every worker and wait until all are ready, or until `until` says so.
+        """Start every worker and wait until all are ready, or until `until()` is true.
 
         Raises:
-            ServeError: with nothing left running.
+            ServeError: the start failed; nothing is left running.
         """
         options = self.options
         options.check()
@@ -128,8 +130,8 @@ class Supervisor:
             for process in self._processes():
                 process.check_ports()
                 process.check_log()
-            # One thread starts every worker and outlives them: the kernel takes the end of the
-            # thread that started a process for the end of its parent (launch.py).
+            # One thread starts all workers and outlives them: for the kernel, the end of the thread
+            # that started a process is the end of its parent (launch.py).
             self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
             self._thread.start()
             self._await_ready(until)
@@ -138,7 +140,9 @@ class Supervisor:
             raise
 
     def stop(self, grace_s: float | None = None) -> bool:
-        """Drain and stop router and workers; whether every accepted edit was finished."""
+        """Drain and stop router and workers. Return False: some accepted edits were not
+        finished.
+        """
         self._look_away()
         if grace_s is None:
             grace_s = self.options.drain_grace_s
@@ -146,7 +150,7 @@ class Supervisor:
         def stop(watch: Watch) -> bool:
             process = watch.process
             if not watch.ready:
-                process.kill()  # loading, or failed: it has no edits
+                process.kill()  # it is loading or has failed, so it has no edits
                 return True
             finished = process.finish_edits(grace_s)
             process.terminate()
@@ -154,7 +158,8 @@ class Supervisor:
             return finished
 
         finished = True
-        # The router first: it has the workers finish what it has passed on. What they need, last.
+        # The router first, while workers finish its edits. The services last, because workers need
+        # them.
         for group in ([self.router], self.workers, self.services):
             watches = [watch for watch in self._watches if watch.process in group]
             with ThreadPoolExecutor(max(1, len(watches))) as pool:
@@ -164,7 +169,7 @@ class Supervisor:
         return finished
 
     def kill(self) -> None:
-        """Stop at once, whatever is in flight; for any thread, also beside `stop`."""
+        """Stop at once, whatever is in flight. For any thread, also beside `stop`."""
         self._look_away()
         for process in self._processes():
             process.kill()
@@ -172,15 +177,15 @@ class Supervisor:
         self._remove_files()
 
     def abort(self) -> None:
-        """Make a `stop` that is going on end at once; safe in a signal handler."""
+        """Let a `stop` under way end at once. Safe in a signal handler."""
         for process in self._processes():
             process.signal_group()
 
     def in_flight(self) -> int:
-        """Edits accepted and not yet answered, over all workers."""
+        """Return the number of edits accepted and not yet answered, over all workers."""
         return sum(worker.in_flight() for worker in self.workers)
 
-    # The supervising thread
+    # The supervising thread.
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -188,12 +193,12 @@ class Supervisor:
                 try:
                     self._tend(watch)
                 except Exception:
-                    # Without this thread nothing is restarted, and nothing stops: it must outlive
-                    # a surprise.
+                    # Without this thread nothing is restarted or stopped: it must survive
+                    # unexpected errors.
                     self._say_once(watch, traceback.format_exc())
             self._closing.wait(_TICK_S)
         self._looking_away.set()
-        # The workers would be told that their parent died if this thread ended before them.
+        # If this thread ended before the workers, the kernel would kill them.
         self._stopped.wait()
 
     def _tend(self, watch: Watch) -> None:
@@ -202,7 +207,7 @@ class Supervisor:
         except ServeError as error:
             self._restart(watch, str(error))
         except (OSError, RuntimeError) as error:
-            # No process or thread can be had now, or no room for a file.
+            # No process, thread or disk space is available now.
             self._restart(watch, f"{type(error).__name__}: {error}")
 
     def _step(self, watch: Watch) -> None:
@@ -255,9 +260,9 @@ class Supervisor:
             self._changed.notify_all()
 
     def _restart(self, watch: Watch, reason: str, *, stalled: bool = False) -> None:
-        """End what is left of a worker and plan its next start.
+        """Kill a worker and plan its next start.
 
-        `stalled`: the machine is to blame, not what the worker was told.
+        `stalled`: True if the machine is to blame, and not the worker's options.
         """
         never_served = watch.ready_since == 0.0
         will_retry = stalled and watch.failures + 1 < _STALLED_STARTS
@@ -281,7 +286,7 @@ class Supervisor:
             fields = {"reason": reason, "restart_in_s": pause}
             log.write(logging.ERROR, "failed; restarting", "failed", **fields)
 
-    # The rest
+    # Other.
 
     def _await_ready(self, until: Callable[[], bool]) -> None:
         with self._changed:
@@ -290,11 +295,11 @@ class Supervisor:
                     raise self._failure
                 if until():
                     return
-                # Short waits: nobody notifies of what `until` says.
+                # Short waits: nobody notifies of changes of `until`.
                 self._changed.wait(_TICK_S)
 
     def _look_away(self) -> None:
-        """From here on nothing is restarted."""
+        """Stop all restarts, and wait until the thread has noticed."""
         self._closing.set()
         if self._thread is not None:
             self._looking_away.wait()
@@ -313,7 +318,7 @@ class Supervisor:
             try:
                 folder.rmdir()
             except OSError:
-                pass  # a worker's folder is still being removed by the other of stop and kill
+                pass  # `stop` or `kill` is removing a worker's folder
         with self._changed:
             locks, self._held = self._held, []
         for file in locks:

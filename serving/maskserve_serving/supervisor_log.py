@@ -1,4 +1,4 @@
-"""What the supervisor does with a worker, as lines of that worker's own log."""
+"""The supervisor's actions on a worker, written to the worker's own log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from maskserve_serving.errors import ServeError
 
 
 class SupervisorLog:
-    """One worker's. Without a log file nothing is written: standard output has it for people."""
+    """The log lines for one worker. Without a log file nothing is written: people read standard
+    output.
+    """
 
     def __init__(self) -> None:
         self._handler: logging.Handler = logging.NullHandler()
-        # Apart from the logging tree: one process has the logs of several workers.
+        # Outside the logging tree: one process has the logs of several workers.
         self._logger = logging.Logger("maskserve.supervisor")
         self._logger.addHandler(self._handler)
 
@@ -30,7 +32,7 @@ class SupervisorLog:
                 raise ServeError(str(error)) from error
 
     def open(self, config: Config) -> None:
-        """Write from now on where `[log]` of a worker says, if that can be written."""
+        """Write to the file of `[log]` from now on, if it can be opened."""
         self.close()
         if config.log.file:
             with suppress(ConfigError):
@@ -39,7 +41,7 @@ class SupervisorLog:
         self._logger.setLevel(config.log.level)
 
     def write(self, level: int, message: str, state: str, **fields: Any) -> None:
-        """Add a line: the worker has come into `state`."""
+        """Write a line: the worker is now in `state`."""
         extra = {"event": "worker", "fields": {"state": state, **fields}}
         self._logger.log(level, message, extra=extra)
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of one worker: what Triton is told, beside `[trace]` of the models."""
+"""OpenTelemetry traces of one worker: Triton's settings, beside `[trace]` of the models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from maskserve_common.config import TraceConfig
 from maskserve_serving.files import with_values
 from maskserve_serving.options import ServeOptions
 
-# `control` is asked many times a second by whoever watches a worker: that is nothing to trace,
-# and where one request in so many is traced, it would be one of those most of the time.
+# `control` is called many times a second to watch a worker, and would fill the traces.
 UNTRACED = "control"
 _PROTOCOLS = ("http", "grpc")
 
 
 def with_trace(tables: dict[str, Any], options: ServeOptions) -> dict[str, Any]:
-    """Configuration tables with what the command line says of traces laid over them."""
+    """Return the configuration tables with the command line's trace options over them."""
     if options.otlp_url:
         tables = with_values(tables, "trace", otlp_url=options.otlp_url)
     if options.trace_rate is not None:
@@ -27,7 +26,7 @@ def with_trace(tables: dict[str, Any], options: ServeOptions) -> dict[str, Any]:
 
 
 def trace_arguments(config: TraceConfig, worker: str) -> list[str]:
-    """Further arguments for tritonserver."""
+    """Return further arguments for tritonserver."""
     if not config.otlp_url:
         return []
     settings = (
@@ -38,16 +37,16 @@ def trace_arguments(config: TraceConfig, worker: str) -> list[str]:
         "opentelemetry,resource=service.name=maskserve",
         f"opentelemetry,resource=service.instance.id={worker}",
         f"opentelemetry,bsp_schedule_delay={round(1e3 * config.interval_s)}",
-        # Triton sends batches of 512, and takes no queue that is shorter.
+        # Triton sends batches of 512, and accepts no shorter queue.
         f"opentelemetry,bsp_max_queue_size={max(config.queue, 512)}",
     )
     return [f"--trace-config={setting}" for setting in settings]
 
 
 def forwarded_headers(config: TraceConfig) -> list[str]:
-    """Further arguments for tritonserver: headers that models are told as parameters."""
-    # `traceparent` for the fronts, as Triton overlooks that of some requests itself; `origin` for
-    # `control`, which no page is to ask.
+    """Return further arguments for tritonserver: headers that models receive as parameters."""
+    # `traceparent` for the fronts, because Triton itself misses it in some requests; `origin` for
+    # `control`, which no web page may call.
     header_pattern = "origin|traceparent" if config.otlp_url else "origin"
     return [
         f"--{protocol}-header-forward-pattern=(?i)({header_pattern})" for protocol in _PROTOCOLS
@@ -55,7 +54,7 @@ def forwarded_headers(config: TraceConfig) -> list[str]:
 
 
 def untrace(http_url: str) -> str | None:
-    """Have a running Triton trace no `control`; what went wrong, in words."""
+    """Turn off a running Triton's traces of `control`; return an error text, or None."""
     body = json.dumps({"trace_level": ["OFF"]}).encode()
     request = urllib.request.Request(
         f"{http_url}/v2/models/{UNTRACED}/trace/setting", data=body, method="POST"

@@ -1,4 +1,6 @@
-"""What a worker's Triton says: kept in its log file, and read for why it did not start."""
+"""The output of a worker's Triton: written to its log file, and searched for reasons of
+failures.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,27 @@ _ABORTED = re.compile(r"^terminate called after throwing an instance of '([^']+)
 _ERROR_LINE = re.compile(
     r"^(?:E\d{4} [\d:.]+ \d+ [^\]]*\] ?|error: |maskserve-router: )\"?(.*?)\"?$"
 )
-# Said of every start on a machine without a GPU.
+# Written at every start on a machine without a GPU.
 _HARMLESS = ("CudaDriverHelper", "CUDA driver version is insufficient")
 
 
 def loaded_models(text: str) -> set[str]:
-    """Names of the models that Triton says it has loaded."""
+    """Return the names of the models that Triton reports as loaded."""
     return set(_LOADED.findall(text))
 
 
 def refusal(text: str) -> str | None:
-    """What a model said that does not load, as one sentence; None if none did. Triton still waits
-    for all others to load before it ends.
+    """Return the error of a model that does not load, as one sentence; None: no model raised one.
 
-    What Triton says of a model is none: it may take a process for dead.
+    Triton waits for all other models to load before it ends. Its own reports about a model do not
+    count: it may take a process for dead.
     """
     raised = _RAISED.search(text)
     return None if raised is None else _told(raised)
 
 
 def failure(text: str) -> str | None:
-    """Why the server did not start, as one sentence; None if the log does not say."""
+    """Return why the server did not start, as one sentence; None: the log does not tell."""
     failed = _FAILED.search(text)
     if failed is not None:
         return _told(failed)
@@ -62,10 +64,11 @@ def _clean(sentence: str) -> str:
 
 
 class TritonLog:
-    """The output of one start of a worker, read from a pipe in a thread of its own.
+    """The output of one start of a worker, read from a pipe in a thread.
 
-    A disk that is full or cannot be written is no trouble of the worker's: what cannot be written
-    is dropped, `say` hears of it once, and how much it was stands in the log as soon as it can.
+    A full or read-only disk does not stop the worker: output that cannot be written is dropped.
+    `say` gets one line about it, and the log gets the number of dropped bytes once it can be
+    written.
     """
 
     def __init__(self, path: Path, pipe: IO[bytes], say: Callable[[str], None]) -> None:
@@ -78,12 +81,12 @@ class TritonLog:
         self._thread.start()
 
     def text(self) -> str:
-        """What was said so far; of very much, the newest part."""
+        """Return the output so far, at most the newest `_KEPT_BYTES`."""
         with self._lock:
             return self._kept.decode("utf-8", errors="replace")
 
     def whole_text(self) -> str:
-        """`text` once the server has ended, with its last words."""
+        """Return `text` after the server has ended, with its last output."""
         self._thread.join(_LAST_WORDS_S)
         return self.text()
 

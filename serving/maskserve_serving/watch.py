@@ -1,4 +1,4 @@
-"""Where the supervisor stands with one process."""
+"""The supervisor's state of one process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from maskserve_serving.process import Process
 
 @dataclass(slots=True)
 class Watch:
-    """From its first start on."""
+    """State of one process, from its first start on."""
 
     process: Process
     ready: bool = False
     ready_since: float = 0.0
     failures: int = 0
     start_at: float = 0.0
-    """When to start the worker; 0 while it runs."""
+    """When to start the process; 0 while it runs."""
     said_at: float = 0.0
     surprise: str = ""
-    """The newest exception that nobody foresaw."""
+    """Traceback of the newest unexpected exception."""

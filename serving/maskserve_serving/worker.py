@@ -1,4 +1,4 @@
-"""One worker: a Triton server of our models, its files, its shared memory and its log."""
+"""One worker: a Triton server with maskserve's models, its files, shared memory and log."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from maskserve_serving.tracing import forwarded_headers, trace_arguments, untrac
 from maskserve_serving.triton_log import loaded_models
 from maskserve_triton.admission import Gate
 
-# After the last answer left a front, Triton still has to write it to its socket.
+# Triton still writes an answer to its socket after the last one has left a front.
 _LAST_ANSWER_S = 0.3
 
 
 class WorkerProcess(Process):
-    """A Triton server of our models."""
+    """A Triton server with maskserve's models."""
 
     def __init__(self, spec: Spec) -> None:
         options = spec.options
@@ -44,7 +44,7 @@ class WorkerProcess(Process):
         self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
         self._no_answer = Silence()
 
-    # What any thread may ask
+    # For any thread.
 
     @property
     def grpc_url(self) -> str:
@@ -58,7 +58,7 @@ class WorkerProcess(Process):
     def admission(self) -> Gate:
         return Gate(self.spec.files.runtime)
 
-    # Start
+    # Start.
 
     def check_log(self) -> None:
         super().check_log()
@@ -114,10 +114,10 @@ class WorkerProcess(Process):
         return f"models ready: {', '.join(sorted(loaded_models(self.said()))) or 'none yet'}"
 
     def stalled(self) -> str | None:
-        """The loaded model that Triton waits for in vain, in words; None if there is none.
+        """Return the loaded model that Triton waits for in vain, in words; None: there is none.
 
-        TRITON-2.51: on a machine that stalls for a second while models load it takes a process for
-        dead: it reads nothing more from it, and waits for it to end.
+        TRITON-2.51: if the machine stalls for a second while models load, Triton takes a process
+        for dead. It then reads nothing more from it and waits for its end.
         """
         loaded = loaded_models(self.said())
         for model, age_s in signed_in_for_s(self.spec.files.runtime).items():
@@ -133,7 +133,7 @@ class WorkerProcess(Process):
         self._probe.start()
         return untrace(self.http_url) if self.config.trace.otlp_url else None
 
-    # Health
+    # Health.
 
     def sick(self) -> str | None:
         limit_s = self.config.engine.heartbeat_timeout_s
@@ -151,7 +151,9 @@ class WorkerProcess(Process):
         return self._processes.unwell() or self._stuck()
 
     def _stuck(self) -> str | None:
-        """What is wrong, in words, if it says that it is well and edits do not come through."""
+        """Return why edits do not come through although the worker reports health; None: they
+        do.
+        """
         if self._probe.problem is not None:
             return self._probe.problem
         silent_s = self._no_answer.silent_s(self._probe.rounds)
@@ -160,13 +162,15 @@ class WorkerProcess(Process):
         return None
 
     def in_flight(self) -> int:
-        """Edits that the fronts have accepted and not answered."""
+        """Number of edits that the fronts have accepted and not answered."""
         return self.admission.in_flight()
 
-    # Stop
+    # Stop.
 
     def finish_edits(self, grace_s: float | None) -> bool:
-        """Past the grace the fronts answer what is left with an error."""
+        """Refuse new edits and wait for the accepted ones. After the grace, the rest end with an
+        error.
+        """
         if self.pid is None or self.exit_reason() is not None:
             return True
         if grace_s is None:
@@ -189,8 +193,9 @@ class WorkerProcess(Process):
         return True
 
     def closed(self) -> bool:
-        """Its models have let go of all they had. Triton then waits for eight interpreters with
-        torch and gRPC to take themselves apart, which takes seconds and does nothing.
+        """Return True if its models have released everything.
+
+        Triton then only waits for its Python interpreters to exit, which takes seconds.
         """
         return not signed_in(self.spec.files.runtime)
 
@@ -207,7 +212,7 @@ class WorkerProcess(Process):
 
 
 def specs_of(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) -> list[Spec]:
-    """One per index; where there are no workers, one for the services."""
+    """Return one spec per worker; without workers, one for the services."""
     options = replace(options, log_dir=options.log_dir.resolve())
     files = worker_files(options.base_port, max(1, options.workers))
     return [

@@ -12,7 +12,8 @@ class TritonPythonModel(WorkerModel):
     name = "decoder"
 
     def open(self, config: Config) -> None:
-        # One of them is imported: torch takes most of the memory of who only sends on.
+        # Import only one of them: a model that only forwards needs no torch, which takes much
+        # memory.
         if config.stages.service:
             from maskserve_engine.stages.revision import stages_revision
             from maskserve_triton.forwarded_stages import ForwardedDecoder

@@ -1,4 +1,4 @@
-"""denoiser: the engine, which batches edits step by step on a thread of its own."""
+"""denoiser: the engine, which batches edits step by step on its own thread."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from maskserve_common.tracing import make_tracer
 from maskserve_triton.metrics import EngineMetrics, MetricsThread
 from maskserve_triton.worker_model import WorkerModel
 
-# A drain has come before; what is still in flight is told that it failed.
+# A drain has come before; edits still in flight get an error.
 _CLOSE_GRACE_S = 5.0
 
 
@@ -23,7 +23,7 @@ class TritonPythonModel(WorkerModel):
 
         hide_unused_libraries(config, text=False)
         calls = None
-        if config.controls.service:  # what brings gRPC
+        if config.controls.service:  # imports gRPC
             from maskserve_triton.controlnet_calls import ControlNetCalls
 
             calls = ControlNetCalls(config.controls.service)

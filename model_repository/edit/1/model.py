@@ -1,4 +1,4 @@
-"""edit: one answer per edit, sent late; for HTTP /infer and gRPC ModelInfer."""
+"""edit: one answer per edit, sent when it is done; for HTTP /infer and gRPC ModelInfer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""encoder: VAE moments of the source and embeddings of the prompt."""
+"""encoder: VAE moments of the source image and embeddings of the prompt."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ class TritonPythonModel(WorkerModel):
     name = "encoder"
 
     def open(self, config: Config) -> None:
-        # One of them is imported: torch takes most of the memory of who only sends on.
+        # Import only one of them: a model that only forwards needs no torch, which takes much
+        # memory.
         if config.stages.service:
             from maskserve_engine.stages.revision import stages_revision
             from maskserve_triton.forwarded_stages import ForwardedEncoder

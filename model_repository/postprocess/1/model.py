@@ -58,7 +58,9 @@ class TritonPythonModel(WorkerModel):
     def _put(
         self, image: bytes, request: Any, context: PostprocessContext, meta: bytes
     ) -> bytes | None:
-        """The answer's reference, where a run wants one; None: it is answered itself."""
+        """Store the answer for a workflow run and return its reference; None: return the answer
+        itself.
+        """
         run = parameters(request).get(RUN)
         if run is None or json.loads(meta)["event"] != "final":
             return None

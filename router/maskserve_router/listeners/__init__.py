@@ -1,1 +1,1 @@
-"""Ports: the HTTP and gRPC servers, what a connection may cost, and the operators' port."""
+"""The HTTP and gRPC servers, their limits on connections and calls, and the operators' port."""

@@ -28,16 +28,17 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Admin:
-    """Makes the application.
+    """Makes the application of the operators' port.
 
     Args:
-        name: of the router.
+        name: name of the router.
         pool: the workers.
-        pending: edits that wait.
+        pending: waiting edits.
         admission: counts of edits.
-        metrics: the page.
-        reload: reads the configuration anew.
-        names: of the listener, as `maskserve_common.sites.has_name`.
+        metrics: the metrics to show.
+        nodes: the node servers.
+        reload: reads the configuration again.
+        names: accepted host names, as `maskserve_common.sites.has_name`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Admin:
         for address, worker in workers.items():
             metrics.worker_up.labels(address).set(worker.ready)
             metrics.inflight.labels(address).set(len(worker.sent))
-            metrics.ejections.labels(address)  # a rate sees the first only if there was a zero
+            metrics.ejections.labels(address)  # a rate needs a zero before the first event
         for model, busy in self._nodes.busy().items():
             metrics.nodes_busy.labels(model).set(busy)
         metrics.waiting.set(len(self._pending))
@@ -95,7 +96,7 @@ class Admin:
         return Response(msgspec.json.encode(status), media_type=_JSON)
 
     async def _drain(self, request: Request) -> Response:
-        """Send the worker nothing more; with `?wait=SECONDS`, wait until it is empty."""
+        """Send the worker no more edits; with `?wait=SECONDS`, wait until it is empty."""
         worker = self._pool.workers.get(request.path_params["address"])
         if worker is None:
             return Response(b'{"error":"no such worker"}', 404, media_type=_JSON)
@@ -111,7 +112,7 @@ class Admin:
         return Response(msgspec.json.encode(answer), media_type=_JSON)
 
     async def _resume(self, request: Request) -> Response:
-        """Take a drained worker back."""
+        """Send a drained worker edits again."""
         worker = self._pool.workers.get(request.path_params["address"])
         if worker is None:
             return Response(b'{"error":"no such worker"}', 404, media_type=_JSON)
@@ -128,7 +129,7 @@ class Admin:
 
 
 class _NoSites:
-    """Refuses what a browser asks for the sake of another site's page."""
+    """Refuses requests that a browser makes for another site's page."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app, self._names = app, names

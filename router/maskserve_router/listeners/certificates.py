@@ -1,4 +1,4 @@
-"""The certificate that both clients' ports show, and another one in its place while they serve."""
+"""The TLS certificate of both clients' ports, which can be replaced while they serve."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from maskserve_router.config import Listen
 
 
 class Certificates:
-    """Of one router.
+    """The certificate of one router.
 
     Args:
-        listen: where its files are.
+        listen: paths of its files.
 
     Raises:
-        ConfigError: they are no certificate and its key.
+        ConfigError: the files are not a certificate and its key.
     """
 
     def __init__(self, listen: Listen) -> None:
@@ -29,17 +29,17 @@ class Certificates:
         self._pair = self.read()
 
     def read(self) -> tuple[bytes, bytes]:
-        """Chain and key as they are in the files now.
+        """Read chain and key from the files.
 
         Raises:
-            ConfigError: as above.
+            ConfigError: the files are not a certificate and its key.
         """
         if not self.files:
             return b"", b""
         try:
             certificate, key = (Path(file).read_bytes() for file in self.files)
             _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
-        except OSError as error:  # of ssl, too
+        except OSError as error:  # ssl.SSLError too
             why = getattr(error, "reason", None) or error.strerror
             file_names = " and ".join(self.files)
             raise ConfigError(
@@ -48,17 +48,17 @@ class Certificates:
         return certificate, key
 
     def take_on(self, pair: tuple[bytes, bytes]) -> None:
-        """Show what `read` gave from now on, on connections that begin then."""
+        """Use this chain and key for new connections."""
         self._pair = pair
         for context in self._contexts:
             _load(context, *pair)
 
     def shown_by(self, context: ssl.SSLContext) -> None:
-        """An HTTP listener's: it is kept up to date."""
+        """Register an HTTP listener's context, which gets new certificates."""
         self._contexts.append(context)
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """Credentials that ask at each handshake."""
+        """Return credentials that read the present certificate at each handshake."""
         return grpc.dynamic_ssl_server_credentials(self._of_grpc(), self._of_grpc)
 
     def _of_grpc(self) -> grpc.ServerCertificateConfiguration:
@@ -67,7 +67,7 @@ class Certificates:
 
 
 def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Have a context show them; the module reads files alone, and theirs may change meanwhile."""
+    """Load a certificate into a context, from memory: `ssl` reads only files, which may change."""
     memory = os.memfd_create("certificate")
     try:
         os.write(memory, certificate + b"\n" + key)

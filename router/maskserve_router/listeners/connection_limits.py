@@ -1,8 +1,7 @@
-"""Places that clients hold by being there: calls and connections that are open.
+"""Places for open calls and connections, with a limit for each client.
 
-Who is silent (sends nothing, with nothing under way for it) pays nothing for its place. So when all
-are taken, a newcomer gets that of the one which has been silent longest, of the client with the
-most silent ones.
+A holder is silent if it sends nothing and nothing is under way for it. When all places are taken, a
+newcomer gets the place of the longest silent holder, of the client that has the most silent ones.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ _RETRY_S = 1.0
 
 
 class Holder(Protocol):
-    """Something that is open; a new one is silent."""
+    """An open call or connection; a new one is silent."""
 
     def end(self, reason: MaskserveError) -> None: ...
 
 
 class Places:
-    """Counts what is open, by client; used from the event loop only.
+    """Counts open holders by client. Use it from the event loop only.
 
     Args:
-        what: they are, in messages and metrics.
-        most: in all.
-        silence_s: how long one may be silent.
-        metrics: counts those that are refused.
-        shared: whether a client may have as much as it leaves free, and no more.
-        own: whether a client's silent ones give way to its own newcomers. Of a burst that is being
-            sent they must not.
+        what: kind of the holders, in messages and metrics.
+        most: most holders in total.
+        silence_s: longest silence of a holder, in seconds.
+        metrics: counts refusals.
+        shared: True if a client may have only as many as it leaves free.
+        own: True if a client's silent holders give way to its own newcomers. Not for calls: the
+            client may be sending a burst.
     """
 
     def __init__(
@@ -50,15 +49,15 @@ class Places:
         self._what, self._shared, self._shares = what, shared, Shares(most)
         self._silence_s, self._metrics, self._own = silence_s, metrics, own
         self._open: dict[Holder, str] = {}
-        """Each one's client."""
+        """Holder -> its client."""
         self._silent: dict[str, dict[Holder, asyncio.TimerHandle]] = {}
-        """Client -> its silent ones, the longest silent first, and what ends each."""
+        """Client -> its silent holders, longest silent first, each with the timer that ends it."""
 
     def take(self, holder: Holder, client: str) -> None:
-        """One more is open.
+        """Add a holder.
 
         Raises:
-            RetryLater: the client has as many as it may, or all places are taken by others.
+            RetryLater: the client has its limit, or other clients hold all places.
         """
         if self._shares.total >= self._shares.budget:
             self._make_room(client)
@@ -70,7 +69,7 @@ class Places:
         self.told(holder, silent=True)
 
     def told(self, holder: Holder, *, silent: bool) -> None:
-        """One has become silent, or is so no longer."""
+        """Note that a holder has become silent or active."""
         client = self._open.get(holder)
         if client is None:
             return  # it has been ended
@@ -85,7 +84,7 @@ class Places:
             del self._silent[client]
 
     def leave(self, holder: Holder) -> None:
-        """One is open no longer."""
+        """Remove a holder."""
         client = self._open.get(holder)
         if client is None:
             return

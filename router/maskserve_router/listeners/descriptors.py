@@ -1,6 +1,6 @@
-"""File descriptors of this process: as many as it may have, and how many connections they bear.
+"""Limits on file descriptors of this process, and the number of connections that they allow.
 
-A listener that cannot accept for want of one leaves everybody waiting, operators too.
+A listener without free descriptors accepts nobody, not even operators.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import resource
 
 _MOST = 65_536
 _RESERVED = 256
-"""Of workers, operators, look-ups, pictures fetched and files."""
+"""Descriptors for workers, operators, name look-ups, fetched pictures and files."""
 _LEAST = 16
 
 
 def raise_limit() -> None:
-    """Take as many as the system lets this process have."""
+    """Raise the limit to what the system allows, up to `_MOST`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -22,7 +22,7 @@ def raise_limit() -> None:
 
 
 def connections(wanted: int) -> int:
-    """How many one of the clients' two ports may have open: `wanted`, or what descriptors bear."""
+    """Return the connections that one client port may have: `wanted`, or what descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

@@ -1,4 +1,4 @@
-"""The gRPC listener: KServe v2's service, in bytes where payloads pass."""
+"""The gRPC listener: KServe v2's service; payloads pass as bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from maskserve_router.workers.upstream import SERVICE
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Answers: TypeAlias = "asyncio.Queue[bytes | MaskserveError | None]"
-"""Of a stream: its messages, and at the end None or what the router ended it for."""
+"""Messages of a stream, then None, or the error for which the router ended it."""
 _OPEN = frozenset(
     (
         *(
@@ -56,10 +56,10 @@ _OPEN = frozenset(
         "/grpc.health.v1.Health/Check",
     )
 )
-"""Calls that need no key."""
+"""Methods that need no key."""
 _PATIENCE_S = 30.0
 _LEAST_PACE = 16 * 1024
-"""Bytes per second at which a client has to take a message, behind `_PATIENCE_S`."""
+"""Bytes per second at which a client must read a message, after `_PATIENCE_S`."""
 _PER_STREAM = 64
 """Edits of one stream that may be under way; further ones are not read."""
 
@@ -70,7 +70,7 @@ def _ages(bounds: Grpc) -> tuple[tuple[str, int], ...]:
 
 
 class GrpcServer:
-    """Serves one address."""
+    """The gRPC server at one address."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class GrpcServer:
                 ("grpc.server_handshake_timeout_ms", int(1e3 * config.http.header_timeout_s)),
                 *transport.LISTENER,
                 *_ages(config.grpc),
-                # A compressed message is inflated before anybody can count it.
+                # A compressed message is inflated before its size can be checked.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
             ),
             interceptors=(_Gate(front, open_calls),),
@@ -107,13 +107,13 @@ class GrpcServer:
         self._address = f"{config.listen.host}:{config.listen.grpc_port}"
         self._certificates = certificates
         self.port = config.listen.grpc_port
-        """0 until it listens, if any will do."""
+        """The port; 0 until it listens, if any is accepted."""
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            OSError: the port cannot be had.
+            OSError: the port is not available.
         """
         try:
             self.port = (
@@ -121,12 +121,12 @@ class GrpcServer:
                 if self._certificates.files
                 else self._server.add_insecure_port(self._address)
             )
-        except RuntimeError as error:  # gRPC's own word for it
+        except RuntimeError as error:  # gRPC raises it for an unavailable port
             raise OSError(f"gRPC cannot listen at {self._address}: {error}") from error
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; those under way have so many seconds."""
+        """Take no more calls; calls under way have `grace_s` seconds."""
         await self._server.stop(grace_s)
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
@@ -175,7 +175,7 @@ class GrpcServer:
         async def operators(_: bytes) -> NoReturn:
             raise operators_only("this call")
 
-        # To whoever holds a key, if keys are needed.
+        # For holders of a key, if there are keys.
         keyed_calls: dict[
             str, tuple[type[Message], Callable[[Any, KeyHolder], Awaitable[Message]]]
         ] = {
@@ -185,7 +185,7 @@ class GrpcServer:
             "ModelStatistics": (pb.ModelStatisticsRequest, statistics),
             "RepositoryIndex": (pb.RepositoryIndexRequest, index),
         }
-        # To everybody (`_OPEN`): health, and what says nothing of anybody.
+        # For everybody (`_OPEN`): health, and answers without information about clients.
         open_calls: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
             "ServerLive": (pb.ServerLiveRequest, live),
             "ServerReady": (pb.ServerReadyRequest, ready),
@@ -226,7 +226,7 @@ class GrpcServer:
         return handlers
 
     async def _infer(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
-        """The one answer to a call's one message; it has its room until it is written."""
+        """Yield the one answer to a unary call; its memory is held until it is written."""
         headers = _headers(context)
         client, left_s = self._front.client(headers), context.time_remaining()
         with ExitStack() as exit_stack, self._front.room(client) as room:
@@ -250,7 +250,7 @@ class GrpcServer:
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _serve_all(self, requests: OpenCall, context: Context, answers: _Answers) -> None:
-        """Each request of the stream for itself, until the client has sent its last."""
+        """Serve each request of the stream in a task, until the client ends the stream."""
         places = asyncio.Semaphore(_PER_STREAM)
         tasks: set[asyncio.Task[None]] = set()
 
@@ -282,7 +282,7 @@ class GrpcServer:
         await answers.put(ended_for)
 
     async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
-        """The messages that answer one request of a stream; an error is one of them."""
+        """Yield the messages that answer one request of a stream; an error is one of them."""
         message, exit_stack = ModelRequest(pb.ModelInferRequest()), ExitStack()
         try:
             headers = _headers(context)
@@ -305,11 +305,11 @@ class GrpcServer:
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets a call in when it begins, before any of its messages: by its key and its client's share;
-    and each message when its key has its turn at this process.
+    """Admits calls at their beginning, by key and the client's share, and messages by the key's
+    turn.
 
-    To the protocol a unary call is a stream of one message. Served as one, it is here that its
-    message is waited for, so that a client which never sends it holds no more than it may.
+    A unary call is served as a stream of one message. The wait for its message is therefore counted
+    here, so a client that never sends it holds no more than its share.
     """
 
     def __init__(self, front: Front, open_calls: OpenCalls) -> None:
@@ -354,10 +354,10 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
 
     def _client(self, context: Context, is_open: bool) -> str:
-        """Whose call it is: the key's, or the address' where none is needed.
+        """Return the client of a call: its key, or its address if no key is needed.
 
         Raises:
-            Unauthorized: a key is needed, and this is none.
+            Unauthorized: a key is needed, and the call has no known one.
         """
         client = None if is_open else self._front.client(_headers(context))
         if client is None or client.scope == NO_SCOPE:
@@ -366,7 +366,7 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1: serving as long as a worker takes edits."""
+    """grpc.health.v1: serving while a worker takes edits."""
 
     def __init__(self, calls: ServerCalls) -> None:
         self._calls = calls
@@ -381,7 +381,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 def _answering(
     do: Callable[[Any], Awaitable[Message]],
 ) -> Callable[[Any, Context], Awaitable[Message]]:
-    """A handler that answers with what `do` gives."""
+    """Return a handler that answers with the result of `do`."""
 
     async def handle(request: Any, _: Context) -> Message:
         return await do(request)
@@ -393,7 +393,7 @@ def _answering_client(
     do: Callable[[Any, KeyHolder], Awaitable[Message]],
     who: Callable[[Mapping[str, str]], KeyHolder],
 ) -> Callable[[Any, Context], Awaitable[Message]]:
-    """The same for what is told to holders of keys alone."""
+    """Return such a handler for calls that need a key."""
 
     async def handle(request: Any, context: Context) -> Message:
         return await do(request, who(_headers(context)))
@@ -410,7 +410,7 @@ async def _write(context: Context, answer: Any) -> None:
     """Send a message.
 
     Raises:
-        DeadlineExceeded: the client does not take it.
+        DeadlineExceeded: the client does not read it.
     """
     size = len(answer) if isinstance(answer, bytes) else 0
     try:
@@ -420,10 +420,10 @@ async def _write(context: Context, answer: Any) -> None:
 
 
 def _refuse(context: Context, error: MaskserveError | Failure) -> None:
-    """The call ends with this error.
+    """End the call with this error.
 
-    `context.abort` is not for calls whose messages are large: grpc keeps the exception that it
-    raises, and by its traceback the message, long after the call.
+    `context.abort` is not used: grpc keeps its exception, and through the traceback a large
+    message, long after the call.
     """
     seconds = retry_after(error)
     if seconds is not None:
@@ -434,7 +434,7 @@ def _refuse(context: Context, error: MaskserveError | Failure) -> None:
 
 
 def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
-    """An error as Triton's streams carry it: as text, with the request's id."""
+    """Return an error in the form of Triton's streams: as text, with the request's id."""
     let_go(error)
     if isinstance(error, Failure) and error.message and error.coded:
         return error.message

@@ -1,4 +1,4 @@
-"""The HTTP listener's application: its paths, and what a server says of itself."""
+"""The application of the HTTP listener: its paths and its handlers of metadata and health."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class HttpApp:
                 CORSMiddleware,
                 allow_origins=self._origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],  # SDKs add some of their own
+                allow_headers=["*"],  # SDKs add headers of their own
                 expose_headers=["x-request-id", "retry-after"],
             )
         # A redirect would name the address that the client gave as its Host.
@@ -88,7 +88,7 @@ class HttpApp:
         return app
 
     def _client(self, request: Request) -> KeyHolder:
-        """Who asks. Health alone is told without a key; see `KeyRing.client`."""
+        """Return the caller; all calls but health need a key if there are keys."""
         return self._who(request.headers)
 
     async def _document(self, _: Request) -> Response:

@@ -1,9 +1,8 @@
-"""Offers of other protocols are ignored, and the request that makes them is answered (RFC 9110,
-section 7.8): Java's client offers HTTP/2 with its first request.
+"""A parser that ignores offers of other protocols (RFC 9110, section 7.8).
 
-The parser takes an offer for accepted: it gives no body, and what follows is read as the next
-request, whatever it is. So the head of such a request is read once more without the offer, by
-another parser that goes on with the body.
+Java's client, for example, offers HTTP/2 with its first request. httptools treats an offer as
+accepted: it reports no body, and parses the body as the next request. The head of such a request is
+therefore parsed again without the offer, by a new parser that continues with the body.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ _OFFERS = frozenset((b"upgrade", b"http2-settings"))
 
 
 class Reader(Protocol):
-    """What a parser calls, and what it has called of a message's head so far."""
+    """The callbacks of a parser, and the parts of the head that it has reported."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]
 
 
 class OfferlessParser:
-    """An HttpRequestParser to which nobody offers anything.
+    """An HttpRequestParser that ignores offers.
 
     Args:
-        reader: its callbacks are called as by HttpRequestParser. Of a message with an offer those
-            before its body are called twice; at the end of the first time `should_upgrade` says so.
+        reader: receives the callbacks of HttpRequestParser. For a message with an offer, the
+            callbacks before its body come twice; `should_upgrade` is True at the end of the first
+            time.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -37,10 +37,10 @@ class OfferlessParser:
         self._parser = _parser(reader)
 
     def feed_data(self, data: bytes) -> None:
-        """Parse what has come.
+        """Parse received data.
 
         Raises:
-            httptools.HttpParserError: it is no HTTP, or asks for a tunnel.
+            httptools.HttpParserError: it is not HTTP, or asks for a tunnel.
         """
         try:
             self._parser.feed_data(data)
@@ -61,11 +61,11 @@ class OfferlessParser:
         return self._parser.should_keep_alive()
 
     def should_upgrade(self) -> bool:
-        """Whether the message that is being read makes an offer: it will be read once more."""
+        """Return True if the message being parsed has an offer and will be parsed again."""
         return self._parser.should_upgrade()
 
     def _head(self) -> bytes:
-        """Of the message that is being read, without its offer."""
+        """Return the head of the message being parsed, without its offer."""
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":
             raise httptools.HttpParserError("no tunnels")
@@ -84,6 +84,6 @@ def _without_offers(tokens: Iterable[bytes]) -> list[bytes]:
 
 def _parser(reader: Reader) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(reader)
-    # As uvicorn has it: what comes behind the last request of a connection is not looked at.
+    # As in uvicorn: data after the last request of a connection is ignored.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser

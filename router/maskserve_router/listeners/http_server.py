@@ -1,4 +1,4 @@
-"""HTTP listeners: uvicorn, with bounds on what a connection may cost before it is an answer."""
+"""HTTP listeners: uvicorn, with limits on each connection."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
 
 _PATIENCE_S = 30.0
-"""How long a client may take nothing of an answer."""
+"""Seconds for which a client may read nothing of an answer."""
 _LAST_ANSWERS_S = 5
-"""What answers have that are written while the listener closes."""
+"""Seconds to finish answers while the listener closes."""
 _ACCEPTED_AT_ONCE = 128
-"""Each is a descriptor before anybody can end it."""
+"""Most connections that the kernel queues; each is a descriptor before it can be ended."""
 _TCP_KEEPALIVE = {
     socket.TCP_KEEPIDLE: transport.PING_MS // 1000,
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 6,
 }
-"""While an edit runs no byte passes: what stands between is not to forget the connection."""
+"""Keep-alive probes, so that no device in between drops a connection while an edit runs."""
 _MAX_PIPELINED = 32
-"""Requests that wait behind one under way; few clients send any."""
+"""Most requests that wait behind one under way; few clients pipeline any."""
 
 
 def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
-    """Uvicorn's protocol, which ends a connection that sends its headers slowly, or too many of
-    them or of trailers, or its body in too many chunks, or much or many behind a request that is
-    not answered yet (ADR 0022). Each connection has a place, and is silent between requests.
+    """Return uvicorn's protocol with limits on a connection (ADR 0022).
+
+    It ends a connection with slow or long headers, long trailers, a body of too many chunks, or too
+    many pipelined bytes or requests. Each connection has a place and is silent between requests.
     """
 
     class BoundedProtocol(HalfClose):
         _timer: TimerHandle | None = None
         _head_bytes = 0
-        """Of the request line, headers and trailers of the message that is being read."""
+        """Bytes of the request line, headers and trailers of the present message."""
         _unparsed_bytes = 0
-        """Since the parser last came upon something whole: it keeps a part until it is."""
+        """Bytes since the parser last completed a part: it keeps incomplete ones."""
         _behind_bytes = 0
-        """Since a request came while another is under way."""
+        """Bytes received since a request came while another is under way."""
         _chunks = 0
         _unread: TimerHandle | None = None
 
@@ -66,7 +67,7 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
                 self.end(reason)
 
         def end(self, reason: MaskserveError) -> None:
-            """Others need its place."""
+            """End the connection: others need its place."""
             self.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -98,7 +99,7 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
                 self._watch_unread()
 
         def _watch_unread(self) -> None:
-            """See whether the client takes anything of what is written, until it has nearly all."""
+            """Check repeatedly that the client reads, until little is left to write."""
             unsent_bytes = self.transport.get_write_buffer_size()
             self._unread = self.loop.call_later(_PATIENCE_S, self._look_at_unread, unsent_bytes)
 
@@ -142,8 +143,9 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
             super().on_headers_complete()
 
         def _check_head(self) -> None:
-            """Raises ValueError, so that the parser stops: what the parser takes and others read in
-            another way, or not at all (RFC 9112, sections 2.3, 3.2 and 6.1).
+            """Refuse heads that the parser accepts but other servers read differently.
+
+            Raises ValueError, so that the parser stops (RFC 9112, sections 2.3, 3.2 and 6.1).
             """
             version = self.parser.get_http_version()
             values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
@@ -191,14 +193,14 @@ class HttpServer(uvicorn.Server):
     """One listener, run inside the router's event loop.
 
     Args:
-        app: what it serves.
-        bounds: on a connection.
-        most: connections at a time. Beyond, the one that is silent longest gives way, of the
-            address with the most of them.
-        metrics: counts those that do.
-        host: address.
-        port: 0 takes a free one.
-        certificates: for TLS; None: plain HTTP.
+        app: application to serve.
+        bounds: limits on a connection.
+        most: most connections. Beyond, the longest silent one is closed, of the address that has
+            the most.
+        metrics: counts closed connections.
+        host: address to listen at.
+        port: port; 0 takes a free one.
+        certificates: certificate for TLS; None: plain HTTP.
     """
 
     def __init__(
@@ -244,19 +246,19 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the router's."""
+        """Leave signals to the router."""
         yield
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            OSError: the port cannot be had.
+            OSError: the port is not available.
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._socket = socket.create_server(self._address, family=family, backlog=_ACCEPTED_AT_ONCE)
-        # Connections inherit it. asyncio sets it on sockets that name their protocol alone; without
-        # it, an answer's body waits for the client's receipt of its headers, 40 ms.
+        # Connections inherit it. asyncio sets it only on sockets that name their protocol. Without
+        # it, an answer's body waits for the client's acknowledgement of its headers.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _TCP_KEEPALIVE.items():

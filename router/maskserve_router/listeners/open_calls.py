@@ -1,6 +1,4 @@
-"""gRPC calls that are open: each has a place, and is silent while the router waits for its next
-message and does nothing for it.
-"""
+"""Open gRPC calls: each has a place, and is silent while the router waits for its next message."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from maskserve_router.listeners.connection_limits import Places
 from maskserve_router.metrics import Metrics
 
 Read: TypeAlias = Callable[[], Awaitable[Any]]
-"""Gives a call's next message, `grpc.aio.EOF` behind the last."""
+"""Returns a call's next message, or `grpc.aio.EOF` after the last."""
 
 
 class OpenCall:
     """One call; an async iterator over its messages.
 
-    It raises what the router ended the call for: DeadlineExceeded or RetryLater.
+    It raises the reason for which the router ended the call: DeadlineExceeded or RetryLater.
     """
 
     def __init__(self, read: Read, places: Places) -> None:
@@ -46,16 +44,16 @@ class OpenCall:
                 raise self._ended_for from None
             raise
         finally:
-            self._reading = None  # it has the message, which is its reader's alone
+            self._reading = None  # frees the message, which only the reader keeps
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return message
 
     async def only(self) -> Any:
-        """The message of a call that has one.
+        """Return the message of a call with one message.
 
         Raises:
-            InvalidRequest: it has none.
+            InvalidRequest: there is no message.
         """
         try:
             return await anext(self)
@@ -64,7 +62,7 @@ class OpenCall:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Something is done for the client, which may be silent meanwhile."""
+        """Count the call as active for the block."""
         self._working += 1
         if self._working == 1:
             self._places.told(self, silent=False)
@@ -76,7 +74,7 @@ class OpenCall:
                 self._places.told(self, silent=True)
 
     def end(self, reason: MaskserveError) -> None:
-        """Have its iterator raise `reason`."""
+        """Let the iterator raise `reason`."""
         self._ended_for = reason
         if self._reading is not None:
             self._reading.cancel()
@@ -90,15 +88,15 @@ class OpenCalls(Places):
 
     @contextmanager
     def enter(self, client: str, read: Read) -> Iterator[OpenCall]:
-        """A call is open.
+        """Give a call a place for the block.
 
         Args:
-            client: whose it is.
-            read: its messages. (The iterator that grpc has for them keeps the last one until
-                Python looks for cycles.)
+            client: client of the call.
+            read: reads its messages. (grpc's own iterator keeps the last message until Python looks
+                for cycles.)
 
         Raises:
-            RetryLater: the client has as many as it may, or all places are taken by others.
+            RetryLater: the client has its limit, or other clients hold all places.
         """
         call = OpenCall(read, self)
         self.take(call, client)

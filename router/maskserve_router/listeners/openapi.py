@@ -1,4 +1,4 @@
-"""The OpenAPI document of the router's HTTP side, made of what the handlers themselves read by."""
+"""The OpenAPI document of the router's HTTP interface, made from the types that handlers use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maskserve_workflows.plan import INPUT_KINDS
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
 _TOLD = (400, 401, 404, 413, 429, 503, 504)
-"""Statuses with which any call may be refused (docs/operate.md#errors)."""
+"""Error statuses that any call may have (docs/router.md)."""
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _TEMPLATE = {
     "name": "template_id",
@@ -32,7 +32,7 @@ _TEMPLATE = {
 
 @cache
 def document() -> Json:
-    """What `/openapi.json` answers."""
+    """Return the document at `/openapi.json`."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -191,7 +191,7 @@ def _job() -> Json:
 
 
 def _asked(*without: str) -> Json:
-    """The body of an edit, with its pictures as files or as URLs; some fields are not taken."""
+    """Return the body of an edit, with pictures as files or URLs, without some fields."""
     files = {"image": _PICTURE, "mask": _PICTURE}
     urls = {"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")}
     content = {
@@ -202,7 +202,7 @@ def _asked(*without: str) -> Json:
 
 
 def _edit(pictures: Json, without: Collection[str]) -> Json:
-    """Fields of an edit: its pictures, OpenAI's, then settings under their own names."""
+    """Return the fields of an edit: its pictures, OpenAI's fields, then settings."""
     edit_fields, settings = _properties(Fields), _properties(EditSettings)
     edit_fields = {name: schema for name, schema in edit_fields.items() if name not in without}
     extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
@@ -215,8 +215,9 @@ def _edit(pictures: Json, without: Collection[str]) -> Json:
 
 
 def _picture() -> Json:
-    """A picture of an answer, or where it was put; with `keep_result` the id under which it is
-    kept, or null.
+    """Return the schema of an answer's picture.
+
+    It has the picture or its URL, and with `keep_result` the id of the kept result or null.
     """
     schema = _object(b64_json=_TEXT, url=_TEXT)
     schema["required"] = []
@@ -264,7 +265,7 @@ def _templates() -> Json:
 
 
 def _kserve() -> Json:
-    """KServe v2 and Triton's extensions; the tensors of each model are in docs/design.md."""
+    """Return KServe v2 and Triton's extensions; each model's tensors are in docs/design.md."""
     named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
     base = "/v2/models/{model}"
     paths: Json = {
@@ -356,13 +357,13 @@ def _ref(name: str) -> Json:
 
 
 def _reachable(tables: tuple[type, ...]) -> Json:
-    """Schemas of tables and of what is inside of them, with a sentence for each key."""
+    """Return schemas of the types inside tables, but not of the tables themselves."""
     _, schemas = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
     return {name: schema for name, schema in schemas.items() if name not in _names(tables)}
 
 
 def _strict(table: type[msgspec.Struct]) -> Json:
-    """A table's schema; no other keys."""
+    """Return a table's schema without other keys."""
     properties = dict(_properties(table))
     return {**_object(**properties), "additionalProperties": False}
 
@@ -372,7 +373,7 @@ def _names(tables: tuple[type, ...]) -> set[str]:
 
 
 def _properties(table: type[msgspec.Struct]) -> Mapping[str, Json]:
-    """Of a table's own keys, each with what it means."""
+    """Return the schemas of a table's own keys, each with its description."""
     _, schemas = msgspec.json.schema_components(
         (table,), ref_template="#/components/schemas/{name}"
     )

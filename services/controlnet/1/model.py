@@ -1,4 +1,4 @@
-"""controlnet: ControlNets beside the steps of several workers' denoisers."""
+"""controlnet: ControlNets for the steps of several workers' denoisers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""nodes: nodes of workflows."""
+"""nodes: workflow nodes other than edits."""
 
 from typing import Any
 

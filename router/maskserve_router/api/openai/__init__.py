@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API: image edits, and beside them models and templates in the same manner."""
+"""OpenAI's HTTP API: image edits, models, and templates in the same style."""

@@ -1,4 +1,4 @@
-"""Answers in the forms that OpenAI's clients read: errors, pictures, events of a stream."""
+"""Answers in the form of OpenAI's API: errors, pictures, events of a stream."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _OPENAIS = {
     "preview_every": "partial_images",
     "CONTROL": "image",
 }
-"""Names of OpenAI's API by those of ours that are others."""
+"""KServe's names -> OpenAI's names, where they differ."""
 _HEAD = 64 * 1024
-"""Bytes of a picture in which its size stands, mostly."""
+"""Bytes of a picture that usually contain its size."""
 _ENCODED_AT_A_TIME = 3 * 64 * 1024
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -47,18 +47,18 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 Picture: TypeAlias = bytes | memoryview
 """A picture's file."""
 Handler: TypeAlias = Callable[[Request, str], Awaitable[Response]]
-"""Of a request and its id."""
+"""A function of a request and its id."""
 
 
 class NotFound(InvalidRequest):
-    """What the path or a field names is not there."""
+    """The object named by the path or a field does not exist."""
 
     told_as = "not_found"
     """The error's code in OpenAI's form."""
 
 
 class ModelNotFound(NotFound):
-    """No worker serves a model of that name."""
+    """No worker serves a model with this name."""
 
     told_as = "model_not_found"
 
@@ -71,11 +71,11 @@ def status_of(error: MaskserveError | Failure) -> int:
 
 
 def in_openais_words(text: str, sources: int = 1) -> str:
-    """A sentence of a worker's, with the fields of this API in place of those of KServe's.
+    """Replace KServe's field names in a worker's message by those of this API.
 
     Args:
-        text: the sentence.
-        sources: images that go before those of the controls.
+        text: the message.
+        sources: number of images before those of the controls.
     """
 
     def field(found: re.Match[str]) -> str:
@@ -89,7 +89,7 @@ def in_openais_words(text: str, sources: int = 1) -> str:
 
 
 def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
-    """OpenAI's error object; `param` is the field that the message names."""
+    """Return OpenAI's error object; `param` is the field that the message names."""
     let_go(error)
     code, text = split_code(text_of(error))
     text = in_openais_words(text)
@@ -119,10 +119,10 @@ def json_answer(
 
 
 def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """`handler`, given an id of the request, with its errors in OpenAI's form.
+    """Wrap a handler so that it gets a request id and its errors have OpenAI's form.
 
-    The id is made here. What a client or a proxy sends as `x-request-id` goes back with the answer
-    and into the log, and names nothing: it may be of any form, and of many requests at a time.
+    The id is made here. A client's or proxy's `x-request-id` is repeated in the answer and the log,
+    but identifies nothing: it may have any form and may be used twice.
     """
 
     async def answer(request: Request) -> Response:
@@ -143,7 +143,7 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
 
 
 def images_begin(asked: Fields, picture: Picture) -> bytes:
-    """The answer to an edit up to its first picture, which is this one."""
+    """Return the start of the answer to an edit, before its first picture, which is `picture`."""
     head = {
         "created": int(time.time()),
         **_told_of(picture),
@@ -153,28 +153,28 @@ def images_begin(asked: Fields, picture: Picture) -> bytes:
 
 
 def image_parts(picture: Picture, meta: Mapping[str, Any]) -> Iterator[bytes]:
-    """One picture of the answer."""
+    """Yield one picture of the answer, in parts."""
     return _with_picture({}, picture, _kept_as(meta))
 
 
 def image_at(url: str, meta: Mapping[str, Any]) -> bytes:
-    """One picture that was put somewhere."""
+    """Return the answer's entry for a picture that was written to a URL."""
     return msgspec.json.encode({"url": url, **_kept_as(meta)})
 
 
 def images_end(metas: Sequence[Mapping[str, Any]]) -> bytes:
-    """The answer behind its pictures, of which this is META."""
+    """Return the end of the answer after its pictures; `metas` is their META."""
     tail = msgspec.json.encode({"usage": _usage(metas), "maskserve": metas})
     return b"]," + tail[1:]
 
 
 def image_bytes(picture: Picture) -> int:
-    """Of its text in an answer."""
+    """Return the bytes of a picture as base64."""
     return -(-len(picture) // 3) * 4
 
 
 def partial_event(asked: Fields, picture: Picture, index: int) -> Iterator[bytes]:
-    """A preview on its way."""
+    """Yield the event of a preview."""
     more = {"partial_image_index": index}
     return _event("image_edit.partial_image", asked, picture, more)
 
@@ -204,7 +204,7 @@ def _event(name: str, asked: Fields, picture: Picture, more: Mapping[str, Any]) 
 def _with_picture(
     before: Mapping[str, Any], picture: Picture, behind: Mapping[str, Any]
 ) -> Iterator[bytes]:
-    """A JSON object with a picture's base64, which is made a little at a time."""
+    """Yield a JSON object with a picture as base64, which is encoded in small pieces."""
     yield msgspec.json.encode(before)[:-1] + (b"," if before else b"") + b'"b64_json":"'
     for at in range(0, len(picture), _ENCODED_AT_A_TIME):
         yield pybase64.b64encode(picture[at : at + _ENCODED_AT_A_TIME])
@@ -212,7 +212,7 @@ def _with_picture(
 
 
 def _kept_as(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The id under which a picture is kept for the next edit, where that was asked for."""
+    """Return the id of a kept result, if `keep_result` was set."""
     name = "result_template_id"
     return {"template_id": meta[name]} if name in meta else {}
 
@@ -223,8 +223,8 @@ def text_of_picture(picture: Picture) -> str:
 
 
 def _told_of(picture: Picture) -> dict[str, str]:
-    """What the answer says of a picture that a worker has made."""
-    for part in (picture[:_HEAD], picture):  # all of it where profiles stand before its size
+    """Return the size and background of a worker's picture for the answer."""
+    for part in (picture[:_HEAD], picture):  # the whole file if profiles come before its size
         with (
             suppress(UnidentifiedImageError, OSError, SyntaxError),
             Image.open(io.BytesIO(part)) as opened,
@@ -235,7 +235,7 @@ def _told_of(picture: Picture) -> dict[str, str]:
 
 
 def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Image tokens: those of the image, and those that the mask covers. Text is not counted."""
+    """Return the image tokens in total and under the mask. Text is not counted."""
     image = sum(int(meta.get("total_tokens", 0)) for meta in metas)
     output_tokens = sum(int(meta.get("active_tokens", 0)) for meta in metas)
     return {

@@ -65,16 +65,16 @@ _DRAWN_SEED_BITS = 32
 _OWNER = "maskserve"
 _MOST_STEPS = 1000
 _DECODED_PIXELS = 2**24
-"""Of a picture that is decoded here, which takes up to six bytes each."""
+"""Most pixels of a picture that the router decodes; each takes up to six bytes."""
 _MIB = 2**20
 _ROUTE = "openai"
 Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
-"""A picture's file, where it came, and its META."""
+"""A picture's file, uncopied, and its META."""
 Tell: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 
 class ImageEdits:
-    """Handlers of edits and of what models there are."""
+    """Handlers of edits and models."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ImageEdits:
 
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
-        client = self._front.client(headers)  # who may not call is told so before the body is read
+        client = self._front.client(headers)  # before the body is read
         with ExitStack() as exit_stack:
             form, size = await self.read(request, client, exit_stack)
             if form.fields.webhook is not None:
@@ -100,7 +100,7 @@ class ImageEdits:
                 return await self._stream(
                     request, client, form, size, headers, request_id, exit_stack
                 )
-            if request.scope["http_version"] == "1.0":  # knows no body without its length
+            if request.scope["http_version"] == "1.0":  # HTTP/1.0 needs the length of a body
                 work = self.answer(client, form, size, headers, request_id)
                 return self._whole(client, await while_connected(request, work), request_id)
             urls = _output_urls(form.fields, request_id)
@@ -115,7 +115,7 @@ class ImageEdits:
             )
 
     def _whole(self, client: KeyHolder, body: msgspec.Raw, request_id: str) -> Response:
-        """An answer that is there, with its length."""
+        """Return a complete answer with its length."""
         text = memoryview(body)
         with ExitStack() as written:
             written.enter_context(self._front.room(client)).becomes(len(text))
@@ -126,12 +126,12 @@ class ImageEdits:
     async def read(
         self, request: Request, client: KeyHolder, held: ExitStack
     ) -> tuple[EditForm, int]:
-        """What a request asks for, checked as far as no worker is needed for it, and its bytes.
+        """Read and check a request as far as no worker is needed; return it and its bytes.
 
         Args:
-            request: with a form or JSON of `Fields` and settings.
-            client: who may call.
-            held: holds what comes among the bytes under way.
+            request: a form or JSON with `Fields` and settings.
+            client: holder of the key that sent it.
+            held: counts the bytes of its pictures until it is closed.
 
         Raises:
             InvalidRequest: naming the field.
@@ -165,20 +165,20 @@ class ImageEdits:
         tell: Tell | None = None,
         called: str | None = None,
     ) -> msgspec.Raw:
-        """The answer's JSON to a form that asks for no stream.
+        """Run the edits of a form without a stream and return the answer's JSON.
 
         Args:
-            client: whose it is.
-            form: as `read` gave it.
-            size: its bytes.
-            headers: of the call.
-            request_id: of its edits.
-            tell: is told META of each event of each picture, with the picture's number.
-            called: what files in a folder are named by; None: `request_id`.
+            client: holder of the key that sent it.
+            form: result of `read`.
+            size: bytes of the form.
+            headers: headers of the call.
+            request_id: request id of its edits.
+            tell: called with the picture's number and META for each event.
+            called: name of files written to a folder; None: `request_id`.
 
         Raises:
-            MaskserveError: the router's own.
-            Failure: a worker's.
+            MaskserveError: the router's error.
+            Failure: a worker's error.
         """
         self._front.check_pictures(form.fields.n, client)
         urls = _output_urls(form.fields, called or request_id)
@@ -196,7 +196,7 @@ class ImageEdits:
     async def _parts(
         self, form: EditForm, made: AsyncGenerator[Picture, None], urls: Sequence[str]
     ) -> AsyncGenerator[bytes, None]:
-        """The answer's JSON in parts, picture by picture."""
+        """Yield the answer's JSON in parts, picture by picture."""
         metas: list[Mapping[str, Any]] = []
         async with aclosing(made) as pictures:
             async for picture, meta in pictures:
@@ -208,11 +208,11 @@ class ImageEdits:
                     for part in image_parts(picture, meta):
                         yield part
                 metas.append(meta)
-                del picture  # it is written, and its room is given back
+                del picture  # it is written; frees its memory
         yield images_end(metas)
 
     def _check_text(self, client: KeyHolder, form: EditForm) -> None:
-        """Refuse an answer that as one text could be more than its client can ever hold.
+        """Check that the client can hold the whole answer as one text.
 
         Raises:
             InvalidRequest: naming `n`.
@@ -233,7 +233,7 @@ class ImageEdits:
             raise InvalidRequest("n", problem, "fewer pictures, jpeg, or output_url")
 
     def check_pictures(self, form: EditForm) -> None:
-        """Refuse pictures that every worker refuses: those of a job are looked at before it waits.
+        """Check a job's pictures before it waits: refuse pictures that every worker refuses.
 
         Raises:
             InvalidRequest: naming the picture.
@@ -257,10 +257,10 @@ class ImageEdits:
             select(drawn, settings, self._limits, size)
 
     def work(self, form: EditForm) -> float:
-        """Megapixels of a form's picture times the steps of all its edits, as asked or by default.
+        """Return the megapixels of a form's picture times the steps of all its edits.
 
         Raises:
-            InvalidRequest: the picture is none.
+            InvalidRequest: the picture is not readable.
         """
         if form.image:
             height, width = read_size(form.image, "image", self._limits)
@@ -289,7 +289,7 @@ class ImageEdits:
         return json_answer(_model(name), request_id)
 
     def _served(self) -> list[str]:
-        """Names of the models that workers serve now, and of the workflows."""
+        """Return the names of the models that workers serve now, and of the workflows."""
         models = {worker.status.model for worker in self._pool.up() if worker.status}
         return sorted({*models, *self._front.plans})
 
@@ -298,7 +298,7 @@ class ImageEdits:
         return None if plan is None else texts_of(plan)
 
     def _checked(self, form: EditForm) -> EditForm:
-        """The same, with the growth that its size asks for; refuses what no worker is to be asked.
+        """Check a form and add the margins that its `size` needs.
 
         Raises:
             InvalidRequest: naming the field.
@@ -326,9 +326,11 @@ class ImageEdits:
         request_id: str,
         tell: Tell | None = None,
     ) -> AsyncGenerator[Picture, None]:
-        """The pictures of `n` edits, side by side, which differ in their seeds; in their order,
-        each with its META. The first comes when all are made, or when one of them waits for room
-        that those before it have; none is left when one fails.
+        """Yield the pictures of `n` concurrent edits in order, each with its META.
+
+        The edits differ only in their seeds. The first picture comes when all are made, or when one
+        edit waits for memory that earlier pictures hold. If an edit fails, the others are
+        cancelled.
         """
         first = form.settings.get("seed")
         first = secrets.randbits(_DRAWN_SEED_BITS) if first is None else first
@@ -369,7 +371,7 @@ class ImageEdits:
                 for number, room in enumerate(numbered):
                     with room:
                         await tasks[number]
-                        yield results.pop(number)  # nobody else has it any more
+                        yield results.pop(number)  # frees the picture after its use
             except (MaskserveError, Failure) as error:
                 raise _told(form, error) from None
             finally:
@@ -411,7 +413,7 @@ class ImageEdits:
         self, form: EditForm, pictures: AsyncGenerator[Picture, None]
     ) -> AsyncGenerator[Event, None]:
         preview_count, last = 0, None
-        async with aclosing(pictures):  # to their end, where the edit is booked
+        async with aclosing(pictures):  # read to the end, where the edit is booked
             async for picture, meta in pictures:
                 if meta.get("event") != "preview":
                     last = picture, meta
@@ -430,7 +432,7 @@ class ImageEdits:
         headers: dict[str, str],
         room: EditRoom,
     ) -> AsyncGenerator[Picture, None]:
-        """Previews and the final picture, each with its META."""
+        """Yield previews and the final picture, each with its META."""
         stream = self._front.stream(message, size, client, headers, None, _ROUTE, room)
         async with aclosing(stream) as answers:
             async for raw in answers:
@@ -445,12 +447,12 @@ class ImageEdits:
         return workflow_message(plan, form, own, self._limits)
 
     def _preview_every(self, form: EditForm) -> int:
-        """Steps between previews, so that as many as are asked for come before the end."""
+        """Return the steps between previews, so that the requested number comes before the end."""
         steps = self._steps(form.settings)
         return min(max(1, steps // (form.fields.partial_images + 1)), _MOST_STEPS)
 
     def _steps(self, settings: Mapping[str, Any]) -> int:
-        """Of an edit, as asked or by default; settings are not yet checked."""
+        """Return the steps of an edit, from unchecked settings or by default."""
         steps, strength = settings.get("num_inference_steps"), settings.get("strength")
         if not isinstance(steps, int):
             steps = min((served.num_inference_steps for served in self._told()), default=1)
@@ -460,20 +462,20 @@ class ImageEdits:
         return steps
 
     def _told(self) -> list[Served]:
-        """What workers say that they serve."""
+        """Return the properties of the models that workers serve."""
         return [w.status.served for w in self._pool.up() if w.status and w.status.served]
 
 
 def _margins(asked: str, image: Size, anchor: str) -> list[int]:
-    """Pixels left, top, right and bottom by which an image grows to a size.
+    """Return the pixels left, top, right and bottom by which an image grows to a size.
 
     Args:
         asked: WIDTHxHEIGHT.
-        image: (height, width) of it.
-        anchor: where it lies on the canvas.
+        image: (height, width) of the image.
+        anchor: position of the image on the canvas.
 
     Raises:
-        InvalidRequest: that is no size, or smaller.
+        InvalidRequest: `asked` is malformed, or smaller than the image.
     """
     height, width = image
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked)
@@ -493,7 +495,7 @@ def _margins(asked: str, image: Size, anchor: str) -> list[int]:
 
 
 def _output_urls(asked: Fields, name: str) -> list[str]:
-    """Where each picture is to be put; none: into the answer."""
+    """Return the URL of each picture; none: pictures go into the answer."""
     if asked.output_url is None:
         return []
     if not asked.output_url.endswith("/"):
@@ -504,7 +506,7 @@ def _output_urls(asked: Fields, name: str) -> list[str]:
 
 
 async def _first_of(parts: AsyncGenerator[bytes, None]) -> bytes:
-    """The first part; the generator is closed if there is none."""
+    """Return the first part; close the generator if there is none."""
     try:
         return await anext(parts)
     except BaseException:
@@ -513,7 +515,7 @@ async def _first_of(parts: AsyncGenerator[bytes, None]) -> bytes:
 
 
 async def _behind(first: bytes, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """All parts, of which the first is taken already."""
+    """Yield all parts, of which the first is already taken."""
     async with aclosing(parts):
         yield first
         async for part in parts:
@@ -521,7 +523,7 @@ async def _behind(first: bytes, parts: AsyncGenerator[bytes, None]) -> AsyncGene
 
 
 def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelRequest:
-    """The same request with further settings; it shares the pictures."""
+    """Return the same request with further settings; it shares the pictures."""
     copied = message.copy()
     settings = msgspec.json.decode(copied.view("SETTINGS"))
     copied.write("SETTINGS", msgspec.json.encode({**settings, **more}))
@@ -529,13 +531,13 @@ def _with_settings(message: ModelRequest, more: Mapping[str, Any]) -> ModelReque
 
 
 def _with_mask_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with OpenAI's reading of masks, unless they have one."""
+    """Return settings with OpenAI's reading of masks, unless they choose one."""
     chosen = {"mask_mode", "mask_from"} & settings.keys()
     return {**settings} if chosen else {"mask_mode": "alpha", **settings}
 
 
 def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
-    """The request to a worker; `own` are settings that are not the client's."""
+    """Return the request to a worker; `own` are settings that the router adds."""
     form_fields = form.fields
     fields = {
         "model": form_fields.model,
@@ -545,7 +547,7 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
     }
     settings = _with_mask_mode(form.settings) | fields | own | {"output_encoding": "raw"}
     mask = form.mask
-    if mask is None:  # what an image is to grow by needs none, and one may be found
+    if mask is None:  # a larger canvas needs no mask, and mask_from finds one
         needs_no_mask = any(settings.get("expand") or ()) or settings.get("mask_from")
         mask = b"" if needs_no_mask else form.image
     inputs: dict[str, Sequence[bytes]] = {
@@ -564,7 +566,7 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
 def _picture_of(answer: ModelAnswer) -> Picture:
     outputs = answer.outputs()
     meta = msgspec.json.decode(outputs["META"], type=dict[str, Any])
-    if "outputs" in meta:  # of a workflow: their kinds
+    if "outputs" in meta:  # kinds of a workflow's outputs
         meta["outputs"] = {
             name: _readable(kind, bytes(outputs[name.upper()]))
             for name, kind in meta["outputs"].items()
@@ -576,7 +578,7 @@ def _picture_of(answer: ModelAnswer) -> Picture:
 
 
 def _readable(kind: str, value: bytes) -> Any:
-    """A further output of a workflow: a text as it is, a verdict as an object, a picture or mask as
+    """Return a further output of a workflow: text, a verdict's object, or a picture or mask as
     base64.
     """
     match kind:
@@ -588,7 +590,10 @@ def _readable(kind: str, value: bytes) -> Any:
 
 
 def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:
-    """The error in the words of this API: who sent no mask is not told of one's channels."""
+    """Return an error in the words of this API.
+
+    A client that sent no mask gets no message about a mask's channels.
+    """
     if form.mask is None and "MASK" in text_of(error):
         return InvalidRequest(
             "mask",

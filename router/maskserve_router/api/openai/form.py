@@ -1,8 +1,7 @@
-"""Requests for image edits as OpenAI's API has them: a multipart form, or JSON with URLs.
+"""Requests for image edits in OpenAI's forms: a multipart form, or JSON with URLs.
 
-What no worker can do is refused by the field's name. Fields that are settings of an edit and none
-of OpenAI's (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, where a worker
-checks them.
+Requests that no worker can serve are refused, naming the field. Settings of an edit beyond OpenAI's
+fields (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, which a worker checks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from maskserve_router.messages.request_limits import check_json
 _MAX_FIELDS = 64
 _MAX_FILES = 18
 _MAX_TEXT = 256 * 1024
-"""Bytes of a field that is no file."""
+"""Most bytes of a text field."""
 _OWN = (
     "model",
     "background",
@@ -36,7 +35,7 @@ _OWN = (
     "preview_every",
     "request_id",
 )
-"""Settings that follow from OpenAI's own fields, or from how the answer travels."""
+"""Settings that follow from OpenAI's own fields, or from the form of the answer."""
 EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
 _TEXT = frozenset(
     (
@@ -50,25 +49,27 @@ _TEXT = frozenset(
         "text",
     )
 )
-"""Settings that are text, whatever they look like; others are read as JSON."""
+"""Settings that are always text; others are read as JSON."""
 _CELL = re.compile(r"(\w{1,40})\[(\d{0,3})\]\[(\w{1,40})\]")
-"""A value in a list of objects, as forms have it: `loras[][name]`, `loras[0][name]`."""
+"""Form field for a value in a list of objects: `loras[][name]`, `loras[0][name]`."""
 _MEMBER = re.compile(r"(\w{1,40})\[([A-Za-z_]\w{0,39})\]((?:\[\d{0,3}\]){0,2})")
-"""A value in an object: `mask_from[text]`, `mask_from[box][]`, `mask_from[points][][]`."""
+"""Form field for a value in an object: `mask_from[text]`, `mask_from[box][]`,
+`mask_from[points][][]`."""
 _NESTED = re.compile(r"(\w{1,40})((?:\[\d{0,3}\]){2})")
-"""A value in a list of lists: `points[][]`, `points[0][]`."""
+"""Form field for a value in a list of lists: `points[][]`, `points[0][]`."""
 _OF_A_CLICK = 3
-"""Values in each of the inner lists, where the form does not say whose is which: all are clicks."""
+"""Values of each inner list where the form has no indices: all such lists are clicks."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 T = TypeVar("T")
 Parse: TypeAlias = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments, wherever there is time for it; see `Turns.run`."""
+"""Calls a function with its arguments, in a thread if it is long; see `Turns.run`."""
 Texts: TypeAlias = Callable[[Any], Collection[str] | None]
-"""Names of the texts that a workflow takes beside the prompt; None: of that name there is none."""
+"""Model name -> names of the texts that the workflow takes beside the prompt; None: no such
+workflow."""
 Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
-"""The bytes of the picture at a URL, which is the value of a field; see `ImageUrls.read`."""
+"""(field, URL) -> bytes of the picture; see `ImageUrls.read`."""
 
 Anchor = Literal[
     "center",
@@ -87,26 +88,26 @@ class ImageUrl(Table, frozen=True):
     """A picture of a JSON request."""
 
     image_url: str
-    """A data URL, or an https URL of a host that the router is allowed to ask."""
+    """A data URL, or an https URL of a host from which the router may fetch."""
 
 
 class Fields(Table, frozen=True):
-    """OpenAI's fields of an edit, but for its pictures."""
+    """OpenAI's fields of an edit, without its pictures."""
 
     prompt: Annotated[str, Meta(max_length=32_000)]
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=10)] = 1
     size: str = "auto"
-    """`auto`, WIDTHxHEIGHT of the image, or a larger one: the canvas grows, and what is new is
+    """`auto`, WIDTHxHEIGHT of the image, or a larger size: the canvas grows, and the new part is
     edited."""
     anchor: Anchor = "center"
-    """Where the image lies on a larger canvas."""
+    """Position of the image on a larger canvas."""
     quality: Literal["auto"] = "auto"
     background: Background = "auto"
     """`auto` and `transparent` keep the image's own transparency outside the mask, `opaque` does
     not."""
     input_fidelity: Literal["low", "high"] | None = None
-    """Both are kept: pixels outside the mask are the image's own."""
+    """Accepted without effect: pixels outside the mask are always the image's own."""
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Quality of JPEG and WebP."""
@@ -114,10 +115,10 @@ class Fields(Table, frozen=True):
     stream: bool = False
     partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
     output_url: str | None = None
-    """Where the picture is to be put in place of the answer, below a prefix that the key may write
-    to: a file, or a folder if it ends with a slash."""
+    """URL to which the picture is written, instead of the answer, below a prefix that the key may
+    write to: a file, or a folder if it ends with a slash."""
     webhook: str | None = None
-    """Of a job: https URL of a listed host that is told when it has ended."""
+    """For a job: https URL of a listed host that is called when the job has ended."""
     user: str | None = None
     safety_identifier: str | None = None
 
@@ -128,27 +129,27 @@ class EditForm:
 
     fields: Fields
     image: bytes
-    """Empty where `settings` name a template."""
+    """Bytes of the image; empty if `settings` name a template."""
     mask: bytes | None
     settings: dict[str, Any]
-    """Of SETTINGS, as the client gave them."""
+    """Settings for SETTINGS, as the client gave them."""
     control: tuple[bytes, ...] = ()
-    """Control pictures, or the further ones of a workflow."""
+    """Control pictures, or the further pictures of a workflow."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Further inputs of a workflow."""
+    """Further text inputs of a workflow."""
 
 
 async def read_form(
     headers: Headers, body: bytes, picture: Picture, parse: Parse, texts: Texts = lambda _: None
 ) -> EditForm:
-    """The edit that a request asks for.
+    """Read the edit of a request.
 
     Args:
-        headers: of the request.
-        body: of the request.
-        picture: reads what is given as a URL.
-        parse: calls what takes the longer the more the body holds.
-        texts: of the workflow that `model` names.
+        headers: headers of the request.
+        body: body of the request.
+        picture: reads the picture at a URL.
+        parse: runs work that grows with the body.
+        texts: text inputs of the workflow that `model` names.
 
     Raises:
         InvalidRequest: naming the field.
@@ -181,7 +182,7 @@ async def read_form(
     control: list[bytes] = []
     if of_workflow is not None:
         images, control = images[:1], images[1:]
-    elif "controls" in settings:  # the pictures behind the source are those of its controls
+    elif "controls" in settings:  # further pictures are those of its controls
         source = 0 if "template_id" in settings else 1
         images, control = images[:source], images[source:]
     if len(images) > 1:
@@ -210,8 +211,9 @@ async def read_form(
 
 
 def read_multipart(headers: Headers, body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Texts by name, each given once, and files by name; `image[]` counts as `image`. A list of
-    objects, as SDKs send one, is a list.
+    """Return texts by name, each given once, and files by name; `image[]` counts as `image`.
+
+    A list of objects, in the form of SDKs, becomes a list.
 
     Raises:
         InvalidRequest: naming the field.
@@ -249,7 +251,7 @@ async def _read_multipart(
             name = key.removesuffix("[]")
             if isinstance(value, UploadFile):
                 content = await value.read()
-                if content or value.filename:  # else a browser's input that was left empty
+                if content or value.filename:  # otherwise an empty input of a browser's form
                     files.setdefault(name, []).append(content)
             elif cell := _CELL.fullmatch(key):
                 cells.setdefault(cell[1], []).append((cell[2], cell[3], value))
@@ -260,7 +262,7 @@ async def _read_multipart(
                 nested.setdefault(inner[1], []).append((_places(inner[2]), value))
             elif name in ("image", "mask"):
                 raise InvalidRequest(name, "is text", "a file part (with a filename)")
-            elif name != key:  # a list, as SDKs send one
+            elif name != key:  # a list in the form of SDKs
                 values.setdefault(name, []).append(setting_of(name, value))
             elif name in values:
                 raise InvalidRequest(name[:40], "is given twice", "each field once")
@@ -281,26 +283,26 @@ async def _read_multipart(
 
 
 _Part: TypeAlias = tuple[tuple[str, ...], str]
-"""Where a value stands in lists (an index or nothing for each), and its text."""
+"""The position of a value in lists (an index or an empty text for each level), and its text."""
 
 
 def _places(brackets: str) -> tuple[str, ...]:
-    """The indices of `[0][]`."""
+    """Return the indices of `[0][]`."""
     return tuple(brackets[1:-1].split("][")) if brackets else ()
 
 
 def _object(name: str, members: Mapping[str, list[_Part]]) -> dict[str, Any]:
-    """The object that its values in a form stand for."""
+    """Return the object that a form's values make."""
     return {key: _list(f"{name}.{key}", key, parts) for key, parts in members.items()}
 
 
 def _list(field: str, key: str, parts: list[_Part]) -> Any:
-    """The value, the list, or the list of lists that these parts stand for, in order.
+    """Return the value, list or list of lists that these parts make, in order.
 
     Args:
-        field: that errors name.
-        key: of the setting.
-        parts: of the same depth.
+        field: field for errors.
+        key: name of the setting.
+        parts: values of the same depth.
     """
     if len({len(places) for places, _ in parts}) > 1 or (not parts[0][0] and len(parts) > 1):
         raise InvalidRequest(field, "is given twice", "each field once")
@@ -322,17 +324,17 @@ def _list(field: str, key: str, parts: list[_Part]) -> Any:
 
 
 def _in_order(part: tuple[tuple[str, ...], Any]) -> int:
-    """By the outermost index; without one they stay as they came."""
+    """Return the outermost index as a sort key; parts without one keep their order."""
     return int(part[0][0] or 0)
 
 
 def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """The list that its values in a form stand for, in order.
+    """Return the list of objects that a form's values make, in order.
 
     Args:
-        name: of the field.
-        parts: (index or nothing, key, text) of each value. SDKs send no index, and the values of
-            each key together: then whose is whose shows only where all objects have the same keys.
+        name: name of the field.
+        parts: (index or empty, key, text) of each value. SDKs send no index, and group the values
+            by key. Without indices, all objects must therefore have the same keys.
     """
     columns: dict[str, dict[int, Any]] = {}
     for index, key, text in parts:
@@ -355,7 +357,7 @@ def _objects(name: str, parts: list[tuple[str, str, str]]) -> list[dict[str, Any
 
 
 class _InMemory(MultiPartParser):
-    """Files stay in memory: the body already is, and is counted."""
+    """Keeps files in memory: the body is there already, and is counted."""
 
     spool_max_size = 2**62
 
@@ -371,7 +373,7 @@ def _read_json(body: bytes) -> dict[str, Any]:
 async def _with_pictures(
     values: dict[str, Any], picture: Picture
 ) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """The values but for the pictures, and those, read."""
+    """Return the values without the pictures, and the pictures, read."""
     fields = {name: value for name, value in values.items() if value is not None}
     files: dict[str, list[bytes]] = {}
     images = fields.pop("images", [])
@@ -397,8 +399,9 @@ async def _read(name: str, told: Any, picture: Picture) -> bytes:
 
 
 def setting_of(name: str, value: Any) -> Any:
-    """A setting's value; forms carry text alone: JSON, and what Python writes in its place (`True`,
-    `.5`).
+    """Return a setting's value.
+
+    Forms carry only text: JSON, or Python's form of a value (`True`, `.5`).
     """
     if not isinstance(value, str) or name in _TEXT:
         return value
@@ -410,11 +413,11 @@ def setting_of(name: str, value: Any) -> Any:
         return value.lower() == "true"
     if _NUMBER.fullmatch(value):
         return float(value)
-    return value  # its check says what is wrong with it
+    return value  # its check reports the error
 
 
 def convert(values: Mapping[str, Any], into: type[T]) -> T:
-    """Fields of a form, checked.
+    """Convert and check fields of a form.
 
     Raises:
         InvalidRequest: naming the field.

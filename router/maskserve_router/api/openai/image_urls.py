@@ -1,6 +1,6 @@
-"""Pictures that requests name by URL: data URLs, and https URLs of hosts that the operator listed.
+"""Pictures given by URL: data URLs, and https URLs of hosts that the operator listed.
 
-They are fetched by the rules of `public_hosts`, up to the bytes of an image, and within a time.
+They are fetched by the rules of `public_hosts`, within limits on bytes and time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ImageUrls:
     """Reads the pictures of one router's requests.
 
     Args:
-        hosts: which hosts may be asked.
-        limits: bounds on an image.
-        admission: counts what was fetched among the bytes under way.
-        turns: decodes data URLs.
-        resolver: addresses of a host and port.
-        public: whether an address may be asked.
-        trusted: certificates; by default those of certifi.
+        hosts: hosts that may be called.
+        limits: limits on an image.
+        admission: counts fetched bytes as bytes under way.
+        turns: threads that decode data URLs.
+        resolver: returns the addresses of a host and port.
+        public: returns whether an address may be called.
+        trusted: trusted certificates; by default those of certifi.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ImageUrls:
         await self._hosts.close()
 
     async def read(self, field: str, url: str, holder: KeyHolder, held: ExitStack) -> bytes:
-        """The picture's bytes.
+        """Return the picture's bytes.
 
         Args:
-            field: of the request, for errors.
+            field: field of the request, for errors.
             url: a data URL, or one of a listed host.
-            holder: of the key; its share of the bytes under way is used.
-            held: holds what was fetched among the bytes under way.
+            holder: holder of the key whose share of bytes is used.
+            held: counts the fetched bytes until it is closed.
 
         Raises:
             InvalidRequest: naming the field.
@@ -83,7 +83,7 @@ class ImageUrls:
                 field, f"did not come within {self._timeout_s:g} s", _ACCEPTED
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError):
-            # Why not is the network's affair, and not the client's to learn.
+            # The reason could tell the client about the router's network, so it is left out.
             raise InvalidRequest(
                 field, f"could not be fetched from {target.host}", _ACCEPTED
             ) from None

@@ -1,4 +1,4 @@
-"""`/v1/masks`: the mask of a thing in a picture, to look at before an edit of it is asked for."""
+"""`/v1/masks`: the mask of a thing in a picture, to check before an edit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from maskserve_router.scheduling.mask_finder import MaskFinder
 
 
 def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -> list[Route]:
-    """Routes of masks, for whoever may call."""
+    """Return the routes of masks."""
 
     async def find(request: Request, request_id: str) -> Response:
-        """A multipart form: `image`, and `text`, or `points` and `box` as JSON."""
+        """Answer a multipart form: `image`, and `text`, or `points` and `box` as JSON."""
         client = front.client(request.headers)
         with ExitStack() as exit_stack:
             body = await bodies.read(request, client, exit_stack)
@@ -51,8 +51,9 @@ def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -
 
 
 def _text_of_mask(mask: bytes) -> str:
-    """A white mask as base64, transparent besides where it is white: so it is read alike as a mask
-    of this API, of KServe's, and by people.
+    """Return a mask as base64: white, and also transparent where it is white.
+
+    It can so be read as a mask of this API and of KServe's API, and by people.
     """
     white = Image.open(io.BytesIO(mask)).convert("L")
     picture = Image.merge("LA", (white, ImageChops.invert(white)))

@@ -12,7 +12,7 @@ _ONE = "/v1/templates/{template_id}"
 
 
 def openai_routes(edits: ImageEdits, templates: TemplateRoutes) -> list[Route]:
-    """Routes of edits, models and templates."""
+    """Return the routes of edits, models and templates."""
     return [
         Route("/v1/images/edits", answering(edits.edit), methods=["POST"]),
         Route("/v1/models", answering(edits.models), methods=["GET"]),

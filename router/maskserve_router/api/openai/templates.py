@@ -1,6 +1,6 @@
 """`/v1/templates`: source images that stay with the workers, so that edits need not upload them.
 
-A template belongs to the key that registered it (docs/operate.md#keys).
+A template belongs to the key that registered it (docs/router.md#keys).
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from maskserve_router.operations.control import ClusterControl
 
 
 class TemplateRoutes:
-    """Handlers: register, list, look at, prime, pin, unpin and delete."""
+    """Handlers to register, list, show, prime, pin, unpin and delete templates."""
 
     def __init__(self, bodies: Bodies, front: Front, control: ClusterControl, turns: Turns) -> None:
         self._bodies, self._front, self._control = bodies, front, control
         self._turns = turns
 
     async def register(self, request: Request, request_id: str) -> Response:
-        """A multipart form: `image`, and `shared` (for every key) and `prime`, true or false."""
+        """Answer a multipart form: `image`, and `shared` (for every key) and `prime`, true or
+        false.
+        """
         client = self._client(request)
         with ExitStack() as exit_stack:
             body = await self._bodies.read(request, client, exit_stack)
@@ -66,7 +68,7 @@ class TemplateRoutes:
         raise TemplateNotFound(f"template_id: {name} is not known here")
 
     def operation(self, op: str) -> Handler:
-        """The handler of `prime`, `pin` or `unpin`."""
+        """Return the handler of `prime`, `pin` or `unpin`."""
 
         async def operate(request: Request, request_id: str) -> Response:
             operation = {"op": op, "template_id": _name(request)}
@@ -91,7 +93,7 @@ class TemplateRoutes:
         return self._front.client(request.headers)
 
     async def _listed(self, client: KeyHolder) -> list[dict[str, Any]]:
-        """Each with the bytes that its entries take, by tier."""
+        """Return the client's templates, each with the bytes of its entries by tier."""
         result = await self._control.do({"op": "templates"}, client)
         listed = []
         for template in result["templates"]:
@@ -104,7 +106,7 @@ class TemplateRoutes:
 
 
 class _Registration(Table, frozen=True):
-    """What a registration says beside its image."""
+    """Fields of a registration beside its image."""
 
     shared: bool = False
     prime: bool = True

@@ -1,4 +1,4 @@
-"""A workflow asked for as an edit: OpenAI's `model` names it, and its inputs are form fields."""
+"""Workflows through OpenAI's edit API: `model` names one, and its inputs are form fields."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_workflows.plan import WorkflowPlan
 
 PICTURE = "image"
-"""Name of the output that is the answer's picture."""
+"""Name of the output that becomes the answer's picture."""
 
 
 def texts_of(plan: WorkflowPlan) -> frozenset[str]:
-    """Inputs that are form fields of their own."""
+    """Return the text inputs that are form fields of their own."""
     return frozenset(plan_input.name for plan_input in plan.inputs if plan_input.kind == "text") - {
         "prompt"
     }
 
 
 def check_form(plan: WorkflowPlan, form: EditForm) -> None:
-    """Refuse what a workflow does not take.
+    """Check that a form fits a workflow.
 
     Raises:
         InvalidRequest: naming the field.
@@ -64,16 +64,16 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
 def workflow_message(
     plan: WorkflowPlan, form: EditForm, own: dict[str, Any], limits: LimitsConfig
 ) -> ModelRequest:
-    """The request to the model of that name.
+    """Return the request to the workflow's model.
 
     Args:
-        plan: of the workflow.
-        form: that `check_form` lets pass.
-        own: settings that are not the client's.
-        limits: of the mask.
+        plan: plan of the workflow.
+        form: a form that passed `check_form`.
+        own: settings that the router adds.
+        limits: limits on the mask.
 
     Raises:
-        InvalidRequest: the mask is none.
+        InvalidRequest: the mask cannot be used.
     """
     pictures = iter((form.image, *form.control))
     message = ModelRequest(pb.ModelInferRequest(model_name=plan.name))
@@ -94,7 +94,9 @@ def workflow_message(
 
 
 def _white_mask(form: EditForm, limits: LimitsConfig) -> bytes:
-    """OpenAI's masks edit where they are transparent; masks between nodes, where they are white."""
+    """Return the form's mask in white: OpenAI's masks edit where they are transparent, nodes' where
+    white.
+    """
     mask = decode_mask(form.mask or form.image, "MASK", limits)
     edited = selected(mask, form.settings.get("mask_mode", "alpha"))
     return encode_image(np.where(edited, np.uint8(255), np.uint8(0)), "png")
