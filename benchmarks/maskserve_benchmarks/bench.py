@@ -1,6 +1,4 @@
-"""One entry to all that measures, writes documents, checks or trains: `scripts/bench NAME` runs
-the command of that name.
-"""
+"""The commands that measure, write documents, check or train: `scripts/bench NAME` runs one."""
 
 from __future__ import annotations
 
@@ -12,64 +10,69 @@ from pathlib import Path
 from maskserve_benchmarks.checkout import CHECKOUT
 
 COMMANDS = {
-    # The model's steps, and what surrounds them in a worker.
-    "step": "benchmarks.step",
-    "pipeline": "benchmarks.pipeline",
-    "bench_adapters": "benchmarks.bench_adapters",
-    "adapter_misses": "benchmarks.adapter_misses",
-    "own_anchors": "quality.own_command",
-    "kernel_table": "benchmarks.kernel_table",
-    "plan_table": "benchmarks.plan_table",
-    "planner": "benchmarks.planner",
-    "plan_counts": "benchmarks.plan_counts",
-    "gpu_estimate": "benchmarks.gpu_estimate",
-    "gpu_cards": "benchmarks.gpu_cards",
-    "bench_sp": "benchmarks.sequence_parallel",
-    "profile_costs": "benchmarks.profile_costs",
-    "first_run": "benchmarks.first_run",
-    "overhead": "benchmarks.overhead",
-    "bench_edit": "benchmarks.edit",
-    "bytes_table": "benchmarks.bytes_table",
-    "model_counts": "benchmarks.model_counts",
-    # Many workers.
-    "simulate_cluster": "simulator.command",
-    "router": "benchmarks.router_added",
-    "routing": "benchmarks.routing",
+    # The model's steps.
+    "step": "steps.step",
+    "profile_costs": "steps.profile_costs",
+    "bytes_table": "steps.bytes_table",
+    "model_counts": "steps.model_counts",
+    # Whole edits.
+    "bench_edit": "edits.edit",
+    "overhead": "edits.overhead",
+    "every_edit": "edits.every_edit",
+    "fuzz_headers": "edits.fuzz_headers",
+    "way_of_an_edit": "edits.way_of_an_edit",
+    # Routers and many workers.
+    "router": "routers.router_added",
+    "routing": "routers.routing",
+    "router_scale": "routers.router_scale",
+    "job_history": "routers.job_history",
     "scale": "emulated.scale",
-    "router_scale": "benchmarks.router_scale",
     # Load.
     "end_to_end": "rivals.end_to_end",
-    "flashps": "rivals.flashps",
-    "due_times": "benchmarks.due_times",
-    "workflows": "benchmarks.workflows",
-    "job_history": "benchmarks.job_history",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
-    "fuzz_headers": "benchmarks.fuzz_headers",
-    "every_edit": "benchmarks.every_edit",
     # The quality of pictures.
     "eval_quality": "quality.command",
     "eval_unet_quality": "quality.unet_command",
     "eval_demo_model": "demo_model.eval_command",
-    "profile_lora": "quality.profile_lora",
-    "unet_adapters": "quality.unet_adapters",
-    "pieces": "quality.pieces",
-    "vae_batches": "benchmarks.vae_batches",
-    "windows": "quality.windows",
-    "eval_photo_model": "photo_model.command",
-    "approximate": "quality.approximate",
     # The code itself.
     "module_index": "documents.module_index",
-    "way_of_an_edit": "benchmarks.way_of_an_edit",
     "record_edits": "recording.command",
     "mutants": "mutants",
-    # What is made of the code, and what is shown of it.
+    # Files that are generated from the code, and a demonstration.
     "config_reference": "documents.configuration",
     "model_configs": "documents.model_configs",
     "dashboard": "documents.dashboard",
     "papers": "documents.papers",
     "check_install": "documents.install_check",
     "demo": "demo",
+    # Studies of steps and of their plans.
+    "pipeline": "maskserve_studies.block_plans.pipeline",
+    "plan_table": "maskserve_studies.block_plans.table",
+    "plan_counts": "maskserve_studies.block_plans.counts",
+    "planner": "maskserve_studies.block_plans.planner",
+    "kernel_table": "maskserve_studies.kernels.command",
+    "gpu_estimate": "maskserve_studies.gpu_estimates.step",
+    "gpu_cards": "maskserve_studies.gpu_estimates.cards",
+    "first_run": "maskserve_studies.first_run.command",
+    "bench_sp": "maskserve_studies.sequence_parallel.command",
+    "vae_batches": "maskserve_studies.vae_batches.command",
+    # Studies of adapters.
+    "bench_adapters": "maskserve_studies.adapters.command",
+    "adapter_misses": "maskserve_studies.adapter_misses.command",
+    "profile_lora": "maskserve_studies.profile_lora.command",
+    "unet_adapters": "maskserve_studies.unet_adapters.command",
+    # Studies of the quality of pictures.
+    "own_anchors": "maskserve_studies.refresh_steps.command",
+    "approximate": "maskserve_studies.approximate.command",
+    "pieces": "maskserve_studies.vae_pieces.command",
+    "windows": "maskserve_studies.windows.command",
+    "eval_photo_model": "maskserve_studies.photo_model.command",
+    # Studies of many workers, and of workflows.
+    "simulate_cluster": "maskserve_studies.cluster.command",
+    "flashps": "maskserve_studies.flashps.command",
+    "due_times": "maskserve_studies.due_times.command",
+    "workflows": "maskserve_studies.workflows.command",
     # The models of assets/.
     "train_demo_model": "maskserve_studies.training.command",
     "train_demo_unet": "maskserve_studies.training.unet_command",
@@ -82,8 +85,8 @@ COMMANDS = {
     "train_demo_edit": "maskserve_studies.training.edit",
     "train_photo_model": "maskserve_studies.training.photo",
 }
-"""The module of each command, in this package or by its whole name. It has a `main()` that reads
-`sys.argv`, and its docstring's first paragraph says what it does."""
+"""The module of each command: a name in this package, or a whole name. A module has a `main()` that
+reads `sys.argv`; the first paragraph of its docstring says what the command does."""
 
 _USAGE = """\
 usage: bench NAME [FLAGS …]     run one

@@ -236,7 +236,7 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
 
 def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
     """Triton gives it all that came while it was busy; each still gets what it gets alone."""
-    from maskserve_benchmarks.benchmarks.direct import request_of
+    from maskserve_benchmarks.edits.direct import request_of
 
     rng = fresh_rng()
 

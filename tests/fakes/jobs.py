@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.direct import job_of, request_of
+from maskserve_benchmarks.edits.direct import job_of, request_of
 from maskserve_common import config_file
 from maskserve_common.config import Config
 from maskserve_common.config_file import laid_over

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_benchmarks.benchmarks.replay import refreshed_every
-from maskserve_benchmarks.benchmarks.service_process import PATIENCE_S, PipeCalls, service_process
+from maskserve_benchmarks.steps.replay import refreshed_every
+from maskserve_benchmarks.steps.service_process import PATIENCE_S, PipeCalls, service_process
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.live_bytes import peak_bytes
-from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.steps.live_bytes import peak_bytes
+from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.fitting import memory
 from tests.fakes.jobs import config_of

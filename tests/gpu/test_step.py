@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.step_rig import Bench
-from maskserve_benchmarks.benchmarks.unet_rig import UnetBench
+from maskserve_benchmarks.steps.step_rig import Bench
+from maskserve_benchmarks.steps.unet_rig import UnetBench
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.layers.add_norm import add_norm

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
 from maskserve_engine.cache.sizing import choose_kinds

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
 from maskserve_engine.cache.entries import encode

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange
 from maskserve_engine.families.adapter import Adapter

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.loader import EntryLost
 from tests.support.cached_rows import Primed, cached

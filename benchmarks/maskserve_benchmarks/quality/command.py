@@ -48,7 +48,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_benchmarks.benchmarks.timing import hardware
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_benchmarks.demo_model.evaluation import run_edits
@@ -68,6 +67,7 @@ from maskserve_benchmarks.quality.report import draw_worst, plot_frontier, plot_
 from maskserve_benchmarks.quality.rivals import first_block_cache
 from maskserve_benchmarks.quality.systems import Rig
 from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import ModelFacts

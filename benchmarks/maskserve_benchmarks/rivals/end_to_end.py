@@ -31,9 +31,9 @@ import numpy as np
 import psutil
 from skimage.metrics import structural_similarity
 
-from maskserve_benchmarks.benchmarks.edit import large_model
-from maskserve_benchmarks.benchmarks.lora_edits import write_loras
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.edits.edit import large_model
+from maskserve_benchmarks.edits.lora_edits import write_loras
 from maskserve_benchmarks.machine import machine, stolen_s
 from maskserve_benchmarks.perf.command import CACHE
 from maskserve_benchmarks.perf.inputs import Edit

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from maskserve_benchmarks.benchmarks.adapter_misses import SERVICES, drawn
+from maskserve_benchmarks.adapter_calls import SERVICES, drawn
 from maskserve_benchmarks.perf.inputs import Edit, draw_mask
 from maskserve_benchmarks.perf.load import Load
 from maskserve_benchmarks.perf.results import Stamps

@@ -23,9 +23,9 @@ from torch import nn
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_benchmarks.demo_model.scenes import Picture
-from maskserve_benchmarks.photo_model.scenes import Example, Stock, draw_example
-from maskserve_benchmarks.photo_model.sources import CACHE, stock
-from maskserve_benchmarks.photo_model.words import LOOKS, THINGS, draw_prompts, phrase, words
+from maskserve_studies.photo_model.scenes import Example, Stock, draw_example
+from maskserve_studies.photo_model.sources import CACHE, stock
+from maskserve_studies.photo_model.words import LOOKS, THINGS, draw_prompts, phrase, words
 from maskserve_studies.training.attention import MatmulAttention
 from maskserve_studies.training.command import start_helpers
 from maskserve_studies.training.data import linear_code

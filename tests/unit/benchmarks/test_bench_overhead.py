@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from maskserve_benchmarks.benchmarks.admission import measure_admission
-from maskserve_benchmarks.benchmarks.direct import Direct
-from maskserve_benchmarks.benchmarks.overhead import make_edits, measure_step
 from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.edits.admission import measure_admission
+from maskserve_benchmarks.edits.direct import Direct
+from maskserve_benchmarks.edits.overhead import make_edits, measure_step
 from maskserve_common.config_file import config_of
 
 

@@ -7,9 +7,9 @@ import io
 import numpy as np
 from PIL import Image
 
-from maskserve_benchmarks.benchmarks.direct import Direct
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
+from maskserve_benchmarks.edits.direct import Direct
 from maskserve_common.config_file import config_of
 from maskserve_common.imaging.images import encode_image
 

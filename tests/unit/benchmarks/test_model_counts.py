@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from maskserve_benchmarks.benchmarks.model_counts import (
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.steps.model_counts import (
     MODELS,
     RATIOS,
     Counted,
@@ -14,7 +15,6 @@ from maskserve_benchmarks.benchmarks.model_counts import (
     edits_table,
     steps_table,
 )
-from maskserve_benchmarks.checkout import CHECKOUT
 
 
 @pytest.fixture(scope="module")

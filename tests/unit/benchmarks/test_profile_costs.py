@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_benchmarks.benchmarks.profile_costs import Point, fitted, main, parse
 from maskserve_benchmarks.published_models import FLUX_DEV
+from maskserve_benchmarks.steps.profile_costs import Point, fitted, main, parse
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.planning.cost_profile import read_profile

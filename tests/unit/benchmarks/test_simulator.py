@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ import pytest
 from maskserve_benchmarks.simulator import bars
 from maskserve_benchmarks.simulator.capacity import at_load, capacity
 from maskserve_benchmarks.simulator.cluster import Cluster
-from maskserve_benchmarks.simulator.command import main
-from maskserve_benchmarks.simulator.deadline_plots import draw as draw_due_times
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_benchmarks.simulator.loras import NBYTES, LoraTiers
 from maskserve_benchmarks.simulator.result import NotConserved, check_conserved, run, simulate
@@ -106,25 +102,6 @@ def test_equal_seeds_give_equal_runs_and_nothing_is_lost(policy: str, batching: 
     assert first == second_run
     assert first.done == first.measured == 135
     assert simulate(scenario, HARDWARE, 8) != first
-
-
-def test_the_report_on_due_times_is_drawn(tmp_path: Path) -> None:
-    at = {"by_size": {}, "decision_seconds": 0.0, "per_minute": 12.0}
-    report: dict[str, list[object]] = {"scales": [], "rates": [], "round_lengths": []}
-    names = ["sp1", "sp2", "sp4", "sp8", "per_resolution", "rounds5", "deadline"]
-    for mix in ("uniform", "skewed"):
-        for scale in (1.0, 1.5):
-            sizes = {name: {"256": scale / 2, "512": 1.0} for name in names}
-            point = {**at, "mix": mix, "scale": scale, "sar": dict.fromkeys(names, scale / 2)}
-            report["scales"].append({**point, "by_size": sizes})
-            report["rates"].append(point)
-    lengths = ("rounds1", "rounds2", "rounds5", "rounds10")
-    for cost in (0.0, 0.1):
-        sar = dict.fromkeys(lengths, 1.0)
-        report["round_lengths"].append({**at, "decision_seconds": cost, "sar": sar})
-    draw_due_times(report, tmp_path)
-    drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {"deadlines_scales.png", "deadlines_rates.png", "deadlines_rounds.png"}
 
 
 def test_deadlines_and_full_queues_end_edits_once_too():
@@ -269,23 +246,6 @@ def test_many_workers():
     result = simulate(scenario, HARDWARE, 1)
     assert result.done == result.measured
     assert result.good_share == 1.0
-
-
-def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--edits", "60", "--workers", "2", "--steps", "8", "--json"]
-    assert main([*arguments, str(tmp_path / "a.json")]) == 0
-    assert main([*arguments, str(tmp_path / "b.json")]) == 0
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert report == json.loads((tmp_path / "b.json").read_text())
-    assert {r["policy"] for r in report["results"]} == set(POLICIES)
-    assert all(math.isfinite(r["p95"]) for r in report["results"])
-    assert "mask_aware" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("wrong", [["--workers", "257"], ["--load", "0"], ["--mix", "none"]])
-def test_arguments_out_of_range_are_refused(wrong: list[str]):
-    with pytest.raises(SystemExit, match="2"):
-        main(wrong)
 
 
 def test_control_costs_its_steps_and_a_policy_may_know_of_it() -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_benchmarks.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
-from maskserve_benchmarks.benchmarks.kernel_counts import (
+from maskserve_benchmarks.published_models import SD21
+from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_benchmarks.steps.kernel_counts import (
     CASES,
     MIXED,
     TABLE,
@@ -28,9 +29,8 @@ from maskserve_benchmarks.benchmarks.kernel_counts import (
     unet_step,
     unet_turn,
 )
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
-from maskserve_benchmarks.benchmarks.unet_rig import UNETS, UnetBench, build_unet
-from maskserve_benchmarks.published_models import SD21
+from maskserve_benchmarks.steps.replay import plan_of_kinds
+from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench, build_unet
 from maskserve_common.observations import Observations
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.batch.skipping import FirstBlockCache

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.cfg_parallel import dealt
 from maskserve_engine.batch.sequence_parallel import GangExchange

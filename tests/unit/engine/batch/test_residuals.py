@@ -10,7 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.flux.adapter import FluxBatch

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader

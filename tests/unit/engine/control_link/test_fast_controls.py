@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.reuse import Reuse, SentAsk

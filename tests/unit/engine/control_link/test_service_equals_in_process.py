@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -13,9 +13,9 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.direct import Direct, request_of
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
+from maskserve_benchmarks.edits.direct import Direct, request_of
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings

@@ -20,7 +20,7 @@ from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_engine.families.mmdit.schedule import make_schedule
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -165,7 +165,7 @@ from maskserve_common.config import Config
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 hide_unused_libraries(Config(), text=False)
 import numpy as np, torch
-from maskserve_benchmarks.benchmarks.admission import large_job, meta_engine
+from maskserve_benchmarks.edits.admission import large_job, meta_engine
 
 torch.set_num_threads(3)
 engine, job = meta_engine(), large_job("auto", 0)

@@ -15,17 +15,17 @@ import torch
 from diffusers import AutoencoderKL
 from msgspec import structs
 
-from maskserve_benchmarks.benchmarks.fake_cuda import DEVICE, FakeCuda
-from maskserve_benchmarks.benchmarks.kernel_counts import (
+from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda
+from maskserve_benchmarks.steps.kernel_counts import (
     MIXED,
     Case,
     fake_bench,
     kinds_of,
     make_rows,
 )
-from maskserve_benchmarks.benchmarks.live_bytes import LiveBytes
-from maskserve_benchmarks.benchmarks.step_rig import Bench
-from maskserve_benchmarks.benchmarks.unet_rig import TEXT, UNETS, UnetBench
+from maskserve_benchmarks.steps.live_bytes import LiveBytes
+from maskserve_benchmarks.steps.step_rig import Bench
+from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_client import commands
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in

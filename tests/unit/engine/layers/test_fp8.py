@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maskserve_benchmarks.benchmarks.replay import Replay
-from maskserve_benchmarks.benchmarks.step_rig import Bench
 from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.steps.replay import Replay
+from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.mmdit.weights import FluxWeights

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from maskserve_benchmarks.benchmarks.step_rig import Bench
-from maskserve_benchmarks.benchmarks.unet_rig import UNETS, UnetBench
 from maskserve_benchmarks.published_models import SD21
+from maskserve_benchmarks.steps.step_rig import Bench
+from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.mmdit import blocks

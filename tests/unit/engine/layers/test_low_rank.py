@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import forward as flux_forward
 from maskserve_engine.batch.packing import Packed

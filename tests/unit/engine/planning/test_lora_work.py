@@ -13,7 +13,7 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from peft import LoraConfig
 from torch import nn
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux.spec import flux_work

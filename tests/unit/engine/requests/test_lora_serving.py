@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import Lora
 from maskserve_common.contracts.status_record import AdapterTierTotal

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_config
 
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import CacheConfig
 from maskserve_common.routing.view import Edit, WorkerView
 from maskserve_engine.base.job import ControlInput, EditJob

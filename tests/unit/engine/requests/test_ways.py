@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_benchmarks.benchmarks.direct import request_of
+from maskserve_benchmarks.edits.direct import request_of
 from maskserve_common.config import Config
 from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.contracts.settings import EditSettings

@@ -8,7 +8,6 @@ import random
 
 import pytest
 
-from maskserve_benchmarks.simulator.deadlines import optimum, small_instance
 from maskserve_benchmarks.simulator.gangs import (
     SIZES,
     Fixed,
@@ -18,6 +17,7 @@ from maskserve_benchmarks.simulator.gangs import (
     simulate,
     step_times,
 )
+from maskserve_benchmarks.simulator.small_instances import optimum, small_instance
 from maskserve_engine.planning.degree_costs import DEGREES
 from maskserve_engine.scheduling.gangs.deadline import Deadline
 from maskserve_engine.scheduling.gangs.rounds import Option, Rounds, knapsack

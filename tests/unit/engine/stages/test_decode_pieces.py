@@ -14,9 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.direct import request_of
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
+from maskserve_benchmarks.edits.direct import request_of
 from maskserve_common.config import Config
 from maskserve_common.contracts.meta import event_meta, final_meta
 from maskserve_common.contracts.postprocess_context import PostprocessContext

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_benchmarks.benchmarks.live_bytes import LiveBytes
+from maskserve_benchmarks.steps.live_bytes import LiveBytes
 from maskserve_common.config import Config, ConfigError, beside_denoiser
 from maskserve_engine.families.registry import FAMILIES
 from maskserve_engine.families.specs import load_facts

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from maskserve_benchmarks.benchmarks.direct import request_of
+from maskserve_benchmarks.edits.direct import request_of
 from maskserve_common.contracts.meta import final_meta
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.files.stages import PRIMING_PROMPT_FILE

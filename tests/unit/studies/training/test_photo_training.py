@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_benchmarks.demo_model.scenes import Picture
-from maskserve_benchmarks.photo_model import command
-from maskserve_benchmarks.photo_model.scenes import Stock, draw_example
-from maskserve_benchmarks.photo_model.sources import SOURCES, textures
-from maskserve_benchmarks.photo_model.words import LOOKS, THINGS, draw_prompts, words
+from maskserve_studies.photo_model import command
+from maskserve_studies.photo_model.scenes import Stock, draw_example
+from maskserve_studies.photo_model.sources import SOURCES, textures
+from maskserve_studies.photo_model.words import LOOKS, THINGS, draw_prompts, words
 from maskserve_studies.training import photo
 from maskserve_studies.training.attention import MatmulAttention
 from maskserve_studies.training.command import start_helpers

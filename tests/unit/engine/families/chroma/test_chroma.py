@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import WORDS, Case, config_of, encode_case, random_case

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import Replay, in_memory
+from maskserve_benchmarks.steps.replay import Replay, in_memory
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.packing import Packed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
+from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_every
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State

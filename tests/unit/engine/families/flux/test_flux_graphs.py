@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.request import Lora
 from maskserve_common.imaging.masks import active_tokens

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import in_memory
-from maskserve_benchmarks.benchmarks.step_rig import Bench
+from maskserve_benchmarks.steps.replay import in_memory
+from maskserve_benchmarks.steps.step_rig import Bench
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux.adapter import FluxBatch
 from maskserve_engine.families.mmdit.rows import FlowRow

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader

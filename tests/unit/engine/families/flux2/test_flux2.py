@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader

@@ -16,8 +16,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from maskserve_benchmarks.benchmarks.direct import request_of
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.edits.direct import request_of
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.contracts.request import steps_run
 from maskserve_common.contracts.semantics import INPAINT
 from maskserve_common.contracts.settings import EditSettings

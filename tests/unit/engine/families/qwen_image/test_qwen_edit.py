@@ -15,8 +15,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_benchmarks.benchmarks.direct import request_of
-from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds
+from maskserve_benchmarks.edits.direct import request_of
+from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter, load_encoder

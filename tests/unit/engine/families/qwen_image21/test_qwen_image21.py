@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.config import ConfigError
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_benchmarks.benchmarks.replay import Replay, in_memory, plan_of_kinds
+from maskserve_benchmarks.steps.replay import Replay, in_memory, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder

@@ -18,7 +18,7 @@ from diffusers import (
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_benchmarks.benchmarks.replay import Replay, plan_of_kinds, refreshed_every
+from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_every
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
 from maskserve_engine.cache.entries import PARTS

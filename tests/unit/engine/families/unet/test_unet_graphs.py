@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import Replay
+from maskserve_benchmarks.steps.replay import Replay
 from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_benchmarks.benchmarks.replay import plan_of_kinds
+from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.step_cache import OwnPlan, OwnReader

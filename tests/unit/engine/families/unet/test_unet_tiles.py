@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_benchmarks.benchmarks.replay import Replay, in_memory, plan_of_kinds
+from maskserve_benchmarks.steps.replay import Replay, in_memory, plan_of_kinds
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import PARTS, encode

@@ -1,0 +1,44 @@
+"""Calls of adapters as often as Katz measured them (§3.1)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Service(NamedTuple):
+    """A point of Katz §3.1, and the misses that are asked for at so many slots."""
+
+    name: str
+    adapters: int
+    slots: int
+    share: float
+    """Of the calls that the first `slots` adapters take."""
+    bar: float
+
+
+SERVICES = (Service("A", 47, 5, 0.98, 0.022), Service("B", 94, 8, 0.95, 0.055))
+
+
+def popularity(service: Service) -> NDArray[np.float64]:
+    """[adapters] shares of the calls: the Zipf law whose first `slots` take `share`."""
+    low, high = 0.0, 10.0
+    shares = np.zeros(service.adapters)
+    for _ in range(60):
+        exponent = (low + high) / 2
+        weights = np.arange(1, service.adapters + 1, dtype=float) ** -exponent
+        shares = weights / weights.sum()
+        if shares[: service.slots].sum() < service.share:
+            low = exponent
+        else:
+            high = exponent
+    return shares
+
+
+def drawn(service: Service, calls: int, seed: int) -> list[int]:
+    """Which adapter each call asks for."""
+    rng = np.random.default_rng(seed)
+    draws: list[int] = rng.choice(service.adapters, calls, p=popularity(service)).tolist()
+    return draws

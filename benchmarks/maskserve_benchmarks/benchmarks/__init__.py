@@ -1,1 +1,0 @@
-"""Parts that benchmarks share."""

@@ -1,0 +1,1 @@
+"""Whole edits: their parts, times and errors."""

@@ -1,0 +1,125 @@
+"""What admitting an edit takes of the engine's thread: for as long the next step is not asked for.
+
+FLUX.1 Fill of its true size at 1024x1024 on torch's device `meta`, which computes nothing: as with
+a GPU, the host packs a row's tensors for one transfer, asks for operations, and waits for none. In
+turn with edits that draw and pack only when they are admitted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.edits.direct import request_of
+from maskserve_benchmarks.published_models import FLUX_DEV_SAMPLER, FLUX_FILL_FACTS
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.settings import CacheMode, EditSettings
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.loop.engine import Engine
+from maskserve_engine.requests.state import RequestState
+from maskserve_engine.start.assembly import assemble
+
+_TEXT, _STEPS = 512, 28
+_SIDE = FLUX_FILL_FACTS.native_resolution
+_MASKED = slice(_SIDE // 4, _SIDE // 4 + _SIDE // 3)
+"""Of both sides: a ninth of the picture."""
+_KINDS: dict[str, CacheMode] = {"dense": "off", "cached": "require"}
+"""Kind of row → `cache` of its edit."""
+
+
+def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of dense and cached edits, prepared and not: `prepare_ms` of the thread
+    that hands an edit in; of the engine's, `accept_ms` (how it runs) and `admit_ms` (its row).
+    """
+    engine = meta_engine()
+    _prime(engine, large_job("auto", 0))
+    ways = [(kind, prepared) for kind in _KINDS for prepared in (True, False)]
+    timings: dict[tuple[str, bool], list[dict[str, float]]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for kind, prepared in ways:
+            job = large_job(_KINDS[kind], number)
+            timings[kind, prepared].append(_admit(engine, job, kind, prepared=prepared))
+    return {
+        f"{kind}, {'' if prepared else 'not '}prepared": {
+            name: round(statistics.median(timing[name] for timing in way_timings[1:]), 3)
+            for name in way_timings[0]
+        }
+        for (kind, prepared), way_timings in timings.items()
+    }
+
+
+def meta_engine() -> Engine:
+    """One that was not started: the calling thread does what the engine's does."""
+    with torch.device("meta"):
+        model: Any = FluxTransformer2DModel.from_config(FLUX_FILL_FACTS.denoiser)
+    model = model.to(torch.bfloat16).eval().requires_grad_(False)
+    sampler = FlowMatchEulerDiscreteScheduler.from_config(FLUX_DEV_SAMPLER)
+    adapter = FluxAdapter(FLUX_FILL_FACTS, model, sampler)
+    config = config_of({"model": {"path": str(DEMO_MODEL), "dtype": "bfloat16"}})
+    return assemble(config, adapter, lambda: adapter.blank_prompt(_TEXT))
+
+
+def large_job(cache: CacheMode, seed: int) -> EditJob:
+    rng = np.random.default_rng(seed)
+    facts = FLUX_FILL_FACTS
+    settings = EditSettings(
+        num_inference_steps=_STEPS, guidance_scale=30.0, mask_ring=1, cache=cache
+    )
+    side = _SIDE // facts.vae_scale_factor
+    pixels, mask = np.zeros((_SIDE, _SIDE, 3), np.uint8), np.zeros((_SIDE, _SIDE), np.uint8)
+    mask[_MASKED, _MASKED] = 255
+
+    def drawn(*shape: int) -> Any:
+        return rng.standard_normal(shape, np.float32)
+
+    return EditJob(
+        request=request_of(pixels, "", settings, seed, f"{cache}-{seed}"),
+        edit_mask=mask,
+        moments=drawn(2 * facts.latent_channels, side, side),
+        masked_moments=drawn(2 * facts.latent_channels, side, side),
+        conditioning={
+            "prompt_embeds": drawn(_TEXT, facts.denoiser["joint_attention_dim"]),
+            "pooled": drawn(facts.denoiser["pooled_projection_dim"]),
+        },
+    )
+
+
+def _prime(engine: Engine, job: EditJob) -> None:
+    """Have the job's template count as primed: its entries are never read."""
+    priming = engine.cache.begin(job)
+    assert priming is not None
+    for anchor_count, anchor in enumerate(priming.anchors, 1):
+        assert engine.cache.store.put(
+            priming.key, AnchorEntry(anchor, ()), priming.note(anchor_count)
+        )
+    engine.cache.end(priming, complete=True)
+
+
+def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[str, float]:
+    """Of an edit that comes while no other runs."""
+    manager = engine.manager
+
+    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+        begin = time.thread_time()
+        value = call()
+        return 1e3 * (time.thread_time() - begin), value
+
+    prepare = engine.prepared if prepared else lambda given: given
+    adapter = engine.adapter
+    prepare_ms, ready = timed(lambda: RequestState.of(prepare(job), lambda event: None, adapter))
+    with torch.inference_mode():
+        accept_ms, _ = timed(lambda: manager.accept(ready))
+        admit_ms, runs = timed(manager.schedule)
+    (edit,) = manager.running(*runs)
+    assert edit.status().kind == kind
+    manager.cancel(edit.request_id)
+    return {"prepare_ms": prepare_ms, "accept_ms": accept_ms, "admit_ms": admit_ms}

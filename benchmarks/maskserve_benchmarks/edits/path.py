@@ -1,0 +1,95 @@
+"""The path of an edit through Triton against the same parts called one after the other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from maskserve_benchmarks.edits.direct import Edit
+from maskserve_benchmarks.machine import stolen_s
+from maskserve_common.config import cores
+from maskserve_common.contracts.meta import STAGES
+
+T = TypeVar("T")
+Meta = dict[str, Any]
+
+
+def timed(call: Callable[..., T], *args: Any) -> tuple[float, T]:
+    """Milliseconds of a call, and what it returned."""
+    begin = time.perf_counter()
+    returned = call(*args)
+    return 1e3 * (time.perf_counter() - begin), returned
+
+
+class Round(NamedTuple):
+    """One edit, once each way. Milliseconds."""
+
+    through: float
+    """Triton."""
+    straight: float
+    """The same parts, called directly."""
+    stages: float
+    """Of `through`, what models say they spent."""
+    stolen: float
+    """By the machine's neighbours, summed over its processors."""
+
+
+def measure_path(
+    serve: Callable[[Edit], Meta], call: Callable[[Edit], Any], edits: list[Edit], count: int
+) -> dict[str, Any]:
+    """Both ways in turn, each before the other every second time.
+
+    Args:
+        serve: takes an edit through Triton and returns its META.
+        call: calls the same parts directly.
+        edits: taken in turn.
+        count: of rounds.
+    """
+    rounds = []
+    for number in range(count + 2):
+        edit, stolen = edits[number % len(edits)], stolen_s()
+        if number % 2:
+            (through, meta), (straight, _) = timed(serve, edit), timed(call, edit)
+        else:
+            (straight, _), (through, meta) = timed(call, edit), timed(serve, edit)
+        stages = sum(meta["timings_ms"][stage] for stage in STAGES)
+        rounds.append(Round(through, straight, stages, 1e3 * (stolen_s() - stolen)))
+    del rounds[:2]  # warm-up
+    took = sum(sample.through + sample.straight for sample in rounds)
+    calm = sorted(rounds, key=lambda each: each.stolen)[: max(1, count // 4)]
+    return {
+        "rounds": count,
+        "stolen_share": round(sum(sample.stolen for sample in rounds) / took / cores(), 4),
+        **_medians(rounds),
+        "calmest_quarter": {
+            "most_stolen_ms": round(calm[-1].stolen, 1),
+            **_medians(calm),
+        },
+    }
+
+
+def _medians(rounds: list[Round]) -> dict[str, Any]:
+    def median(of: Callable[[Round], float]) -> float:
+        return round(statistics.median(map(of, rounds)), 2)
+
+    through, straight = median(lambda r: r.through), median(lambda r: r.straight)
+    return {
+        "triton_p50_ms": through,
+        "direct_p50_ms": straight,
+        "added_p50_ms": round(through - straight, 2),
+        "added_p50_ci95_ms": _interval(rounds),
+        "added_median_of_pairs_ms": median(lambda r: r.through - r.straight),
+        "outside_stages_p50_ms": median(lambda r: r.through - r.stages),
+    }
+
+
+def _interval(rounds: list[Round]) -> list[float]:
+    """95 % of the differences of medians of as many rounds, drawn from these (bootstrap)."""
+    pairs = np.array([(sample.through, sample.straight) for sample in rounds])
+    drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
+    added = np.subtract(*np.moveaxis(np.median(pairs[drawn], axis=1), 1, 0))
+    return [round(float(end), 2) for end in np.percentile(added, (2.5, 97.5))]

@@ -1,0 +1,117 @@
+"""The files and functions of the product that one edit enters, all stages in one process.
+
+scripts/bench way_of_an_edit --json
+scripts/bench way_of_an_edit --calls 30      # the functions entered most often
+
+An edit of the demo model of 4 steps: dense, and a hit of a template that is cached. Of three edits
+of a kind the one with the fewest calls is told, as the engine's threads also do what is not the
+edit's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.edits.direct import Direct
+from maskserve_common.config_file import config_of
+from maskserve_common.imaging.images import encode_png
+
+STEPS = 4
+_KINDS = {"dense": "off", "cached": "require"}
+_TIMES = 3
+
+
+class Entered:
+    """Counts the calls of the product's functions, in every thread that begins after it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[CodeType] = Counter()
+        self._counting = False
+
+    def __enter__(self) -> Entered:
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def during(self, work: Any) -> Counter[CodeType]:
+        """The calls while `work` is done."""
+        self.calls = Counter()
+        self._counting = True
+        work()
+        self._counting = False
+        return Counter({code: n for code, n in self.calls.items() if _is_product(code)})
+
+    def _event(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and self._counting:
+            self.calls[frame.f_code] += 1
+
+
+def _is_product(code: CodeType) -> bool:
+    """A function of the product; comprehensions are no calls."""
+    path = Path(code.co_filename)
+    inside = any(path.is_relative_to(CHECKOUT / room) for room in ("engine", "model_repository"))
+    return inside and (not code.co_name.startswith("<") or code.co_name == "<lambda>")
+
+
+def measure() -> dict[str, Counter[CodeType]]:
+    """By kind of edit, how often each function was entered."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (128, 128, 3), dtype=np.uint8)
+    mask = np.zeros((128, 128), np.uint8)
+    mask[40:80, 40:72] = 255
+    edit = (encode_png(pixels), encode_png(mask), "a red star")
+    counts_by_kind = {}
+    with Entered() as entered:
+        worker = Direct(config_of({"model": {"path": str(DEMO_MODEL)}}))
+        worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
+        for kind, cache in _KINDS.items():
+            settings = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
+            worker.edit(edit, settings)  # primes the template, and warms up what is kept
+            counts = [
+                entered.during(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
+            ]
+            counts_by_kind[kind] = min(counts, key=Counter.total)
+        worker.engine.close(grace_s=1.0)
+    return counts_by_kind
+
+
+def summary(calls: Counter[CodeType]) -> dict[str, int]:
+    return {"files": len({code.co_filename for code in calls}), "calls": calls.total()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, of the cached hit")
+    parser.add_argument("--calls", type=int, default=0, help="functions to list")
+    options = parser.parse_args()
+    counts_by_kind = measure()
+    if options.json:
+        dense = {f"dense_{name}": n for name, n in summary(counts_by_kind["dense"]).items()}
+        print(json.dumps({**summary(counts_by_kind["cached"]), **dense}))
+        return 0
+    for kind, calls in counts_by_kind.items():
+        print(f"{kind}: {summary(calls)['files']} files, {summary(calls)['calls']} calls")
+        for code, n in calls.most_common(options.calls):
+            path = Path(code.co_filename).relative_to(CHECKOUT)
+            print(f"  {n:6} {path}:{code.co_firstlineno} {code.co_qualname}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Routers: times of decisions, polls and passed edits."""

@@ -1,0 +1,1 @@
+"""Steps of models with random weights: their times, bytes, kernels and counts."""

@@ -1,0 +1,324 @@
+"""How many kernels a step launches, by case: the engine's own code on a fake CUDA device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from maskserve_benchmarks.checkout import CHECKOUT
+from maskserve_benchmarks.steps.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_benchmarks.steps.launch_log import WEIGHTS, Log
+from maskserve_benchmarks.steps.replay import in_memory
+from maskserve_benchmarks.steps.step_rig import Bench, build_model
+from maskserve_benchmarks.steps.unet_rig import UnetBench, build_unet
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.packing import sparse_layout
+from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.families.mmdit.blocks import steps_ahead
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
+from maskserve_engine.families.unet.rows import UnetRow
+from maskserve_engine.layers.fp8 import FP8, Fp8Linear
+from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
+
+TABLE = CHECKOUT / "docs" / "benchmarks" / "kernels.json"
+"""The committed counts."""
+DOUBLE, SINGLE = 19, 38
+"""Blocks of FLUX.1-dev."""
+TOKENS, WIDTH = 4096, 3072
+"""Of an image of 1024x1024, and of the model."""
+BYTES = {"model": 2.0, "int8": 1.0, "float8": 1.0, "int4": 0.5 + 2 / 32}
+"""Per stored number; int4 has a scale of 2 bytes per 32."""
+STEPS = 28
+"""Of an edit, by default."""
+MIXED = (0.1, 0.2, 0.3, 0.11, 0.05, 0.35, 0.15, 0.25)
+"""Mask ratios of batches whose rows differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A steady step of FLUX.1-dev at 1024x1024."""
+
+    name: str
+    ratios: tuple[float | None, ...]
+    """Per row; None is a dense row."""
+    kind: str = "kv"
+    """Of all blocks; `mixed`: dense, project and kv in turn."""
+    format: str = "int8"
+    guided: bool = False
+    primes: bool = False
+    """A priming row beside the others."""
+    weights: str = "bf16"
+    """Form of the blocks' weights: `bf16` or `fp8`."""
+    loras: int = 0
+    """Of the first rows, each has one of its own, of rank 16."""
+    recorded: bool = False
+    """Whether steps are CUDA graphs, as far as they may be."""
+
+
+CASES = (
+    Case("dense, 1 row", (None,)),
+    Case("dense, 4 rows", (None,) * 4),
+    *(Case(f"kv {f}, 1 row", (0.11,), format=f) for f in ("model", "int8", "float8", "int4")),
+    Case("kv int8, 4 rows, mixed", MIXED[:4]),
+    Case("kv int8, 5 rows, mixed", MIXED[:5]),
+    Case("kv int8, 8 rows, mixed", MIXED),
+    Case("kv int4, 4 rows, mixed", MIXED[:4], format="int4"),
+    Case("kv int8, 3 rows beside a dense one", (0.1, 0.2, None, 0.11)),
+    Case("project int8, 1 row", (0.11,), "project"),
+    Case("project int8, 4 rows, mixed", MIXED[:4], "project"),
+    Case("project int8, 5 rows, mixed", MIXED[:5], "project"),
+    Case("mixed plan, int8, 1 row", (0.11,), "mixed"),
+    Case("mixed plan, int8, 4 rows, mixed", MIXED[:4], "mixed"),
+    Case("dense, 1 row, fp8", (None,), weights="fp8"),
+    Case("kv int8, 1 row, fp8", (0.11,), weights="fp8"),
+    Case("kv int8, 4 rows, mixed, fp8", MIXED[:4], weights="fp8"),
+    Case("dense, 1 guided row", (None,), guided=True),
+    Case("kv int8, 1 guided row", (0.11,), guided=True),
+    Case("kv int8, 2 rows beside a priming one", (0.1, 0.2), primes=True),
+    Case("dense, 1 row, graphs", (None,), recorded=True),
+    Case("kv int8, 1 row, graphs", (0.11,), recorded=True),
+    Case("kv int8, 1 row, fp8, graphs", (0.11,), weights="fp8", recorded=True),
+    Case("kv int8, 2 rows, mixed, graphs", MIXED[:2], recorded=True),
+    Case("kv int8, 1 guided row, graphs", (0.11,), guided=True, recorded=True),
+)
+
+
+@dataclass(frozen=True)
+class UnetCase:
+    """A steady step of a whole UNet at its native size; one pass per row unless guided."""
+
+    name: str
+    preset: str
+    ratios: tuple[float | None, ...]
+    kind: str = "kv"
+    format: str = "int8"
+    halo: int = 0
+    guided: bool = False
+    """Two passes per row."""
+    recorded: bool = True
+    """Whether steps are CUDA graphs, as far as they may be."""
+    loras: int = 0
+    """As of `Case`, of every layer."""
+    own: bool = False
+    """A step between anchors of the rows' own."""
+
+
+SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
+UNET_CASES = (
+    replace(SDXL_GUIDED, name="SDXL, kv int8, 1 guided row, no graphs", recorded=False),
+    SDXL_GUIDED,
+    UnetCase("SDXL, kv int8, 4 guided rows, mixed", "sdxl-1024", MIXED[:4], guided=True),
+    UnetCase("SD 2.1, dense, 1 row", "sd21-768", (None,)),
+    UnetCase("SD 2.1, kv int8, 1 row", "sd21-768", (0.11,)),
+    UnetCase("SD 2.1, kv int8, 4 rows, mixed", "sd21-768", MIXED[:4]),
+    UnetCase("SD 2.1, project int8, 1 row", "sd21-768", (0.11,), "project"),
+    UnetCase("SD 2.1, kv int8, 1 row, halo 4", "sd21-768", (0.11,), halo=4),
+    UnetCase("SDXL, kv int8, 1 guided row, halo 4", "sdxl-1024", (0.11,), halo=4, guided=True),
+    UnetCase(
+        "SDXL, kv int8, 4 guided rows, mixed, halo 4", "sdxl-1024", MIXED[:4], halo=4, guided=True
+    ),
+    UnetCase("SDXL, own int8, 1 guided row", "sdxl-1024", (0.11,), guided=True, own=True),
+    UnetCase("SDXL, dense, 1 row", "sdxl-1024", (None,)),
+    UnetCase("SDXL, kv int8, 1 row", "sdxl-1024", (0.11,)),
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Kernels of one step, in the mean."""
+
+    double: float
+    """Per double block."""
+    single: float
+    fixed: float
+    """Outside the blocks."""
+
+    @property
+    def step(self) -> int:
+        return round(DOUBLE * self.double + SINGLE * self.single + self.fixed)
+
+    @property
+    def per_block(self) -> float:
+        """Of the whole step, what is outside the blocks included."""
+        return round(self.step / (DOUBLE + SINGLE), 1)
+
+
+def count(case: Case) -> Counts:
+    """By taking steps of models of few blocks; blocks of one sort launch the same kernels."""
+    period = 3 if case.kind == "mixed" else 1
+    base, double, single = (
+        mean_launches(case, (1 + d * period, 1 + s * period)) for d, s in ((0, 0), (1, 0), (0, 1))
+    )
+    per_double, per_single = (double - base) / period, (single - base) / period
+    return Counts(per_double, per_single, base - per_double - per_single)
+
+
+def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
+    """Of the steps for which the first one computes the vectors."""
+    (first, later_step), steps = steady_steps(case, blocks), steps_of(case)
+    return (first.launches + (steps - 1) * later_step.launches) / steps
+
+
+def steps_of(case: Case) -> int:
+    """For how many steps of an edit vectors are computed at once."""
+    passes = len(case.ratios) * (2 if case.guided else 1) + case.primes
+    return min(STEPS, steps_ahead(passes))
+
+
+GROUPS = {
+    WEIGHTS: ("weights",),
+    "products": ("linear.", "fp8.write"),
+    "attention": ("attention.",),
+    "entries": ("scatter_kv.", "forward._hidden"),
+    "heads and order": ("qk_norm_rope.", "forward.attend", "packing."),
+    "norms and gates": ("blocks.", "modulation.", "fp8."),
+}
+"""Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
+none is `outside`."""
+NEEDED = (WEIGHTS, "products", "attention")
+"""Groups of which every byte must move, whatever is fused; so must each entry be read once."""
+
+
+def moved_bytes(case: Case) -> Counter[str]:
+    """Bytes that a step of the whole model moves, by group: counted as `count` does."""
+    base, double, single = (mean_bytes(case, blocks) for blocks in ((1, 1), (2, 1), (1, 2)))
+    whole: Counter[str] = Counter()
+    for group in {*base, *double, *single}:
+        of_double, of_single = double[group] - base[group], single[group] - base[group]
+        whole[group] = base[group] + (DOUBLE - 1) * of_double + (SINGLE - 1) * of_single
+    return whole
+
+
+def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
+    """Per group, of the steps for which the first one computes the vectors."""
+    (first, later_step), steps = steady_steps(case, blocks), steps_of(case)
+    mean: Counter[str] = Counter()
+    for log, times in ((first, 1), (later_step, steps - 1)):
+        for place, nbytes in log.nbytes.items():
+            mean[_group(place)] += nbytes * times // steps
+    return mean
+
+
+def _group(place: str) -> str:
+    begins = [(begin, group) for group, begins in GROUPS.items() for begin in begins]
+    fits = [candidate for candidate in begins if place.startswith(candidate[0])]
+    return max(fits, key=lambda each: len(each[0]))[1] if fits else "outside"
+
+
+def entry_bytes(case: Case) -> int:
+    """Bytes of the entries that a step of the whole model reads, each once."""
+    cached_share = sum(1.0 - ratio for ratio in case.ratios if ratio is not None)
+    parts = {"kv": 2, "project": 1}.get(case.kind, 0)
+    return round(cached_share * TOKENS * WIDTH * parts * (DOUBLE + SINGLE) * BYTES[case.format])
+
+
+@cache  # what is counted of a case and what it copies are of the same steps
+def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
+    """What steps of rows that were packed before ask of the device: one that computes the vectors
+    of those ahead, and one that does not.
+    """
+    with FakeCuda() as cuda:
+        bench = fake_bench(blocks, case.format)
+        if case.weights == "fp8":
+            bench.weights = map_linears(bench.weights, _in_fp8)
+        if case.recorded:
+            recorder = Graphs.on(DEVICE, torch.bfloat16)
+            bench.weights = replace(bench.weights, graphs=recorder, placed_bytes=0)
+        bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
+        rows = make_rows(bench, case)
+        step = partial(bench.step, rows, kinds_of(case, bench.blocks))
+        for _ in range(3 if case.recorded else 1):  # the second one is recorded, the third taken
+            step()
+        for row in rows:
+            row.step = 0
+        logs = []
+        for _ in range(2):
+            if case.primes:
+                bench.batch = None  # each anchor has tokens of its own: packed anew
+            with cuda.watch() as log:
+                step()
+            logs.append(log)
+    return logs[0], logs[1]
+
+
+def _in_fp8(at: str, product: Linear) -> Linear:
+    """A product of a block with weights in FP8, as torchao makes them; others as they are."""
+    if "_blocks." not in at or not isinstance(product, PlainLinear):
+        return product
+    weight = torch.empty(product.weight.shape, dtype=FP8, device=DEVICE)
+    scale = torch.empty(len(weight), 1, device=DEVICE)
+    return Fp8Linear(weight, scale, product.bias, torch.bfloat16)
+
+
+def unet_step(case: UnetCase) -> tuple[Log, int]:
+    """What a step of rows that were packed before asks of the device, and the model's blocks."""
+    with FakeCuda() as cuda:
+        bench, rows = _unet_rows(case)
+        return _steady(cuda, bench, rows, case.kind), bench.blocks
+
+
+def unet_turn(case: UnetCase) -> tuple[Log, Log]:
+    """What such a step asks of the device, and one at which all rows turn to another entry."""
+    with FakeCuda() as cuda:
+        bench, rows = _unet_rows(case)
+        steady = _steady(cuda, bench, rows, case.kind)
+        for row in rows:
+            assert row.inactive is not None
+            row.entry = in_memory(bench.entry, row.inactive.selection, whole=True)
+        with cuda.watch() as turned:
+            bench.step(rows, case.kind)
+    return steady, turned
+
+
+def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
+    model = fake_weights(build_unet(case.preset, torch.bfloat16, torch.device("meta")))
+    steps, plan = (9, OwnPlan(frozenset({0}), case.format, text=False)) if case.own else (1, None)
+    bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model, steps)
+    if case.recorded:
+        recorder = Graphs.on(DEVICE, torch.bfloat16)
+        bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
+    bench.fill_entry(case.kind)
+    rows = [
+        bench.row(ratio, seed, guided=case.guided, own=plan)
+        for seed, ratio in enumerate(case.ratios)
+    ]
+    for row in rows[: case.loras]:
+        row.adapters = ((bench.lora(16), 0.8),)
+    if case.own:
+        bench.anchor(rows, case.kind)
+    return bench, rows
+
+
+def _steady(cuda: FakeCuda, bench: UnetBench, rows: list[UnetRow], kind: str) -> Log:
+    for _ in range(3):  # the first asks for each kernel, the second records them
+        with cuda.watch() as log:
+            bench.step(rows, kind)
+    return log
+
+
+def fake_bench(blocks: tuple[int, int], format: str, preset: str = "flux-1024") -> Bench:
+    """A preset's model with so many double and single blocks; call inside FakeCuda."""
+    sparse_layout.cache_clear()  # its tensors belong to the device before
+    model = fake_weights(build_model(preset, blocks, torch.bfloat16, torch.device("meta")))
+    return Bench(preset, blocks, torch.bfloat16, DEVICE, format, model, STEPS)
+
+
+def make_rows(bench: Bench, case: Case) -> list[FlowRow | FlowPrimingRow]:
+    rows: list[FlowRow | FlowPrimingRow] = []
+    for seed, ratio in enumerate(case.ratios):
+        row = bench.row(ratio, seed)
+        row.recorded = case.recorded
+        if seed < case.loras:
+            row.adapters = ((bench.lora(16), 0.8),)
+        rows.append(bench.guided(row) if case.guided else row)
+    return [*rows, bench.priming_row()] if case.primes else rows
+
+
+def kinds_of(case: Case, blocks: int) -> Sequence[str]:
+    if case.kind != "mixed":
+        return (case.kind,) * blocks
+    return [("dense", "project", "kv")[i % 3] for i in range(blocks)]

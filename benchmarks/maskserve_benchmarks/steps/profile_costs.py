@@ -1,0 +1,389 @@
+"""What steps take on one device of a worker and on several, fitted, for `[engine] costs`; and how
+near what a worker then foretells is to what it takes.
+
+    python scripts/bench profile_costs --devices 2 --out costs.json
+
+A worker of several devices (a process of one thread each, or a GPU) steps edits of some sizes,
+dense and cached, in gangs of every degree, all devices busy at all degrees. The law of
+`planning/degree_costs.py` is fitted to them: seconds from the FLOPs, bytes and calls of a device.
+Then another worker starts with what was found, says before its first step what edits of other sizes
+will take, and takes them.
+
+`--clock cpu` counts the processor time of the ranks instead, per device: on a machine that others
+use it tells whether the law holds. A profile for a worker is by the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from PIL import Image
+from scipy.optimize import nnls
+
+from maskserve_benchmarks.edits.direct import Direct, Edit
+from maskserve_benchmarks.edits.edit import large_model
+from maskserve_benchmarks.machine import machine
+from maskserve_benchmarks.reports import about, table, write_json
+from maskserve_common.config import Config
+from maskserve_common.config_file import config_of, read_toml
+from maskserve_common.line_fit import Line
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.planning.cost_profile import CostProfile
+from maskserve_engine.planning.degree_costs import (
+    DEGREES,
+    ExchangeCosts,
+    busiest,
+    calls,
+    sent_bytes,
+    uneven_flops,
+)
+from maskserve_engine.planning.flops import ModelWork, RowTokens
+from maskserve_engine.scheduling.gangs.scheduler import GangScheduler
+from maskserve_engine.scheduling.gangs.work import GangPlan, Work
+from maskserve_engine.scheduling.step_scheduler import Run
+
+_UNSETTLED = 2
+"""First steps of an edit, which set kernels and vectors up."""
+_SAID_S = 60.0
+"""In which a worker says what an edit's step will take."""
+_LEAST_S = 1e-15
+"""Per byte: exchanges of which nothing was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was measured of edits of one size at one degree."""
+
+    side: int
+    cached: bool
+    degree: int
+    flops: float
+    """Of the device that computes most."""
+    sent: float
+    """Bytes that the busiest device sends or gets."""
+    calls: int
+    seconds: float
+    """Of a step that nothing else made longer: of the faster half of those taken."""
+    mean: float
+    """Of all steps taken."""
+    foretold: float
+    """By the worker, before its first step."""
+
+    @property
+    def apart(self) -> float:
+        """Of what was foretold, relative."""
+        return self.foretold / self.seconds - 1.0
+
+
+class GivenGangs:
+    """A `GangPolicy`: each edit has the devices that it is given by name, none of them: it waits;
+    others have the first.
+    """
+
+    def __init__(self) -> None:
+        self.devices: dict[str, tuple[int, ...]] = {}
+        self.foretold: dict[str, Future[tuple[float, ...]]] = {}
+        """Seconds of a step by degree, as the worker's ticket says."""
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        busy = sum({work.gang for work in works if work.until is not None})
+        runs = []
+        for work in works:
+            name = work.ticket.request_id
+            if name in self.foretold:
+                self.foretold.pop(name).set_result(work.ticket.seconds)
+            devices = self.devices.get(name, (0,))
+            if not devices:
+                continue
+            gang = sum(1 << device for device in devices)
+            if work.until is None and not gang & busy:
+                busy |= gang
+                runs.append(Run((work.ticket,), devices))
+        return GangPlan(tuple(runs))
+
+
+class Worker:
+    """A worker whose edits have the devices that they are given.
+
+    Args:
+        config: of it.
+        by_processor: count the ranks' processor time instead of the time that passes.
+    """
+
+    def __init__(self, config: Config, *, by_processor: bool) -> None:
+        self.policy, self._numbers = GivenGangs(), itertools.count()
+        self._devices = config.engine.devices
+        self._parts = Direct(
+            config,
+            lambda rows, waiting, share: GangScheduler(self.policy, self._devices, rows, waiting),
+        )
+        executor = self._parts.engine.executor
+        assert isinstance(executor, GangExecutor)
+        self.exchange = executor.exchange
+        self._by_processor = by_processor
+        below = psutil.Process().children(recursive=True)
+        self._ranks = [
+            process for process in below if "maskserve_engine.gangs.rank" in process.cmdline()
+        ]
+
+    def close(self) -> None:
+        self._parts.engine.close(10.0)
+
+    def costs(self) -> Any:
+        """As the worker has them by now."""
+        return self._parts.engine._step_runner.planner.costs.model
+
+    def edits(self, side: int, count: int, steps: int, *, cached: bool) -> list[EditJob]:
+        """Of one picture, a tenth of it masked."""
+        rng = np.random.default_rng(side)
+        mask = np.zeros((side, side), dtype=np.uint8)
+        mask[: side // 4, : side * 2 // 5] = 255
+        edit: Edit = (_png(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)), _png(mask), "")
+        settings = {
+            "num_inference_steps": steps,
+            "progress": True,
+            "cache": "require" if cached else "off",
+        }
+        jobs = self._parts.jobs([edit] * count, settings)
+        names = [f"profile-{next(self._numbers)}" for _ in jobs]
+        return [
+            replace(job, request=replace(job.request, request_id=name))
+            for job, name in zip(jobs, names, strict=True)
+        ]
+
+    def foretold(self, side: int, *, cached: bool) -> tuple[float, ...]:
+        """Seconds of a step by degree, as the worker foretells them now."""
+        [job] = self.edits(side, 1, 2, cached=cached)
+        name = job.request.request_id
+        self.policy.devices[name] = ()
+        future = self.policy.foretold[name] = Future()
+        self._parts.engine.submit(job, lambda event: None)
+        seconds: tuple[float, ...] = future.result(_SAID_S)
+        self._parts.engine.cancel(name)
+        return seconds
+
+    def measure(
+        self, side: int, degree: int, steps: int, foretold: float, *, cached: bool
+    ) -> Point:
+        """Edits of one size on all devices, as many at once as there are gangs of the degree."""
+        jobs = self.edits(side, self._devices // degree, steps, cached=cached)
+        for number, job in enumerate(jobs):
+            first = number * degree
+            self.policy.devices[job.request.request_id] = tuple(range(first, first + degree))
+        clock = self._processor_s if self._by_processor else None
+        ended = self._parts.run(jobs, clock) if clock else self._parts.run(jobs)
+        step_s = [np.diff(times[_UNSETTLED:]) for times in ended]
+        all_step_s = np.sort(np.concatenate(step_s))
+        mean = seconds = float(all_step_s.mean())
+        if not self._by_processor:  # what else the machine does makes a step longer, never shorter
+            seconds = float(all_step_s[: (len(all_step_s) + 1) // 2].mean())
+        work, row = self._counted(jobs[0], cached=cached)
+        kind = "kv" if cached else "dense"
+        return Point(
+            side,
+            cached,
+            degree,
+            work.step_flops([row], kind) / degree + uneven_flops(work, row, kind, degree),
+            sent_bytes(work, row, degree, self.exchange.value_bytes) * busiest(work.heads, degree),
+            calls(work, degree),
+            seconds,
+            mean,
+            foretold,
+        )
+
+    def prime(self, side: int) -> None:
+        self._parts.run(self.edits(side, 1, 2, cached=True))
+
+    def _counted(self, job: EditJob, *, cached: bool) -> tuple[ModelWork, RowTokens]:
+        adapter = self._parts.engine.adapter
+        _, height, width = job.moments.shape
+        tokens = adapter.tokens(job)
+        active = float(tokens.active if cached else tokens.total)
+        text = float(len(job.conditioning["prompt_embeds"]))
+        return adapter.work(height, width), RowTokens((active,), text)
+
+    def _processor_s(self) -> float:
+        """Of all ranks so far, per device."""
+        total = 0
+        for rank in self._ranks:
+            for thread in Path(f"/proc/{rank.pid}/task").iterdir():
+                total += int((thread / "schedstat").read_text().split()[0])
+        return total * 1e-9 / self._devices
+
+
+def fitted(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
+    """The law through what was measured: least squares of relative errors, nothing negative."""
+    seconds = np.array([point.seconds for point in points])
+    counted = np.array([(1.0, p.flops, p.sent, p.calls) for p in points])
+    # Columns of like size: FLOPs and calls are ten powers apart.
+    scale = counted.max(axis=0)
+    scale[scale == 0.0] = 1.0
+    coefficients, _ = nnls(counted / scale / seconds[:, None], np.ones(len(points)))
+    fixed, per_flop, per_byte, call = map(float, coefficients / scale)
+    errors = counted @ (coefficients / scale) - seconds
+    r2 = 1.0 - float(errors @ errors) / float(np.square(seconds - seconds.mean()).sum())
+    line = Line(fixed, per_flop, r2, len(points))
+    return line, ExchangeCosts(1.0 / max(per_byte, _LEAST_S), call)
+
+
+def measured(worker: Worker, sides: Sequence[int], args: argparse.Namespace) -> list[Point]:
+    """All sizes, kinds and degrees, in changing order; of each the median of so many rounds."""
+    for side in sides:
+        worker.prime(side)
+    kinds = list(itertools.product(sides, (False, True)))
+    foretold = {case: worker.foretold(case[0], cached=case[1]) for case in kinds}
+    cases = [(*case, at) for case in kinds for at in range(args.devices.bit_length())]
+    rounds: list[list[Point]] = [[] for _ in cases]
+    rng = np.random.default_rng(args.seed)
+    for _ in range(args.rounds):
+        for number in rng.permutation(len(cases)):
+            side, cached, at = cases[number]
+            predicted_s = foretold[side, cached][at]
+            rounds[number].append(
+                worker.measure(side, 1 << at, args.steps, predicted_s, cached=cached)
+            )
+    return [
+        replace(
+            of_it[0],
+            seconds=statistics.median(point.seconds for point in of_it),
+            mean=statistics.median(point.mean for point in of_it),
+        )
+        for of_it in rounds
+    ]
+
+
+def _png(pixels: Any) -> bytes:
+    out = BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def _told(points: Sequence[Point]) -> str:
+    rows = [
+        (
+            point.side,
+            "cached" if point.cached else "dense",
+            point.degree,
+            f"{1e3 * point.seconds:.1f}",
+            f"{1e3 * point.foretold:.1f}",
+            f"{100 * point.apart:+.0f} %",
+        )
+        for point in points
+    ]
+    return table(("side", "row", "devices", "ms", "foretold, ms", "apart"), rows)
+
+
+def _summary(points: Sequence[Point]) -> dict[str, float]:
+    """How far what was foretold is from what was measured, relative."""
+    errors = [abs(point.apart) for point in points]
+    return {"median": round(statistics.median(errors), 3), "most": round(max(errors), 3)}
+
+
+def worker_config(args: argparse.Namespace, model: Path, costs: str) -> Config:
+    """Of the worker that is profiled: cached rows take their entries whatever that costs."""
+    tables = read_toml(args.config) if args.config else {}
+    engine = {"devices": args.devices, "policy": "deadline", "costs": costs, "warm_up": False}
+    return config_of(
+        {
+            **tables,
+            "model": {**tables.get("model", {}), "path": str(model)},
+            "engine": {**tables.get("engine", {}), **engine},
+            "cache": {**tables.get("cache", {}), "plan": "fixed", "dense_above_ratio": 1.0},
+        }
+    )
+
+
+def profiled(
+    args: argparse.Namespace, model: Path, sides: Sequence[int], costs: str = ""
+) -> tuple[list[Point], CostProfile]:
+    """What a worker of this model takes, and the law through it.
+
+    Args:
+        args: as of the command.
+        model: folder.
+        sides: of the edits.
+        costs: file that the worker starts with; empty: an estimate.
+    """
+    by_processor = args.clock == "cpu"
+    worker = Worker(worker_config(args, model, costs), by_processor=by_processor)
+    try:
+        points = measured(worker, sides, args)
+        line, exchange = fitted(points)
+        measured_costs = replace(worker.costs(), compute=line, source="measured")
+    finally:
+        worker.close()
+    value_bytes = worker.exchange.value_bytes
+    return points, CostProfile(measured_costs, replace(exchange, value_bytes=value_bytes))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="folder; none: FLUX Fill of width 512, random")
+    parser.add_argument("--config", type=Path, help="TOML file of the worker")
+    parser.add_argument("--devices", type=int, default=2, choices=DEGREES[1:])
+    parser.add_argument("--sides", type=int, nargs="+", default=[64, 96, 128], help="pixels")
+    parser.add_argument("--fresh", type=int, nargs="*", default=[80, 112], help="sides foretold")
+    parser.add_argument("--steps", type=int, default=12, help="of each edit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write the profile here, for [engine] costs")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    args = parser.parse_args(arguments)
+    if args.steps < _UNSETTLED + 3:
+        parser.error(f"--steps: accepted: {_UNSETTLED + 3} or more")
+    if args.out and args.clock == "cpu":
+        parser.error("--out: a worker's profile is by the wall clock; leave --clock out")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        model = args.model or large_model(folder / "model")
+        file = folder / "costs.json"
+        report: dict[str, Any] = about(machine())
+        points, profile = profiled(args, model, args.sides)
+        file.write_text(profile.text() + "\n", encoding="utf-8")
+        if args.out:
+            args.out.write_text(profile.text() + "\n", encoding="utf-8")
+        line, exchange = profile.costs.compute, profile.exchange
+        print(
+            f"{1e3 * line.fixed:.2f} ms + {1e12 * line.per_unit:.3f} s/TFLOP + "
+            f"{1e9 / exchange.bytes_per_second:.3g} ns/B + {1e6 * exchange.call_seconds:.0f} us "
+            f"per call; R2 {line.r2:.4f}, {line.samples} points"
+        )
+        report |= {"profile": json.loads(profile.text()), "measured": _figures(points)}
+        report |= {"summary": {"estimated": _summary(points)}}
+        if args.fresh:
+            fresh, _ = profiled(args, model, args.fresh, str(file))
+            print(_told(fresh))
+            report |= {"fresh": _figures(fresh)}
+            report["summary"]["profiled"] = _summary(fresh)
+            print(json.dumps(report["summary"]))
+    write_json(report, args.json)
+    return 0
+
+
+def _figures(points: Sequence[Point]) -> list[dict[str, Any]]:
+    return [{**asdict(point), "apart": round(point.apart, 3)} for point in points]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,463 @@
+"""A transformer of true width with random weights, and synthetic rows and entries for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.published_models import (
+    KLEIN_4B,
+    KLEIN_9B,
+    QWEN_21,
+    QWEN_2511,
+    QWEN_EDIT_SHOWN,
+    QWEN_IMAGE,
+    QWEN_PLUS_SHOWN,
+    Z_IMAGE,
+)
+from maskserve_benchmarks.steps.replay import in_memory
+from maskserve_common.config import CacheConfig
+from maskserve_common.contracts.keys import STILL, Anchor
+from maskserve_engine.batch.sequence_parallel import Exchange
+from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
+from maskserve_engine.cache.loader import Selection
+from maskserve_engine.families.flux.adapter import FluxBatch
+from maskserve_engine.families.flux2.adapter import ids_of
+from maskserve_engine.families.flux2.weights import places_of as flux2_places
+from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
+from maskserve_engine.families.mmdit.batch import FlowBatch
+from maskserve_engine.families.mmdit.blocks import AHEAD, FluxStep
+from maskserve_engine.families.mmdit.preparation import FlowTemplate
+from maskserve_engine.families.mmdit.rows import (
+    FlowInactive,
+    FlowPrimingRow,
+    FlowRow,
+    Negative,
+    OwnOutside,
+    References,
+)
+from maskserve_engine.families.mmdit.schedule import Schedule, Walk
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.mmdit.weights import places_of as flux_places
+from maskserve_engine.families.qwen_image.adapter import QwenImageBatch
+from maskserve_engine.families.qwen_image.weights import places_of as qwen_places
+from maskserve_engine.families.qwen_image.weights import weights_of as qwen_weights
+from maskserve_engine.families.qwen_image21.adapter import QwenImage21Batch, places_of_pictures
+from maskserve_engine.families.qwen_image21.adapter import rotary as qwen21_rotary
+from maskserve_engine.families.qwen_image21.weights import places_of as qwen21_places
+from maskserve_engine.families.qwen_image21.weights import weights_of as qwen21_weights
+from maskserve_engine.families.specs import FAMILIES as FACTS
+from maskserve_engine.families.z_image.adapter import ZImageBatch, positions_of, rotary
+from maskserve_engine.families.z_image.blocks import ZImageStep
+from maskserve_engine.families.z_image.weights import ZImageWeights
+from maskserve_engine.families.z_image.weights import places_of as z_image_places
+from maskserve_engine.layers.low_rank import Factors, LowRankSet, Place, low_rank_set
+
+
+def _angles(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[N, head_dim / 2] complex factors of FLUX's positions."""
+    cos, sin = model.pos_embed(ids)
+    return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+
+
+def _flux_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    ids = torch.zeros(text + pictures * height * width, 3)
+    ids[text:] = torch.cartesian_prod(*map(torch.arange, (pictures, height, width)))
+    return _angles(model, ids.to(model.device))
+
+
+def _flux2_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    return _angles(model, ids_of(pictures, height, width, text).to(model.device))
+
+
+def _qwen_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    size = [(1, height, width)] * pictures
+    image, words = model.pos_embed([size], device=model.device, max_txt_seq_len=text)
+    return torch.cat((words, image))
+
+
+def _z_image_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    return rotary(model, positions_of(height, width, text, 0), model.device)
+
+
+def _qwen21_cis(model: Any, pictures: int, height: int, width: int, text: int) -> torch.Tensor:
+    return qwen21_rotary(model, places_of_pictures(height, width)).to(model.device)
+
+
+class Family(NamedTuple):
+    """What of a bench is its family's."""
+
+    model: str
+    """Its class in diffusers."""
+    weights: Callable[[Any], Any]
+    batch: type[FlowBatch[Any]]
+    step: type
+    places: Callable[[Any], Mapping[str, Place]]
+    cis: Callable[[Any, int, int, int, int], torch.Tensor]
+    """[T + pictures · height · width, head_dim / 2] of a model, pictures, height, width, text."""
+    blocks: tuple[str, ...] = ("num_layers", "num_single_layers")
+    """Of its config.json, what says how many blocks of each sort there are."""
+    leaves_text: bool = True
+    """Whether steps between anchors of a row's own may leave it out."""
+
+
+FAMILIES = {
+    "flux": Family(
+        "FluxTransformer2DModel", FluxWeights.of, FluxBatch, FluxStep, flux_places, _flux_cis
+    ),
+    "flux2": Family(
+        "Flux2Transformer2DModel", flux2_weights, FluxBatch, FluxStep, flux2_places, _flux2_cis
+    ),
+    "qwen_image": Family(
+        "QwenImageTransformer2DModel", qwen_weights, QwenImageBatch, FluxStep, qwen_places,
+        _qwen_cis, ("num_layers",),
+    ),
+    "qwen_image21": Family(
+        "QwenImage21Transformer2DModel", qwen21_weights, QwenImage21Batch, FluxStep,
+        qwen21_places, _qwen21_cis, ("num_layers",), leaves_text=False,
+    ),
+    "z_image": Family(
+        "ZImageTransformer2DModel", ZImageWeights.of, ZImageBatch, ZImageStep, z_image_places,
+        _z_image_cis, ("n_refiner_layers", "n_layers"), leaves_text=False,
+    ),
+}  # fmt: skip
+
+_KLEIN: dict[str, Any] = {"grid": (64, 64), "text": 512, "references": 1, "family": "flux2"}
+_QWEN: dict[str, Any] = {"grid": (64, 64), "text": 64, "family": "qwen_image"}
+PRESETS: dict[str, dict[str, Any]] = {
+    "flux-1024": {"grid": (64, 64), "text": 512},
+    "flux-512": {"grid": (32, 32), "text": 512},
+    "flux-256": {"grid": (16, 16), "text": 64},
+    "demo": {"grid": (16, 16), "text": 16},
+    "demo-narrow": {"grid": (4, 4), "text": 2},
+    "small": {"grid": (24, 24), "text": 32},
+    "medium": {"grid": (24, 24), "text": 32},
+    "kontext-1024": {"grid": (64, 64), "text": 512, "references": 1},
+    "klein-4b-1024": {**_KLEIN, "config": KLEIN_4B},
+    "klein-9b-1024": {**_KLEIN, "config": KLEIN_9B},
+    "klein-9b-kv-1024": {**_KLEIN, "config": KLEIN_9B, "exact": True},
+    "qwen-image-1024": {**_QWEN, "config": QWEN_IMAGE},
+    "qwen-edit-1024": {**_QWEN, "config": QWEN_IMAGE, "references": 1, "shown": QWEN_EDIT_SHOWN},
+    "qwen-2511-1024": {**_QWEN, "config": QWEN_2511, "references": 1, "shown": QWEN_PLUS_SHOWN},
+    # Its prompt is said once: of a step's 8,200 keys 64 or so.
+    "qwen-2.1-1024": {
+        "grid": (64, 64),
+        "text": 0,
+        "references": 1,
+        "exact": True,
+        "family": "qwen_image21",
+        "config": QWEN_21,
+    },
+    "z-image-1024": {"grid": (64, 64), "text": 64, "family": "z_image", "config": Z_IMAGE},
+}
+
+NO_TEXT = "no-text"
+"""In the place of a kind: `kv`, between anchors of the rows' own, which leave out the text if they
+may."""
+SMALL = {
+    "num_layers": 4,
+    "num_single_layers": 8,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 64,
+    "axes_dims_rope": (8, 28, 28),
+    "guidance_embeds": True,
+}
+"""A FLUX of which a step is short on a CPU: many blocks, as pipelining needs, of little width."""
+NARROW = {"attention_head_dim": 8, "num_attention_heads": 1, "axes_dims_rope": (4, 2, 2)}
+"""Of the demo model with next to nothing to compute: what is left is asking for operations."""
+MEDIUM = {**SMALL, "num_attention_heads": 8}
+"""A FLUX of which a dense step takes over half a second on one core of a CPU."""
+
+
+class Bench:
+    """A transformer and synthetic rows of it.
+
+    Args:
+        preset: a key of PRESETS.
+        blocks: (double, single) blocks to keep; None keeps all.
+        dtype: of weights, activations and entries in model format.
+        device: where it runs.
+        format: storage format of entries.
+        model: of `preset` and `blocks`; made if not given.
+        steps: of each row, which then begins anew. Some of a step's work is done for AHEAD
+            steps or more.
+    """
+
+    def __init__(
+        self,
+        preset: str,
+        blocks: tuple[int, int] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: str,
+        model: Any = None,
+        steps: int = AHEAD,
+    ) -> None:
+        preset_options = PRESETS[preset]
+        self.grid, self.text, name = (
+            preset_options["grid"],
+            preset_options["text"],
+            preset_options.get("family", "flux"),
+        )
+        self.shown: int = preset_options.get("shown", 0)
+        """Text tokens besides, which are the source's: cached rows read them."""
+        self.family = FAMILIES[name]
+        self.references: int = preset_options.get("references", 0)
+        self.exact: bool = preset_options.get("exact", False)
+        self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
+        self.model = model or build_model(preset, blocks, dtype, device)
+        self.config = dict(self.model.config)
+        room = CacheConfig().placed_on(device.type)
+        self.weights = replace(self.family.weights(self.model), placed_bytes=room)
+        self.blocks = len(self.weights.blocks)
+        size = 2 * self.grid[0], 2 * self.grid[1]
+        as_flux: Any = getattr(FACTS[name], "as_flux", dict)
+        self.work = FACTS[name].count(
+            as_flux(self.config),
+            *size,
+            0,
+            recorded=False,
+            references=self.references,
+            exact=self.exact,
+        )
+        if self.shown:
+            self.work = self.work.looking_at(self.shown)
+        self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
+        self._still: dict[str, AnchorEntry] = {}
+        self.batch: FlowBatch[Any] | None = None
+
+    def fill_entry(self, kind: str) -> None:
+        """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
+        self.entry = self._made(Anchor(0.5, 500.0), kind, self.work.tokens[0], self.format)
+
+    def _made(self, anchor: Anchor, kind: str, tokens: int, format: str) -> AnchorEntry:
+        def coded() -> Any:
+            return encode(self._random(tokens, self.weights.width), format)
+
+        blocks = []
+        for _ in range(self.blocks):
+            hidden = coded() if kind in ("project", "both") else None
+            keys, values = (coded(), coded()) if kind in ("kv", "both") else (None, None)
+            blocks.append(BlockEntry(hidden, keys, values))
+        return AnchorEntry(anchor, tuple(blocks))
+
+    def _seen(self, format: str) -> References | None:
+        """References that see nothing of a row, with keys and values in a format."""
+        if not self.exact:
+            return None
+        count, entries = self.work.still, self._still
+        if format not in entries:
+            entries[format] = self._made(STILL, "kv", count, format)
+        tokens = self._random(count, self._channels[0])
+        return References(tokens, self._cis[-count:], entries[format])
+
+    def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
+        """A dense row (None), or a cached one with random active tokens."""
+        tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
+        words, reference_tokens = self.shown + self.text, self.work.context - self.shown
+        cis = self._cis[: words + tokens + reference_tokens]
+        extra = channels - out
+        condition = self._random(tokens, extra) if extra else None
+        context = self._random(reference_tokens, out) if reference_tokens else None
+        row = FlowRow(
+            request_id=str(seed),
+            schedule=Schedule(
+                torch.linspace(0.5, 0.45, self.steps + 1, device=self.device),
+                (Walk(500.0, 0.5, -0.05 / self.steps),) * self.steps,
+            ),
+            grid=self.grid,
+            text=self._random(words, self.weights.width),
+            pooled=self._pooled(),
+            guidance=3.5 if self.config.get("guidance_embeds") else None,
+            cis=cis,
+            latents=self._random(tokens, out),
+            condition=condition,
+            blend=None,
+            context=context,
+            timeless=bool(self.config.get("zero_cond_t")),
+            # A dense row as diffusers' own cache has it.
+            references=self._seen("model" if mask_ratio is None else self.format),
+        )
+        if mask_ratio is None:
+            return row
+        order = np.random.default_rng(seed).permutation(tokens)
+        count = max(1, round(mask_ratio * tokens))
+        active = torch.from_numpy(np.sort(order[:count])).to(self.device)
+        cached_ids = np.sort(order[count:])
+        read_ids = np.concatenate(
+            (cached_ids, np.arange(tokens, tokens + reference_tokens + self.shown))
+        )
+        image, index = (torch.from_numpy(ids).to(self.device) for ids in (cached_ids, read_ids))
+        template = FlowTemplate(row.latents, self._random(tokens, out), condition, context)
+        selection = Selection([read_ids])
+        places = torch.cat((cis[words:], cis[: self.shown]))[index]
+        row.inactive = FlowInactive(
+            active, index, template.take(image), places, selection, self.shown
+        )
+        row.context = None
+        row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
+        row.cis = torch.cat((cis[:words], cis[words:][active]))
+        row.latents = row.latents[active]
+        row.condition = None if condition is None else condition[active]
+        return row
+
+    def anchored_row(self, ratio: float, seed: int) -> FlowRow:
+        """A row that has taken two anchors of its own, and the first step behind them."""
+        row = self.row(ratio, seed)
+        assert row.inactive is not None
+        outside: Any = row.inactive.outside
+        cached_count = len(row.inactive.index) - self.shown
+        row.inactive = replace(
+            row.inactive,
+            outside=OwnOutside(
+                outside.clean, outside.condition, None, outside.clean, outside.context
+            ),
+            index=row.inactive.index[:cached_count],
+            cis=row.inactive.cis[:cached_count],
+            shown=0,
+        )
+        sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
+        walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
+        row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
+        row.own = OwnAnchors(OwnPlan(frozenset({0, 2}), self.format, self.family.leaves_text))
+        for step in (0, 2):
+            self.at_anchor(row, step)
+        row.entry = OwnReader(row, self.blocks).turn_to(3)
+        self.between([row], 3)
+        return row
+
+    def at_anchor(self, row: FlowRow, step: int) -> None:
+        """An anchor of such a row."""
+        row.entry, row.step = None, step
+        self.step([row], "kv")
+
+    def between(self, rows: Sequence[FlowRow], step: int) -> None:
+        """A step of such rows that is none: the third one, or one behind it."""
+        for row in rows:
+            row.step = step
+        self.step(rows, "kv")
+
+    def lora(self, rank: int) -> LowRankSet:
+        """A random one of every linear layer of the blocks."""
+        factors = {
+            name: Factors(self._random(rank, place.shape[1]), self._random(place.shape[0], rank))
+            for name, place in self.family.places(self.model).items()
+            if "transformer_blocks" in name
+        }
+        return low_rank_set(factors, self.family.places(self.model), self.device, self.dtype)
+
+    def guided(self, row: FlowRow) -> FlowRow:
+        """The row with a negative prompt: it takes a second pass."""
+        text = self._random(self.shown + self.text, self.weights.width)
+        row.negative = Negative(text, self._pooled(), 3.0)
+        return row
+
+    def priming_row(self) -> FlowPrimingRow:
+        """A template whose keys, values and hidden states are recorded at one anchor."""
+        row, text_tokens = self.row(None, 0), self.shown or self.text
+        return FlowPrimingRow(
+            request_id="prime",
+            template=FlowTemplate(
+                row.latents, torch.empty_like(row.latents), row.condition, row.context
+            ),
+            anchors=(self.entry.anchor,),
+            sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
+            text=row.text[:text_tokens],
+            embeds=row.text,
+            pooled=row.pooled,
+            guidance=row.guidance,
+            cis=torch.cat((row.cis[:text_tokens], row.cis[self.shown + self.text :])),
+            kinds=(frozenset({"kv"} if self.shown else {"h", "kv"}),) * self.blocks,
+            format=self.format,
+            references=row.references,
+            shown=self.shown,
+            timeless=row.timeless,
+        )
+
+    def step(
+        self,
+        rows: Sequence[FlowRow | FlowPrimingRow],
+        kind: str | Sequence[str],
+        *,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """What the engine does with a batch at one step; `kind` of all blocks or of each."""
+        kinds = (kind,) * self.blocks if isinstance(kind, str) else kind
+        with torch.inference_mode():
+            for row in rows:
+                row.step %= row.steps
+            self.batch = self.family.batch.of(rows, self.batch)
+            self.batch.step(self.weights, kinds, exchange)
+
+    def walk(self, rows: Sequence[FlowRow], kind: str) -> None:
+        """All steps of rows of this bench."""
+        for _ in range(self.steps):
+            self.step(rows, kind)
+
+    def limit(self, ratios: Sequence[float], kind: str) -> float:
+        """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
+        return self.flops(ratios, "dense") / self.flops(ratios, kind)
+
+    def flops(self, ratios: Sequence[float], kind: str) -> float:
+        """Of a step of a batch with these mask ratios."""
+        rows = [self.work.row_at(m, self.text) for m in ratios]
+        if kind == NO_TEXT:
+            rows = [replace(row, text=0.0, text_read=row.text) for row in rows]
+            kind = "kv"
+        return self.work.step_flops(rows, kind)
+
+    def _pooled(self) -> torch.Tensor | None:
+        width = self.config.get("pooled_projection_dim")
+        return None if width is None else self._random(width)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    @cached_property
+    def _cis(self) -> torch.Tensor:
+        height, width = self.grid
+        words = self.shown + self.text
+        return self.family.cis(self.model, 1 + self.references, height, width, words)
+
+    @property
+    def _channels(self) -> tuple[int, int]:
+        """Of a token, as the model takes and gives it."""
+        out = self.weights.proj_out.out_features
+        extra = self.config["in_channels"] - out if self.family is FAMILIES["flux"] else 0
+        return out + extra, out
+
+
+def build_model(
+    preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The preset's transformer with random weights."""
+    import diffusers
+
+    family = FAMILIES[PRESETS[preset].get("family", "flux")]
+    cls: Any = getattr(diffusers, family.model)
+    if preset in ("demo", "demo-narrow"):
+        config = cls.load_config(DEMO_MODEL / "transformer")
+        config = {**config, **(NARROW if preset == "demo-narrow" else {})}
+    elif preset in ("small", "medium"):
+        config = {"small": SMALL, "medium": MEDIUM}[preset]
+    else:  # FLUX.1-dev is the class's own default configuration
+        config = PRESETS[preset].get("config", {"guidance_embeds": True})
+    if blocks is not None:
+        config = {**config, **dict(zip(family.blocks, blocks, strict=False))}
+    previous_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = cls.from_config(config)
+    finally:
+        torch.set_default_dtype(previous_dtype)
+    return model.eval().requires_grad_(False)

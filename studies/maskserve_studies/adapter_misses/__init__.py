@@ -1,0 +1,1 @@
+"""Misses of adapters on a device, under the popularity that Katz measured."""

@@ -1,0 +1,108 @@
+"""How often an edit's adapter is not on the device, under the popularity that Katz measured (§3.1).
+
+The paper gives two points, of ControlNets (of LoRAs, whose tail is longer, it prints none): of
+service A's 47 the first 5 take 98 % of the calls, of service B's 94 the first 8 take 95 %. Calls
+are drawn independently by the Zipf law through that point. The production books (`Loras`,
+`Residency`) hold as many adapters as the point names, all of one size; what they load is there
+before the next call. Least-recently-used eviction of the same calls stands beside, and the share
+of the calls that go beyond the first 5 or 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from maskserve_benchmarks.adapter_calls import SERVICES, Service, drawn
+from maskserve_benchmarks.reports import table
+from maskserve_common.config import Config, ModelConfig
+from maskserve_common.contracts.request import Lora
+from maskserve_common.errors import MaskserveError
+from maskserve_common.observations import Observations
+from maskserve_common.resources.loading import Loaded
+from maskserve_common.resources.residency import Residency, Resource
+from maskserve_engine.adapters.lora_loader import LORAS
+from maskserve_engine.requests.loras import Loras
+
+NBYTES = 1000
+WARM = 0.1
+"""Share of the first calls that are not counted."""
+
+
+def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
+    """Of the production books: share of the calls, the first apart, that have to wait for their
+    adapter, and loads per call, with what is brought back before anybody asks for it.
+    """
+    residency = Residency(1, {LORAS.name: service.slots * NBYTES}, lambda gone: books.dropped(gone))
+    loader = _AtOnce()
+    config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
+    books = Loras(config, residency, loader, lambda lora, outcome: None, Observations())
+    missed = 0
+    for number, adapter in enumerate(calls):
+        lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
+        is_loaded = residency.state(Resource(LORAS.name, lora.version)) == "here"
+        books.hold("edit", (lora,))
+        loader.arrive(books)
+        books.let_go("edit")
+        loader.arrive(books)
+        missed += not is_loaded and number >= WARM * len(calls)
+    residency.check_integrity()
+    assert len(books.names()) == service.slots
+    return missed / (len(calls) * (1 - WARM)), loader.loads / len(calls)
+
+
+def misses_of_lru(slots: int, calls: Sequence[int]) -> float:
+    """The same with the least recently used evicted."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    missed = 0
+    for number, adapter in enumerate(calls):
+        missed += adapter not in cache and number >= WARM * len(calls)
+        cache[adapter] = None
+        cache.move_to_end(adapter)
+        if len(cache) > slots:
+            cache.popitem(last=False)
+    return missed / (len(calls) * (1 - WARM))
+
+
+class _AtOnce:
+    """A loader whose adapters come when they are told to."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self._asked: list[Lora] = []
+
+    def arrive(self, books: Loras) -> None:
+        while self._asked:
+            self.loads += 1
+            loaded = Loaded("", NBYTES, 0.0, NBYTES, "storage")
+            books.arrived(self._asked.pop(), loaded)
+
+    def file_bytes(self, lora: Lora) -> int:
+        return NBYTES
+
+    def typical_bytes(self) -> float:
+        return 0.0
+
+    def on_host(self) -> tuple[()]:
+        return ()
+
+    def load(self, lora: Lora, done: Callable[[Loaded | MaskserveError], None]) -> None:
+        self._asked.append(lora)
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--calls", type=int, default=200_000)
+    args = parser.parse_args()
+    rows = []
+    for service in SERVICES:
+        calls = drawn(service, args.calls, 0)
+        missed, loads = misses(service, calls)
+        lru, beyond = misses_of_lru(service.slots, calls), 1 - service.share
+        rows.append([service.name, *(f"{value:.3f}" for value in (missed, lru, beyond, loads))])
+    print(table(["service", "misses", "of an LRU", "beyond the first", "loads a call"], rows))
+    return 0

@@ -1,0 +1,1 @@
+"""Costs of LoRAs and ControlNets, beside Katz."""

@@ -1,0 +1,322 @@
+"""What adapters cost: steps of rows with LoRAs or a ControlNet, over the same without.
+
+    python scripts/bench bench_adapters --only lora control --json adapters.json
+
+`lora_step_ratio`: eight cached rows of FLUX's width, random weights, one double and one single
+block; each row has a LoRA of its own, of rank 16, of every linear layer. Rows stay packed; steps
+with and without are timed in turn, and medians compared. Steps that compute the vectors of those
+ahead are among them as often as in an edit.
+
+`lora_edits_ratio`: edits per second of the demo model with LoRAs over those without, and
+`lora_vs_one_per_batch` over those of a server that has one LoRA in a batch (`lora_edits`).
+
+`lora_fast_added_ms`: what a LoRA on storage that takes a second adds to an edit (`lora_loading`).
+
+Where there is a bar (`BARS`), the report's `bars` says it, and whether it is met.
+
+`control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks beside 3
+(FLUX.1: 57 beside 15), all with the weights of one double and one single block; over the steps that
+`REFRESH` is, and `dense_control_flux` with all of the ControlNet's tokens at every
+step. `…_count` is what the FLOPs say of these blocks, `…_flux_dev_count` of FLUX.1-dev at 1024
+pixels with 5 + 10 blocks.
+
+`control_sdxl` and its companions: the same of a cached row of SDXL at 0.3 of its width, one pass,
+at mask ratio .2, with a ControlNet of its size; `…_xl_count` is of SDXL at 1024 pixels.
+
+`service_of_limit`: a dense step with a ControlNet beside the base over one with it in a service, a
+core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
+
+`three_controls_of_limit`: as `service_of_limit`, of three ControlNets in three services, where
+clocks stand for the devices (`emulated_controls`); `…_alone_ms` is a step with all on the base's
+device, `…_one_service_ms` one with all in one service, and `…_bus_…` counts what residuals take
+through host memory.
+
+`ahead_over_free_link`: an edit whose ControlNet is in a service behind 10 Gbit/s, with `adapters:
+fast`, over one with no network between them (emulated as well); `exact_…` with steps that wait.
+
+`cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
+one of them (`cfg_pair.py`; SDXL at 0.3 of its width), and `…_two_workers` edits per second
+of two such processes with an edit each over one. The same of a cached row, and of FLUX's width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from maskserve_benchmarks.edits.lora_edits import lora_edits
+from maskserve_benchmarks.published_models import FLUX_DEV, SDXL
+from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.steps.replay import refreshed_every
+from maskserve_benchmarks.steps.step import kept
+from maskserve_benchmarks.steps.step_rig import Bench
+from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
+from maskserve_benchmarks.timing import Timer, hardware
+from maskserve_engine.base.job import ControlInput
+from maskserve_engine.families.control import RowControl
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.mmdit.blocks import AHEAD
+from maskserve_engine.families.mmdit.control import FluxControlNet, FluxNetInput, spread
+from maskserve_engine.families.mmdit.weights import FluxWeights
+from maskserve_engine.families.unet.spec import control_work, unet_work
+from maskserve_engine.layers.linear import linear
+from maskserve_engine.planning.flops import ModelWork
+from maskserve_studies.adapters.cfg_pair import cfg_pair
+from maskserve_studies.adapters.control_service import service_step
+from maskserve_studies.adapters.emulated_controls import slow_link, three_controls
+from maskserve_studies.adapters.lora_loading import lora_loading
+
+ROWS, RANK, RATIO = 8, 16, 0.25
+CONTROL_RATIO, UNET_CONTROL_RATIO = 0.11, 0.2
+UNET_PRESET = "sdxl-narrow-512"
+REFRESH = 7
+"""By default: what is kept is as old then as the anchors of FLUX.1 that are not Fill."""
+BASE_BLOCKS, NET_BLOCKS = (4, 7), (1, 2)
+TEXT_TO_TOKENS = 512 / 4096
+"""Of a prompt and a picture of 1024 pixels."""
+
+
+def lora_step(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of ROWS rows, each with a LoRA of its own, and of none."""
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    bench = Bench("flux-256", (1, 1), dtype, device, "model")
+    bench.fill_entry("kv")
+    plain, lora_rows = ([bench.row(RATIO, seed) for seed in range(ROWS)] for _ in range(2))
+    for row in lora_rows:
+        row.adapters = ((bench.lora(RANK), 0.8),)
+    timer = Timer(device, args.clock)
+    batches = [kept(bench, AHEAD, partial(bench.step, rows, "kv")) for rows in (plain, lora_rows)]
+    for steps in batches:
+        steps(1)
+    without, with_loras = (ms / AHEAD for ms in timer.in_turn(batches, args.repeat))
+    return {
+        "rows": ROWS,
+        "rank": RANK,
+        "step_ms": round(without, 2),
+        "lora_step_ms": round(with_loras, 2),
+        "lora_step_ratio": round(with_loras / without, 4),
+    }
+
+
+def control_step(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a cached row with a ControlNet, and of one without."""
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    refresh = args.refresh
+    bench = Bench("flux-256", (1, 1), dtype, device, "model", steps=refresh)
+    base_weights = bench.weights
+    bench.weights = _repeated(base_weights, BASE_BLOCKS)
+    bench.blocks = sum(BASE_BLOCKS)
+    tokens = bench.work.tokens[0]
+    bench.text = round(TEXT_TO_TOKENS * tokens)
+    bench.fill_entry("kv")
+    net = _net(_repeated(base_weights, NET_BLOCKS), bench)
+    plain, control_row, dense = (bench.row(CONTROL_RATIO, 0) for _ in range(3))
+    for row, interval in ((control_row, refresh), (dense, 1)):
+        with torch.inference_mode():
+            hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
+        control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
+        net_input = FluxNetInput(control, net, hint, row.text, row.guidance)
+        row.residuals = RowControl((net_input,), refreshed_every(interval, refresh))
+    without, with_control, all_dense = _in_turn(bench, (plain, control_row, dense), refresh, args)
+    tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
+    full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]
+    return {
+        "control_step_without_ms": round(without, 1),
+        "control_step_ms": round(with_control, 1),
+        "control_flux": round(with_control / without, 3),
+        "control_flux_count": round(tiny[0], 3),
+        "control_flux_dev_count": round(full[0], 3),
+        "dense_control_flux": round(all_dense / without, 3),
+        "dense_control_flux_count": round(tiny[1], 3),
+        "dense_control_flux_dev_count": round(full[1], 3),
+        "control_refresh": refresh,
+    }
+
+
+def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a cached row of a UNet with a ControlNet, and of one without."""
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    refresh = args.refresh
+    bench = UnetBench(UNET_PRESET, dtype, device, "model", steps=refresh)
+    bench.fill_entry("kv")
+    net = bench.net()
+    plain, control_row, dense = (bench.row(UNET_CONTROL_RATIO, 0) for _ in range(3))
+    bench.control(control_row, net, refresh)
+    bench.control(dense, net, 1)
+    without, with_control, all_dense = _in_turn(bench, (plain, control_row, dense), refresh, args)
+    narrow = [_unet_control_count(UNETS[UNET_PRESET], n) for n in (refresh, 1)]
+    full = [_unet_control_count(SDXL, n) for n in (refresh, 1)]
+    return {
+        "control_sdxl_step_without_ms": round(without, 1),
+        "control_sdxl_step_ms": round(with_control, 1),
+        "control_sdxl": round(with_control / without, 3),
+        "control_sdxl_count": round(narrow[0], 3),
+        "control_sdxl_xl_count": round(full[0], 3),
+        "dense_control_sdxl": round(all_dense / without, 3),
+        "dense_control_sdxl_count": round(narrow[1], 3),
+        "dense_control_sdxl_xl_count": round(full[1], 3),
+    }
+
+
+def _in_turn(
+    bench: Bench | UnetBench, rows: Sequence[Any], steps: int, args: argparse.Namespace
+) -> list[float]:
+    """Milliseconds of a cached step of each row alone, of so many; they take turns."""
+    timer = Timer(torch.device(args.device), args.clock)
+    batches = [kept(bench, steps, partial(bench.step, [row], "kv")) for row in rows]
+    for row in rows:
+        bench.step([row], "kv")
+        row.step = 0
+    return [ms / steps for ms in timer.in_turn(batches, args.repeat)]
+
+
+def _unet_control_count(config: Mapping[str, Any], refresh: int) -> float:
+    """As `_control_count`, of a UNet with a ControlNet of its size."""
+    unet_config, side = dict(config), int(config["sample_size"])
+    work, net_work = (
+        count(unet_config, side, side, guidance=False) for count in (unet_work, control_work)
+    )
+    row = work.row_at(UNET_CONTROL_RATIO, TEXT)
+    whole, active = (net_work.step_flops([row], kind) for kind in ("dense", "kv"))
+    mean = (whole + (refresh - 1) * active) / refresh
+    return 1.0 + mean / work.step_flops([row], "kv")
+
+
+def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
+    """So many double and single blocks, all with the weights of the first."""
+    doubles, singles = blocks
+    return replace(
+        weights,
+        double_blocks=weights.double_blocks[:1] * doubles,
+        single_blocks=weights.single_blocks[:1] * singles,
+    )
+
+
+def _net(weights: FluxWeights, bench: Bench) -> FluxControlNet:
+    """A FluxControlNetModel of these blocks, beside the bench's base."""
+    width, channels = weights.width, int(bench.config["in_channels"])
+    layers = [torch.nn.Linear(n, width) for n in (channels, width)]
+    hint, out = (linear(layer.to(bench.device, bench.dtype)) for layer in layers)
+    net_weights = replace(weights, last_vectors=None, proj_out=None)
+    doubles, singles = NET_BLOCKS
+    places = (
+        *spread(doubles, 0, BASE_BLOCKS[0]),
+        *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
+    )
+    return FluxControlNet(
+        net_weights, hint, (out,) * len(places), None, channels, BASE_BLOCKS, places
+    )
+
+
+def _control_count(
+    config: Mapping[str, Any],
+    base: tuple[int, int],
+    net: tuple[int, int],
+    side: int,
+    refresh: int,
+) -> float:
+    """FLOPs of a cached step with a ControlNet over those without, on average over its steps.
+
+    Args:
+        config: of the base.
+        base: its (double, single) blocks.
+        net: those of the ControlNet.
+        side: of the picture's latents.
+        refresh: steps from one that computes all tokens to the next.
+    """
+
+    def work_of(blocks: tuple[int, int]) -> ModelWork:
+        flux_config = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
+        return flux_work(flux_config, side, side)
+
+    work, net_work = work_of(base), work_of(net)
+    tokens = work.tokens[0]
+    row = work.row_at(CONTROL_RATIO, TEXT_TO_TOKENS * tokens)
+    width = work.blocks[0].width
+    out = 2.0 * width * width * sum(net)  # of each computed token, behind each block
+    whole = net_work.step_flops([row], "dense") + out * tokens
+    active = net_work.step_flops([row], "kv") + out * CONTROL_RATIO * tokens
+    mean = (whole + (refresh - 1) * active) / refresh
+    return 1.0 + mean / work.step_flops([row], "kv")
+
+
+_MEETS: dict[str, Callable[[float, float], bool]] = {
+    "at most": operator.le,
+    "at least": operator.ge,
+    "above": operator.gt,
+}
+BARS = {
+    "lora_step_ratio": ("at most", 1.08),
+    "lora_edits_ratio": ("at least", 0.9),
+    "lora_vs_one_per_batch": ("at least", 1.3),
+    "lora_fast_added_ms": ("at most", 50.0),
+    "lora_mate_step_ratio": ("at most", 1.02),
+    "control_flux": ("at most", 1.54),
+    "dense_control_flux": ("above", 1.54),
+    "control_sdxl": ("at most", 1.66),
+    "dense_control_sdxl": ("above", 1.66),
+    "service_of_limit": ("at least", 0.85),
+    "three_controls_of_limit": ("at least", 0.94),
+    "ahead_over_free_link": ("at most", 1.05),
+    "exact_over_free_link": ("above", 1.05),
+    "cfg_pair": ("at least", 1.7),
+}
+
+
+def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each bar of what was measured, and whether it is met."""
+    return {
+        name: {
+            "bar": f"{side} {bar:g}",
+            "met": _MEETS[side](summary[name], bar),
+        }
+        for name, (side, bar) in BARS.items()
+        if name in summary
+    }
+
+
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], ...]] = {
+    "lora": (lora_step, lora_edits, lora_loading),
+    "control": (
+        control_step,
+        unet_control_step,
+        lambda args: service_step(args.repeat, args.clock),
+        lambda args: three_controls(args.repeat),
+        lambda args: slow_link(args.repeat),
+        cfg_pair,
+    ),
+}
+"""What is measured, by the name that `--only` takes."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=tuple(PARTS), nargs="+", default=list(PARTS))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of each part")
+    parser.add_argument("--refresh", type=int, default=REFRESH, help="of control")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    summary: dict[str, Any] = {}
+    for part in args.only:
+        for measure in PARTS[part]:
+            summary |= measure(args)
+    bars = held(summary)
+    for name, value in summary.items():
+        result = bars.get(name)
+        bar = f"  ({result['bar']}: {'met' if result['met'] else 'MISSED'})" if result else ""
+        print(f"{name:24} {value}{bar}")
+    result = {"torch": torch.__version__, "summary": summary, "bars": bars}
+    write_json(about(hardware(torch.device(args.device))) | result, args.json)
+    return 0

@@ -1,0 +1,387 @@
+"""Edits with ControlNets in services, where devices and networks are emulated: a clock in place of
+each (Katz §5, §9).
+
+The base is this process; each service is a process with the engine's own step loop, socket and
+slots. What a device computes takes as long as its FLOPs say: those of SDXL at 0.3 of its width, as
+in `control_service`. As on a GPU, who launches does not wait: only for what another process says,
+and for the end of a step. Residuals have the shapes of SDXL's, of 1024 pixels with guidance.
+
+`three_controls`: dense steps with three ControlNets, each in a service on a device of its own (Fig.
+16), at the pace at which one ControlNet's step takes an H800 what Katz measured. Beside it stand
+all on the base's device, one after the other; one service that has all three; and three whose
+residuals go through host memory.
+
+`slow_link`: edits with a ControlNet in a service behind 10 Gbit/s, over the same without a network.
+The service's own process sends what it says when the link would have brought it, byte by byte
+(`SlowConnection`). The base computes at the pace at which a transfer takes `TRANSFER` of its step.
+All steps of an edit are timed, the first one, which nothing can hide, among them: with `adapters:
+exact`, which waits at each step, and with both `[controls] fast`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
+from socket import socket
+from typing import Any, NamedTuple
+
+import torch
+
+from maskserve_benchmarks.published_models import SDXL
+from maskserve_benchmarks.steps.replay import refreshed_every
+from maskserve_benchmarks.steps.service_process import PipeCalls, service_process
+from maskserve_benchmarks.steps.unet_rig import UNETS
+from maskserve_common.contracts.settings import AdapterMode
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.served import (
+    ControlService,
+    RowAsk,
+    ServedRow,
+    ask_service,
+    new_batch,
+)
+from maskserve_engine.control_link.transport import Answered, Connection, Lost
+from maskserve_engine.families.control import NetStep, Residual, Send
+from maskserve_studies.adapters.control_service import PRESET, flops
+
+NETS = 3
+_NET_S = 1.6 / 50
+"""Of a ControlNet's step of SDXL: one makes 50 steps 1.6 s longer on an H800 (Katz §1)."""
+_BUS_BYTES_PER_S = 25e9
+"""PCIe 4.0 with 16 lanes, as it is reached."""
+TRANSFER = 0.9
+"""Of the base's step: what a step's residuals take over the slow link."""
+_LINK_BYTES_PER_S = 10e9 / 8
+_STANDS_FOR = 64
+"""Bytes of residuals for which one is sent over a link, as much more slowly: copying all of them
+would take cores that nobody emulates."""
+_DENSE_STEPS, _EDIT_STEPS = 10, 28
+_PATIENCE_S = 30.0
+
+
+class EmulatedDevice:
+    """Computes one thing after the other, each for as long as it is told."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def launch(self, seconds: float) -> None:
+        self._free_at = max(self._free_at, time.perf_counter()) + seconds
+
+    def wait(self) -> None:
+        """Until all is done."""
+        time.sleep(max(0.0, self._free_at - time.perf_counter()))
+
+
+class ResidualMap(NamedTuple):
+    """A feature map of a UNet that a ControlNet adds to."""
+
+    channels: int
+    positions: int
+
+
+def residual_maps(config: Mapping[str, Any]) -> list[ResidualMap]:
+    """In the order in which they begin."""
+    channels, layers = config["block_out_channels"], int(config["layers_per_block"])
+    side = int(config["sample_size"])
+    maps = [ResidualMap(channels[0], side**2)]
+    for level, width in enumerate(channels):
+        maps += [ResidualMap(width, side**2)] * layers
+        if level < len(channels) - 1:
+            side //= 2
+            maps.append(ResidualMap(width, side**2))
+    return [*maps, maps[-1]]
+
+
+_PLACES = len(residual_maps(SDXL))
+RESIDUAL_BYTES = [2 * 2 * each.channels * each.positions for each in residual_maps(SDXL)]
+"""Of each residual: half precision, two passes."""
+
+
+class Nets:
+    """`service_process.Family` of ControlNets that a clock stands for.
+
+    Args:
+        seconds: of a step of each.
+        sent_s: what a row's residuals take to host memory.
+        sizes: of the residuals that are sent in their place, bytes.
+    """
+
+    facts = None
+
+    def __init__(self, seconds: float, sent_s: float, sizes: Sequence[int]) -> None:
+        self.seconds, self.sent_s, self.sizes = seconds, sent_s, sizes
+
+    def read(self) -> Any:
+        return torch.nn.Identity()
+
+    def control_net(self, model: Any) -> Any:
+        return model
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any:
+        return len(nets)
+
+    def net_batch(self) -> _NetBatch:
+        return _NetBatch(self)
+
+
+class _NetBatch:
+    """As `families.control.NetBatch` of a UNet, which tells all when a net has done."""
+
+    def __init__(self, nets: Nets) -> None:
+        self._nets, self._device = nets, EmulatedDevice()
+        self._added = [torch.zeros(n, dtype=torch.uint8) for n in nets.sizes]
+
+    def run(self, rows: Sequence[NetStep], send: Send) -> None:
+        for number, net_step in enumerate(rows):
+            self._device.launch(net_step.row * self._nets.seconds + self._nets.sent_s)
+            self._device.wait()
+            places = enumerate(self._added)
+            send([Residual(number, place, place, added) for place, added in places])
+
+
+class Base:
+    """Steps of the base, on a device of its own.
+
+    Args:
+        step_s: of a step without ControlNets.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        base, net = flops()
+        # What a ControlNet computes is a copy of the way down and of the middle, and products of
+        # its own behind them.
+        projection_flops = sum(
+            2.0 * residual_map.channels**2 * residual_map.positions
+            for residual_map in residual_maps(UNETS[PRESET])
+        )
+        self.of_net = net / base
+        self.step_s, self.net_s = step_s, step_s * self.of_net
+        self._down_s = step_s * (net - projection_flops) / base
+        self._device = EmulatedDevice()
+
+    def alone(self, nets: int) -> None:
+        """A step behind so many ControlNets on this device."""
+        self._device.launch(nets * self.net_s + self.step_s)
+        self._device.wait()
+
+    def served(self, asks: Sequence[RowAsk], batch: int, bytes_per_s: float | None = None) -> None:
+        """A step that waits for ControlNets where they add something.
+
+        Args:
+            asks: of its row at each service.
+            batch: its number.
+            bytes_per_s: at which it brings residuals from host memory; None: they are here.
+        """
+        ask_service(asks, batch)
+        self._device.launch(self._down_s)
+        for place in reversed(range(_PLACES)):
+            for ask in asks:
+                assert ask.row.after(place) is not None
+                if bytes_per_s is not None:
+                    self._device.launch(RESIDUAL_BYTES[place] / bytes_per_s)
+            self._device.launch((self.step_s - self._down_s) / _PLACES)
+        self._device.wait()
+
+
+def _session(calls: PipeCalls, nets: Sequence[str]) -> ControlService:
+    """A denoiser's end of a service that has loaded so many ControlNets."""
+    session = ControlService(calls, torch.device("cpu"), "float32", _PATIENCE_S)
+    for name in nets:
+        session.load(name, name, name, _PATIENCE_S)
+    return session
+
+
+def _row(
+    session: ControlService, nets: Sequence[str], steps: int, adapters: AdapterMode = "exact"
+) -> ServedRow:
+    """Of a new edit with these ControlNets, which the service has."""
+    controls = tuple([OpenedControl(name, 1.0, 0.0, 1.0, None) for name in nets])
+    row = session.open(
+        Opening(OpeningFacts(controls, (0.0,) * steps, refreshed_every(1, steps)), {}), adapters
+    )
+    row.await_opened()
+    return row
+
+
+def three_controls(repeat: int) -> dict[str, Any]:
+    """Steps with all ControlNets on the base's device, in one service, and in three, in turn.
+
+    Args:
+        repeat: edits of each; the medians of their steps are compared.
+    """
+    base = Base(_NET_S * flops()[0] / flops()[1])
+    names = [f"net-{number}" for number in range(NETS)]
+    bus_s = sum(RESIDUAL_BYTES) / _BUS_BYTES_PER_S
+    with ExitStack() as stack:
+
+        def started(sent_s: float, *each: Sequence[str]) -> list[tuple[PipeCalls, Sequence[str]]]:
+            """Services that will have these ControlNets."""
+            nets = Nets(_NET_S, sent_s, [1] * _PLACES)
+            return [
+                (stack.enter_context(service_process(nets)), service_names)
+                for service_names in each
+            ]
+
+        single_names = [[name] for name in names]
+        services = {
+            "one_service": (started(0.0, names), None),
+            "": (started(0.0, *single_names), None),
+            "bus": (started(bus_s, *single_names), _BUS_BYTES_PER_S),
+        }
+        sessions_by_way = {
+            name: (
+                [(_session(calls, net_names), net_names) for calls, net_names in items],
+                bytes_per_s,
+            )
+            for name, (items, bytes_per_s) in services.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in ("alone", *sessions_by_way)}
+        for _ in range(repeat):
+            times["alone"] += _timed([partial(base.alone, NETS)] * _DENSE_STEPS)
+            for name, (sessions, bytes_per_s) in sessions_by_way.items():
+                rows = [_row(session, net_names, _DENSE_STEPS) for session, net_names in sessions]
+                batch = new_batch()
+
+                def step(
+                    number: int,
+                    rows: Sequence[ServedRow] = rows,
+                    batch: int = batch,
+                    bytes_per_s: float | None = bytes_per_s,
+                ) -> None:
+                    asks = [RowAsk(row, number, torch.zeros(1)) for row in rows]
+                    base.served(asks, batch, bytes_per_s)
+
+                times[name] += _timed([partial(step, n) for n in range(_DENSE_STEPS)])
+                for row in rows:
+                    row.close()
+        for sessions, _ in sessions_by_way.values():
+            for session, _ in sessions:
+                session.close()
+    ms = {name: 1e3 * statistics.median(items) for name, items in times.items()}
+    speedup, limit = ms["alone"] / ms[""], 1.0 + NETS * base.of_net
+    return {
+        "three_controls_alone_ms": round(ms["alone"], 1),
+        "three_controls_one_service_ms": round(ms["one_service"], 1),
+        "three_controls_ms": round(ms[""], 1),
+        "three_controls_bus_ms": round(ms["bus"], 1),
+        "three_controls_speedup": round(speedup, 3),
+        "three_controls_limit": round(limit, 3),
+        "three_controls_of_limit": round(speedup / limit, 3),
+        "three_controls_bus_of_limit": round(ms["alone"] / ms["bus"] / limit, 3),
+    }
+
+
+def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
+    """Seconds of each; the first one, which begins an edit, is left out."""
+    seconds = []
+    for step in steps:
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
+
+
+class SlowConnection(Connection):
+    """As `Connection`, over a link: a message comes when the bytes of its residuals have, behind
+    those of the messages before it. Sending does not wait for that.
+
+    Args:
+        bytes_per_s: of the link.
+        connected: to the denoiser.
+    """
+
+    def __init__(self, bytes_per_s: float, connected: socket) -> None:
+        super().__init__(connected)
+        self._bytes_per_s = bytes_per_s
+        self._under_way: SimpleQueue[tuple[float, Answered] | None] = SimpleQueue()
+        self._lost: Lost | None = None
+        threading.Thread(target=self._carry, name="slow link", daemon=True).start()
+
+    def send(self, answered: Answered) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self._under_way.put((time.monotonic(), answered))
+
+    def close(self) -> None:
+        self._under_way.put(None)
+        super().close()
+
+    def _carry(self) -> None:
+        free_at = 0.0
+        while (packet := self._under_way.get()) is not None:
+            at, answered = packet
+            nbytes = sum(_bytes(part.shape, part.dtype) for part in answered.parts)
+            free_at = max(free_at, at) + nbytes / self._bytes_per_s
+            time.sleep(max(0.0, free_at - time.monotonic()))
+            try:
+                super().send(answered)
+            except Lost as error:
+                self._lost = error
+                return
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    count = getattr(torch, dtype).itemsize
+    for n in shape:
+        count *= n
+    return int(count)
+
+
+def slow_link(repeat: int) -> dict[str, Any]:
+    """Edits over a free link, and over the slow one in each way, in turn.
+
+    Args:
+        repeat: edits of each; their medians are compared.
+    """
+    transfer_s = sum(RESIDUAL_BYTES) / _LINK_BYTES_PER_S
+    base, net = Base(transfer_s / TRANSFER), ["net"]
+    nets = Nets(base.net_s, 0.0, [n // _STANDS_FOR for n in RESIDUAL_BYTES])
+    slow = partial(SlowConnection, _LINK_BYTES_PER_S / _STANDS_FOR)
+    with ExitStack() as stack:
+        free, slowed = (
+            stack.enter_context(service_process(nets, connection=item))
+            for item in (Connection, slow)
+        )
+        ahead = _session(slowed, net)
+        ways: dict[str, tuple[ControlService, AdapterMode]] = {
+            "free": (_session(free, net), "exact"),
+            "exact": (ahead, "exact"),
+            "ahead": (ahead, "fast"),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(repeat):
+            for name, (session, adapters) in ways.items():
+                row = _row(session, net, _EDIT_STEPS, adapters)
+                begin = time.perf_counter()
+                _edit(base, row)
+                seconds[name].append(time.perf_counter() - begin)
+                row.close()
+    median = {name: statistics.median(item) for name, item in seconds.items()}
+    return {
+        "free_link_edit_ms": round(1e3 * median["free"], 1),
+        "link_transfer_ms": round(1e3 * transfer_s, 1),
+        "link_transfer_of_step": TRANSFER,
+        **{
+            f"{name}_over_free_link": round(median[name] / median["free"], 3)
+            for name in ("exact", "ahead")
+        },
+    }
+
+
+def _edit(base: Base, row: ServedRow) -> None:
+    """All steps of an edit; the base waits where its ControlNet adds something."""
+    batch, latents = new_batch(), torch.zeros(1)
+    for step in range(_EDIT_STEPS):
+        # As rows have it: before the first step's answer there is nothing to extrapolate with.
+        ahead = None if step == 0 else latents
+        base.served([RowAsk(row, step, latents, 1, partial(_same, ahead))], batch)
+
+
+def _same(latents: torch.Tensor | None) -> torch.Tensor | None:
+    return latents

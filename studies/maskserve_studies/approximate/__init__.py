@@ -1,0 +1,1 @@
+"""Approximate caching (NIRVANA)."""

@@ -1,0 +1,212 @@
+"""What an edit keeps that starts at step K from an earlier result (approximate caching, NIRVANA).
+
+    python scripts/bench approximate --json approximate.json
+
+Edits of the demo model that name a colour and a shape, held against the same edit done in full: dB
+inside the mask, and whether the judge sees what was asked for. The earlier edit is of the same
+picture, and differs in what EARLIER says; `other_picture` is another edit's. Two ways to start:
+
+- `noised`: from its result, noised to the sigma of step K with this edit's own noise.
+- `state`: from what it had itself after K steps, with this edit's seed, as NIRVANA keeps it.
+
+`first_block_threshold` is the rival: as much of the blocks' work left out by FirstBlockCache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
+from maskserve_benchmarks.demo_model.scenes import Edit, held_out_edits
+from maskserve_benchmarks.quality.metrics import Picture, compare, summary
+from maskserve_benchmarks.quality.systems import Rig
+from maskserve_benchmarks.reports import about, table, write_json
+from maskserve_benchmarks.timing import hardware
+from maskserve_engine.base.job import EditJob
+from maskserve_engine.batch.skipping import FirstBlockCache
+from maskserve_engine.families.mmdit.preparation import grid_of, unpack_latents
+
+STEPS: Final = 20
+SKIPPED: Final = (4, 8)
+"""Steps that are left out: 20 and 40 %."""
+MOVED: Final = 8
+"""Pixels by which the earlier mask lies elsewhere, both ways."""
+OTHER_SEED: Final = 1_000_000
+"""Between an edit's seed and that of its earlier one."""
+PROBE: Final = 8
+"""Edits on which the rival's threshold is sought."""
+COLUMNS: Final = ("psnr_in_mask", "worst_psnr_in_mask", "share_below_30", "prompt_followed")
+
+Line = dict[str, Any]
+States = dict[int, list[Tensor]]
+"""[n, 4C] latents of each edit before a step: 0, each of SKIPPED, and STEPS, its result."""
+
+
+def _worded(edit: Edit, colours: int = 0, shapes: int = 0) -> Edit:
+    """With the colour and the shape that stand so far behind its own in the palette."""
+    assert edit.colour is not None
+    assert edit.shape is not None
+    names = list(COLOURS)
+    colour = names[(names.index(edit.colour) + colours) % len(names)]
+    shape = SHAPES[(SHAPES.index(edit.shape) + shapes) % len(SHAPES)]
+    return replace(edit, prompt=f"a {colour} {shape}")
+
+
+def _moved(edit: Edit) -> Edit:
+    """With its mask moved down and right, or up and left where the picture ends."""
+    mask = edit.mask
+    for axis in (0, 1):
+        last = np.flatnonzero(mask.any(axis=1 - axis))[-1]
+        mask = np.roll(mask, MOVED if last + MOVED < mask.shape[axis] else -MOVED, axis)
+    return replace(edit, mask=mask)
+
+
+EARLIER: Final[dict[str, Callable[[Edit], Edit]]] = {
+    "other_colour": lambda edit: _worded(edit, colours=1),
+    "moved_mask": _moved,
+    "other_prompt": lambda edit: _worded(edit, colours=3, shapes=2),
+    "other_shape": lambda edit: _worded(edit, shapes=1),
+    "same": lambda edit: edit,
+}
+"""The edit that was made earlier, of the edit that starts from it."""
+
+
+class Trial:
+    """Edits done in full, and what is held against them.
+
+    Args:
+        rig: of the demo model.
+        edits: each names a colour and a shape.
+    """
+
+    def __init__(self, rig: Rig, edits: Sequence[Edit]) -> None:
+        self.rig, self.edits, self.jobs = rig, edits, rig.jobs(edits)
+        self.whole = self.states(self.jobs)
+        self.pictures = self._finished(self.whole[STEPS])
+
+    def states(self, jobs: Sequence[EditJob], until: int = STEPS) -> States:
+        """Of edits done in full, or up to a step."""
+        rows, states = [self.rig.adapter.dense_row(job) for job in jobs], {}
+        for step in (boundary for boundary in (0, *SKIPPED, STEPS) if boundary <= until):
+            self.rig.run(rows, (), step)
+            states[step] = [row.latents.clone() for row in rows]
+        return states
+
+    def noised(self, results: Sequence[Tensor], step: int) -> list[Tensor]:
+        """[n, 4C] latents before a step: results of earlier edits with these edits' noise."""
+        sigmas = [self.rig.adapter.sigmas(job) for job in self.jobs]
+        assert all(edit_sigmas[0][0] == 1.0 for edit_sigmas in sigmas), (
+            "latents begin as noise alone"
+        )
+        return [
+            edit_sigmas[step][0] * noise + (1.0 - edit_sigmas[step][0]) * result
+            for edit_sigmas, noise, result in zip(sigmas, self.whole[0], results, strict=True)
+        ]
+
+    def started(self, latents: Sequence[Tensor], step: int) -> list[Tensor]:
+        """[n, 4C] results of these edits, begun with such latents before a step."""
+        rows = [self.rig.adapter.dense_row(job) for job in self.jobs]
+        for row, begin in zip(rows, latents, strict=True):
+            row.latents, row.step = begin.clone(), step
+        self.rig.run(rows, ())
+        return [row.latents for row in rows]
+
+    def line(self, latents: Sequence[Tensor], step: int, *told: str) -> Line:
+        """Figures of edits that begin with these latents before a step.
+
+        Args:
+            latents: [n, 4C] of each.
+            step: 0 is the whole edit.
+            told: of the earlier edit, its seed, and how they start from it.
+        """
+        earlier, seed, start = told
+        figures = {"earlier": earlier, "seed": seed, "start": start, "skipped": step / STEPS}
+        return figures | self._judged(self.started(latents, step))
+
+    def rival(self, step: int) -> Line:
+        """FirstBlockCache's figures, where it leaves out as much of the blocks' work."""
+        low, high = 0.0, 0.25
+        for _ in range(7):
+            middle = (low + high) / 2
+            enough = self._skipping(middle, PROBE)[1] >= step / STEPS
+            low, high = (low, middle) if enough else (middle, high)
+        latents, skipped = self._skipping(high, len(self.edits))
+        labels = {"earlier": "", "seed": "", "start": f"first_block_threshold {high:.4f}"}
+        return {**labels, "skipped": round(skipped, 3), **self._judged(latents)}
+
+    def _skipping(self, threshold: float, n: int) -> tuple[list[Tensor], float]:
+        """[n, 4C] results of the first so many edits, and the share of block calls left out."""
+        rows = [self.rig.adapter.dense_row(job) for job in self.jobs[:n]]
+        for row in rows:
+            row.first_block = FirstBlockCache(threshold)
+        self.rig.run(rows, ())
+        block_share = (self.rig.adapter.blocks - 1) / self.rig.adapter.blocks
+        skipped = block_share * sum(row.skipped for row in rows) / (STEPS * len(rows))
+        return [row.latents for row in rows], skipped
+
+    def _judged(self, latents: Sequence[Tensor]) -> dict[str, float]:
+        """Results beside the whole edits."""
+        figures = asdict(summary(compare(self.edits, self._finished(latents), self.pictures)))
+        return {name: round(figures[name], 3) for name in COLUMNS}
+
+    def _finished(self, latents: Sequence[Tensor]) -> list[Picture]:
+        return [
+            self.rig.finish(edit, unpack_latents(edit_latents, grid_of(job)).float().numpy())
+            for edit, job, edit_latents in zip(self.edits, self.jobs, latents, strict=True)
+        ]
+
+
+def turned(each: Sequence[Tensor]) -> list[Tensor]:
+    """For each edit what is the next one's."""
+    return [*each[1:], each[0]]
+
+
+def reseeded(job: EditJob) -> EditJob:
+    return replace(job, request=replace(job.request, seed=job.request.seed + OTHER_SEED))
+
+
+def every_line(trial: Trial) -> Iterator[Line]:
+    """The rival's, then those of all starts."""
+    for step in SKIPPED:
+        yield trial.rival(step)
+    results = trial.whole[STEPS]
+    for step in SKIPPED:
+        yield trial.line(trial.noised(results, step), step, "same", "same", "noised")
+        other_latents = trial.noised(turned(results), step)
+        yield trial.line(other_latents, step, "other_picture", "other", "noised")
+    for name, earlier in EARLIER.items():
+        jobs = trial.rig.jobs([earlier(edit) for edit in trial.edits])
+        earlier_results = trial.states([reseeded(job) for job in jobs])[STEPS]
+        for step in SKIPPED:
+            yield trial.line(trial.noised(earlier_results, step), step, name, "other", "noised")
+        if name == "same":
+            continue  # its own state is the whole edit's
+        states = trial.states(jobs, SKIPPED[-1])
+        for step in SKIPPED:
+            yield trial.line(states[step], step, name, "same", "state")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--n", type=int, default=48, help="edits of each case (default 48)")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    trial = Trial(Rig(DEMO_MODEL, STEPS), held_out_edits(args.n))
+    lines = []
+    for line in every_line(trial):
+        print(*line.values(), flush=True)
+        lines.append(line)
+    print(table(list(lines[0]), [list(line.values()) for line in lines]))
+    report = {**about(hardware(torch.device("cpu"))), "steps": STEPS, "edits": args.n}
+    write_json({**report, "lines": lines}, args.json)
+    return 0

@@ -1,0 +1,1 @@
+"""The block planner, beside FlashPS's Algorithm 1 and simpler planners."""

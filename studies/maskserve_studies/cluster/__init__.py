@@ -1,0 +1,1 @@
+"""A simulated cluster that serves masked edits."""

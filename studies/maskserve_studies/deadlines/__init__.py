@@ -1,0 +1,1 @@
+"""Due times on eight simulated devices, beside TetriServe."""

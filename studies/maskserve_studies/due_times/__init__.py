@@ -1,0 +1,1 @@
+"""Due times on a real worker of two devices, beside the simulator."""

@@ -1,0 +1,1 @@
+"""The first run on a machine with a GPU."""

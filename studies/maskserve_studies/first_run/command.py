@@ -1,0 +1,428 @@
+"""The first thing to run on a machine with a GPU: under 10 minutes, a JSON and its page to commit.
+
+It is written anew as each part is known. A part that fails has a reason in place of its figures,
+and the others go on. The parts: whether tests/gpu pass; which attention is used; how fast entries
+reach the device; attention and the placing of entries by themselves; steps of FLUX.1-dev's size
+(random weights) as a worker takes them, also between anchors of the rows' own; steps beside what
+their counted FLOPs take at the device's published peak, with rows of one mask ratio and of several,
+with entries in int8 and as they are by default; for how long the host asks for a step; what a step
+holds in memory beside what the memory table counts; steps that load their entries meanwhile;
+diffusers' own transformer in turn, as it is, compiled and in FP8; steps of SDXL, also of rows with
+anchors of their own; T5 and the VAE; whole edits of the demo model (`--model FOLDER`: of another)
+through Triton, where there is one.
+
+    python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
+
+Beside the JSON lies a page with plots, gpu-first-run.md.
+
+Some parts alone: `--only served attention_ms`. On a card that does not hold the whole model, with
+fewer blocks: `--blocks 4 8`. A rehearsal on any machine, which says nothing of a GPU:
+
+    python scripts/bench first_run --device cpu --preset demo --json rehearsal.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.reports import write_json
+from maskserve_benchmarks.steps.live_bytes import peak_bytes
+from maskserve_benchmarks.steps.step import kept, measure, stepping
+from maskserve_benchmarks.steps.step_rig import NO_TEXT, PRESETS, Bench
+from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench
+from maskserve_benchmarks.timing import Timer, hardware
+from maskserve_common.config import CacheConfig
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import FILL
+from maskserve_engine.batch.graphs import Graphs
+from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.cache.entries import encode
+from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
+from maskserve_engine.families.flux.spec import OWN_STRIDES
+from maskserve_engine.fitting.memory import device_memory, peak_values
+from maskserve_engine.layers.attention import choose_flash, missing_varlen
+from maskserve_engine.stages.device_probe import peak_rates
+from maskserve_studies.first_run.page import write_page
+from maskserve_studies.first_run.parts import (
+    RIVALS,
+    as_served,
+    in_turn,
+    in_words,
+    time_attention,
+    time_edits,
+    time_loads,
+    time_placing,
+    time_rivals,
+    time_stages,
+)
+
+BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
+SERVED = (1, 8)
+"""Rows of the batches that are stepped as a worker takes them."""
+KINDS = ("kv", "project")
+FORMAT, DEFAULT = "int8", CacheConfig().entry_format
+MIXED = (2, 4, 8)
+"""Rows of batches in which each has another mask ratio."""
+EDITS = 4
+"""Whole edits for each that is under way at once."""
+STEPS = 28
+"""Of an edit whose picture was never seen."""
+_UNRECORDED = 2
+"""Steps of a mix before it is recorded, and with it."""
+_TESTS_S = 480
+_BUFFER = 32 * 2**20
+_SENT, _WIDTH = 2**28, 3072
+"""Bytes of the loader's trial, and of each of its tokens."""
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Of what decides which kernels run, and the device's driver, clocks and power limit."""
+    names = ("diffusers", "torchao", "bitsandbytes", "triton", "flash-attn-3", "flash-attn-4")
+    by_name = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            by_name[name] = importlib.metadata.version(name)
+    if device.type == "cuda":
+        by_name["CUDA"], by_name["cuDNN"] = (
+            str(torch.version.cuda),
+            str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        )
+        asked = "driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit"
+        with suppress(OSError, subprocess.SubprocessError):
+            output = subprocess.run(
+                ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
+                capture_output=True, text=True, timeout=30, check=True,
+            )  # fmt: skip
+            by_name[asked] = output.stdout.strip().splitlines()[device.index or 0]
+    return by_name
+
+
+def run_tests(device: torch.device) -> bool:
+    """Whether tests/gpu pass there, in time."""
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", str(CHECKOUT / "tests" / "gpu")]
+    env = {**os.environ, "MASKSERVE_GPU_TESTS": device.type}
+    limit_s = _TESTS_S if device.type == "cuda" else None  # a rehearsal may take its time
+    try:
+        return subprocess.run(command, cwd=CHECKOUT, env=env, timeout=limit_s).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"tests/gpu took more than {limit_s} s", file=sys.stderr)
+        return False
+
+
+def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    """Dense and cached steps, also with entries as they are by default; `limit_ms` is what the
+    FLOPs take at the device's published peak.
+    """
+    rows = []
+    for format, kinds, batches in ((FORMAT, KINDS, BATCHES), (DEFAULT, ("kv",), BATCHES[:1])):
+        bench.format = format
+        timings = measure(bench, _asked(repeat, kind=kinds, batch=batches, alike=True))
+        rows += [{**row, "format": format} for row in timings]
+    bench.format = FORMAT
+    peak = peak_rates(bench.device, bench.dtype)
+    for row in rows:
+        tokens = [bench.work.row_at(row["mask_ratio"], bench.text)] * row["batch"]
+        for name, kind in (("dense_limit_ms", "dense"), ("limit_ms", row["kind"])):
+            flops = bench.work.step_flops(tokens, kind)
+            row[name] = round(1e3 * flops / peak.product_flops, 3)
+    return rows
+
+
+def time_served_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    """Steps as a worker takes them (`ms`), recorded where they have few tokens, in turn with dense
+    ones: of rows that read an entry, and of such between anchors of their own, which leave their
+    text out (`NO_TEXT`). `of_limit` is the share of what their FLOPs allow against the dense step.
+
+    A row by itself also kernel by kernel (`asked_ms`). Of rows with anchors also a step with one
+    pass more that computes all tokens, as an anchor that is foreseen does (`anchor_ms`,
+    `anchor_of_limit`); and of one such row a whole edit of `STEPS`: how many times sooner it is
+    done than a dense one (`edit_times`).
+    """
+    weights, served = bench.weights, as_served(bench)
+    bench.fill_entry("kv")
+    mixes = product(SERVED, ("kv", NO_TEXT), RATIOS)
+    served_steps = [_served_step(bench, served, *mix, repeat) for mix in mixes]
+    bench.weights, bench.batch = weights, None
+    return served_steps
+
+
+def _served_step(
+    bench: Bench, served: Any, batch: int, kind: str, ratio: float, repeat: int
+) -> dict[str, Any]:
+    weights, between = bench.weights, kind == NO_TEXT
+    timer, make = Timer(bench.device), bench.anchored_row if between else bench.row
+    dense: list[Any] = [bench.row(None, n) for n in range(batch)]
+    rows: list[Any] = [make(ratio, n) for n in range(batch)]
+    for row in rows:
+        row.recorded = True
+    ways = {"dense_ms": kept(bench, 1, partial(bench.step, dense, "kv"), weights)}
+    ways["ms"] = kept(bench, 1, stepping(bench, rows, kind), served)
+    if batch == 1 and served.graphs is not None:
+        ways["asked_ms"] = kept(bench, 1, stepping(bench, [make(ratio, 1)], kind), weights)
+    step: dict[str, Any] = {"batch": batch, "kind": kind, "mask_ratio": ratio}
+    step |= _steady(timer, ways, repeat)
+    whole, cached = (bench.flops([ratio] * batch, step_kind) for step_kind in ("dense", kind))
+    step["of_limit"] = round(step["dense_ms"] / step["ms"] / (whole / cached), 3)
+    if between:
+        one_more = bench.row(None, batch)
+
+        def anchor() -> None:
+            for row in rows:
+                row.step = 3
+            bench.step([*rows, one_more], "kv")
+
+        step |= _steady(timer, {"anchor_ms": kept(bench, 1, anchor, weights)}, repeat)
+        cached += bench.flops([ratio], "dense")
+        share = step["dense_ms"] / step["anchor_ms"] / (whole / cached)
+        step["anchor_of_limit"] = round(share, 3)
+    if between and batch == 1:
+        anchors = own_count(STEPS, OWN_STRIDES[FILL])
+        edit = step["dense_ms"] + (anchors - 1) * step["anchor_ms"] + (STEPS - anchors) * step["ms"]
+        step["edit_times"] = round(STEPS * step["dense_ms"] / edit, 3)
+    bench.weights = weights
+    return step
+
+
+def _steady(
+    timer: Timer, ways: Mapping[str, Callable[[], object]], repeat: int
+) -> dict[str, float]:
+    """Medians of milliseconds, once what is done once has been, recording among it."""
+    for _ in range(_UNRECORDED):
+        for way in ways.values():
+            way()
+    return in_turn(timer, ways, repeat)
+
+
+def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, Any]]:
+    """Of rows that all have different masks, as edits do; one row of a UNet."""
+    batches = MIXED if isinstance(bench, Bench) else (1,)
+    return measure(bench, _asked(repeat, kind=("kv",), batch=batches, alike=False))
+
+
+def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int = 1) -> UnetBench:
+    """A UNet whose steps are recorded, as a worker's are."""
+    bench = UnetBench(preset, dtype, device, FORMAT, steps=steps)
+    bench.weights = replace(bench.weights, graphs=Graphs.on(device, dtype))
+    bench.buckets = bench.weights.graphs is not None
+    return bench
+
+
+def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
+    """Of one row of a UNet that has anchors of its own: an anchor's step, and one between two."""
+    figures, timer = [], Timer(bench.device)
+    for ratio in RATIOS:
+        rows = [bench.row(ratio, 0, own=OwnPlan(frozenset({0}), FORMAT, text=False))]
+        step = partial(bench.step, rows, "kv")
+        anchors = [timer.ms(step) for _ in range(2)]
+        bench.turn_between(rows)
+        between = [timer.ms(step) for _ in range(4)]
+        least = {"anchor_ms": round(min(anchors), 3), "ms": round(min(between), 3)}
+        figures.append({"mask_ratio": ratio, **least})
+    return figures
+
+
+def _asked(repeat: int, **of: Any) -> argparse.Namespace:
+    """What `measure` is asked for."""
+    return argparse.Namespace(mask_ratios=RATIOS, clock="wall", repeat=repeat, steps=1, **of)
+
+
+def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
+    """For how long the host asks for a steady step (`asked_ms`), of all that it takes (`ms`): as
+    long as the first is shorter, launches hold up nothing.
+    """
+    figures = []
+    bench.fill_entry("kv")
+    for batch in BATCHES:
+        for ratio in (None, RATIOS[1]):
+            rows = [bench.row(ratio, seed) for seed in range(batch)]
+            bench.batch = None
+            timer = Timer(bench.device)
+            asked: list[float] = []
+
+            def step(rows: list[Any] = rows, asked: list[float] = asked) -> None:
+                begin = time.perf_counter()
+                bench.step(rows, "kv")
+                asked.append(1e3 * (time.perf_counter() - begin))
+
+            took = [timer.ms(step) for _ in range(5)]
+            least = {"asked_ms": round(min(asked[1:]), 3), "ms": round(min(took[1:]), 3)}
+            figures.append({"batch": batch, "mask_ratio": ratio, **least})
+    bench.batch = None
+    return figures
+
+
+def attention_of(device: torch.device, dtype: torch.dtype) -> str:
+    """In words, what computes attention of rows that differ."""
+    if device.type != "cuda":
+        return "one call for each row"
+    missing = missing_varlen(device, dtype)
+    if missing is not None:
+        return f"one call for each row: {missing}"
+    return choose_flash(torch.cuda.get_device_capability(device)[0])
+
+
+def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
+    """What steps hold at once, and the most that the memory table counts for so many rows."""
+    figures = []
+    bench.fill_entry("kv")
+    for batch in BATCHES:
+        for ratio in (None, RATIOS[0], RATIOS[-1]):
+            rows = [bench.row(ratio, seed) for seed in range(batch)]
+            bench.batch = None
+            step_bytes = peak_bytes(bench.device, partial(bench.step, rows, "kv"))
+            counted = peak_values(bench.work, batch, bench.text) * bench.dtype.itemsize
+            figures.append(
+                {"batch": batch, "mask_ratio": ratio, "held": step_bytes, "counted": counted}
+            )
+    bench.batch = None
+    return figures
+
+
+def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
+    """Of entries from host memory: gathered and moved as the loader does it, and the bare link; by
+    so many bytes.
+    """
+    mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
+    part = encode(torch.randn(sent // _WIDTH, _WIDTH), FORMAT)
+    ids = np.flatnonzero(np.random.default_rng(0).random(len(part.data)) > RATIOS[2])
+    host = torch.empty(sent, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    device_copy = torch.empty_like(host, device=device)
+    timer = Timer(device)
+
+    def rate(nbytes: int, move: Callable[[], object]) -> float:
+        def call() -> None:
+            move()
+
+        return round(nbytes / 1e6 / min([timer.ms(call) for _ in range(4)][1:]), 2)
+
+    return {
+        "gathered": rate(len(ids) * _WIDTH, lambda: mover.move((part,), ids).get()),
+        "whole": rate(part.data.nbytes, lambda: mover.move((part,), None).get()),
+        "link": rate(sent, lambda: device_copy.copy_(host, non_blocking=True)),
+    }
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    tests: Callable[[torch.device], bool] = run_tests,
+    steps: Callable[[Bench, int], list[dict[str, Any]]] = time_steps,
+    sent: int = _SENT,
+) -> int:
+    """The command; its first parts can be others, and `sent` less than the link's trial sends."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--preset", choices=PRESETS, default="flux-1024")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs=2,
+        metavar=("DOUBLE", "SINGLE"),
+        help="of the model; default: all",
+    )
+    parser.add_argument("--unet", choices=UNETS, help="UNet to step; default: SDXL on a GPU")
+    parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=RIVALS, help="default: all")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder, for whole edits")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="names in the JSON; default: all")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device that torch can use; --device cpu rehearses")
+    begin = time.monotonic()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    report: dict[str, Any] = {
+        "command": " ".join(["scripts/bench first_run", *(argv or sys.argv[1:])]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "versions": versions(device),
+        "failed": {},
+    }
+
+    def keep() -> None:
+        """What was found so far stays, whatever comes after."""
+        report["seconds"] = round(time.monotonic() - begin, 1)
+        part = args.json.with_name(args.json.name + ".part")
+        write_json(report, part)
+        part.replace(args.json)
+        write_page(report, args.json)
+
+    def find(name: str, part: Callable[[], Any]) -> Any:
+        """A part's figures; None where it fails, and why is kept, or is not asked for."""
+        if args.only is not None and name not in (*args.only, "model"):
+            return None
+        try:
+            figures = part()
+        except Exception as error:  # whatever libraries and drivers raise
+            traceback.print_exc()
+            figures, report["failed"][name] = None, in_words(error)
+        else:
+            report[name] = figures
+        keep()
+        return figures
+
+    benches: list[Bench] = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def make_model() -> dict[str, Any]:
+        blocks = None if args.blocks is None else tuple(args.blocks)
+        bench = Bench(args.preset, blocks, dtype, device, FORMAT)
+        total, free = device_memory(device)
+        benches.append(bench)
+        of = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
+        weights = sum(p.nbytes for p in bench.model.parameters())
+        return {"name": of, "weights": weights, "total": total, "free": free}
+
+    passed = find("tests_passed", lambda: tests(device))
+    find("attention", lambda: attention_of(device, dtype))
+    find("gb_per_s", lambda: load_gb_per_s(device, sent))
+    torch.manual_seed(0)
+    few, memory_rows = BATCHES[: 2 if device.type == "cuda" else 1], None
+    find("model", make_model)
+    while benches:  # its memory is the next model's
+        bench = benches.pop()
+        find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
+        find("placing", partial(time_placing, bench, SERVED[-1:]))
+        find("served", partial(time_served_steps, bench, args.repeat))
+        find("steps", partial(steps, bench, args.repeat))
+        find("mixed", partial(time_mixed_steps, bench, args.repeat))
+        find("asked", partial(ask_for_steps, bench))
+        memory_rows = find("held", partial(weigh_steps, bench))
+        find("loads", partial(time_loads, bench, few))
+        find("rivals", partial(time_rivals, bench, few, args.repeat, args.rivals))
+        del bench
+    unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
+    if unet is not None:
+        report["unet"] = unet
+        find("unet_steps", lambda: time_mixed_steps(unet_bench(unet, dtype, device), 3))
+        find("unet_own", lambda: time_own_steps(unet_bench(unet, dtype, device, steps=8)))
+    find("stages", lambda: time_stages(device, dtype, demo=args.preset == "demo"))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    find("edits", lambda: time_edits(args.model, EDITS))
+    over = [row for row in memory_rows or () if row["held"] > row["counted"]]
+    failed = report["failed"]
+    if "tests_passed" in report:
+        print(f"tests {'passed' if passed else 'FAILED'}")
+    print(f"{len(over)} steps held more than counted")
+    for name, why in failed.items():
+        print(f"{name} FAILED: {why}")
+    return 0 if passed is not False and not over and not failed else 1

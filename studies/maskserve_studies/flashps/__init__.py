@@ -1,0 +1,1 @@
+"""FlashPS's comparisons on real workers."""

@@ -1,0 +1,89 @@
+"""FlashPS's comparisons on real workers: static batching beside continuous, and ways of routing.
+
+    python scripts/bench flashps --json docs/benchmarks/flashps.json
+
+A worker with `[engine] batching = "static"` beside one with continuous batching, at shares of what
+the second can do (Fig. 4 middle, Fig. 16 left); then two workers behind a router with each policy
+(Fig. 4 right, Fig. 16 right). Load is perf_analyzer's, Poisson, over gRPC, in turn and in rounds.
+Image work inside the step loop, the strawman, is no configuration of a worker; `simulate_cluster
+--bars` has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from maskserve_benchmarks.checkout import DEMO_MODEL
+from maskserve_benchmarks.edits.edit import large_model
+from maskserve_benchmarks.perf.command import CACHE
+from maskserve_benchmarks.perf.server import Server
+from maskserve_benchmarks.perf.tool import find_tool
+from maskserve_benchmarks.reports import about, table, write_json
+from maskserve_benchmarks.rivals import studies
+from maskserve_benchmarks.rivals.measuring import Bench, Figures, Plan
+from maskserve_benchmarks.timing import hardware
+
+PLANS: Final = {
+    "demo": Plan(128, 48, 4, 1, (0.5, 0.8), 96, 240.0, study_rounds=3),
+    "bench": Plan(256, 16, 2, 1, (0.5, 0.8), 32, 600.0, study_rounds=2),
+}
+PARTS: Final = ("batching", "routing")
+
+
+def batching_lines(found: Figures) -> str:
+    """A table of what `studies.by_batching` has found."""
+    lines = [
+        [
+            share,
+            run["sent_per_s"],
+            *(run[way][key] for key in ("p95_ms", "waited_ms") for way in ("continuous", "static")),
+            f"{run['static']['p95_ms'] / run['continuous']['p95_ms'] - 1:+.0%}",
+        ]
+        for share, run in found.items()
+    ]
+    return table(
+        ["load", "edits/s", "P95 continuous", "static", "waits continuous", "static", "P95 over"],
+        lines,
+    )
+
+
+def routing_lines(found: Figures) -> str:
+    """A table of what `studies.by_policy` has found."""
+    mask_aware_ms = found["p95_ms"]["mask_aware"]
+    return table(
+        ["policy", "P95 ms", "mask_aware under it"],
+        [[name, p95, f"{1 - mask_aware_ms / p95:.1%}"] for name, p95 in found["p95_ms"].items()],
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", choices=tuple(PLANS), default="demo")
+    parser.add_argument("--only", choices=PARTS, help="measure this alone")
+    parser.add_argument("--rounds", type=int, help="turns of each (default 3, of `bench` 2)")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    plan = PLANS[args.model]
+    plan = replace(plan, study_rounds=args.rounds or plan.study_rounds)
+    tool, began = find_tool(None, CACHE), time.monotonic()
+    report: dict[str, Any] = {**about(hardware(torch.device("cpu"))), "model": args.model}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = DEMO_MODEL if args.model == "demo" else large_model(folder / "model")
+        bench = Bench(tool, Server("", ""), None, plan, folder)
+        if args.only != "routing":
+            report["batching"] = studies.by_batching(bench, model, folder, {})
+            print(batching_lines(report["batching"]), flush=True)
+        if args.only != "batching":
+            report["routing"] = studies.by_policy(bench, model, folder)
+            print(routing_lines(report["routing"]), flush=True)
+    report["minutes"] = round((time.monotonic() - began) / 60, 1)
+    write_json(report, args.json)
+    return 0

@@ -1,0 +1,1 @@
+"""Estimates for GPUs that nobody measured."""

@@ -1,0 +1,374 @@
+"""What edits should take on GPUs that people have, by model, form of the weights and attention,
+beside a server that computes all tokens: an estimate, nobody measured it.
+
+Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
+the VAE. Assumed: what the data sheets say and the shares of it that are reached, by card; fewer
+tokens reach less, since tiles of products do not come out even (`filled`). The dense server takes
+what others have published, or what our own dense kernels take in the faster of bfloat16 and FP8,
+whichever is less.
+
+    python scripts/bench gpu_cards
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from diffusers import AutoencoderKL
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import T5Config, T5EncoderModel
+
+from maskserve_benchmarks.published_models import FLUX_DEV, FLUX_VAE, SDXL, T5_XXL
+from maskserve_benchmarks.steps.kernel_counts import (
+    NEEDED,
+    SDXL_GUIDED,
+    TABLE,
+    Case,
+    moved_bytes,
+    unet_step,
+)
+from maskserve_benchmarks.steps.launch_log import WEIGHTS
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import FILL
+from maskserve_engine.families.flux.spec import OWN_STRIDES as FLUX_STRIDES
+from maskserve_engine.families.flux.spec import flux_work
+from maskserve_engine.families.unet.spec import OWN_STRIDES as UNET_STRIDES
+from maskserve_engine.families.unet.spec import unet_work
+from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
+from maskserve_engine.planning.flops import TERMS, ModelWork
+
+
+class Published(NamedTuple):
+    """A dense step of FLUX.1-dev at 1024x1024 that others have measured on a card."""
+
+    ms: float
+    form: str
+    """Of the weights."""
+    source: str
+
+
+class Card(NamedTuple):
+    """A GPU, by its data sheet: FLOP/s without sparsity, summed in float32."""
+
+    name: str
+    half: float
+    """In bfloat16."""
+    fp8: float
+    """Of GeForce cards summed in float16: twice as much."""
+    single: float
+    """In float32."""
+    nbytes: float
+    """Of its memory, per second."""
+    held: float
+    """GB."""
+    multiprocessors: int
+    reached: float
+    """Share of the peak that a dense step's products reach."""
+    attention: Mapping[str, float]
+    """Kernels that there are for it, and the share of the bfloat16 peak that each reaches."""
+    published: Published | None = None
+
+
+_FP8_API = "aredden/flux-fp8-api, README at 138a97c, compiled"
+_DIFFUSERS = "huggingface.co/datasets/diffusers/benchmarks at 152f7ca, compiled"
+H100 = Card("H100 SXM", 989e12, 1979e12, 67e12, 3.35e12, 80, 132, 0.6, {"cuDNN": 0.65, "FA3": 0.7},
+            Published(1e3 / 11.5, "fp8", _FP8_API))  # fmt: skip
+RTX_4090 = Card("RTX 4090", 165e12, 660e12, 82.6e12, 1.008e12, 24, 128, 0.55, {"FA2": 0.85},
+                Published(1e3 / 3.51, "fp8", _FP8_API))  # fmt: skip
+CARDS = (
+    H100,
+    H100._replace(name="H200", nbytes=4.8e12, held=141, published=None),
+    Card("B200", 2250e12, 4500e12, 80e12, 8e12, 180, 148, 0.6, {"FA4": 0.6}),
+    Card("L40S", 362e12, 733e12, 91.6e12, 0.864e12, 48, 142, 0.6, {"FA2": 0.5},
+         Published(374.0, "bf16", _DIFFUSERS)),
+    RTX_4090,
+    Card("RTX 5090", 209.5e12, 838e12, 104.8e12, 1.792e12, 32, 170, 0.55, {"FA2": 0.85}),
+)  # fmt: skip
+TILES = (((128, 256), 1.0), ((128, 128), 0.9), ((64, 128), 0.75))
+"""Of a product's output, that one multiprocessor computes at a time; and what it reaches by them,
+beside the best. Assumed."""
+_PRODUCTS = ((9216, 3072), (3072, 3072), (12288, 3072), (3072, 12288), (21504, 3072), (3072, 15360))
+"""Numbers out and in of FLUX.1's products."""
+
+
+def filled(tokens: float, multiprocessors: int) -> float:
+    """Share of a card's time that products over so many tokens use: tiles go over their edges, and
+    the last round of them does not keep every multiprocessor busy.
+    """
+    flops = seconds = 0.0
+    for out, inner in _PRODUCTS:
+        needed = tokens * out
+        best = max(reached * needed / _computed(tokens, out, tile, multiprocessors)
+                   for tile, reached in TILES)  # fmt: skip
+        flops += needed * inner
+        seconds += needed * inner / best
+    return flops / seconds
+
+
+def _computed(tokens: float, out: int, tile: tuple[int, int], multiprocessors: int) -> float:
+    """Numbers of output that whole rounds of tiles have."""
+    tiles = math.ceil(tokens / tile[0]) * math.ceil(out / tile[1])
+    rounds = math.ceil(tiles / multiprocessors)
+    return float(rounds * multiprocessors * tile[0] * tile[1])
+
+
+class Form(NamedTuple):
+    """Of the weights of FLUX.1's blocks."""
+
+    name: str
+    read: float
+    """Bytes per weight that products read."""
+    unpacked: float
+    """Bytes per weight that a step moves before that: of `int8` and `nf4` libraries make bfloat16
+    at each step."""
+    held: float
+    """GB of the transformer."""
+
+
+FORMS = (
+    Form("bf16", 2, 0, 23.8),
+    Form("fp8", 1, 0, 12),
+    Form("int8", 2, 1 + 2, 12),
+    Form("nf4", 2, 0.6 + 2, 6.8),
+)
+BESIDE = 3.0
+"""GB beside the transformer: a decoder, a step, a template."""
+RATIOS = (None, 0.11, 0.35)
+STEPS = {"FLUX.1": 28, "SDXL": 50}
+"""Of an edit, as diffusers' pipelines have them."""
+STRIDES = {"FLUX.1": FLUX_STRIDES[FILL], "SDXL": UNET_STRIDES[FILL]}
+"""From one anchor of an edit's own to the next, of Fill and inpainting models."""
+_SIDE = 1024
+_TEXT = {"FLUX.1": 512, "SDXL": 77}
+
+
+class Counted(NamedTuple):
+    """Of one step of one row."""
+
+    tokens: float
+    """That products are of, text among them; 0: as many as fill any card."""
+    products: float
+    """FLOPs."""
+    attention: float
+    """FLOPs."""
+    weights: float
+    """Bytes of weights that products read, in the form that was counted."""
+    needed: float
+    """Bytes that products and attention take and give."""
+    others: float
+    """Bytes of all other kernels."""
+    launches: int
+
+
+def flux(ratio: float | None, *, fp8: bool) -> Counted:
+    """FLUX.1-dev, entries in int8 on the device."""
+    work = flux_work(FLUX_DEV, _SIDE // 8, _SIDE // 8)
+    name = ("dense, 1 row" if ratio is None else "kv int8, 1 row") + (", fp8" if fp8 else "")
+    moved = moved_bytes(Case(name, (ratio,), weights="fp8" if fp8 else "bf16"))
+    weights = moved[WEIGHTS]
+    needed = sum(moved[group] for group in NEEDED) - weights
+    other_bytes = moved.total() - needed - weights
+    launches = json.loads(TABLE.read_text(encoding="utf-8"))[name]["step"]
+    computed = (ratio or 1.0) * work.tokens[0] + _TEXT["FLUX.1"]
+    return Counted(
+        computed, *_flops(work, ratio, _TEXT["FLUX.1"]), weights, needed, other_bytes, launches
+    )
+
+
+def flux_own(hit: Counted, ratio: float) -> Counted:
+    """A step between anchors of the edit's own, beside one that reads a template's entries: the
+    text is read, too, and each value's change is added. What products move of the text is not
+    taken off.
+    """
+    work, text = flux_work(FLUX_DEV, _SIDE // 8, _SIDE // 8), _TEXT["FLUX.1"]
+    image = work.tokens[0]
+    products, attention = _flops(work, ratio, 0)
+    values = _values(work, ((1.0 - ratio) * image + text,))
+    return hit._replace(
+        tokens=ratio * image,
+        products=products,
+        attention=attention * (image + text) / image,
+        others=hit.others + values * _ADDED + 2 * text * len(work.blocks) * _WIDTH * _PLACED,
+    )
+
+
+def sdxl(ratio: float | None) -> Counted:
+    """SDXL with guidance. What convolutions move is among the others: it overlaps with nothing."""
+    case = replace(SDXL_GUIDED, ratios=(ratio,))
+    plain, _ = unet_step(replace(case, recorded=False))  # whose kernels are seen one by one
+    weights = plain.nbytes[WEIGHTS]
+    needed = sum(
+        nbytes
+        for place, nbytes in plain.nbytes.items()
+        if place.startswith(("linear.", "attention."))
+    )
+    other_bytes = plain.nbytes.total() - weights - needed
+    flops = _flops(unet_work(SDXL, _SIDE // 8, _SIDE // 8), ratio, _TEXT["SDXL"])
+    return Counted(0, *flops, weights, needed, other_bytes, unet_step(case)[0].launches)
+
+
+def sdxl_own(hit: Counted, ratio: float) -> Counted:
+    """As `flux_own`; convolutions run on a tile, whose fewer bytes are not taken off."""
+    work = unet_work(SDXL, _SIDE // 8, _SIDE // 8, halo=1)
+    products, attention = _flops(work, ratio, _TEXT["SDXL"])
+    values = work.copies * _values(work, tuple((1.0 - ratio) * n for n in work.tokens))
+    return hit._replace(
+        products=products,
+        attention=attention,
+        others=hit.others + values * _ADDED,
+    )
+
+
+_PLACED, _ADDED = 1 + 2, 1
+"""Bytes moved for a number that is placed, and besides for its change."""
+_WIDTH = 3072
+
+
+def _values(work: ModelWork, idle: tuple[float, ...]) -> float:
+    """Numbers that a step reads of one pass: keys and values, and ends of stacks."""
+    loads = block_bytes(work, [idle], EntryFormat("one byte each", 8))
+    return float(loads[:, 1].sum() + end_bytes(work, loads).sum())
+
+
+def _flops(work: ModelWork, ratio: float | None, text: int) -> tuple[float, float]:
+    """Of products and convolutions, and of attention."""
+    row, kind = work.row_at(ratio or 1.0, text), "dense" if ratio is None else "kv"
+    totals = work.totals([row])
+    of_levels = (totals.dense if ratio is None else totals.cached)[work.levels]
+    terms = [TERMS.index("pair"), TERMS.index("cross")]
+    attention = float((work.coefficients[:, terms] * of_levels[:, terms]).sum())
+    whole: float = work.step_flops([row], kind)
+    return whole - attention, attention
+
+
+def step_ms(
+    card: Card, of: Counted, form: Form, attention: str, given: argparse.Namespace
+) -> float:
+    """Products and attention take what their FLOPs or their bytes take, whichever is longer; then
+    come all other kernels. A step takes that, or what the host takes to ask for it.
+    """
+    in_fp8 = form.name == "fp8"
+    weights, unpacked = of.weights, of.weights / form.read * form.unpacked
+    bandwidth = card.nbytes * given.bytes_reached
+    share = card.reached
+    if of.tokens:
+        units = card.multiprocessors
+        share *= filled(of.tokens, units) / filled(_DENSE_TOKENS, units)
+    products = of.products / ((card.fp8 if in_fp8 else card.half) * share)
+    computing = products + of.attention / (card.half * card.attention[attention])
+    device = max(computing, (weights + of.needed) / bandwidth)
+    device += (of.others + unpacked) / bandwidth
+    took: float = 1e3 * max(device, 1e-6 * given.launch_us * of.launches)
+    return took
+
+
+_DENSE_TOKENS = 4096 + 512
+
+
+def stage_flops() -> tuple[float, float]:
+    """Of T5 over 512 tokens, and of the VAE that encodes and decodes one picture."""
+    with torch.device("meta"), torch.inference_mode():
+        t5, vae = T5EncoderModel(T5Config(**T5_XXL)).eval(), AutoencoderKL(**FLUX_VAE).eval()
+        with FlopCounterMode(display=False) as of_t5:
+            t5(torch.zeros(1, 512, dtype=torch.long))
+        with FlopCounterMode(display=False) as of_vae:
+            vae.encode(torch.zeros(1, 3, _SIDE, _SIDE))
+            vae.decode(torch.zeros(1, 16, _SIDE // 8, _SIDE // 8))
+    return float(of_t5.get_total_flops()), float(of_vae.get_total_flops())
+
+
+class Offer(NamedTuple):
+    """A model as a card serves it."""
+
+    card: Card
+    model: str
+    form: Form
+    attention: str
+
+
+def offered(card: Card) -> Iterator[Offer]:
+    """All that the card holds."""
+    for form in FORMS:
+        if form.held + BESIDE <= card.held:
+            for attention in card.attention:
+                yield Offer(card, "FLUX.1", form, attention)
+    yield Offer(card, "SDXL", FORMS[0], next(iter(card.attention)))
+
+
+Way = tuple[str, float | None, bool, bool]
+"""Model, mask ratio (None: dense), FP8, and whether a step is one between anchors of its own."""
+
+
+def counted_ways() -> dict[Way, Counted]:
+    """Of all models, weights and masks; takes minutes."""
+    of: dict[Way, Counted] = {}
+    for ratio in RATIOS:
+        for fp8 in (False, True):
+            of["FLUX.1", ratio, fp8, False] = flux(ratio, fp8=fp8)
+        of["SDXL", ratio, False, False] = sdxl(ratio)
+    for model, ratio, fp8, _ in list(of):
+        if ratio is not None:
+            hit = of[model, ratio, fp8, False]
+            refresh_step = flux_own(hit, ratio) if model == "FLUX.1" else sdxl_own(hit, ratio)
+            of[model, ratio, fp8, True] = refresh_step
+    return of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
+    parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
+    args = parser.parse_args()
+    masks = [ratio for ratio in RATIOS if ratio is not None]
+    columns = ["card", "model", "weights", "attention", "dense ms"]
+    columns += [f"{label} {m:.2f}" for m in masks for label in ("hit ms,", "own ms,")]
+    columns += ["dense edit s", *(f"{w} {m:.2f}" for w in ("hit s,", "first s,") for m in masks)]
+    columns += ["a dense server's step ms", *(f"{w} {m:.2f}" for w in ("hit times,", "first times,")
+                                              for m in masks), "T5, VAE s"]  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    of = counted_ways()
+    t5, vae = stage_flops()
+    for offer in (item for card in CARDS for item in offered(card)):
+        card, model, form, attention = offer
+        steps = STEPS[model]
+
+        def took(offer: Offer, ratio: float | None, own: bool = False) -> float:
+            way = offer.model, ratio, offer.form.name == "fp8", own
+            return step_ms(offer.card, of[way], offer.form, offer.attention, args)
+
+        # SDXL's VAE runs in float32; its text encoders take next to nothing.
+        rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
+        stages_s = (vae if model == "SDXL" else vae + t5) / rate
+        dense, share = took(offer, None), own_count(steps, STRIDES[model]) / steps
+        hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
+        reads = 1 - 1 / steps  # beside all anchors but the first
+        means = [dense, *hits, *(share * dense + reads * item for item in owns)]
+        edits = [steps * item / 1e3 + stages_s for item in means]
+        rival, rival_text = _rival(offer, took)
+        rival_edit = steps * rival / 1e3 + stages_s
+        cells = [card.name, model, form.name, attention, f"{dense:.1f}"]
+        cells += [f"{ms:.1f}" for pair in zip(hits, owns, strict=True) for ms in pair]
+        cells += [f"{item:.2f}" for item in edits]
+        cells += [rival_text, *(f"{rival_edit / item:.1f}" for item in edits[1:])]
+        print(f"| {' | '.join([*cells, f'{stages_s:.2f}'])} |", flush=True)
+    return 0
+
+
+def _rival(offer: Offer, took: Callable[[Offer, float | None], float]) -> tuple[float, str]:
+    """The dense server's step, and how the table tells it: what others have published, or our own
+    dense kernels, whichever is faster.
+    """
+    fits = [FORMS[0]]
+    if offer.model == "FLUX.1":
+        fits = [form for form in FORMS[:2] if form.held + BESIDE <= offer.card.held]
+    ms = min(took(offer._replace(form=form), None) for form in fits)
+    published = offer.card.published
+    if published is not None and offer.model == "FLUX.1" and published.ms < ms:
+        return published.ms, f"{published.ms:.0f} (published, {published.form})"
+    return ms, f"{ms:.0f} (ours)"

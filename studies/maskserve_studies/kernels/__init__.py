@@ -1,0 +1,1 @@
+"""Kernels and bytes of a step, counted without a GPU."""

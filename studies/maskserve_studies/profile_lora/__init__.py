@@ -1,0 +1,1 @@
+"""Steps without a LoRA, judged on finished pictures (Katz)."""

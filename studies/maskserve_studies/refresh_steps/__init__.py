@@ -1,0 +1,1 @@
+"""Quality and time of rows with refresh steps."""

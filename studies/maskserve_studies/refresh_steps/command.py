@@ -1,0 +1,239 @@
+"""Edits whose rows have anchors of their own: what they keep of dense edits, and what they cost.
+
+    python scripts/bench own_anchors --json own.json
+
+`summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
+
+- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
+  served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), with
+  four, and `unet_mean`, … of the demo UNet, with three.
+- `hit_loss_db`: what edits lose that read a template and leave their text and ring out between
+  three, beside those that compute a ring of one at each step; `hit_first_anchor_mean`,
+  `hit_first_anchor_under_30`: of the same whose first step is dense and lifts the entries, of which
+  there is one for every seven steps. `hits` has them with their ring computed (`hit_text`), and
+  with wider ones (`mask_ring`), too.
+
+And of FLUX.1's width at 1024 pixels, random weights, on a CPU of one double and one single block:
+
+- `no_text_of_limit`: a dense step over one that computes the active tokens alone, over what the
+  FLOPs say; the least of the mask ratios .05 to .35.
+- `first_edit_11`, `first_edit_35`: 28 dense steps over the three anchors and 27 steps of an
+  edit whose picture nobody has sent before.
+
+`loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight:
+with anchors of their own over dense, which is how such edits ran before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskserve_benchmarks.checkout import DEMO_MODEL, DEMO_UNET
+from maskserve_benchmarks.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_benchmarks.edits.direct import Direct
+from maskserve_benchmarks.edits.lora_edits import LORAS, demo_edits, write_loras
+from maskserve_benchmarks.quality.choices import default
+from maskserve_benchmarks.quality.metrics import EditQuality, by_class, compare
+from maskserve_benchmarks.quality.own_anchors import beside_template, edited, served
+from maskserve_benchmarks.quality.systems import Rig
+from maskserve_benchmarks.reports import about, write_json
+from maskserve_benchmarks.steps.step import kept, stepping
+from maskserve_benchmarks.steps.step_rig import NO_TEXT, Bench
+from maskserve_benchmarks.timing import Timer, hardware
+from maskserve_common.config import CacheConfig
+from maskserve_common.config_file import config_of
+from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.semantics import FILL
+from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.families.flux.spec import OWN_STRIDES
+from maskserve_studies.first_run.parts import as_served
+
+RATIOS = (0.05, 0.11, 0.2, 0.35)
+_STEPS = 28
+_ANCHORS = own_count(_STEPS, OWN_STRIDES[FILL])
+
+
+def fidelity(
+    folder: Path,
+    n: int,
+    *,
+    count: int = 0,
+    ring: int = 1,
+    straight: bool = False,
+    hits: bool = False,
+) -> dict[str, Any]:
+    """Figures over all classes: of own anchors, so many or as many as the model has by default,
+    with such a ring where steps compute any, and lines that do not bend if they are to be straight;
+    or of edits that read a template: computing their text, leaving it out, and so with a first
+    anchor.
+    """
+    rig = Rig(folder, 20)
+    [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
+    choice = replace(served(rig, job, count), ring=ring, bends=False if straight else None)
+    cached = default(rig.adapter.facts, 20)
+    begun = replace(cached, dense_steps=1, stride=7)
+    text = served(rig, job)
+    power = rig.adapter.facts.own_evenly_over
+    plan = OwnPlan(
+        frozenset(text.dense), choice.format, True, text.leaves_ring, power, foresees=True
+    )
+    ways = {
+        "hit": (cached, None),
+        "hit_text": (cached, replace(plan, ring=False)),
+        "hit_frozen": (cached, plan),
+        **{f"hit_ring_{n}": (replace(cached, ring=n), plan) for n in (4, 6)},
+        "hit_first_anchor": (begun, replace(plan, lifts=True)),
+    }
+    qualities: dict[str, dict[str, list[EditQuality]]] = {
+        w: {} for w in (ways if hits else ("own",))
+    }
+    for name in CLASSES:
+        edits = edits_of(name, n)
+        jobs = rig.jobs(edits)
+        dense = rig.dense(edits, jobs)
+        entries = rig.entries(jobs) if hits else []
+        for way, of_class in qualities.items():
+            if way == "own":
+                pictures = edited(rig, edits, jobs, choice)
+            else:
+                pictures = beside_template(rig, edits, jobs, entries, *ways[way])
+            of_class[name] = compare(edits, pictures, dense)
+        print(
+            name,
+            {
+                way: by_class(way_qualities)["psnr_in_mask"]
+                for way, way_qualities in qualities.items()
+            },
+        )
+    return {way: by_class(way_qualities) for way, way_qualities in qualities.items()}
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Of steps; medians of rounds in turn."""
+    device = torch.device(args.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    blocks = (1, 1) if device.type == "cpu" else None  # a GPU would wait for the host
+    bench = Bench("flux-1024", blocks, dtype, device, CacheConfig().own_format_on(device.type))
+    bench.weights = as_served(bench)
+    bench.fill_entry("kv")
+    timer = Timer(device, args.clock)
+    dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
+    for row in rows:
+        row.recorded = True
+    # One of its own: `rows` stay between their anchors.
+    walker, walking = bench.anchored_row(RATIOS[1], len(RATIOS)), count()
+    calls: list[Callable[[], object]] = [
+        kept(bench, 1, partial(bench.step, [dense], "kv")),
+        lambda: bench.at_anchor(walker, 2 * (next(walking) % 2)),
+        *[kept(bench, 1, stepping(bench, [row], NO_TEXT)) for row in rows],
+    ]
+    for call in calls * 2:  # what is recorded is at the second time
+        call()
+    whole, anchor, *times = timer.in_turn(calls, args.repeat)
+    result: dict[str, Any] = {"dense_ms": round(whole, 2), "anchor_ms": round(anchor, 2)}
+    of_limit = {}
+    for ratio, ms in zip(RATIOS, times, strict=True):
+        limit = bench.limit([ratio], NO_TEXT)
+        of_limit[ratio] = whole / ms / limit
+        # All anchors but the first are computed beside a step that reads.
+        edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - 1) * ms)
+        result[f"at_{ratio}"] = {"ms": round(ms, 2), "limit": round(limit, 2)}
+        result[f"first_edit_{round(100 * ratio)}"] = round(edit, 3)
+    result["no_text_of_limit"] = round(min(of_limit.values()), 3)
+    return result
+
+
+def loras(args: argparse.Namespace) -> dict[str, float]:
+    """Eight edits of eight pictures, each with another LoRA: with own anchors, and dense."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = write_loras(Path(folder))
+        config = config_of(
+            {
+                "model": {"path": str(DEMO_MODEL), "torch_threads": 1},
+                "adapters": {"store": folder},
+            }
+        )
+        worker = Direct(config)
+        try:
+            edits = demo_edits(LORAS)
+
+            def jobs(cache: str) -> list[Any]:
+                settings = {"seed": 1, "cache": cache, "num_inference_steps": 20}
+                return [
+                    worker.jobs(
+                        [edit],
+                        {**settings, "request_id": str(n), "loras": [{"name": names[n]}]},
+                    )[0]
+                    for n, edit in enumerate(edits)
+                ]
+
+            job_lists = [jobs("own"), jobs("off")]
+            for job_list in job_lists:
+                worker.run(job_list)
+            calls = [partial(worker.run, job_list) for job_list in job_lists]
+            refresh_ms, dense = Timer(torch.device("cpu"), args.clock).in_turn(calls, args.repeat)
+        finally:
+            worker.engine.close(grace_s=1.0)
+    return {"loras_edits_ratio": round(dense / refresh_ms, 3)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    parts = ("fill", "hits", "base", "unet", "speed", "loras")
+    add("--only", nargs="+", choices=parts, default=parts)
+    add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--base", type=Path, help="folder of a model with Inpaint semantics")
+    add("--anchors", type=int, default=4, help="of the base model's 20 steps (default 4)")
+    add("--ring", type=int, default=1, help="of the base model's edits (default 1)")
+    add("--straight", action="store_true", help="have the base model's lines not bend")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--clock", choices=("wall", "cpu"), default="wall")
+    add("--repeat", type=int, default=3, help="rounds of what is timed")
+    add("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    summary: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+    folders = {"fill": DEMO_MODEL, "base": args.base, "unet": DEMO_UNET}
+    for name, folder in folders.items():
+        if name in args.only and folder is not None:
+            # A small base model has no guidance, and so is taken for one of few steps.
+            options = {"count": args.anchors, "ring": args.ring, "straight": args.straight}
+            options = options if name == "base" else {}
+            details[name] = fidelity(folder, args.n, **options)["own"]
+            summary |= _said(name, details[name])
+    if "hits" in args.only:
+        hits = details["hits"] = fidelity(DEMO_MODEL, args.n, hits=True)
+        lost = hits["hit"]["psnr_in_mask"] - hits["hit_frozen"]["psnr_in_mask"]
+        summary["hit_loss_db"] = round(lost, 3)
+        summary |= _said("hit_first_anchor", hits["hit_first_anchor"])
+    if "speed" in args.only:
+        speeds = details["speed"] = speed(args)
+        named = ("first_edit_11", "first_edit_35", "no_text_of_limit")
+        summary |= {name: speeds[name] for name in named}
+    if "loras" in args.only:
+        summary |= loras(args)
+    for name, value in summary.items():
+        print(f"{name:20} {value}")
+    report = {**about(hardware(torch.device(args.device))), "summary": summary, **details}
+    write_json(report, args.json)
+    return 0
+
+
+def _said(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}_mean": found["psnr_in_mask"],
+        f"{name}_worst_class": found["worst_class_psnr_in_mask"],
+        f"{name}_under_30": found["share_below_30"],
+    }

@@ -1,0 +1,1 @@
+"""Communication of ranks that take a step together."""

@@ -1,0 +1,1 @@
+"""LoRAs and ControlNets in cached edits of the demo UNet."""

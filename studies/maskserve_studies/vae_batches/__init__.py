@@ -1,0 +1,1 @@
+"""Encoding and decoding together or one by one."""

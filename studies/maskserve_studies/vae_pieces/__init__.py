@@ -1,0 +1,1 @@
+"""Decoding a part of the picture round the mask."""

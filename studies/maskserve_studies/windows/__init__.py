@@ -1,0 +1,1 @@
+"""Edits of photographs with and without a window round the mask."""

@@ -1,0 +1,1 @@
+"""LegoDiffusion's figures in virtual time."""

@@ -1,0 +1,162 @@
+"""Requests for the plans that the product ships, for the simulator and for an emulated cluster.
+
+`replace`, `detail`, `outline` and `variants` of masked edits at eight workers of a row each and two
+node servers. They come by a Poisson process, each due at twice its longest chain; of `variants` the
+first try is known.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import mean
+from typing import Final
+
+import numpy as np
+
+from maskserve_benchmarks.simulator.hardware import STEPS, Hardware
+from maskserve_benchmarks.simulator.workload import draw_gaps
+from maskserve_common.config import LimitsConfig
+from maskserve_common.contracts.settings import EditSettings
+from maskserve_common.contracts.status_record import Served
+from maskserve_router.scheduling.edit_cost import count_tokens
+from maskserve_studies.workflow_plans.simulation import Asked, Device, Node, PlanRun, Rules
+from maskserve_workflows.pictures import encode_mask
+
+WORKERS: Final = tuple(f"w{n}" for n in range(8))
+NODES: Final = ("n0", "n1")
+SECONDS: Final[Mapping[str, float]] = {
+    "find": 0.06, "split": 0.005, "compose": 0.02, "outline": 0.02, "enlarge": 0.25, "shows": 0.02,
+    "best": 0.001,
+}  # fmt: skip
+KINDS: Final[Mapping[str, float]] = {
+    "replace": 0.35,
+    "detail": 0.25,
+    "outline": 0.2,
+    "variants": 0.2,
+}
+RULES: Final = {"slack": Rules(), "fcfs": Rules("fcfs", sees_plan=False)}
+"""Plans are admitted and their nodes go by least slack; or each edit comes by itself, and waits."""
+_SCALE: Final = 2.0
+"""Due times over what the longest chain takes."""
+_DILATE: Final = 4
+"""As `replace` and `detail` have it."""
+_TRIES: Final = 3
+_PASSES: Final = 0.9
+"""Of the tries of `variants`."""
+_ROOM: Final = LimitsConfig()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, and what will be found."""
+
+    number: int
+    at: float
+    kind: str
+    masks: tuple[bytes, ...]
+    """Of its edits that run side by side; of `variants` of all eight."""
+    edits: tuple[float, ...]
+    """Seconds of these."""
+    tries: int = 1
+
+    @property
+    def name(self) -> str:
+        """Its text, by which emulated nodes know it."""
+        return str(self.number)
+
+    @property
+    def stages(self) -> list[tuple[tuple[str, ...], Sequence[float]]]:
+        """(devices, seconds of the nodes that run side by side), one stage after the other."""
+
+        def at(*nodes: str) -> tuple[tuple[str, ...], Sequence[float]]:
+            return NODES, [SECONDS[node] for node in nodes]
+
+        edits = (WORKERS, self.edits)
+        match self.kind:
+            case "replace":
+                return [at("find"), edits]
+            case "detail":
+                return [at("find"), at("split"), edits, at("compose")]
+            case "outline":
+                return [at("outline"), edits, at("enlarge")]
+        return self.tries * [edits, at(*["shows"] * len(self.edits)), at("best")]
+
+    @property
+    def known(self) -> int:
+        """Stages that are known of as it comes: of `variants` those of the first try."""
+        return len(self.stages) // self.tries
+
+    @property
+    def due_s(self) -> float:
+        return _SCALE * sum(max(seconds) for _, seconds in self.stages[: self.known])
+
+    def asked(self) -> Asked:
+        """It, as the simulator has it."""
+        nodes: list[Node] = []
+        last: tuple[int, ...] = ()
+        for devices, seconds in self.stages:
+            only, first = frozenset(devices), len(nodes)
+            nodes += [Node(frozenset(), (duration_s,), last, only=only) for duration_s in seconds]
+            last = tuple(range(first, len(nodes)))
+        known_nodes = len(nodes) // self.tries
+        return Asked(self.number, self.at, self.at + self.due_s, tuple(nodes), known_nodes)
+
+
+@lru_cache
+def square(side: int) -> bytes:
+    """A mask of 64 x 64 with a square of that side."""
+    white = np.zeros((64, 64), np.bool_)
+    white[:side, :side] = True
+    return encode_mask(white)
+
+
+def _edit(hardware: Hardware, ratio: float, dilate: int) -> tuple[bytes, float]:
+    """A mask that with its dilation has about this share of the picture, and its edit's seconds."""
+    mask = square(max(1, round(64 * ratio**0.5) - dilate))
+    settings, served = EditSettings(mask_dilate=dilate), Served(64, 1, STEPS)
+    active = count_tokens(mask, settings, served, _ROOM).active
+    return mask, STEPS * hardware.step_seconds(1, active, 0)
+
+
+def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Request]:
+    """Requests; those of loads that differ are the same, in other gaps.
+
+    Args:
+        count: of them.
+        load: of what the workers can do.
+        seed: of what is drawn.
+        hardware: of the workers.
+    """
+    rng, requests = random.Random(seed), list[Request]()
+    for number, kind in enumerate(rng.choices(list(KINDS), list(KINDS.values()), k=count)):
+        ratio = min(0.6, max(0.03, rng.betavariate(1.2, 6.0)))
+        tries = 1
+        while kind == "variants" and tries < _TRIES and rng.random() > _PASSES:
+            tries += 1
+        match kind:
+            case "detail":
+                parts = [ratio * rng.uniform(0.4, 1.0) for _ in range(rng.randint(2, 5))]
+                edits = [_edit(hardware, part, _DILATE) for part in parts]
+            case "replace":
+                edits = [_edit(hardware, ratio, _DILATE)]
+            case _:
+                edits = [_edit(hardware, ratio, 0)] * (8 if kind == "variants" else 1)
+        masks, seconds = zip(*edits, strict=True)
+        requests.append(Request(number, 0.0, kind, masks, seconds, tries))
+    work = mean(request.tries * sum(request.edits) for request in requests)
+    gaps = draw_gaps(load * len(WORKERS) / work, count, np.random.default_rng(seed))
+    return [
+        replace(request, at=float(at))
+        for request, at in zip(requests, np.cumsum(gaps), strict=True)
+    ]
+
+
+def simulated(requests: Sequence[Request], rules: Rules) -> float:
+    """The share in time."""
+    plan_requests = [request.asked() for request in requests]
+    run = PlanRun(rules, {name: Device(0) for name in (*WORKERS, *NODES)}, {}, 1.0)
+    run.run(plan_requests)
+    return run.in_time(plan_requests)

@@ -1,0 +1,443 @@
+"""LegoDiffusion's figures on the scheduler of `core.workflows`, and what masks and due times add.
+
+A system's *rate* is the load at which it has nine of ten requests in time, as a share of what all
+devices could do of dense work; requests are due at twice what they take alone. All systems serve
+the same requests.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from maskserve_benchmarks.simulator.hardware import Hardware
+from maskserve_studies.workflow_plans.chains import RULES, drawn, simulated
+from maskserve_studies.workflow_plans.simulation import Asked, Node, PlanRun, Rules
+from maskserve_studies.workflow_plans.systems import (
+    BASES,
+    DEVICES,
+    GIB,
+    LOAD_S,
+    MONOLITHS,
+    SETTINGS,
+    SYSTEMS,
+    Flow,
+    Load,
+    Want,
+    in_time,
+    most,
+    ours,
+    rate,
+    wants,
+)
+from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode, admits, decide
+
+Report = dict[str, Any]
+
+PER_DEVICE: Final = 50
+"""Requests."""
+SEEDS: Final = (1, 2, 3, 4, 5)
+LOADS: Final = (0.8, 1.2, 1.6)
+BURSTS: Final = (1.0, 2.0, 4.0, 8.0)
+"""Coefficients of variation, at a load of `BURST_LOAD` as the paper's Fig. 9 h."""
+BURST_LOAD: Final = 0.25
+SIZE_LOAD: Final = 0.5
+"""Of the devices that a setting has, as the paper's Fig. 9 i."""
+TURNS: Final = 4
+GAINS_OF: Final = "S6"
+"""As the paper's Fig. 9 g to i."""
+ASSUMPTIONS: Final[Mapping[str, Sequence[str]]] = {
+    "none": (),
+    "whole cards": ("whole",),
+    "by turns": ("turns",),
+    "unseen queues": ("blind",),
+    "whole cards, by turns": ("whole", "turns"),
+    "whole cards, unseen queues": ("whole", "blind"),
+    "by turns, unseen queues": ("turns", "blind"),
+    "whole cards, by turns, unseen queues": ("whole", "turns", "blind"),
+    "small cards": ("small",),
+    "small cards, by turns": ("small", "turns"),
+    "eight workflows, by turns": ("eight", "turns"),
+    "whole cards, by turns, slow loads": ("whole", "turns", "slow"),
+}
+"""What the paper may take for granted and does not say (`assumed`)."""
+SWEEPS: Final[dict[str, tuple[float, ...]]] = {
+    "scale": (1.0, 4.0, 12.0),
+    "devices": (16, 32),
+}
+"""As the paper's Fig. 9 g and i, of S4 on 8 devices: S6 would need ten times the requests until due
+times of twelve times its longest request are short beside the run."""
+IN_FLIGHT: Final = 500
+MANY: Final = 256
+GROUP: Final = 64
+SHAPES: Final = {"sd3": (333, 1536, 6), "dev": (512, 3072, 2)}
+"""Tokens of a prompt, the width, and a ControlNet's blocks: as many as the paper's sizes give."""
+MEAN_LOADS: Final = (0.3, 0.6, 0.9)
+"""Where the paper compares mean seconds and does not say how much is asked for (Fig. 4)."""
+DECIDE_S: Final = 1.9e-3
+ADMIT_S: Final = 0.9e-3
+"""Medians of one decision and one admission at `MANY` devices with `IN_FLIGHT` plans, one core of a
+2-core AMD EPYC, 2026-11-26 (`decisions`)."""
+
+
+def rates(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYSTEMS)) -> Report:
+    """Of each system by seed; of `lego`, each step of which is simulated, the shares in time at our
+    rates.
+    """
+    report = {
+        name: [round(rate(name, load, (seed,)), 3) for seed in seeds]
+        for name in systems
+        if name != "lego"
+    }
+    if "lego" in systems:
+        report["lego_at_ours"] = [
+            round(in_time("lego", replace(load, load=at, seed=seed)), 3)
+            for at, seed in zip(report["ours"], seeds, strict=True)
+        ]
+    return report
+
+
+def shares(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYSTEMS)) -> Report:
+    """In time, of each system."""
+    return {
+        name: round(sum(in_time(name, replace(load, seed=s)) for s in seeds) / len(seeds), 3)
+        for name in systems
+    }
+
+
+def overload(setting: str, requests: int, seeds: Sequence[int]) -> Report:
+    """Twice what devices can do: of that, what is in time with admission and without, and of those
+    refused the share that would have been in time and harmed nobody.
+    """
+    report: Report = {"setting": setting, "admission": 0.0, "without": 0.0, "refused_wrongly": 0.0}
+    for seed in seeds:
+        load = Load(setting, 2.0, DEVICES[setting], requests, seed)
+        run, plan_requests = ours(load, wants(load))
+        run.run(plan_requests)
+        free, plan_requests = ours(load, wants(load), Rules("fcfs", admission=False))
+        free.run(plan_requests)
+        refused = run.refused[:: max(1, len(run.refused) // 10)]
+        wrongly = 0
+        for number in refused:
+            other_run, plan_requests = ours(load, wants(load))
+            other_run.always = frozenset({number})
+            other_run.run(plan_requests)
+            wrongly += _ends_in_time(other_run, number) and other_run.in_time(
+                plan_requests
+            ) > run.in_time(plan_requests)
+        report["admission"] += 2.0 * run.in_time(plan_requests) / len(seeds)
+        report["without"] += free.in_time(plan_requests) / len(seeds)
+        report["refused_wrongly"] += wrongly / max(1, len(refused)) / len(seeds)
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in report.items()}
+
+
+def _ends_in_time(run: PlanRun, number: int) -> bool:
+    plan = next(plan for plan in run.plans if plan.asked.number == number)
+    return plan.ended <= plan.asked.due
+
+
+def alone(base: str) -> Report:
+    """Seconds of one request with a ControlNet by itself, over those on one device (Fig. 10)."""
+    flow = Flow(base, 1)
+    report = {}
+    for system in ("lego", "ours"):
+        took = []
+        for devices in (1, 2, 3):
+            load = replace(Load(_setting(base), 1.0, devices, 1, 1, scale=1e6))
+            run, plan_requests = SYSTEMS[system](load, [replace(wants(load)[0], flow=flow)])
+            run.run(plan_requests)
+            took.append((run.plans[0].ended - plan_requests[0].arrival) / flow.solo_s)
+        report[system] = [round(ratio, 3) for ratio in took]
+    return report
+
+
+def _setting(base: str) -> str:
+    return next(name for name, bases in SETTINGS.items() if bases == (base,))
+
+
+def loading(base: str) -> Report:
+    """Seconds to load the workflow with a ControlNet, and the base alone (Fig. 3, left)."""
+    whole = sum(Flow(base, 1).parts.values()) * LOAD_S
+    alone_s = BASES[base].step[0] * LOAD_S
+    return {"workflow_s": round(whole, 2), "base_s": round(alone_s, 2)}
+
+
+def sharing(base: str, requests: int, seeds: Sequence[int]) -> Report:
+    """A workflow with a ControlNet and one without on two devices, each on its own or with shared
+    models: mean seconds of a request at MEAN_LOADS, and GiB of models (Fig. 4, left).
+    """
+    report: Report = {}
+    for name, system in (("apart", MONOLITHS["static"]), ("shared", ours)):
+        loads = [Load(_setting(base), at, 2, requests, 1, shares=(0.5, 0.5)) for at in MEAN_LOADS]
+        run, _ = system(loads[0], [])
+        report[name] = {
+            "mean_s": [_mean_s(system, load, seeds, slice(0, 1)) for load in loads],
+            "gib": round(sum(run.first_bytes.values()) / GIB, 1),
+        }
+    return report
+
+
+def degrees(requests: int, seeds: Sequence[int]) -> Report:
+    """S1 on four devices: mean seconds of a request at MEAN_LOADS whose base has one device, two of
+    a fixed pair, or as many as the system gives it (Fig. 4, right).
+    """
+    report: Report = {}
+    for system in ("lego", "ours"):
+        for name, devices, degree_slice in (
+            ("one", 4, slice(0, 1)),
+            ("two", 2, slice(1, 2)),
+            ("adaptive", 4, slice(None)),
+        ):
+            # A pair is one device here, twice as much asked of it.
+            loads = [Load("S1", 4 / devices * at, devices, requests, 1) for at in MEAN_LOADS]
+            means = [_mean_s(SYSTEMS[system], load, seeds, degree_slice) for load in loads]
+            report[f"{system}_{name}"] = means
+    return report
+
+
+def passed(base: str) -> Report:
+    """MiB of what passes between nodes, for a picture of 1024x1024 with a ControlNet (Fig. 11,
+    right): each tensor; all of a request where each call is a node; all where an edit is one.
+    """
+    words, width, blocks = SHAPES[base]
+    steps, mib = BASES[base].steps, 2**20
+    sizes = {
+        "embeddings": words * 4096 * 2 / mib,
+        "latents": 16 * 128 * 128 * 2 / mib,
+        "residual": 4096 * width * 2 / mib,
+        "picture": 1024 * 1024 * 3 / mib,
+        "mask": 1024 * 1024 / mib,
+    }
+    # Base and ControlNet both take prompt and latents; the decoder takes the last latents.
+    calls = 2 * sizes["latents"] + blocks * sizes["residual"]
+    lego = 2 * sizes["embeddings"] + steps * calls + sizes["latents"] + 2 * sizes["picture"]
+    edit = 3 * sizes["picture"] + sizes["mask"]  # source, control picture, answer
+    return {name: round(size, 2) for name, size in (sizes | {"lego": lego, "ours": edit}).items()}
+
+
+def _mean_s(
+    system: Callable[[Load, Sequence[Want]], tuple[PlanRun, list[Asked]]],
+    load: Load,
+    seeds: Sequence[int],
+    some: slice,
+) -> float:
+    """Of a request, from arrival to end; none is refused, and nodes that can have two devices may
+    have these numbers of them.
+    """
+    took = []
+    for seed in seeds:
+        run, plan_requests = system(load, wants(replace(load, seed=seed)))
+        run.rules = replace(run.rules, admission=False)
+        run.run(
+            [replace(a, nodes=tuple(_with(node, some) for node in a.nodes)) for a in plan_requests]
+        )
+        took += [plan.ended - plan.asked.arrival for plan in run.plans]
+    return round(statistics.mean(took), 2)
+
+
+def _with(node: Node, some: slice) -> Node:
+    return replace(node, run_s=node.run_s[some] or node.run_s)
+
+
+# What the paper's gains need
+
+
+def assumed(load: Load, names: Sequence[str]) -> Load:
+    """A load under assumptions.
+
+    Args:
+        load: as it is without.
+        names: `whole`: a monolith has its card by itself; `small`: no card has room for more than
+            the largest, whoever uses it; `turns`: each workflow is on for one of `TURNS` turns;
+            `blind`: monoliths' admission does not see how long their queues are; `eight`: a base
+            has eight workflows, not three; `slow`: a GiB takes a second to load.
+    """
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "whole": {"monolith_room": load.monolith},
+        "small": {"room": load.monolith},
+        "turns": {"turns": TURNS},
+        "blind": {"blind": True},
+        "eight": {"shares": (0.3, *[0.1] * 7)},
+        "slow": {"load_s": 1.0},
+    }
+    for name in names:
+        load = replace(load, **changes[name])
+    return load
+
+
+def gains(load: Load, seed: int) -> Report:
+    """Where the paper has 6x, 8x and 3x, of planned monoliths and ours: the shortest due times that
+    are met at our rate, the strongest bursts at `BURST_LOAD`, and the fewest devices for the
+    requests that are `SIZE_LOAD` of these.
+    """
+
+    def sized(part: float) -> Load:
+        devices = math.ceil(1.0 / part - 1e-9)
+        return replace(load, devices=devices, load=SIZE_LOAD * load.devices / devices)
+
+    due_load = replace(load, load=rate("ours", load, (seed,)))
+    bursty = replace(load, load=BURST_LOAD)
+    report: Report = {"due": {}, "cv": {}, "devices": {}}
+    for name in ("planned", "ours"):
+        often = most(name, lambda at: replace(due_load, scale=1.0 / at), (1 / 64, 1.0), (seed,))
+        part = most(name, sized, (1 / 128, 1 / 4), (seed,))
+        report["due"][name] = round(1.0 / often, 2) if often else None
+        report["cv"][name] = round(
+            most(name, lambda at: replace(bursty, cv=at), (1 / 8, 16.0), (seed,)), 2
+        )
+        report["devices"][name] = sized(part).devices if part else None
+    return report
+
+
+def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
+    """Shipped plans in time: least slack with plans' admission, and edit by edit as they come."""
+    hardware = Hardware()
+    request_lists = [drawn(requests, load, seed, hardware) for seed in seeds]
+    shares = {
+        name: round(
+            statistics.mean(simulated(request_list, rules) for request_list in request_lists), 3
+        )
+        for name, rules in RULES.items()
+    }
+    return {"load": load, **shares}
+
+
+# The control plane
+
+
+def decisions(devices: int = MANY, plans: int = IN_FLIGHT, count: int = 21) -> Report:
+    """Median processor seconds of a decision and of an admission."""
+    rng, took, admitted = random.Random(1), [], []
+    places = [
+        NodePlace(f"d{n}", rng.uniform(0.1, 9.0) * (n > 0), frozenset("m")) for n in range(devices)
+    ]
+    waiting = [
+        ReadyNode(str(n), rng.random(), 0, rng.uniform(20, 40), (7.0, 3.7), models=frozenset("m"))
+        for n in range(max(plans - devices, 1))
+    ]
+    for _ in range(count):
+        start = time.process_time()
+        decide(waiting, places, Prices(), 0.0)
+        took.append(time.process_time() - start)
+        start = time.process_time()
+        admits(waiting[0], waiting[1:], places, Prices(), 0.0)
+        admitted.append(time.process_time() - start)
+    return {"decide_s": statistics.median(took), "admit_s": statistics.median(admitted)}
+
+
+def control_plane() -> Report:
+    """Of a request's latency the share that decisions are at their committed medians, and the cores
+    that they take in groups of `GROUP` devices, at full load.
+    """
+    report = {}
+    for base in ("dev", "sd35"):
+        took = Flow(base, 0).solo_s
+        decision_s = ADMIT_S + 2 * DECIDE_S  # it comes, and it ends
+        report[base] = {
+            "share": decision_s / (took + decision_s),
+            "cores_in_groups": MANY / took * decision_s * GROUP / MANY,
+        }
+    return report
+
+
+def run_plans(
+    say: Callable[[str], None], per_device: int = PER_DEVICE, seeds: Sequence[int] = SEEDS
+) -> Report:
+    """Everything."""
+    report: Report = {"requests_per_device": per_device, "seeds": list(seeds)}
+
+    def base(setting: str, **more: Any) -> Load:
+        load = replace(Load(setting, 1.0, DEVICES[setting], 1, 1), **more)
+        return replace(load, requests=per_device * load.devices)
+
+    def told(name: str, found: Any) -> Any:
+        say(f"{name}: {found}")
+        return found
+
+    report["rates"] = {s: told(s, rates(base(s), seeds)) for s in SETTINGS}
+    report["sweeps"] = {
+        f"{name} {value:g}": told(f"{name} {value:g}", rates(base("S4", **{name: value}), seeds))
+        for name, values in SWEEPS.items()
+        for value in values
+    }
+    report["shares"] = {
+        f"S4 {load:g}": told(f"S4 at {load:g}", shares(base("S4", load=load), seeds))
+        for load in LOADS
+    }
+    report["bursts"] = {
+        f"{cv:g}": told(f"cv {cv:g}", shares(base("S4", load=BURST_LOAD, cv=cv), seeds))
+        for cv in BURSTS
+    }
+    quick = (*MONOLITHS, "ours")
+    report["by_turns"] = {
+        s: told(f"{s} by turns", rates(base(s, turns=TURNS), seeds, quick))
+        for s in ("S1", "S2", "S3", "S4")
+    }
+    report["masks"] = told("masks", rates(base("S4", masked=True), seeds, quick))
+    report["assumed"] = {}
+    for name, assumption in ASSUMPTIONS.items():
+        loads = {s: assumed(base(s), assumption) for s in SETTINGS}
+        report["assumed"][name] = {
+            "rates": {s: rates(load, seeds, quick) for s, load in loads.items()},
+            GAINS_OF: [gains(loads[GAINS_OF], seed) for seed in seeds],
+        }
+        told(name, report["assumed"][name])
+    report["overload"] = [
+        told("overload", overload(s, 8 * per_device, seeds)) for s in ("S1", "S2", "S3", "S4")
+    ]
+    report["alone"] = {name: told(name, alone(name)) for name in BASES}
+    requests = 8 * per_device
+    report["sharing"] = {s: told(s, sharing(s, requests, seeds[:3])) for s in ("sd3", "dev")}
+    report["degrees"] = told("degrees", degrees(requests, seeds[:3]))
+    report["passed"] = {name: passed(name) for name in SHAPES}
+    report["loading"] = {name: loading(name) for name in BASES}
+    report["chains"] = [told("chains", chained(x, 20 * per_device, seeds)) for x in LOADS]
+    report["decisions"] = told("decisions", decisions())
+    report["control_plane"] = control_plane()
+    report["summary"] = told("summary", summary(report))
+    return report
+
+
+def summary(report: Report) -> Report:
+    """What the bars are about. Of rates the median over the seeds, and the least where a name ends
+    so.
+    """
+    rate_reports = [*report["rates"].values(), *report["sweeps"].values()]
+
+    def over(found: Report, names: Sequence[str]) -> list[float]:
+        """Ours over the best of the others, by seed; what none of them serves does not count."""
+        best = [
+            max(seed_rates) for seed_rates in zip(*(found[name] for name in names), strict=True)
+        ]
+        return [round(o / b, 3) for o, b in zip(found["ours"], best, strict=True) if b]
+
+    def least_shares(found: Report) -> float:
+        other_shares = [found[name] for name in SYSTEMS if name != "ours"]
+        return float(round(found["ours"] / max(other_shares), 3))
+
+    at_once = [*report["shares"].values(), *report["bursts"].values()]
+    over_fcfs = [item["slack"] - item["fcfs"] for item in report["chains"]]
+    over_monoliths = [over(item, list(MONOLITHS)) for item in rate_reports]
+    return {
+        "vs_best_monolith": min(map(statistics.median, over_monoliths)),
+        "vs_best_monolith_least": min(map(min, over_monoliths)),
+        "vs_lego": min(
+            0.9 / (statistics.median(item["lego_at_ours"]) or 0.01) for item in rate_reports
+        ),
+        "shares_vs_best_other": min(map(least_shares, at_once)),
+        "vs_static_by_turns": min(
+            statistics.median(over(item, ["static"])) for item in report["by_turns"].values()
+        ),
+        "twice_capacity": min(item["admission"] for item in report["overload"]),
+        "twice_without": max(item["without"] for item in report["overload"]),
+        "refused_wrongly": max(item["refused_wrongly"] for item in report["overload"]),
+        "masks_vs_monolith": statistics.median(over(report["masks"], list(MONOLITHS))),
+        "control_plane_share": max(x["share"] for x in report["control_plane"].values()),
+        "control_plane_cores": max(x["cores_in_groups"] for x in report["control_plane"].values()),
+        "over_fcfs_points": [round(100 * item, 1) for item in over_fcfs],
+    }

@@ -1,0 +1,67 @@
+"""Tables of docs/decisions/simulator.md, of docs/benchmarks/workflows-simulated.json."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from maskserve_studies.workflow_plans.figures import GAINS_OF
+from maskserve_studies.workflow_plans.systems import MONOLITHS
+
+Report = dict[str, Any]
+
+
+def rates_table(report: Report) -> str:
+    """Rates: the median over the seeds, and what they are from and to."""
+    names = [*MONOLITHS, "ours", "lego_at_ours"]
+    rates_by_name = (
+        report["rates"]
+        | {f"S4, {name}": of for name, of in report["sweeps"].items()}
+        | {f"{name} by turns": of for name, of in report["by_turns"].items()}
+        | {"S4, masks": report["masks"]}
+    )
+    lines = [
+        [name, *(_spread(of.get(system, ())) for system in names)]
+        for name, of in rates_by_name.items()
+    ]
+    return _table(["", *names[:-1], "lego in time at our rate"], lines)
+
+
+def gains_table(report: Report) -> str:
+    """Ours over planned monoliths under each set of assumptions: times the rate; of one setting the
+    due times, bursts and devices of both. The seeds as in `rates_table`.
+    """
+    lines = []
+    for name, results in report["assumed"].items():
+        rates = [
+            _spread([o / p if p else None for o, p in zip(of["ours"], of["planned"], strict=True)])
+            for of in results["rates"].values()
+        ]
+        pairs = []
+        for figure in ("due", "cv", "devices"):
+            columns = [
+                [item[figure][name] for item in results[GAINS_OF]] for name in ("planned", "ours")
+            ]
+            pairs.append(" / ".join(_spread(item, ".3g") for item in columns))
+        lines.append([name, *rates, *pairs])
+    head = [f"{GAINS_OF}: due", "CV", "devices"]
+    return _table(["assumed", *report["rates"], *head], lines)
+
+
+def _spread(found: Sequence[float | None], digits: str = ".2f") -> str:
+    """The median, and from and to; None: nothing meets it, which is worse than all."""
+    values = [math.inf if value is None else value for value in found]
+    if not values:
+        return ""
+    middle, least, most = (
+        f"{number:{digits}}" if 0.0 < number < math.inf else "none"
+        for number in (statistics.median(values), min(values), max(values))
+    )
+    return middle if least == most else f"{middle} ({least}-{most})"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

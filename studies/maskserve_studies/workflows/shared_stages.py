@@ -1,0 +1,124 @@
+"""Memory and edits per second of two workers whose encoder and decoder a service runs, beside two
+that have their own.
+
+All processes of workers and service are counted, Triton's among them, by their proportional set
+sizes: what processes share, such as torch's libraries, counts once. Edits per second are those with
+both workers' rows full, each edit of a picture and with a prompt that nobody has sent before; both
+sides are up all the time, and have their rounds in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from maskserve_benchmarks.timing import rates_in_turn
+from maskserve_client.client import Client
+from maskserve_common.files.stages import STAGES
+from maskserve_common.imaging.images import encode_png
+from maskserve_common.liveness import signed_in
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+
+_SIDE = 128
+_EDITS = 8
+"""Of each worker, before it is looked at."""
+_AT_ONCE, _OF_A_ROUND = 16, 48
+"""Edits that are under way, eight at each worker; and those of a round."""
+
+
+def stages_memory(model: Path) -> dict[str, float]:
+    """What sharing saves, as a share of one encoder's and one decoder's processes; and in MB."""
+    separate_bytes, worker_stage_bytes = _held(model, "")
+    shared, _ = _held(model, "cpu")
+    saved = separate_bytes - shared
+    return {
+        "stages_memory": round(saved / worker_stage_bytes, 3),
+        "stages_saved_mb": round(saved / 1e6, 1),
+        "stages_of_a_worker_mb": round(worker_stage_bytes / 1e6, 1),
+        "stages_own_mb": round(separate_bytes / 1e6, 1),
+        "stages_shared_mb": round(shared / 1e6, 1),
+    }
+
+
+def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
+    """Edits per second with shared stages, as a share of those with own ones: of medians."""
+    with _served(model, "") as separate, _served(model, "cpu") as shared:
+        sides = {"own": separate, "shared": shared}
+        for side in sides.values():
+            _edits_s(side, _AT_ONCE)
+        rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
+    middle = {name: statistics.median(samples) for name, samples in rates.items()}
+    return {
+        "stages_edits_ratio": round(middle["shared"] / middle["own"], 3),
+        "seconds_stages_edits_s": rates,
+    }
+
+
+def _edits_s(supervisor: Supervisor, count: int) -> float:
+    """Edits per second of so many, half of them at each worker."""
+    urls = [worker.grpc_url for worker in supervisor.workers]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        rngs = np.random.default_rng().spawn(count)
+        list(pool.map(_edit, (urls[number % len(urls)] for number in range(count)), rngs))
+    return count / (time.monotonic() - begin)
+
+
+@contextmanager
+def _served(model: Path, device: str) -> Iterator[Supervisor]:
+    with tempfile.TemporaryDirectory() as directory:
+        options = ServeOptions(
+            model=str(model),
+            workers=2,
+            stages_device=device,
+            base_port=free_base_port(2),
+            log_dir=Path(directory),
+        )
+        with Supervisor(options) as supervisor:
+            yield supervisor
+
+
+def _held(model: Path, device: str) -> tuple[int, int]:
+    """(bytes of all, bytes of one worker's encoder and decoder) once both workers have edited."""
+    with _served(model, device) as supervisor:
+        for worker in supervisor.workers:
+            rng = np.random.default_rng(0)
+            for _ in range(_EDITS):
+                _edit(worker.grpc_url, rng)
+        processes = [*supervisor.workers, *supervisor.services]
+        total_bytes = sum(_tree(process.pid) for process in processes if process.pid is not None)
+        models = dict(signed_in(supervisor.workers[0].config.runtime_dir))
+        return total_bytes, sum(_pss(models[stage]) for stage in STAGES)
+
+
+def _edit(url: str, rng: np.random.Generator) -> None:
+    mask = np.zeros((_SIDE, _SIDE), np.uint8)
+    mask[32:80, 40:96] = 255
+    picture = rng.integers(0, 256, (_SIDE, _SIDE, 3), np.uint8)
+    prompt = f"a red star {rng.integers(2**32)}"
+    with Client(url) as client:
+        client.edit(encode_png(picture), encode_png(mask), prompt, timeout=600)
+
+
+def _tree(pid: int) -> int:
+    return sum(_pss(process.pid) for process in [psutil.Process(pid), *_children(pid)])
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return children
+
+
+def _pss(pid: int) -> int:
+    return int(psutil.Process(pid).memory_full_info().pss)

@@ -1,0 +1,173 @@
+"""8 MiB from one node to the next, and edits whose ControlNet a service runs: where both ends are
+on one host, and where a link is between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_benchmarks.second_host import SecondHost
+from maskserve_benchmarks.timing import rates_in_turn
+from maskserve_client.client import Client
+from maskserve_common.config import ValuesConfig
+from maskserve_common.files.values import Values
+from maskserve_common.imaging.images import as_file, encode_png
+from maskserve_router.config import WorkflowFiles
+from maskserve_router.fair_share import Turns
+from maskserve_router.keys import KeyHolder
+from maskserve_router.workers.node_pool import NodePool
+from maskserve_router.workflows.run_values import RunValues
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports, free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_workflows.plan import NodeCall
+from maskserve_workflows.run import Task
+
+_SMALL, _PADDED = 648, 512
+"""Sides of a picture of 1 MiB, and what makes it one of 8 MiB on each side."""
+_SIDE: Final = _SMALL + 2 * _PADDED
+_CLIENT: Final = KeyHolder("bench", 64, admin=True)
+_WAYS: Final = (("here", "here"), ("here", "there"), ("there", "here"), ("there", "there"))
+"""Hosts of who makes the value and of who reads it, of a router that is here."""
+_BASE_PORT: Final = 9000
+_CONTROLS_PORT: Final = 9020
+_CONTROLNETS: Final = CHECKOUT / "assets" / "controlnets"
+_AT_ONCE, _OF_A_ROUND = 8, 32
+"""Edits that are under way, and those of a round."""
+
+
+def two_hosts(
+    here: str, folder: Path, other: SecondHost, kept: Path, rounds: int
+) -> dict[str, Any]:
+    """What a link adds, in ms: medians of each way, in turn. `pad` makes 8 MiB of noise of 1 MiB,
+    which its host is sent in any case, and `crop` reads them.
+
+    Args:
+        here: address of a node server of this host.
+        folder: of the values that it shares with its router.
+        other: serves nothing yet.
+        kept: for what it keeps on disk.
+        rounds: of each way.
+
+    Raises:
+        AssertionError: they give different pictures.
+    """
+    (kept / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
+    files = ["--nodes", str(kept / "nodes.toml"), "--log-dir", str(kept / "logs-there")]
+    other.serve(["--workers", "0", "--base-port", str(_BASE_PORT), *files], folder=kept)
+    addresses = {"here": here, "there": f"{other.there}:{_BASE_PORT + 8}"}
+    return asyncio.run(_measured(addresses, Values(ValuesConfig(str(folder))), rounds))
+
+
+async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> dict[str, Any]:
+    pools = {
+        host: NodePool(WorkflowFiles(nodes=(item,), kept_bytes=0), Turns(2), values=values)
+        for host, item in addresses.items()
+    }
+    rng, seconds = np.random.default_rng(), {way: list[float]() for way in _WAYS}
+    white = np.zeros((_SIDE, _SIDE), np.uint8)
+    white[800:840, 800:840] = 255
+    mask = encode_png(white)
+    with ExitStack() as exit_stack:
+        for _ in range(rounds + 1):  # the first one warms
+            picture = encode_png(rng.integers(0, 256, (_SMALL, _SMALL, 3), np.uint8))
+            cuts = set()
+            for way in _WAYS:
+                files = RunValues(values, _CLIENT.scope)
+                exit_stack.callback(files.end)
+                begin = time.perf_counter()
+                maker, reader = way
+                cut = await _two(pools[maker], pools[reader], picture, mask, files)
+                seconds[way].append(round(time.perf_counter() - begin, 4))
+                cuts.add(as_file(files.read(cut)["picture"]))
+                files.end()
+            assert len(cuts) == 1
+    for pool in pools.values():
+        await pool.close()
+    middle = {way: 1e3 * statistics.median(item[1:]) for way, item in seconds.items()}
+    one_host = middle[_WAYS[0]]
+    added = {way: round(middle[way] - one_host, 1) for way in _WAYS[1:]}
+    return {
+        "two_hosts_added_ms": max(added[_WAYS[1]], added[_WAYS[2]]),
+        **{f"two_hosts_{maker}_to_{reader}_ms": ms for (maker, reader), ms in added.items()},
+        "two_hosts_one_host_ms": round(one_host, 1),
+        "seconds_two_hosts": {" to ".join(way): item for way, item in seconds.items()},
+    }
+
+
+async def _two(
+    maker: NodePool, reader: NodePool, picture: bytes, mask: bytes, files: RunValues
+) -> dict[str, Any]:
+    """What the second node gives; in between the router does what it does in a run."""
+    sides = dict.fromkeys(("left", "top", "right", "bottom"), _PADDED)
+    pad = Task("pad", NodeCall("pad", "pad", settings=sides), {"picture": picture})
+    padded = files.received((await maker.call(pad, _CLIENT, run=files.run)).outputs)
+    inputs = {"picture": padded["picture"], "mask": mask}
+    cut = Task("crop", NodeCall("crop", "crop"), inputs)
+    return files.received((await reader.call(cut, _CLIENT, run=files.run)).outputs)
+
+
+def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, Any]:
+    """Edits per second of a worker whose ControlNet runs on the other host, as a share of one's
+    whose service is on its own: of medians, both always up, in turn. All compute with one thread.
+
+    Args:
+        other: serves on other ports, or nothing.
+        kept: for what they keep on disk.
+        rounds: of each.
+    """
+    service = f"{other.there}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
+    for name, more in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
+        (kept / f"{name}.toml").write_text(f"[model]\ntorch_threads = 1\n{more}")
+    nets = ["--controlnets", str(_CONTROLNETS), "--controlnet-device", "cpu"]
+    files = ["--config", str(kept / "one.toml"), "--log-dir", str(kept / "logs-controls")]
+    served = ["--workers", "0", "--model", str(DEMO_MODEL), "--base-port", str(_CONTROLS_PORT)]
+    other.serve([*served, *nets, *files], folder=kept)
+    with ExitStack() as exit_stack:
+        sides = {}
+        for name, device in (("one", "cpu"), ("two", "")):
+            options = ServeOptions(
+                model=str(DEMO_MODEL),
+                config=kept / f"{name}.toml",
+                controlnets=str(_CONTROLNETS),
+                controlnet_device=device,
+                base_port=free_base_port(),
+                log_dir=kept / f"logs-{name}",
+            )
+            supervisor = exit_stack.enter_context(Supervisor(options))
+            sides[name] = supervisor.workers[0].grpc_url
+            _edits_s(sides[name], _AT_ONCE)  # warms
+        rates = rates_in_turn(sides, lambda side: _edits_s(side, _OF_A_ROUND), rounds)
+    middle = {name: statistics.median(samples) for name, samples in rates.items()}
+    return {
+        "two_hosts_control_ratio": round(middle["two"] / middle["one"], 3),
+        "seconds_two_hosts_control_edits_s": rates,
+    }
+
+
+def _edits_s(url: str, count: int) -> float:
+    """Edits per second of so many, each with a ControlNet and of a picture that is new."""
+    begin = time.monotonic()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(lambda rng: _controlled(url, rng), np.random.default_rng().spawn(count)))
+    return count / (time.monotonic() - begin)
+
+
+def _controlled(url: str, rng: np.random.Generator) -> None:
+    mask = np.zeros((128, 128), np.uint8)
+    mask[32:80, 40:96] = 255
+    picture, outline = (encode_png(rng.integers(0, 256, (128, 128, 3), np.uint8)) for _ in range(2))
+    with Client(url) as client:
+        client.edit(
+            picture, encode_png(mask), "a red star", control=[outline],
+            controls=[{"name": "outline"}], timeout=600,
+        )  # fmt: skip
