@@ -1,6 +1,6 @@
 """`/v1/templates`: source images that stay with the workers, so that edits need not upload them.
 
-A template belongs to the key that registered it (docs/router.md#keys).
+A template belongs to the key that registered it (docs/operate.md#keys).
 """
 
 from __future__ import annotations
