@@ -1,7 +1,7 @@
-"""The HTTP and the gRPC address of a server, by whichever of both somebody names.
+"""Finds the HTTP and the gRPC address of a server from either of the two.
 
-A router, and a worker, has gRPC on the port behind HTTP's. Which of them an address is, is asked of
-the port itself.
+A router and a worker have gRPC on the port after HTTP's. The port itself is asked which of them it
+is.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from maskserve_client.wire import DEFAULT_URL, address
 from maskserve_common.errors import InvalidRequest
 
 DEFAULTS = ("localhost:8080", "localhost:9000")
-"""Where one looks that no address is named for: the HTTP ports of a router and of a worker."""
+"""Addresses to try if none is given: the HTTP ports of a router and of a worker."""
 _TIMEOUT_S = 2.0
 _SCHEMES = ("http", "https")
 
 
 def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
-    """HOST:PORT of gRPC.
+    """Return HOST:PORT of gRPC.
 
     Args:
         url: either address, with or without a scheme; empty: the first of `DEFAULTS` that answers.
-        context: of TLS, where the server speaks it.
+        context: TLS context if the server speaks TLS.
 
     Raises:
-        InvalidRequest: `url` is no address.
+        InvalidRequest: `url` is not an address.
     """
     url = url or next((candidate for candidate in DEFAULTS if _speaks_http(candidate)), DEFAULT_URL)
     if urlsplit(url).scheme in _SCHEMES:
@@ -43,7 +43,7 @@ def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
 
 
 def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
-    """http[s]://HOST:PORT; see `grpc_address`."""
+    """Return http[s]://HOST:PORT; see `grpc_address`."""
     url = url or next((candidate for candidate in DEFAULTS if _speaks_http(candidate)), DEFAULTS[0])
     if urlsplit(url).scheme in _SCHEMES:
         return url
@@ -58,7 +58,7 @@ def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
 
 
 def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:
-    """Whether HTTP answers at HOST:PORT."""
+    """Return True if HTTP answers at HOST:PORT."""
     parts = urlsplit(f"//{named}")
     try:
         host, port = parts.hostname or "", parts.port
@@ -80,7 +80,7 @@ def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:
 
 
 def _beside(named: str, by: int) -> str:
-    """HOST:PORT some ports on."""
+    """Return HOST:PORT with the port moved by `by`."""
     try:
         parts = urlsplit(f"//{named}")
         return f"{_bracketed(parts.hostname or '')}:{(parts.port or 0) + by}"

@@ -1,4 +1,4 @@
-"""The asyncio client: `Client`, awaited."""
+"""The asyncio client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maskserve_client.wire import Answer, ImageInput, ModelCall
 
 
 class AsyncClient(Endpoint):
-    """As `Client`, for one event loop. Cancelling the awaiting task cancels the edit.
+    """`Client` for one event loop. Cancelling the awaiting task cancels the edit.
 
         async with AsyncClient("localhost:9001") as client:
             async with contextlib.aclosing(
@@ -43,7 +43,7 @@ class AsyncClient(Endpoint):
         timeout: float | None = None,
         **settings: Any,
     ) -> EditResult:
-        """One edit; see `Client.edit`."""
+        """Run one edit; see `Client.edit`."""
         # Files and pixels are read and written off the event loop, as everywhere below.
         call = await asyncio.to_thread(wire.edit, image, mask, prompt, settings, control)
         return await self._infer(call, timeout)
@@ -58,7 +58,7 @@ class AsyncClient(Endpoint):
         timeout: float | None = None,
         **settings: Any,
     ) -> AsyncGenerator[Event, None]:
-        """One edit as it happens; see `Client.edit_stream`.
+        """Yield the events of one edit; see `Client.edit_stream`.
 
         Leaving the loop early cancels the edit only when the iterator is closed: use
         contextlib.aclosing.
@@ -93,7 +93,7 @@ class AsyncClient(Endpoint):
     async def control(
         self, op: str, *, timeout: float | None = 10.0, **fields: Any
     ) -> dict[str, Any]:
-        """An operation on the worker; see `Client.control`."""
+        """Run an operation on the worker; see `Client.control`."""
         return await self._infer(wire.control(op, fields), timeout)
 
     async def register(
@@ -103,7 +103,7 @@ class AsyncClient(Endpoint):
         return await self._infer(await asyncio.to_thread(wire.register, image, shared), timeout)
 
     async def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
-        """Withdraw an edit by its id; False when no such edit is in flight."""
+        """Cancel an edit by its id. Return False: no such edit is in flight."""
         return await self._infer(wire.cancel(request_id), timeout)
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class AsyncClient(Endpoint):
 
 
 async def _drain(call: Any) -> None:
-    """Read a stream to its end, whatever that is: the answer is there already."""
+    """Read a stream to its end, and ignore errors: the answer is there already."""
     try:
         async for _ in call:
             pass

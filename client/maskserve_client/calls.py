@@ -1,8 +1,8 @@
-"""Waiting for gRPC where Ctrl-C may come at any moment.
+"""Waiting for gRPC calls so that Ctrl-C is safe at any moment.
 
-gRPC takes locks in Python code, in the thread that calls it. KeyboardInterrupt can leave one held,
-or a call half started, and a channel's `close` then waits for good. So a call is started with
-interruptions held back (interrupts.py), and is waited for in SimpleQueue.get, which is C code.
+gRPC takes locks in Python code, in the calling thread. KeyboardInterrupt can leave one held, or a
+call half started, and a channel's `close` then waits for ever. So a call starts with interruptions
+delayed (interrupts.py), and the caller waits in SimpleQueue.get, which is C code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class PendingAnswer:
-    """The one answer of a call, by gRPC's future of it."""
+    """The one answer of a call, from gRPC's future."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -26,12 +26,12 @@ class PendingAnswer:
         return self._done.get().result()
 
     def cancel(self) -> None:
-        """No effect once it is done."""
+        """Cancel the call; no effect once it is done."""
         self._call.cancel()
 
 
 class Answers:
-    """The answers of a streaming call, read by a thread as they come."""
+    """The answers of a streaming call, read by a thread."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -39,19 +39,19 @@ class Answers:
         threading.Thread(target=self._read_all, name="answers", daemon=True).start()
 
     def __iter__(self) -> Iterator[Any]:
-        """Each answer; raises as gRPC's iterator does."""
+        """Yield each answer; raises as gRPC's iterator does."""
         while (answer := self._read.get()) is not None:
             if isinstance(answer, Exception):
                 raise answer
             yield answer
 
     def drain(self) -> None:
-        """Read to the end, whatever that is."""
+        """Read to the end, and ignore errors."""
         while not isinstance(self._read.get(), Exception | None):
             pass
 
     def cancel(self) -> None:
-        """No effect once it is done."""
+        """Cancel the call; no effect once it is done."""
         self._call.cancel()
 
     def _read_all(self) -> None:

@@ -1,7 +1,7 @@
-"""The command `maskserve`: arguments in, exit codes out; what it does is in `commands`.
+"""The command `maskserve`: its arguments and exit codes; `commands` has the subcommands.
 
-Exit codes: 0 done, 2 bad input, 3 unavailable or overloaded (trying again may help), 4 the
-server's fault, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 done, 2 bad input, 3 unavailable or overloaded (a retry may help), 4 a fault of the
+server, 130 interrupted, 141 the output was closed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ exit codes:
 
 
 def exit_code(error: MaskserveError) -> int:
-    """The exit code that tells a script what to do about `error`."""
+    """Return the exit code for an error."""
     if isinstance(error, InvalidRequest | TemplateNotFound | AdapterNotFound | Refused):
         return BAD_INPUT
     if isinstance(error, ServerUnavailable | Overloaded | DeadlineExceeded | Cancelled):
@@ -62,16 +62,16 @@ def exit_code(error: MaskserveError) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     options = parser().parse_args(argv)
-    # A polite kill withdraws the edit like Ctrl-C does.
+    # SIGTERM cancels the edit as Ctrl-C does.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = int(options.run(options) or OK)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # as in `maskserve status | head`
-        # Python would say so once more when it flushes at its end.
+        # Otherwise Python would report it once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of the command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="maskserve",
         description="Masked image edits: ask a maskserve worker or router, or serve a model.",
@@ -142,7 +142,7 @@ def _add_mask(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_mask_from(command: argparse._ActionsContainer) -> None:
-    """What a mask is found by."""
+    """Add the options that find a mask."""
     command.add_argument("--find", metavar="TEXT", help="in place of a mask: the thing's name")
     command.add_argument(
         "--click",
@@ -226,9 +226,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_asked(
     edit: argparse.ArgumentParser,
 ) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
-    """What an edit is asked for, now or as a job; the groups of its pictures, and of how it is
-    served.
-    """
+    """Add an edit's options, for now or for a job; return the groups of pictures and of serving."""
     files = edit.add_argument_group("pictures")
     source = files.add_mutually_exclusive_group(required=True)
     source.add_argument(

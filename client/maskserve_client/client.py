@@ -19,11 +19,11 @@ from maskserve_common.errors import Cancelled
 
 
 class Endpoint:
-    """A channel to a server, by gRPC's blocking calls or by its calls for asyncio.
+    """A channel to a server, for gRPC's blocking calls or its asyncio calls.
 
     Args:
         url: host:port of the gRPC endpoint.
-        credentials: for TLS; None speaks plain text.
+        credentials: TLS credentials; None: plain text.
         headers: metadata sent with every call, such as an API key.
 
     Raises:
@@ -56,7 +56,7 @@ class Client(Endpoint):
             result = client.edit("room.png", "mask.png", "a red sofa", seed=7)
             result.image.save("edited.png")
 
-    Arguments are those of `Endpoint`; errors those of maskserve_common.errors, and
+    Arguments are those of `Endpoint`. Errors are those of maskserve_common.errors, and
     ServerUnavailable.
     """
 
@@ -70,20 +70,20 @@ class Client(Endpoint):
         timeout: float | None = None,
         **settings: Any,
     ) -> EditResult:
-        """One edit, waited for.
+        """Run one edit and wait for it.
 
         Args:
             image: the source; None with the setting `template_id`.
-            mask: of the same size; white edits, or alpha 0 where it has transparency. None with the
-                setting `expand`: what is new is edited.
+            mask: mask of the same size; it edits where it is white, or where alpha is 0 if it has
+                transparency. None with the setting `expand`: the new part is edited.
             prompt: what to paint there.
-            control: pictures of the same size for ControlNets, as the setting `controls` says.
+            control: pictures of the same size for the ControlNets in the setting `controls`.
             timeout: seconds after which the edit is cancelled.
             settings: see maskserve_common.contracts.settings.EditSettings.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
-            OSError: a path that cannot be read.
+            MaskserveError: the server's error, or ServerUnavailable.
+            OSError: a path cannot be read.
         """
         return self._infer(wire.edit(image, mask, prompt, settings, control), timeout)
 
@@ -97,40 +97,40 @@ class Client(Endpoint):
         timeout: float | None = None,
         **settings: Any,
     ) -> Generator[Event, None, None]:
-        """One edit as it happens: Progress and Preview events, then one Final.
+        """Yield Progress and Preview events of one edit, then one Final.
 
-        The edit is sent when the first event is asked for. Closing the iterator, or leaving it
-        to be collected, cancels the edit on the server. Arguments and errors are those of `edit`;
-        `progress` is on unless it is set.
+        The edit is sent when the first event is requested. Closing or dropping the iterator cancels
+        the edit on the server. Arguments and errors are those of `edit`; `progress` is on unless it
+        is set.
         """
         request = wire.edit_stream(image, mask, prompt, settings, control)
         return self._events(request, timeout, progress=settings.get("progress", True))
 
     def control(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
-        """An operation on the worker: `status`, `heartbeat`, `templates`, `cancel`, …
+        """Run an operation on the worker: `status`, `heartbeat`, `templates`, `cancel`, …
 
         Args:
-            op: its name.
+            op: name of the operation.
             timeout: seconds to wait for the answer.
-            fields: what it needs, such as `request_id`; bytes are sent as base64 text.
+            fields: its fields, such as `request_id`; bytes are sent as base64 text.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
+            MaskserveError: the server's error, or ServerUnavailable.
         """
         return self._infer(wire.control(op, fields), timeout)
 
     def register(
         self, image: ImageInput, *, shared: bool = False, timeout: float | None = 60.0
     ) -> str:
-        """Register a template; the result goes into the setting `template_id`.
+        """Register a template and return its id, for the setting `template_id`.
 
         Args:
             image: the picture.
-            shared: for every client, where a router tells them apart by API keys.
+            shared: True to share it with every client of a router with API keys.
             timeout: seconds to wait for the answer.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
+            MaskserveError: the server's error, or ServerUnavailable.
         """
         return self._infer(wire.register(image, shared), timeout)
 
@@ -142,24 +142,26 @@ class Client(Endpoint):
         timeout: float | None = None,
         **settings: Any,
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """A run of a workflow that a router serves, waited for.
+        """Run a workflow of a router and wait for it.
 
         Args:
-            name: of the workflow.
-            inputs: by name; a str is text, and pictures are anything else that `edit` takes.
+            name: name of the workflow.
+            inputs: inputs by name; a str is text, and pictures have the other types that `edit`
+                takes.
             timeout: seconds after which the run is cancelled.
-            settings: of all its edits; see maskserve_common.contracts.settings.EditSettings.
+            settings: settings of all its edits; see
+                maskserve_common.contracts.settings.EditSettings.
 
         Returns:
             Outputs by name, encoded, and META.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
+            MaskserveError: the server's error, or ServerUnavailable.
         """
         return self._infer(wire.workflow(name, inputs, settings), timeout)
 
     def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
-        """Withdraw an edit by its id; False when no such edit is in flight."""
+        """Cancel an edit by its id. Return False: no such edit is in flight."""
         return self._infer(wire.cancel(request_id), timeout)
 
     def close(self) -> None:
@@ -193,7 +195,7 @@ class Client(Endpoint):
             raise Cancelled(f"{self._url}: the client was closed") from None
         finally:
             if answer is not None:
-                answer.cancel()  # no effect once it is done; else the caller was interrupted
+                answer.cancel()  # no effect once it is done; otherwise the caller was interrupted
 
     def _events(
         self, request: service_pb2.ModelInferRequest, timeout: float | None, *, progress: bool
@@ -210,8 +212,8 @@ class Client(Endpoint):
             for message in answers:
                 event = wire.stream_event(message)
                 if event is not None:
-                    # The server ends the stream right after the final answer. Let it: a cancel
-                    # then would only race with the end.
+                    # The server ends the stream right after the final answer. Do not cancel: that
+                    # would only race with the end.
                     if isinstance(event, Final):
                         answers.drain()
                         if progress and (last := wire.last_step(event, reported_step)):

@@ -1,4 +1,4 @@
-"""What each subcommand does. Errors are raised; `cli` makes them exit codes."""
+"""The subcommands of `maskserve`. They raise errors; `cli` turns these into exit codes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
 _ASKED_EVERY_S, _SAID_EVERY_S = 0.25, 2
 _PATIENT_S = 80.0
-"""For a storage that is far away."""
+"""Timeout in seconds for operations on a slow storage."""
 
 
 def connected(options: argparse.Namespace) -> Client:
-    """A client of the server that the options name, with the key that they give.
+    """Return a client of the server that the options name, with their key.
 
     Raises:
-        InvalidRequest: `--ca` is no file of certificates.
+        InvalidRequest: `--ca` is not a file of certificates.
     """
     credentials = None
     if options.tls or options.ca is not None:
@@ -52,7 +52,7 @@ def connected(options: argparse.Namespace) -> Client:
 
 
 def _authorities(path: str | None) -> bytes | None:
-    """Certificates of a PEM file; None: those that the system trusts."""
+    """Return the certificates of a PEM file; None: trust those of the system."""
     if path is None:
         return None
     certificates = Path(path).read_bytes()
@@ -62,7 +62,7 @@ def _authorities(path: str | None) -> bytes | None:
 
 
 def edit(options: argparse.Namespace) -> None:
-    """`maskserve edit`."""
+    """Run `maskserve edit`."""
     out = Path(options.out)
     settings = _settings(options, out)
     inputs = (options.image, options.mask, options.prompt)
@@ -88,7 +88,7 @@ def edit(options: argparse.Namespace) -> None:
 
 
 def _wait_ready(options: argparse.Namespace) -> None:
-    """Wait for the server, `--wait` seconds at most, and say so meanwhile.
+    """Wait for the server, at most `--wait` seconds, and report it meanwhile.
 
     Raises:
         ServerUnavailable: it is not ready by then.
@@ -108,8 +108,9 @@ def _wait_ready(options: argparse.Namespace) -> None:
 
 
 def _is_ready(options: argparse.Namespace) -> bool:
-    """Whether a worker takes edits there. Each time a new connection: one that has failed waits
-    longer and longer before it tries again.
+    """Return True if a worker takes edits there.
+
+    Each call makes a new connection: one that has failed waits longer and longer before it retries.
     """
     try:
         with connected(options) as client:
@@ -121,7 +122,7 @@ def _is_ready(options: argparse.Namespace) -> bool:
 
 
 def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """What was asked for, and the control pictures."""
+    """Return the settings of an edit, and its control pictures."""
     if out.suffix.lower() not in _FORMATS:
         raise InvalidRequest("--out", f"{out.name} has another suffix", ", ".join(_FORMATS))
     if not out.parent.is_dir():
@@ -135,11 +136,12 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def asked_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that an edit's options give, and as `control` the pictures of its ControlNets;
-    nothing is sent that was not given.
+    """Return the settings that an edit's options give, without unset ones.
+
+    `control` has the pictures of its ControlNets.
 
     Raises:
-        InvalidRequest: an option has another form.
+        InvalidRequest: an option is malformed.
     """
     option_values = {name: getattr(options, name, None) for name in EditSettings.__struct_fields__}
     settings = {name: value for name, value in option_values.items() if value is not None}
@@ -167,10 +169,10 @@ def _margins(text: str) -> list[int]:
 
 
 def mask_from(options: argparse.Namespace) -> dict[str, Any]:
-    """What `--find`, `--click` and `--box` say, as the setting has it; the server looks at it.
+    """Return the setting `mask_from` of `--find`, `--click` and `--box`; the server checks it.
 
     Raises:
-        InvalidRequest: numbers are of another form.
+        InvalidRequest: numbers are malformed.
     """
     mask_source: dict[str, Any] = {} if options.find is None else {"text": options.find}
     if options.click:
@@ -192,7 +194,7 @@ def _numbers(option: str, text: str, counts: tuple[int, ...], accepted: str) -> 
 
 
 def mask(options: argparse.Namespace) -> None:
-    """`maskserve mask`: write the mask of a thing in a picture."""
+    """Run `maskserve mask`: write the mask of a thing in a picture."""
     context = tls_context(options)
     masks = Masks(http_address(options.url, context), key=options.key, context=context)
     scored_mask = masks.find(Path(options.image), **mask_from(options))
@@ -203,7 +205,7 @@ def mask(options: argparse.Namespace) -> None:
 
 
 def _lora(text: str) -> dict[str, Any]:
-    """NAME or NAME:SCALE as the setting has it; the server looks at the name."""
+    """Return the setting for NAME or NAME:SCALE; the server checks the name."""
     name, colon, scale = text.partition(":")
     try:
         return {"name": name, "scale": float(scale)} if colon else {"name": name}
@@ -214,7 +216,7 @@ def _lora(text: str) -> dict[str, Any]:
 
 
 def _control(text: str) -> tuple[dict[str, Any], str]:
-    """NAME=FILE or NAME:SCALE=FILE: as the setting has it, and the file."""
+    """Return the setting and the file for NAME=FILE or NAME:SCALE=FILE."""
     scaled_name, equals, file = text.partition("=")
     name, colon, scale = scaled_name.partition(":")
     form = "NAME=FILE or NAME:SCALE=FILE, as outline:0.8=edges.png"
@@ -234,7 +236,7 @@ def _follow(
     *,
     show: bool,
 ) -> EditResult:
-    """The edit by its stream, with a progress bar if `show`."""
+    """Run the edit by its stream, with a progress bar if `show`."""
     events = client.edit_stream(*inputs, timeout=options.timeout, **settings)
     with closing(events), tqdm(unit="step", disable=not show, leave=False) as bar:
         for event in events:
@@ -269,11 +271,11 @@ def _summary(meta: dict[str, Any]) -> str:
 
 
 def _tokens(meta: dict[str, Any]) -> str:
-    """How many the mask covers, and what share of them all the steps computed."""
+    """Return the number of masked tokens, and the computed share of the tokens of all steps."""
     active, total = meta.get("active_tokens"), meta.get("total_tokens")
     summary = f"{active} of {total} tokens active"
     computed, whole = meta.get("computed_tokens"), (total or 0) * meta.get("steps", 0)
-    if computed is None or not whole:  # of a server that does not say
+    if computed is None or not whole:  # an old server does not tell
         return summary
     return f"{summary}, {computed / whole:.0%} computed"
 
@@ -282,16 +284,16 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that nobody ever finds half of it.
 
     Raises:
-        OSError: it cannot be written; what was there before is left.
+        OSError: it cannot be written; the previous file stays.
     """
     FileStore(path.parent, is_shared=True).write(path.name, data, mode=0o666)
 
 
 def status(options: argparse.Namespace) -> None:
-    """`maskserve status`.
+    """Run `maskserve status`.
 
     Raises:
-        ServerUnavailable: it was told, and no worker is alive.
+        ServerUnavailable: no worker is alive; the status is printed all the same.
     """
     with connected(options) as client:
         values = client.control("status")
@@ -334,7 +336,7 @@ def _show_status(values: dict[str, Any]) -> None:
 
 
 def _show_nodes(address: str, record: dict[str, Any] | None) -> None:
-    """A node server: its models, where they are, who waits, and what a call takes."""
+    """Print a node server: its models, their state, waiting calls and seconds per call."""
     if record is None:
         print(f"{address}: a node server, NOT ALIVE")
         return
@@ -373,7 +375,7 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
 
 
 def web(options: argparse.Namespace) -> None:
-    """`maskserve web`."""
+    """Run `maskserve web`."""
     from maskserve_page.web import serve_page  # Gradio is an extra
 
     masks = None
@@ -384,7 +386,7 @@ def web(options: argparse.Namespace) -> None:
 
 
 def cancel(options: argparse.Namespace) -> None:
-    """`maskserve cancel`."""
+    """Run `maskserve cancel`."""
     with connected(options) as client:
         withdrawn = {name: client.cancel(name) for name in options.ids}
     if options.json:
@@ -398,7 +400,7 @@ def cancel(options: argparse.Namespace) -> None:
 
 
 def drain(options: argparse.Namespace) -> None:
-    """`maskserve drain`."""
+    """Run `maskserve drain`."""
     with connected(options) as client:
         values = client.control("drain")
     in_flight = values["in_flight"]
@@ -443,7 +445,7 @@ class _ByHttp:
 
 
 def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """Of TLS, where `--tls` or `--ca` asks for it."""
+    """Return the TLS context for `--tls` or `--ca`; None: plain text."""
     if options.ca is None:
         return ssl.create_default_context() if options.tls else None
     trusted = _authorities(options.ca)
@@ -453,7 +455,7 @@ def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
 
 @contextmanager
 def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
-    """The server's templates; `--url http://…` is a router's HTTP port."""
+    """Yield the server's templates; `--url http://…` is a router's HTTP port."""
     if options.url.startswith(("http://", "https://")):
         yield _ByHttp(Templates(options.url, key=options.key, context=tls_context(options)))
         return
@@ -462,7 +464,7 @@ def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
 
 
 def templates_add(options: argparse.Namespace) -> None:
-    """`maskserve templates add`."""
+    """Run `maskserve templates add`."""
     added = {}
     with _templates(options) as templates:
         for name in options.images:
@@ -474,7 +476,7 @@ def templates_add(options: argparse.Namespace) -> None:
 
 
 def templates_list(options: argparse.Namespace) -> None:
-    """`maskserve templates ls`."""
+    """Run `maskserve templates ls`."""
     with _templates(options) as templates:
         values = {"templates": templates.all()}
     if options.json:
@@ -488,7 +490,7 @@ def templates_list(options: argparse.Namespace) -> None:
 
 
 def _kept(template: dict[str, Any]) -> str:
-    """What a server keeps of a template, in words."""
+    """Return in words what a server keeps of a template."""
     entries = template["entries"]
     cached = _kept_words(entries) if entries else "not cached"
     if template["registered"]:
@@ -497,7 +499,7 @@ def _kept(template: dict[str, Any]) -> str:
 
 
 def _kept_words(entries: list[dict[str, Any]]) -> str:
-    """Their bytes, summed by tier."""
+    """Return in words the entries' bytes by tier."""
     by_tier: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         by_tier.setdefault(entry.get("tier", "?"), []).append(entry)
@@ -511,7 +513,7 @@ def _kept_words(entries: list[dict[str, Any]]) -> str:
 
 
 def templates_each(options: argparse.Namespace) -> None:
-    """`maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
+    """Run `maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
     results = []
     with _templates(options) as templates:
         for name in options.ids:
@@ -523,7 +525,7 @@ def templates_each(options: argparse.Namespace) -> None:
 
 
 def adapters_list(options: argparse.Namespace) -> None:
-    """`maskserve adapters ls`."""
+    """Run `maskserve adapters ls`."""
     with connected(options) as client:
         values = client.control("adapters", timeout=_PATIENT_S)
     if options.json:
@@ -538,7 +540,7 @@ def adapters_list(options: argparse.Namespace) -> None:
 
 
 def _adapter(about: dict[str, Any]) -> str:
-    """What an adapter is and where it lies, in words."""
+    """Return in words an adapter's facts and location."""
     if about["problem"]:
         return f"not served: it {about['problem']}"
     location = " and ".join(_tiers(about)) or "in the storage only"
@@ -548,7 +550,7 @@ def _adapter(about: dict[str, Any]) -> str:
 
 
 def _controlnet(about: dict[str, Any]) -> str:
-    """Likewise of a ControlNet."""
+    """Return in words a ControlNet's facts and location."""
     if about["problem"]:
         return f"not served: it {about['problem']}"
     location = " and ".join(_tiers(about)) or "in the folder only"
@@ -563,7 +565,7 @@ def _tiers(about: dict[str, Any]) -> list[str]:
 
 
 def adapters_check(options: argparse.Namespace) -> None:
-    """`maskserve adapters check`: files here, the others at the server."""
+    """Run `maskserve adapters check`: files here, other names at the server."""
     files = [
         name
         for name in options.names
@@ -591,7 +593,7 @@ def adapters_check(options: argparse.Namespace) -> None:
 
 
 def _checked_file(name: str, model: str | None, gguf: str) -> dict[str, Any]:
-    """The facts of a file, if it could be served."""
+    """Return the facts of a file. Raises InvalidRequest: it could not be served."""
     try:
         return file_facts(Path(name), model, gguf)
     except BadAdapter as error:
@@ -599,7 +601,7 @@ def _checked_file(name: str, model: str | None, gguf: str) -> dict[str, Any]:
 
 
 def adapters_each(options: argparse.Namespace) -> None:
-    """`maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
+    """Run `maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
     results = []
     with connected(options) as client:
         for name in options.names:

@@ -1,9 +1,9 @@
-"""Errors of the client: the server's own tree, and what the network adds to it.
+"""Errors of the client: the server's errors, and those of the network.
 
-    MaskserveError                         maskserve_common.errors: what the server answers
-     └── ServerUnavailable   UNAVAILABLE   nobody answered there, or the connection broke
+    MaskserveError                         maskserve_common.errors: errors of the server
+     └── ServerUnavailable   UNAVAILABLE   no answer, or the connection broke
 
-This is the one place where texts and gRPC statuses become exceptions.
+Only this module turns texts and gRPC statuses into exceptions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN: dict[str, type[MaskserveError]] = {
         EngineFailed,
     )
 }
-# What gRPC says of a server that listens and does not speak it, such as Triton's HTTP port.
+# gRPC's errors for a server that listens but does not speak gRPC, such as Triton's HTTP port.
 _NO_GRPC = re.compile("http1.x server|Failed parsing HTTP/2|failed to connect.*Socket closed")
 
 
@@ -48,7 +48,7 @@ class ServerUnavailable(MaskserveError):
 
 
 def from_text(text: str) -> MaskserveError:
-    """The exception for an error text of the server; without a code it is EngineFailed."""
+    """Return the exception for an error text of the server; without a code, EngineFailed."""
     code, message = split_code(text)
     if code != InvalidRequest.code:
         return _PLAIN[code](message)
@@ -57,7 +57,7 @@ def from_text(text: str) -> MaskserveError:
 
 
 def from_rpc(error: grpc.RpcError, url: str) -> MaskserveError:
-    """The exception for a failed call: what the server said, or else what the network did."""
+    """Return the exception for a failed call: the server's error, or else the network's."""
     status, text = error.code(), error.details() or ""
     if f"[{split_code(text)[0]}]" in text:
         return from_text(text)
@@ -65,7 +65,7 @@ def from_rpc(error: grpc.RpcError, url: str) -> MaskserveError:
         if _NO_GRPC.search(text):
             return ServerUnavailable(f"{url} does not speak gRPC; the gRPC address is wanted")
         return ServerUnavailable(f"{url}: {text}")
-    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own bound, before any of our code
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit, before any of our code
         return Overloaded(f"{url}: {text}")
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{url}: no answer within the timeout")

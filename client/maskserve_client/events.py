@@ -1,4 +1,4 @@
-"""What an edit answers with."""
+"""The events of an edit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EditResult:
     image: Image.Image
     """RGB, of the source's size."""
     encoded: bytes
-    """The same as the file that the server sent."""
+    """The picture's file from the server."""
     meta: dict[str, Any]
     """The final META: seed, request_id, template_id, mask_ratio, cache, timings_ms, …"""
 
@@ -30,8 +30,10 @@ class EditResult:
 
     @property
     def result_template_id(self) -> str | None:
-        """The template that this picture is kept as, with the setting `keep_result`: the next
-        edit's `template_id`. None: it was not asked for, or the server had no room.
+        """Id of the template under which the setting `keep_result` keeps this picture.
+
+        Use it as the next edit's `template_id`. None: it was not requested, or the server had no
+        room.
         """
         template_id = self.meta.get("result_template_id")
         return None if template_id is None else str(template_id)
@@ -45,18 +47,18 @@ class Progress:
     steps: int
     """Model calls of the whole edit."""
     restarts: int = 0
-    """Times that the edit began anew, because its worker failed and a router sent it to another."""
+    """Restarts: its worker failed and a router sent the edit to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What the edit looks like so far."""
+    """The picture at an intermediate step."""
 
     step: int
     steps: int
     image: Image.Image
     restarts: int = 0
-    """As of Progress."""
+    """Restarts, as in Progress."""
 
 
 @dataclass(frozen=True, slots=True)

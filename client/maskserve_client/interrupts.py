@@ -1,6 +1,7 @@
-"""Interruptions at a moment that suits: halfway into a start, what was begun would be left.
+"""Delays interruptions to a safe moment: an interrupted start would leave resources behind.
 
-gRPC, for one, waits for good in a channel's `close` if KeyboardInterrupt comes as a call starts.
+gRPC, for example, waits for ever in a channel's `close` if KeyboardInterrupt comes while a call
+starts.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM that come within the block take effect at its end.
+    """Delay SIGINT and SIGTERM to the end of the block.
 
-    In other threads than the main one it does nothing: no handler runs there.
+    In threads other than the main one it does nothing: no handler runs there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -28,7 +29,7 @@ def held_back() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         pending_signals.append(number)
 
-    # None is a handler that is not Python's: it raises nothing here, and could not be restored.
+    # None is a handler outside Python: it raises nothing here, and could not be restored.
     handled_signals = [number for number in _NUMBERS if signal.getsignal(number) is not None]
     previous = {number: signal.signal(number, note) for number in handled_signals}
     try:

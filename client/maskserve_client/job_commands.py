@@ -1,4 +1,4 @@
-"""`maskserve jobs`: edits that a router makes while nobody waits."""
+"""`maskserve jobs`: edits that a router runs without an open connection."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def add_jobs(
     add_common: Callable[[argparse.ArgumentParser], None],
     add_asked: Callable[[argparse.ArgumentParser], Any],
 ) -> None:
-    """The grammar of `maskserve jobs`; `add_common` adds what commands to a server share, and
-    `add_asked` what is asked of an edit.
+    """Add the parser of `maskserve jobs`.
+
+    `add_common` adds the options for a server, `add_asked` those of an edit.
     """
     jobs = subcommands.add_parser(
         "jobs",

@@ -1,4 +1,4 @@
-"""`/v1/jobs` of a router: edits that nobody waits for on a connection."""
+"""`/v1/jobs` of a router: edits without an open connection."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class EditJobs(RouterHttp):
         idempotency_key: str = "",
         **fields: Any,
     ) -> dict[str, Any]:
-        """Have an edit made; answered at once.
+        """Submit an edit as a job and return the job at once.
 
         Args:
             image: the picture; None with the setting `template_id`.
-            mask: of the picture's size; None where a setting says what is edited.
-            prompt: what is to be there.
-            control: the picture of each of the setting `controls`.
-            idempotency_key: with the same one it is the same job, however often it is added.
-            fields: settings of an edit, and `n`, `webhook`, `output_url` and what else
-                `/v1/images/edits` takes.
+            mask: mask of the picture's size; None if a setting selects the edited part.
+            prompt: what to paint there.
+            control: a picture for each of the setting `controls`.
+            idempotency_key: repeated calls with the same key return the same job.
+            fields: settings of an edit, and fields of `/v1/images/edits` such as `n`, `webhook`,
+                `output_url`.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
-            OSError: a path that cannot be read.
+            MaskserveError: the server's error, or ServerUnavailable.
+            OSError: a path cannot be read.
         """
         pictures = [picture for picture in (image, *control) if picture is not None]
         files = [("image", wire.image_bytes(picture)) for picture in pictures]
@@ -63,24 +63,24 @@ class EditJobs(RouterHttp):
         return self.send_form(_PATH, {"prompt": prompt, **fields}, files, headers)
 
     def list(self) -> list[dict[str, Any]]:
-        """The last hundred, without results."""
+        """Return the last hundred jobs, without results."""
         listed: list[dict[str, Any]] = self.call("GET", _PATH)["data"]
         return listed
 
     def get(self, job_id: str) -> dict[str, Any]:
-        """One of them."""
+        """Return one job."""
         return self.call("GET", _path(job_id))
 
     def wait(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
-        """One of them, when it has ended.
+        """Wait until a job has ended, and return it.
 
         Args:
-            job_id: which.
+            job_id: id of the job.
             timeout: seconds to wait; None: for ever.
 
         Raises:
-            DeadlineExceeded: it has not ended by then; it goes on.
-            MaskserveError: what the server answered, or ServerUnavailable.
+            DeadlineExceeded: it has not ended by then; it continues.
+            MaskserveError: the server's error, or ServerUnavailable.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while (job := self.get(job_id))["status"] not in _ENDS:
@@ -90,12 +90,12 @@ class EditJobs(RouterHttp):
         return job
 
     def delete(self, job_id: str) -> dict[str, Any]:
-        """Cancel one; of one that has ended nothing is left."""
+        """Cancel an open job, or delete an ended one."""
         return self.call("DELETE", _path(job_id))
 
 
 def pictures(job: Mapping[str, Any]) -> list[bytes]:
-    """The files that a job that has succeeded made; none where it put them to its `output_url`."""
+    """Return the picture files of a succeeded job; none if they went to its `output_url`."""
     encoded = [item.get("b64_json") for item in job["result"]["data"]]
     return [base64.b64decode(item) for item in encoded if item]
 

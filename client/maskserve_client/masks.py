@@ -1,4 +1,4 @@
-"""`/v1/masks` of a router: masks that nobody paints."""
+"""`/v1/masks` of a router: masks found by name or clicks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ScoredMask(NamedTuple):
     mask: bytes
     """A PNG of the picture's size, white where the thing is."""
     score: float | None
-    """How well it fits, as the model says, from 0 to 1; None: it says nothing."""
+    """The model's score of the mask, from 0 to 1; None: the model gives none."""
 
 
 class Masks(RouterHttp):
@@ -27,16 +27,16 @@ class Masks(RouterHttp):
     """
 
     def find(self, image: ImageInput, **asked: Any) -> ScoredMask:
-        """Find one.
+        """Find the mask of a thing.
 
         Args:
             image: the picture.
-            asked: as the setting `mask_from` has it: `text`, or `points` and `box`.
+            asked: fields of the setting `mask_from`: `text`, or `points` and `box`.
 
         Raises:
-            InvalidRequest: nothing is found, or no server finds things so.
-            MaskserveError: what else the server answered, or ServerUnavailable.
-            OSError: a path that cannot be read.
+            InvalidRequest: nothing is found, or no server has such a model.
+            MaskserveError: the server's other errors, or ServerUnavailable.
+            OSError: a path cannot be read.
         """
         files = [("image", wire.image_bytes(image))]
         [item] = self.send_form("/v1/masks", asked, files)["data"]

@@ -1,4 +1,4 @@
-"""The HTTP port of a router, as far as OpenAI's API has no client for it."""
+"""Calls to a router's HTTP port for routes that OpenAI's clients lack."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 
 
 class RouterHttp:
-    """Calls one. Errors are those of maskserve_common.errors, and ServerUnavailable.
+    """Calls a router. Errors are those of maskserve_common.errors, and ServerUnavailable.
 
     Args:
-        url: of the router's HTTP port.
-        key: where the router asks for one.
-        context: of TLS; by default the system's authorities are trusted.
+        url: URL of the router's HTTP port.
+        key: API key, if the router needs one.
+        context: TLS context; by default the system's authorities are trusted.
         timeout: seconds to wait for each answer.
 
     Raises:
-        InvalidRequest: `url` is no HTTP address.
+        InvalidRequest: `url` is not an HTTP address.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RouterHttp:
         files: Sequence[tuple[str, bytes]],
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The answer to a form of files and other values, each with its name; raises as `call`."""
+        """Send a form of named values and files, and return the answer; raises as `call`."""
         edge = uuid.uuid4().hex
         parts = [
             f'Content-Disposition: form-data; name="{name}"\r\n\r\n{_text(value)}'.encode()
@@ -68,10 +68,10 @@ class RouterHttp:
     def call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """The answer's JSON.
+        """Return the answer's JSON.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
+            MaskserveError: the server's error, or ServerUnavailable.
         """
         parts = self._parts
         host, port = str(parts.hostname), parts.port
@@ -101,7 +101,7 @@ class RouterHttp:
 
 
 def error_of(told: Mapping[str, Any]) -> MaskserveError:
-    """The exception for an error as the HTTP port has it."""
+    """Return the exception for an error of the HTTP port."""
     code, message = str(told["code"]).upper(), str(told["message"])
     if code == "INVALID_API_KEY":
         return InvalidRequest("key", message)

@@ -18,8 +18,8 @@ class Templates(RouterHttp):
         templates = Templates("http://localhost:8080", key="…")
         name = templates.register("room.png")["id"]
 
-    A template is a dictionary with `id`, `registered`, `tier_bytes` (of its cached activations),
-    `workers` (those that have the image), and `expires_s` (of a kept result).
+    A template is a dictionary with `id`, `registered`, `tier_bytes` (bytes of its cached
+    activations), `workers` (those that have the image), and `expires_s` (for a kept result).
     """
 
     def register(
@@ -29,23 +29,23 @@ class Templates(RouterHttp):
 
         Args:
             image: the picture.
-            prime: compute its activations now, in the background.
-            shared: for every key.
+            prime: True to compute its activations now, in the background.
+            shared: True to share it with every key.
 
         Raises:
-            MaskserveError: what the server answered, or ServerUnavailable.
-            OSError: a path that cannot be read.
+            MaskserveError: the server's error, or ServerUnavailable.
+            OSError: a path cannot be read.
         """
         fields = {"prime": prime, "shared": shared}
         return self.send_form(_PATH, fields, [("image", wire.image_bytes(image))])
 
     def list(self) -> list[dict[str, Any]]:
-        """All of this key, shared ones included."""
+        """Return all templates that this key sees, including shared ones."""
         listed: list[dict[str, Any]] = self.call("GET", _PATH)["data"]
         return listed
 
     def get(self, template_id: str) -> dict[str, Any]:
-        """One of them."""
+        """Return one template."""
         return self.call("GET", f"{_PATH}/{_checked(template_id)}")
 
     def prime(self, template_id: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Templates(RouterHttp):
         return self.call("POST", f"{_PATH}/{_checked(template_id)}/prime")
 
     def pin(self, template_id: str) -> dict[str, Any]:
-        """Keep its activations from eviction, and a result from going."""
+        """Protect its activations from eviction, and a result from expiry."""
         return self.call("POST", f"{_PATH}/{_checked(template_id)}/pin")
 
     def unpin(self, template_id: str) -> dict[str, Any]:
@@ -61,15 +61,15 @@ class Templates(RouterHttp):
         return self.call("POST", f"{_PATH}/{_checked(template_id)}/unpin")
 
     def delete(self, template_id: str) -> dict[str, Any]:
-        """Forget the image and its activations."""
+        """Delete the image and its activations."""
         return self.call("DELETE", f"{_PATH}/{_checked(template_id)}")
 
 
 def _checked(template_id: str) -> str:
-    """An id as a part of a path.
+    """Return a checked id, as a part of a path.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: it is malformed.
     """
     if not template_id.isalnum():
         raise InvalidRequest("template_id", "has another form", "as a registration answers it")

@@ -1,7 +1,7 @@
 """Requests and responses as KServe v2 protobuf messages; no IO.
 
-The messages are built by hand: Triton's Python client loses request ids and response parameters
-of streams, and cannot cancel one edit of several.
+The messages are built by hand: Triton's Python client loses request ids and response parameters of
+streams, and cannot cancel one edit of several.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from maskserve_common.imaging.colour import PROFILE, find_colour, pillow_words
 from maskserve_common.imaging.images import NO_LIMITS, Raster, decode_raster, to_base64
 
 ImageInput: TypeAlias = Image.Image | npt.NDArray[Any] | str | os.PathLike[str] | bytes
-"""A PIL image or an array (sent as their pixels are: arrays of uint8 or bool, [H, W] grey or
-[H, W, 3 or 4] RGB or RGBA), a path or encoded bytes (both sent as they are).
-"""
+"""A PIL image or an array (both sent as their pixels), or a path or encoded bytes (both sent
+unchanged). Arrays are uint8 or bool, [H, W] grey or [H, W, 3 or 4] RGB or RGBA."""
 
 DEFAULT_URL = "localhost:9001"
 CHANNEL_OPTIONS = (
@@ -46,9 +45,9 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 @dataclass(frozen=True)
 class ModelCall(Generic[Answer]):
-    """A request, and what its response says.
+    """A request, and the reader of its response.
 
-    `read` raises MaskserveError where a server answered something else.
+    `read` raises MaskserveError if the answer is malformed.
     """
 
     request: service_pb2.ModelInferRequest
@@ -56,7 +55,7 @@ class ModelCall(Generic[Answer]):
 
 
 def address(url: str) -> str:
-    """The host:port of a gRPC address.
+    """Return the host:port of a gRPC address.
 
     Raises:
         InvalidRequest: it is an HTTP address.
@@ -70,11 +69,11 @@ def address(url: str) -> str:
 
 
 def image_bytes(image: ImageInput | None, field: str = "image") -> bytes:
-    """The IMAGE or MASK tensor's bytes; empty for None.
+    """Return the bytes of the IMAGE or MASK tensor; empty for None.
 
     Raises:
-        InvalidRequest: an array that is no picture, naming `field`.
-        OSError: a path that cannot be read.
+        InvalidRequest: an array is not a picture; the error names `field`.
+        OSError: a path cannot be read.
     """
     if image is None:
         return b""
@@ -93,7 +92,7 @@ def image_bytes(image: ImageInput | None, field: str = "image") -> bytes:
     for name, body in words.items():
         if name != PROFILE:
             chunks.add(name, body)
-    profile = words.get(PROFILE, b"")  # nothing: Pillow would write the one of what was converted
+    profile = words.get(PROFILE, b"")  # empty: Pillow would write the unconverted image's
     picture.save(out, "PNG", compress_level=1, pnginfo=chunks, icc_profile=profile)
     return out.getvalue()
 
@@ -113,7 +112,7 @@ def _picture_of(array: npt.NDArray[Any], field: str) -> Image.Image:
 def workflow(
     name: str, inputs: Mapping[str, ImageInput], settings: Mapping[str, Any]
 ) -> ModelCall[tuple[dict[str, bytes], dict[str, Any]]]:
-    """A run of a workflow: its outputs by name, and META."""
+    """Make a run of a workflow, answered by its outputs by name, and META."""
     settings_bytes = _settings_bytes(settings)
     request = service_pb2.ModelInferRequest(model_name=name)
     for key, value in inputs.items():
@@ -135,11 +134,11 @@ def edit(
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
 ) -> ModelCall[EditResult]:
-    """One edit, answered once.
+    """Make one edit, answered once.
 
     Raises:
-        InvalidRequest: a setting that no server would take.
-        OSError: a path that cannot be read.
+        InvalidRequest: a setting is invalid for every server.
+        OSError: a path cannot be read.
     """
     return ModelCall(_edit("edit", image, mask, prompt, settings, control), _result)
 
@@ -151,12 +150,12 @@ def edit_stream(
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
 ) -> service_pb2.ModelInferRequest:
-    """One edit, answered by events (`stream_event`); errors are those of `edit`."""
+    """Return one edit, answered by events (`stream_event`); errors are those of `edit`."""
     return _edit("edit_stream", image, mask, prompt, {"progress": True, **settings}, control)
 
 
 def control(op: str, fields: Mapping[str, Any]) -> ModelCall[dict[str, Any]]:
-    """An operation. Bytes among the fields travel as base64 text."""
+    """Make an operation. Bytes among the fields are sent as base64 text."""
     values = {
         key: to_base64(value).decode() if isinstance(value, bytes) else value
         for key, value in fields.items()
@@ -166,7 +165,7 @@ def control(op: str, fields: Mapping[str, Any]) -> ModelCall[dict[str, Any]]:
 
 
 def register(image: ImageInput, shared: bool) -> ModelCall[str]:
-    """The operation `register`, answered by the template's id."""
+    """Make the operation `register`, answered by the template's id."""
     call = control(
         "register", {"image": image_bytes(image), **({"shared": True} if shared else {})}
     )
@@ -174,13 +173,13 @@ def register(image: ImageInput, shared: bool) -> ModelCall[str]:
 
 
 def cancel(request_id: str) -> ModelCall[bool]:
-    """The operation `cancel`, answered by whether an edit was withdrawn."""
+    """Make the operation `cancel`, answered by True if an edit was cancelled."""
     call = control("cancel", {"request_id": request_id})
     return ModelCall(call.request, lambda response: bool(call.read(response)["cancelled"]))
 
 
 def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
-    """The event in one message of a stream; None for one that only ends the request.
+    """Return the event in one message of a stream; None: it only ends the request.
 
     Raises:
         MaskserveError: the message is the server's error.
@@ -193,8 +192,9 @@ def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
 
 
 def last_step(final: Final, told: int) -> Progress | None:
-    """The event of an edit's last step, which servers leave out, as the picture follows; None where
-    `told`, the step that was told of last, is the last.
+    """Return the event of an edit's last step, which servers leave out before the picture.
+
+    None: the last reported step `told` is the last one.
     """
     meta = final.result.meta
     steps = int(meta.get("steps", 0))
@@ -254,7 +254,7 @@ def _request(
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, bytes]:
-    """Output name → its one element."""
+    """Return output name -> its one element."""
     try:
         return {name: bytes(value) for name, value in bytes_tensor.outputs(response).items()}
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""`maskserve workflows`: definitions to plans, on this machine and without a server, and their runs
-at a router.
+"""`maskserve workflows`: compiles definitions to plans without a server, and runs them at a
+router.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_workflows(
     subcommands: argparse._SubParsersAction[argparse.ArgumentParser],
     add_common: Callable[[argparse.ArgumentParser], None],
 ) -> None:
-    """The grammar of `maskserve workflows`; `add_common` adds what commands to a server share."""
+    """Add the parser of `maskserve workflows`; `add_common` adds the options for a server."""
     workflows = subcommands.add_parser(
         "workflows",
         help="compile, check, explain and run workflows",

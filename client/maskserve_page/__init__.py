@@ -1,1 +1,1 @@
-"""The page of `maskserve web`, a client like any other (`pip install -e '.[web]'`)."""
+"""The page of `maskserve web`, a client of the server (`pip install -e '.[web]'`)."""

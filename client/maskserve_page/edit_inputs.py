@@ -1,4 +1,4 @@
-"""What people ask of the page: a picture, a mask and settings, as an edit has them."""
+"""The users' input to the page, converted to the parts of an edit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_page.pictures import PagePicture, PagePictures
 
 _PREVIEWS = 6
-"""Of one edit, at most."""
+"""Most previews of one edit."""
 _SEED_BITS = 32
 
 
 class NotYet(InvalidRequest):
-    """Something is missing that people can add; the message is a whole sentence."""
+    """The user still has to add something; the message is a whole sentence."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__("page", sentence)
@@ -37,15 +37,15 @@ def decoded(text: str) -> bytes:
 
 
 def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePicture, Image.Image]:
-    """The picture, and white where something was painted.
+    """Return the picture, and the mask: white where it was painted.
 
     Args:
-        painted: what the canvas told; see `painter.js`.
-        kept: the page's pictures.
+        painted: the canvas's JSON; see `painter.js`.
+        kept: pictures of the page.
 
     Raises:
         NotYet: there is no picture, or nothing was painted.
-        InvalidRequest: the mask is another picture's.
+        InvalidRequest: the mask belongs to another picture.
     """
     try:
         canvas = json.loads(painted or "{}")
@@ -72,7 +72,7 @@ def settings_of(
     cache: str,
     loras: str | None,
 ) -> dict[str, Any]:
-    """SETTINGS of an edit; what is left at the model's own is not sent."""
+    """Return SETTINGS of an edit, without settings left at the model's defaults."""
     settings: dict[str, Any] = {
         "seed": secrets.randbits(_SEED_BITS) if draw or seed is None else int(seed),
         "mask_dilate": int(dilate),

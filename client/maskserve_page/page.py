@@ -1,7 +1,7 @@
-"""What stands on the page, and what its buttons do.
+"""The components of the page, and the handlers of its buttons.
 
-The page is made of Gradio's components and a canvas of its own (`painter.js`): theirs draws by
-WebGL, which takes seconds where there is no GPU, and its brush has soft rims.
+The page is made of Gradio's components and its own canvas (`painter.js`): Gradio's canvas draws by
+WebGL, which takes seconds without a GPU, and its brush has soft edges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import Session
 
 _SHOWN_EVERY_S = 0.25
-"""Progress that comes sooner is not shown: to show it takes from the cores that compute."""
+"""Least seconds between two progress updates: updates take time of the cores that compute."""
 WORDS = {
     "demo": (
         "a red star",
@@ -39,22 +39,22 @@ WORDS = {
         "a purple cross",
     )
 }
-"""What models that know few words can paint, by their names."""
+"""Model name -> prompts of the suggestion buttons, for models that know few words."""
 _LEAST = {"demo": 0.02}
-"""Share of a picture below which a mask is too small for such a model to show much."""
+"""Model name -> share of a picture below which a mask is too small for the model."""
 _MOST_STEPS_BACK = 8
 
 
 def make_page(
     session: Session, kept: PagePictures, pictures: list[Path], masks: Masks | None
 ) -> Any:
-    """The page.
+    """Make the page.
 
     Args:
-        session: with the worker or router that does the edits.
-        kept: pictures of those who use the page.
-        pictures: to begin with, beside those that people bring.
-        masks: finds what is clicked on; None: masks are painted.
+        session: connection to the worker or router that runs the edits.
+        kept: pictures of the page's users.
+        pictures: example pictures to begin with.
+        masks: finds the mask of a clicked thing; None: masks are only painted.
     """
     import gradio as gr
 
@@ -81,7 +81,7 @@ def make_page(
 
 @dataclass(frozen=True)
 class _Form:
-    """Components by which people ask."""
+    """Input components."""
 
     editor: Any
     prompt: Any
@@ -89,7 +89,7 @@ class _Form:
     stop: Any
     seed: Any
     more: list[Any]
-    """As `settings_of` takes them, behind the seed."""
+    """Components in the order of `settings_of`, after the seed."""
 
 
 def _form(
@@ -98,7 +98,7 @@ def _form(
     model = session.model()
 
     def take(encoded: str) -> dict[str, str]:
-        """A picture that somebody brings, base64; where it is, or a sentence of what is wrong."""
+        """Keep a picture in base64; return its name and URL, or an error sentence."""
         try:
             picture = kept.take(decoded(encoded))
         except InvalidRequest as error:
@@ -107,14 +107,14 @@ def _form(
         return picture.told()
 
     def find(asked: dict[str, Any]) -> dict[str, str]:
-        """The mask of what lies at a pixel of a picture, a PNG in base64, or a sentence."""
+        """Return the mask of the thing at a pixel, a PNG in base64, or an error sentence."""
         try:
             file, place = kept.get(asked["name"]).file, [asked["x"], asked["y"], 1]
             assert masks is not None
             scored_mask = masks.find(file, points=[place])
         except MaskserveError as error:
             return {"error": error.message}
-        # Without its transparency: of what is transparent a canvas has no colour.
+        # Without transparency: a canvas loses the colour of transparent pixels.
         plain = io.BytesIO()
         Image.open(io.BytesIO(scored_mask.mask)).convert("L").save(plain, "PNG")
         return {"mask": base64.b64encode(plain.getvalue()).decode()}
@@ -182,25 +182,25 @@ def _gallery(
         session.prepare(picture)
         return json.dumps(picture.told())
 
-    picked.__annotations__["event"] = gr.SelectData  # which is how Gradio knows to give it
+    picked.__annotations__["event"] = gr.SelectData  # Gradio reads this annotation
     gallery.select(picked, None, editor, show_progress="hidden")
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Components that show an edit."""
+    """Output components."""
 
     status: Any
     live: Any
     shown: Any
     bar: Any
-    """Of what can be done with a picture that is done."""
+    """Row of buttons for a finished picture."""
     go_on: Any
     undo: Any
     file: Any
     facts: Any
     last: Any
-    """State: the name of the last picture that was made."""
+    """State: the name of the last finished picture."""
 
 
 def _outcome(gr: Any) -> _Outcome:
@@ -216,12 +216,14 @@ def _outcome(gr: Any) -> _Outcome:
 
 
 def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: PagePictures) -> None:
-    """Edit and Stop."""
-    request = gr.State(_fresh_id)  # of the next edit, and of the one under way
+    """Connect Edit and Stop."""
+    request = gr.State(_fresh_id)  # of the next edit, or of the one under way
 
     def buttons(*, running: bool) -> dict[Any, Any]:
-        """Stop stands where Edit does, while there is something to stop. The other is hidden, not
-        taken away: of a button that comes and goes at once the page may miss that it goes.
+        """Show Stop in the place of Edit while an edit runs.
+
+        The other button is hidden, not removed: the page may miss the removal of a button that
+        reappears quickly.
         """
         visibility = {True: True, False: "hidden"}
         return {
@@ -230,7 +232,7 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
         }
 
     def facts(result: EditResult, made: PagePicture) -> dict[Any, Any]:
-        """What is told of an edit that is done, beside its picture."""
+        """Return the updates for a finished edit, other than its picture."""
         return {
             outcome.facts: told.summary(result.meta),
             form.seed: result.seed,
@@ -240,7 +242,7 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
         }
 
     def edit(*given: Any) -> Iterator[Any]:
-        """Shows an edit as it comes; its errors are sentences of the page."""
+        """Yield updates while an edit runs; errors become sentences of the page."""
         painted, text, name, *setting_values = given
         try:
             source, mask = source_and_mask(painted, kept)
@@ -252,7 +254,7 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
                     if isinstance(event, Final):
                         picture = kept.take(event.result.encoded)
                         session.made(picture, event.result)
-                        # The picture first: what is told about it takes its time, too.
+                        # The picture first: the facts take time as well.
                         yield {
                             **buttons(running=False),
                             outcome.status: told.note(
@@ -280,7 +282,7 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
             }
 
     begun = [form.run.click, form.prompt.submit]
-    # In the browser alone: the way to the server and back would hold the edit up.
+    # Only in the browser: a round trip to the server would delay the edit.
     gr.on(begun, None, None, outcome.status, js=f"() => `{told.note('sent')}`")
     edit_inputs = [form.editor, form.prompt, request, form.seed, *form.more]
     changed = [request, form.run, form.stop, form.seed, *vars(outcome).values()]
@@ -289,11 +291,11 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
 
 
 def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictures) -> None:
-    """From a result to its next edit, and back."""
+    """Connect the buttons that continue from a result and go back."""
     past = gr.State([])
 
     def carry_on(painted: str | None, result: str, before: list[str]) -> Any:
-        """The result becomes the picture to edit; the one before is kept."""
+        """Make the result the picture to edit, and keep the previous picture."""
         earlier = [*before, json.loads(painted)["name"]][-_MOST_STEPS_BACK:] if painted else before
         return (
             json.dumps(kept.get(result).told()),
@@ -303,7 +305,7 @@ def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictur
         )
 
     def go_back(before: list[str]) -> Any:
-        """The picture before."""
+        """Return to the previous picture."""
         *older_names, name = before
         return (
             json.dumps(kept.get(name).told()),

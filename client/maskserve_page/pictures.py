@@ -1,4 +1,4 @@
-"""Pictures that the page has: those that people bring, and results."""
+"""The pictures of the page: uploads and results."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from maskserve_common.lru_cache import Kept
 
 LIMITS = LimitsConfig()
 EXPIRES_S = 3600.0
-"""After its last use a picture goes, here and at the server."""
+"""Seconds after its last use when a picture goes, here and at the server."""
 _MOST_PICTURES = 64
-"""Kept by the page, those of all people; the one that was not used for longest goes."""
+"""Most pictures of all users; beyond, the longest unused one goes."""
 _MOST_KEPT_BYTES = 256 * 2**20
-"""Of their files, which is all that is kept: nothing is decoded here."""
+"""Most bytes of their files. Only files are kept: nothing is decoded here."""
 _TIDIED_EVERY_S = 60.0
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif"}
-"""Of what browsers show."""
+"""Formats that browsers show."""
 
 
 class PagePicture(NamedTuple):
-    """One that the page has, as it came."""
+    """A picture of the page, in its original file."""
 
     name: str
-    """Digest of its file."""
+    """Digest of the file."""
     size: Size
     """(height, width), upright."""
     file: Path
@@ -40,24 +40,26 @@ class PagePicture(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Where a browser finds it, relative to the page."""
+        """URL for a browser, relative to the page."""
         return f"gradio_api/file={self.file}"
 
     def told(self) -> dict[str, str]:
-        """What the canvas is told to show."""
+        """Return the message that tells the canvas to show it."""
         return {"name": self.name, "url": self.url}
 
 
 class PagePictures:
-    """The pictures of the page's sessions: sources and results, in files. None is decoded: browsers
-    show them and the server edits them; what is read here is the size, in the header.
+    """The pictures of the page's sessions, sources and results, in files.
+
+    Pictures are never decoded: browsers show them and the server edits them. Only the size is read,
+    from the header.
 
     Args:
-        folder: for their files.
-        most: that are kept; the one that was not used for longest goes first.
-        most_bytes: likewise, of their files.
-        expires_s: after its last use a picture goes.
-        gone: told the name of each that goes.
+        folder: folder for the files.
+        most: most pictures; beyond, the longest unused one goes.
+        most_bytes: most bytes of the files.
+        expires_s: seconds after its last use when a picture goes.
+        gone: called with the name of each picture that goes.
         now: a clock.
     """
 
@@ -71,7 +73,7 @@ class PagePictures:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._gone = folder, gone
-        least = -(-most_bytes // most)  # of which no more than `most` have room
+        least = -(-most_bytes // most)  # so that at most `most` pictures fit
         self._kept: Kept[str, PagePicture] = Kept(
             most_bytes,
             lambda picture: max(picture.nbytes, least),
@@ -83,10 +85,10 @@ class PagePictures:
         self._lock = threading.Lock()
 
     def take(self, encoded: bytes) -> PagePicture:
-        """Keep a picture of a kind that browsers show.
+        """Keep a picture in a format that browsers show.
 
         Raises:
-            InvalidRequest: it is none, or too large.
+            InvalidRequest: it is not a picture, or too large.
         """
         size = read_size(encoded, "picture", LIMITS)
         name = hashlib.sha256(encoded).hexdigest()
@@ -100,7 +102,7 @@ class PagePictures:
         return picture
 
     def get(self, name: Any) -> PagePicture:
-        """Raises InvalidRequest: there is none of that name."""
+        """Return a picture. Raises InvalidRequest: there is none with this name."""
         with self._tidying():
             picture = self._kept.get(name) if isinstance(name, str) else None
         if picture is None:
@@ -108,13 +110,13 @@ class PagePictures:
         return picture
 
     def tidy(self) -> None:
-        """Let go what is too old."""
+        """Remove expired pictures."""
         with self._tidying():
             self._kept.expire()
 
     @contextmanager
     def tidied(self) -> Iterator[None]:
-        """Tidy from time to time, used or not."""
+        """Remove expired pictures regularly within the block."""
         ended = threading.Event()
 
         def tidy() -> None:
@@ -129,7 +131,7 @@ class PagePictures:
 
     @contextmanager
     def _tidying(self) -> Iterator[None]:
-        """Holds the lock; tells, without it, of the pictures that went meanwhile."""
+        """Hold the lock in the block; after it, report pictures that went."""
         with self._lock:
             yield
             evicted, self._leaving = self._leaving, []
@@ -156,6 +158,6 @@ def pictures_of(folder: str | None) -> list[Path]:
         return []
     if not Path(folder).is_dir():
         raise InvalidRequest("--images", f"there is no folder {folder}", "an existing folder")
-    # No links: the page shows what the folder holds, and nothing that one of its files names.
+    # No links: the page shows only files of the folder, and not what a link points to.
     image_paths = [p for p in sorted(Path(folder).iterdir()) if p.suffix.lower() in _SUFFIXES]
     return [path.resolve() for path in image_paths if path.is_file() and not path.is_symlink()][:64]

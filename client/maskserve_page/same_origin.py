@@ -1,4 +1,4 @@
-"""The page is for its own origin: other sites' scripts may neither call it nor read its answers."""
+"""Protection of the page: scripts of other sites can neither call it nor read its answers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from maskserve_common.sites import foreign_site
 
 _FILES = "/gradio_api/upload"
-"""Gradio keeps what is put here, whoever puts it. The page has no use for it: pictures come in
-calls that are counted."""
+"""Gradio stores uploads at this path from anybody. The page does not use it: pictures come in calls
+that are counted."""
 
 
 class SameOrigin:
-    """An ASGI application in front of another.
+    """An ASGI application that filters requests for another application.
 
-    A browser says by `Origin` whose script asks, and by `Host` under what name; one that is not the
-    page's own gets 403, and no header of CORS leaves, of which Gradio's own allow every origin with
-    its cookies.
+    A browser sends the calling script's site as `Origin` and the requested name as `Host`. A
+    request with a foreign one gets 403. CORS headers are removed: Gradio's own allow every origin,
+    with cookies.
 
     Args:
         app: the page.
-        most_bytes: of a request's body.
-        names: of the page, as `maskserve_common.sites.has_name`.
+        most_bytes: most bytes of a request's body.
+        names: accepted host names, as `maskserve_common.sites.has_name`.
     """
 
     def __init__(self, app: Any, most_bytes: int, names: Sequence[str] = ()) -> None:
@@ -52,7 +52,7 @@ class SameOrigin:
             nonlocal remaining_bytes
             message = await receive()
             remaining_bytes -= len(message.get("body", b""))
-            # Of a body without a length: the application sees a client that has left.
+            # A body without a length that is too large: the application sees a disconnect.
             return message if remaining_bytes >= 0 else {"type": "http.disconnect"}
 
         async def plain(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""A page's edits at one server."""
+"""The page's edits at one server."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from maskserve_page.pictures import PagePicture
 
 
 class Session:
-    """Edits of one server; pictures that it has, results among them, need not be sent again.
+    """Edits at one server, without sending pictures that it already has.
 
-    What the page registers there, and nobody has before, goes again with the page's own picture.
+    Templates that the page alone registered are evicted when the page drops their pictures.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._templates: dict[str, Future[str]] = {}
         self._own: set[str] = set()
-        """Templates that are at the server by this page alone."""
+        """Templates that only this page registered at the server."""
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(2, "register")
 
     def close(self) -> None:
-        """Take back what was registered."""
+        """Evict the templates that the page registered."""
         for name in list(self._templates):
             self.forget(name)
         self._pool.shutdown()
 
     def ready(self) -> bool:
-        """Whether a worker answers, or says why it does not answer this client."""
+        """Return True if a worker answers, even with an error other than overload."""
         try:
             return bool(self._client.control("status").get("model"))
         except (ServerUnavailable, Overloaded):
@@ -47,23 +47,23 @@ class Session:
             return True
 
     def model(self) -> str:
-        """Name of the served model; empty where that cannot be known now."""
+        """Return the name of the served model; empty: unknown at present."""
         try:
             return str(self._client.control("status").get("model", ""))
         except MaskserveError:
             return ""
 
     def stop(self, request_id: str) -> None:
-        """Withdraw an edit; one that is done already is left."""
+        """Cancel an edit; a finished one stays."""
         with suppress(MaskserveError):
             self._client.cancel(request_id)
 
     def prepare(self, source: PagePicture) -> None:
-        """Have the server keep the picture while the mask is being painted."""
+        """Register the picture at the server while the user paints the mask."""
         self._template(source)
 
     def forget(self, name: str) -> None:
-        """The page's picture has gone."""
+        """Evict the template of a picture that the page has dropped."""
         with self._lock:
             registration = self._templates.pop(name, None)
         if registration is not None:
@@ -92,7 +92,7 @@ class Session:
     def events(
         self, source: PagePicture, mask: Image.Image, prompt: str, settings: dict[str, Any]
     ) -> Generator[Event, None, None]:
-        """The events of one edit."""
+        """Yield the events of one edit."""
         for retrying in (False, True):
             name = self._template(source, anew=retrying).result()
             more = {**settings, "template_id": name, "keep_result": True}
@@ -105,7 +105,7 @@ class Session:
                     raise
 
     def made(self, picture: PagePicture, result: EditResult) -> None:
-        """An edit's picture: the server has it, to be gone on with."""
+        """Remember a result as the template under which the server keeps it."""
         if result.result_template_id is not None:
             registration: Future[str] = Future()
             registration.set_result(result.result_template_id)
@@ -113,7 +113,7 @@ class Session:
                 self._templates[picture.name] = registration
 
     def _template(self, source: PagePicture, *, anew: bool = False) -> Future[str]:
-        """The template that the picture is at the server, or will be."""
+        """Return the picture's template at the server, registering it if necessary."""
         with self._lock:
             registration = self._templates.get(source.name)
             failed = (

@@ -1,4 +1,4 @@
-"""What the page tells of an edit, as HTML."""
+"""The page's texts about an edit, as HTML."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _FIELDS = {"IMAGE": "The picture", "MASK": "The mask", "PROMPT": "The prompt"}
 
 
 def compared(before: PagePicture, after: PagePicture, mask: Image.Image) -> str:
-    """Both pictures, the second one from a line on that people move; it begins left of the mask, so
-    that all of the edit is seen.
+    """Return both pictures with a movable line between them.
+
+    The line begins left of the mask, so that the whole edit is visible.
     """
     left, _, _, _ = mask.getbbox() or (0, 0, 0, 0)
     at = max(3, 100 * left // mask.width - 3)
@@ -46,7 +47,7 @@ def preview(image: Image.Image) -> str:
 
 
 def summary(meta: Mapping[str, Any]) -> str:
-    """What an edit took and what the cache saved; times of stages are folded."""
+    """Return the times of an edit and the effect of the cache; times of stages are folded."""
     timings = meta.get("timings_ms", {})
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
@@ -90,7 +91,7 @@ def note(text: str, warnings: Sequence[str] = ()) -> str:
 
 
 def spoken(warning: str) -> str:
-    """A warning without names of tensors and encoders."""
+    """Return a warning without names of tensors and encoders."""
     cut = _CUT.fullmatch(warning)
     if cut is not None:
         words = "prompt" if cut[1] == "PROMPT" else "negative prompt"
@@ -100,7 +101,7 @@ def spoken(warning: str) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """An error without its code, as people read it; a hint where something is yet to be done."""
+    """Return an error without its code; a plain hint if the user has yet to do something."""
     if isinstance(error, NotYet):
         return note(error.sentence)
     text = error.message if isinstance(error, MaskserveError) else str(error)

@@ -1,7 +1,6 @@
-"""`maskserve web`: a page on which people paint a mask, say what is to be there, and watch it come.
+"""`maskserve web`: a page to paint a mask, enter a prompt and watch the edit.
 
-It is a client like any other: it asks a worker or a router over gRPC, and holds no key or picture
-longer than its session.
+It is a client of a worker or router over gRPC, and holds keys and pictures only for its session.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 _LOOK_EVERY_S = 1.0
 _MOST_BODY = LIMITS.max_image_bytes * 4 // 3 + 2**20
-"""Bytes of a request: a picture as base64."""
+"""Most bytes of a request: a picture as base64."""
 
 
 def serve_page(
     options: argparse.Namespace, connect: Callable[[], Client], masks: Masks | None
 ) -> None:
-    """`maskserve web`: serves the page until it is interrupted.
+    """Serve the page until it is interrupted.
 
     Args:
-        options: of the command.
-        connect: with the server.
-        masks: finds what is clicked on; None: masks are painted.
+        options: options of the command.
+        connect: connects to the server.
+        masks: finds the mask of a clicked thing; None: masks are only painted.
 
     Raises:
-        InvalidRequest: Gradio is not installed, or `--images` is no folder.
+        InvalidRequest: Gradio is not installed, or `--images` is not a folder.
     """
     try:
-        import gradio  # the extra `web` brings it
+        import gradio  # in the extra `web`
     except ImportError:
         needed = "pip install -e '.[web]' in the checkout"
         raise InvalidRequest("web", "Gradio is not installed", needed) from None
@@ -73,7 +72,7 @@ def serve_page(
             theme=_theme(),
             allowed_paths=[str(Path(folder).resolve()), *map(str, pictures)],
         )
-        # Not by Gradio's own parameter, which warns where the page is mounted at the root.
+        # Not by Gradio's own parameter, which warns if the page is mounted at the root.
         page.favicon_path = str(Path(__file__).with_name("icon.svg"))
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
         with page_pictures.tidied():
@@ -87,7 +86,7 @@ def serve_page(
 
 
 def _await(session: Session, url: str) -> None:
-    """Wait until the server at `url` is ready: what is on the page depends on its model."""
+    """Wait until the server at `url` is ready: the page depends on its model."""
     if not session.ready():
         print(f"waiting for the server at {url}", flush=True)
         while not session.ready():
@@ -95,7 +94,7 @@ def _await(session: Session, url: str) -> None:
 
 
 def _theme() -> Any:
-    """Fonts of the reader's machine: none is fetched."""
+    """Return a theme with fonts of the reader's machine, so that none are fetched."""
     import gradio as gr
 
     return gr.themes.Default(

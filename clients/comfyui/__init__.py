@@ -26,7 +26,7 @@ _AT_A_TIME = 16
 
 
 class MaskserveEdit:
-    """Repaints what the mask covers; all else comes back as it was."""
+    """Repaints the masked part of a picture; the rest stays unchanged."""
 
     CATEGORY = "maskserve"
     DESCRIPTION = __doc__
@@ -64,17 +64,18 @@ class MaskserveEdit:
         settings: str = "{}",
         key: str = "",
     ) -> tuple[torch.Tensor]:
-        """Pictures of the batch side by side: their steps share the server's batch.
+        """Edit the pictures of a batch at the same time, so that their steps share the server's
+        batch.
 
         Args:
-            image: [B, H, W, 3] of 0 to 1.
-            mask: [1 or B, H, W] of 0 to 1; from a half on it is edited, with `mask_mode: strength`
-                as much as it is white.
+            image: [B, H, W, 3] from 0 to 1.
+            mask: [1 or B, H, W] from 0 to 1; values from 0.5 on are edited, or with `mask_mode:
+                strength` in proportion.
             prompt: what to paint there.
-            seed: of the first picture; the others follow.
-            url: of a worker or router.
-            settings: further ones.
-            key: of the router.
+            seed: seed of the first picture; the others use the following numbers.
+            url: gRPC address of a worker or router.
+            settings: further settings, as JSON.
+            key: API key of the router.
         """
         given = {"seed": seed, "mask_mode": "white", **json.loads(settings)}
         pictures = (image.cpu().numpy() * 255).round().clip(0, 255).astype(np.uint8)

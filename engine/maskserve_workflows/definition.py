@@ -47,8 +47,8 @@ class Workflow:
     """Recorder of the nodes called in a `with` block.
 
     Args:
-        name: name under which a router serves it.
-        about: what it does, for people.
+        name: name under which a router serves the workflow.
+        about: description for people.
     """
 
     def __init__(self, name: str, about: str = "") -> None:
@@ -80,15 +80,15 @@ class Workflow:
             check_plan(self.plan)
 
     def picture(self, name: str) -> Picture:
-        """An input."""
+        """Declare an input picture."""
         return Picture(self._input(name, Picture))
 
     def mask(self, name: str) -> Mask:
-        """An input."""
+        """Declare an input mask."""
         return Mask(self._input(name, Mask))
 
     def text(self, name: str) -> Words:
-        """An input."""
+        """Declare an input text."""
         return Words(self._input(name, Words))
 
     def gives(self, **outputs: Picture | Mask | Words | Verdict) -> None:
@@ -100,23 +100,23 @@ class Workflow:
         self._inputs.append(Input(name=name, kind=kind.kind))
         return f"{INPUTS}.{name}"
 
-    # For nodes and loops
+    # For nodes and loops.
 
     def fresh(self, kind: str) -> str:
-        """A name for a step of this kind."""
+        """Return a new name for a step of this kind."""
         self._counts[kind] += 1
         return f"{kind}-{self._counts[kind]}"
 
     def add(self, step: Step) -> None:
-        """Record a step where the definition is now."""
+        """Record a step in the open body."""
         self._bodies[-1].append(step)
 
     def enter(self) -> None:
-        """A loop's body begins."""
+        """Begin a loop's body."""
         self._bodies.append([])
 
     def leave(self) -> tuple[Step, ...]:
-        """It ends."""
+        """End a loop's body and return its steps."""
         return tuple(self._bodies.pop())
 
     def record(
@@ -126,7 +126,7 @@ class Workflow:
         args: Sequence[Any],
         given: Mapping[str, Any],
     ) -> Any:
-        """A node as it is called: adds it to the body that is open.
+        """Record a call of a node in the open body.
 
         Returns:
             The ports that the node's function declares.
@@ -216,12 +216,13 @@ class _Loop:
 
 
 class each(_Loop):  # noqa: N801  it reads as a statement
-    """Run the block for every region, or so many times.
+    """Run the block for every region, or a fixed number of times.
 
     Args:
         over: regions, or a number of rounds.
-        most: regions at most; more are an error.
-        carry: a picture that each round gives the next, as `carried`.
+        most: most regions; more are an error.
+        carry: picture that the first round gets; each round passes its own to the next, as
+            `carried`.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class each(_Loop):  # noqa: N801  it reads as a statement
 
     @property
     def carried(self) -> Picture:
-        """The picture of the last round; set in the block."""
+        """The picture of the last round; set it in the block."""
         return Picture(f"{self._id}.carried")
 
     @carried.setter
@@ -268,7 +269,9 @@ class each(_Loop):  # noqa: N801  it reads as a statement
     @overload
     def all(self, port: Verdict) -> Verdicts: ...
     def all(self, port: Picture | Mask | Verdict) -> Port:
-        """A value of the block, of all rounds in order; said in the block."""
+        """Return a value of the block as the list of all rounds' values, in order; call it in the
+        block.
+        """
         ref = self._given(port)
         if port.kind not in MANY:
             raise WorkflowError(
@@ -293,7 +296,7 @@ class each(_Loop):  # noqa: N801  it reads as a statement
 
 
 class repeat(_Loop):  # noqa: N801
-    """Run the block until a verdict has passed, `most` times at most."""
+    """Run the block until a verdict has passed, at most `most` times."""
 
     def __init__(self, *, most: int) -> None:
         super().__init__("repeat")
@@ -313,7 +316,7 @@ class repeat(_Loop):  # noqa: N801
     @overload
     def best(self, port: Verdict) -> Verdict: ...
     def best(self, port: Picture | Mask | Verdict) -> Port:
-        """A value of the block, of the round that counts; said in the block."""
+        """Return a value of the block, from the round that counts; call it in the block."""
         return type(port)(self._given(port))
 
     def _step(self, body: tuple[Step, ...]) -> Step:

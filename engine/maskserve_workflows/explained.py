@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Explains a plan in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maskserve_workflows.plan import Each, NodeCall, Step, WorkflowPlan
 
 
 def explained(plan: WorkflowPlan) -> str:
-    """Explain a plan in lines of text: its inputs, steps, outputs, and the passes' notes."""
+    """Return a plan's inputs, steps, outputs and pass notes as lines of text."""
     lines = [f"{plan.name} {plan.digest}: {plan.about}".rstrip(": ")]
     lines += [
         f"  takes {workflow_input.name}, a {workflow_input.kind}" for workflow_input in plan.inputs

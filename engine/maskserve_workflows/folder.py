@@ -1,4 +1,4 @@
-"""A folder of workflows: definitions in Python, and the plans that were compiled from them."""
+"""A folder of workflows: definitions in Python, and the plans compiled from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from maskserve_workflows.ports import WorkflowError
 
 
 def compile_folder(folder: Path, passes: Collection[str] | None = None) -> list[WorkflowPlan]:
-    """The plans of all definitions in a folder's .py files, which are run; by file, then as they
-    stand.
+    """Run the definitions in a folder's .py files, and return their plans, by file and position.
 
     Args:
-        folder: of the definitions.
-        passes: of the compiler; None: all.
+        folder: folder of the definitions.
+        passes: compiler passes; None: all.
 
     Raises:
-        WorkflowError: one cannot run, or two have one name.
+        WorkflowError: a definition cannot run, or two have the same name.
     """
     plans: dict[str, WorkflowPlan] = {}
     for path in _files(folder, ".py"):
@@ -35,7 +34,7 @@ def compile_folder(folder: Path, passes: Collection[str] | None = None) -> list[
 
 
 def read_plans(folder: Path) -> list[WorkflowPlan]:
-    """The plans that lie in a folder as .json, by name; nothing of its Python is run.
+    """Return the .json plans in a folder, by name. No Python of the folder runs.
 
     Raises:
         WorkflowError: naming the file.

@@ -1,7 +1,7 @@
-"""How long parts of a plan take, by the prices of its nodes, were there a device for each.
+"""The duration of parts of a plan, from the prices of its nodes and one device for each.
 
-Of loops that have not begun the fewest rounds count: one region, one try. So what is said to be
-late is late.
+A loop that has not begun counts with the fewest rounds: one region, one try. A plan that is
+reported as late is therefore really late.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def tails(steps: Sequence[Step], price: Price) -> dict[str, float]:
 
 
 def length(steps: Sequence[Step], price: Price) -> float:
-    """Seconds of their longest chain."""
+    """Return the seconds of the longest chain of steps."""
     behind = tails(steps, price)
     return max((span(step, price) + behind[step.id] for step in steps), default=0.0)
 
 
 def span(step: Step, price: Price) -> float:
-    """Seconds from a step's begin to its end."""
+    """Return the seconds from a step's begin to its end."""
     if isinstance(step, NodeCall):
         return price(step)
     return _in_turn(step) * length(step.body, price)
 
 
 def work(step: Step, price: Price) -> float:
-    """Seconds of all its calls."""
+    """Return the seconds of all calls of a step."""
     if isinstance(step, NodeCall):
         return price(step)
     rounds = step.most if isinstance(step, Each) and step.over is None else 1

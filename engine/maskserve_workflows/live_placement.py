@@ -1,8 +1,9 @@
-"""Where node servers' models are to lie now: what servers tell of themselves in, changes out.
+"""The choice of node servers for models while they run: servers' records in, changes out.
 
-What lies where is the servers' to say, so routers agree by it, and a new one has nothing to learn
-but loads. It stays while servers are not too busy, and while nothing that is better (`placement`)
-is worth its loads. A call goes where its model lies; elsewhere only if that is nowhere.
+The servers report what they have loaded, so all routers agree, and a new router only needs the
+calls' load. The placement stays while servers are not too busy. It also stays if no better one
+(`placement`) is worth its loads. A call goes to a server that has its model, and elsewhere only if
+none has it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from maskserve_workflows.placement import ModelLoad, Placed, grown, place, sustained
 
 BUSY_SHARE: Final = 0.8
-"""Share of its time that a server should be busy: the rest is for bursts. The chart scales by
+"""Share of its time that a server should be busy; the rest is for bursts. The Helm chart scales by
 it."""
 _ENOUGH: Final = 1.0 / BUSY_SHARE
 """Value of `sustained` at which a placement needs no change."""
 _GAIN: Final = 1.2
 """Least factor by which another placement must be better."""
 _WINDOW_S: Final = 60.0
-"""Seconds of the window in which calls count, older ones less."""
+"""Seconds of the window in which calls count; older ones count less."""
 _IDLE: Final = 1e-3
 """Load below which a model counts as idle."""
 Record: TypeAlias = Mapping[str, Any]
-"""`NodeModels.record`."""
+"""The type of `NodeModels.record`."""
 _Told: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Telemetry of one server, by model."""
 
@@ -47,21 +48,24 @@ class LivePlacement:
     def __init__(self) -> None:
         self._lying = _Lying({}, {}, {}, {})
         self._ended: dict[tuple[str, str], int] = {}
-        """Total of calls by server and model at the last count."""
+        """(server, model) -> number of ended calls at the last count."""
         self._counted_at = 0.0
         self._busy: dict[str, float] = {}
-        """Seconds that the calls of a model have run in the window."""
+        """Model -> seconds that its calls ran in the window."""
         self._seen_s = 0.0
         """Seconds of the window that have been observed."""
 
     def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
-        """The lowest one has a call: first where its model lies, then where there is room for it,
-        where that can be made, where it cannot be had or nobody knows; of these who is done first.
+        """Return the rank of a server for a call; the lowest gets it.
+
+        The first element is 0 where the model is loaded, 1 where it has free room, 2 where room can
+        be made, and 3 where it cannot be loaded or nothing is known. The second is the predicted
+        seconds to the call's end.
 
         Args:
-            model: that it needs.
-            server: one of them.
-            queue_s: seconds of work that it has still to do.
+            model: model of the call.
+            server: name of the server.
+            queue_s: seconds of work that the server still has.
         """
         models, rooms, placed, _ = self._lying
         record = models.get(server, {}).get(model)
@@ -74,23 +78,23 @@ class LivePlacement:
         return place, load_s + queue_s + record["seconds"]
 
     def busy(self) -> Mapping[str, float]:
-        """Return how many servers the calls of each model have kept busy in the last minute, over
-        all routers.
+        """Return how many servers each model's calls kept busy in the last minute, over all
+        routers.
         """
         return self._lying.busy
 
     def goes(self, model: str, server: str) -> None:
-        """A call goes there: it loads what it needs, so the next ones go there, too."""
+        """Note that a call goes to a server and so loads its model; the next calls follow it."""
         models, _, placed, _ = self._lying
         if model in models.get(server, {}) and model not in placed[server]:
             placed = {**placed, server: placed[server] | {model}}
             self._lying = self._lying._replace(placed=placed)
 
     def seen(self, records: Mapping[str, Record | None], now: float) -> dict[str, frozenset[str]]:
-        """Take in what servers tell; of those that are to change, what they are to have.
+        """Read the servers' records; return the models to load, for each server that has to change.
 
         Args:
-            records: by server; None: it does not answer.
+            records: server -> record; None: it does not answer.
             now: seconds of a clock.
         """
         answered = {name: record for name, record in records.items() if record is not None}
@@ -124,7 +128,7 @@ class LivePlacement:
             for name, record in models.items():
                 ended: int = record["ended"]
                 new = ended - old_counts.get((server, name), ended)
-                new = new if new >= 0 else ended  # it was started anew
+                new = new if new >= 0 else ended  # the server was restarted
                 self._busy[name] = self._busy.get(name, 0.0) + new * record["seconds"]
                 self._ended[server, name] = ended
         return {name: seconds / (self._seen_s or 1.0) for name, seconds in self._busy.items()}
@@ -133,8 +137,10 @@ class LivePlacement:
 def _loads(
     told: Mapping[str, _Told], rooms: Mapping[str, int], busy: Mapping[str, float]
 ) -> list[ModelLoad]:
-    """Return the loads of models with weights that some server can hold. A server where a model
-    failed to load is left out; a call tries it again there only if no other server can take it.
+    """Return the loads of models with weights that some server can hold.
+
+    A server where a model failed to load is left out; a call tries it there again only if no other
+    server can take it.
     """
     sizes: dict[str, int] = {}
     only: dict[str, set[str]] = {}
@@ -150,7 +156,7 @@ def _loads(
 
 
 def _can_be_had(told: Mapping[str, Any], room: int) -> bool:
-    """Return whether a server has room for a model and no load of it failed there."""
+    """Return True if a server has room for a model and no load of it failed there."""
     return told["state"] != "failed" and _needed(told) <= room
 
 
@@ -168,7 +174,7 @@ def _better(
         return here
 
     def worth(placed: Placed) -> float:
-        """`sustained`, of the time that loads leave."""
+        """Return `sustained`, reduced by the share of the window that loads take."""
         load_s: float = sum(
             told[server][model].get("load_s", 0.0)
             for server, model_names in placed.items()
@@ -185,7 +191,7 @@ def _better(
             try:
                 best = max(best, place(models, rooms), key=worth)
             except ValueError:
-                continue  # they do not all fit: whatever nobody asks for may go
+                continue  # not all fit: consider only models with calls
         if worth(best) >= _GAIN * current_score:
             return best
     return here

@@ -1,4 +1,4 @@
-"""The folders of a node server's models: of which class each is, and what its calls need."""
+"""The folders of a node server's models: their classes, and the folders that calls need."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _ACCEPTED: Final = MappingProxyType(
         "likeness": ("clip",),
     }
 )
-"""Accepted `model_type`s by model. The hub publishes SAM 2 for films; only its part for pictures is
-read."""
+"""Model -> accepted `model_type`s. Published SAM 2 folders are for videos; only the part for
+pictures is read."""
 
 
 class NodeFolder(NamedTuple):
-    """A model as it lies in a folder, as transformers saves it."""
+    """A model's folder in the form of transformers."""
 
     name: str
     kind: str
     """`model_type` of its config.json."""
     nbytes: int
-    """Bytes of the files of its weights."""
+    """Bytes of its weight files."""
 
     @property
     def version(self) -> str:
-        """Version for `Holdings`: a name has one version as long as its server runs."""
+        """Version for `Holdings`: a name has one version while its server runs."""
         return self.name
 
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
-        """Return the folder's description. Raises ConfigError: its class is not one that the model
-        may have.
+        """Return the folder's description. Raises ConfigError: its class is not accepted for the
+        model.
         """
         kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
         accepted = _ACCEPTED[name]
@@ -50,11 +50,12 @@ class NodeFolder(NamedTuple):
 
 
 def node_folders(nodes: NodesConfig) -> dict[str, tuple[NodeFolder, ...]]:
-    """Return by model the folders whose weights its calls need, the model's own first: `segment`
-    cuts out what a GroundingDINO finds.
+    """Return model -> folders whose weights its calls need, the model's own first.
+
+    `find` with GroundingDINO also needs `segment`, which cuts out the boxes that it finds.
 
     Raises:
-        ConfigError: a folder is of another class, or one that is needed is missing.
+        ConfigError: a folder has another class, or a needed one is missing.
     """
     folders = {name: NodeFolder.of(name, Path(path)) for name, path in nodes.folders().items()}
     needed: dict[str, tuple[NodeFolder, ...]] = {

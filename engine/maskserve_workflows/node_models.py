@@ -1,12 +1,12 @@
-"""The models of a node server: what of them is loaded, and the calls that run or wait.
+"""The models of a node server: their loads, and the calls that run or wait.
 
     line ── head has its model, or room for it ──► waits for its load ──► queue of its model
 
-Weights come at the start or with the first call that needs them, one model at a time, within a
-budget of bytes. Those of the least uses per byte make room for others, once no call needs them:
-while the head of the line waits for room, calls behind it wait, too, so that what has to go drains.
-Nodes that need no weights pass the line. Each model has a thread, which takes all that wait for it
-together, so that they share what is equal.
+Weights are loaded at the start or with the first call that needs them, one model at a time, within
+a budget of bytes. Models with the fewest uses per byte are evicted, once no call needs them. While
+the head of the line waits for room, the calls behind it wait too, so that the models to evict
+become free. Nodes without weights skip the line. Each model has a thread, which takes its waiting
+calls together, so that they share equal work.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class NodeWork:
 
 
 class NodeLoader(ResourceLoader[NodeFolder]):
-    """Opens them, one at a time."""
+    """Loads models, one at a time."""
 
     def __init__(self, config: Config, open_nodes: OpenNodes) -> None:
         super().__init__(NODE_MODELS)
@@ -101,19 +101,19 @@ class _Queue:
 
     thread: ThreadPoolExecutor
     calls: list[NodeWork] = field(default_factory=list)
-    """Calls of the model; the first ones may run."""
+    """Calls of the model; the first ones may be running."""
     ended: int = 0
     seconds: float = 0.0
     """Recent mean seconds of a call."""
 
 
 class NodeModels:
-    """Calls come in any thread.
+    """The models of one server. Calls may come in any thread.
 
     Args:
-        config: of the node server.
-        open_nodes: reads a model.
-        thread: what a model's thread does first.
+        config: configuration of the node server.
+        open_nodes: loads a model.
+        thread: runs first in each model's thread.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class NodeModels:
         self._waiting: dict[str, NodeWork] = {}
         """Calls that wait for a load, by id."""
         self._holding: set[str] = set()
-        """Ids of calls that have, or wait for, a model."""
+        """Ids of calls that hold, or wait for, a model."""
         self._queues: dict[str, _Queue] = {}
         self._ids = itertools.count()
         if config.nodes.load == "start":
@@ -151,16 +151,16 @@ class NodeModels:
                 queue.thread.shutdown(wait=False, cancel_futures=True)
 
     def hosts(self, model: str) -> bool:
-        """Whether its nodes run here."""
+        """Return True if the model's nodes run here."""
         return model in self._light or model in self._needed
 
     def call(self, model: str, asked: AskedNode, done: Done) -> None:
-        """Have a node run; `hosts` its model."""
+        """Run a node whose model this server hosts."""
         self._submit(model, asked, done)
 
     def place(self, models: Collection[str]) -> None:
-        """Load these models as far as there is room beside those that calls need now; evict others
-        that nothing needs.
+        """Load these models where room is free, and evict models that neither these nor calls
+        need.
         """
         with self._door:
             requested = {name: self._needed[name] for name in models if name in self._needed}
@@ -182,9 +182,10 @@ class NodeModels:
             self._advance()
 
     def record(self) -> dict[str, Any]:
-        """Return the record that routers and operators read: each model's state; its bytes, and
-        those that its calls need with shared parts; seconds of a load; calls that wait or run;
-        calls that ended; and recent seconds per call.
+        """Return the record for routers and operators.
+
+        It has each model's state, bytes, the bytes with shared parts that its calls need, seconds
+        of a load, calls that wait or run, calls that ended, and recent seconds per call.
         """
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
@@ -217,7 +218,7 @@ class NodeModels:
             self._line.append(work)
             self._advance()
 
-    # Under the door
+    # With `_door` held.
 
     def _advance(self) -> None:
         """Start waiting calls as far as there is room."""
@@ -229,7 +230,7 @@ class NodeModels:
                 missing = self._held.hold(work.id, needed)
             except MaskserveError as error:
                 if isinstance(error, Overloaded) and self._holding:
-                    return  # what has to go is still needed
+                    return  # the models to evict are still needed
                 self._line.popleft()
                 self._end(work, error)
                 continue
@@ -253,7 +254,7 @@ class NodeModels:
         return self._queues[model]
 
     def _end(self, work: NodeWork, error: Exception) -> None:
-        self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # no client holds the door
+        self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # runs without `_door`
 
     def _evicted(self, resource: Resource) -> None:
         self._held.dropped(resource)
@@ -266,7 +267,7 @@ class NodeModels:
             self._holding.discard(work.id)
             self._held.let_go(work.id)
 
-    # In other threads
+    # In other threads.
 
     def _came(self, wanted: NodeFolder, outcome: Loaded | MaskserveError) -> None:
         """Handle the end of a load, in the loader's thread."""
@@ -309,7 +310,7 @@ class NodeModels:
 
 
 def _unheard(made: dict[str, Any] | Exception, seconds: float) -> None:
-    """Nobody waits for it."""
+    """Ignore the outcome: nobody waits for it."""
 
 
 def _resource(folder: NodeFolder) -> Resource:
@@ -326,7 +327,7 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
 
 
 def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-    """Yield the outputs of the nodes, and an exception for each call that they leave unanswered."""
+    """Yield the outcome of each call, and an exception for each that the nodes leave unanswered."""
     end: Exception = RuntimeError("not all calls were answered")
     remaining = len(asked)
     try:

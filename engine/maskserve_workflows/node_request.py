@@ -1,4 +1,4 @@
-"""Calls of nodes, as whoever runs a model's nodes is given them."""
+"""Calls of nodes, as a model's runner receives them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Nodes(Protocol):
     """Runner of one model's nodes."""
 
     def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
-        """Yield each call's outputs by name, or why there are none, in order."""
+        """Yield each call's outputs by name, or the exception that it raised, in order."""
 
 
 def one_by_one(
     run: Callable[[AskedNode], dict[str, Any]], calls: Sequence[AskedNode]
 ) -> Iterable[dict[str, Any] | Exception]:
-    """For nodes that share nothing: each call by itself."""
+    """Run each call by itself, for nodes that share nothing."""
     for request in calls:
         try:
             yield run(request)

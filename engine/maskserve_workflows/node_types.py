@@ -1,13 +1,13 @@
-"""Declaration of a node: ports, settings, price, and the model that runs it.
+"""Declaration of a node type: ports, settings, price, and the model that runs it.
 
     @node(model="find", price_s=0.1)
     def find(picture: Picture, name: Words | str, *, threshold: Share = 0.5) -> Mask:
-        "What of the picture is the thing of this name."
+        "Return the mask of the named thing in the picture."
 
-The signature says it all: parameters of a port's class are inputs, a default of None makes one
-optional, and text may be written out; those behind the `*` are settings, checked by their types;
-what is returned are the outputs. Calling the function inside a `Workflow` records the node, and
-mypy checks the wiring by the same signature.
+The signature declares everything. Parameters of a port's class are inputs; a default of None makes
+one optional, and text may be literal. Parameters after the `*` are settings, checked by their
+types. The return type declares the outputs. Calling the function inside a `Workflow` records the
+node, and mypy checks the wiring by the same signature.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from maskserve_workflows.ports import Port, WorkflowError
 P = ParamSpec("P")
 R = TypeVar("R")
 EDIT: Final = "edit"
-"""The only node type that workers run, step by step in their batches."""
+"""The only node type that runs on workers, step by step in their batches."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class NodeType:
     price_s: float
     """Seconds that a call is expected to take until some have been measured."""
     deterministic: bool
-    """Whether equal inputs and settings give the same answer: equal nodes are then merged, and
+    """True if equal inputs and settings give the same answer: equal nodes are then merged, and
     answers cached."""
     inputs: Mapping[str, str]
     """Name → kind of each input."""
@@ -61,7 +61,7 @@ class NodeType:
     returns: type
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """`values` of the settings, without those that are not given.
+        """Return the checked values of the settings, without those that are None.
 
         Raises:
             Misread: naming the setting.
@@ -73,7 +73,7 @@ class NodeType:
 
 
 class Definition(Protocol):
-    """A definition, as it is written down."""
+    """A definition while it is recorded."""
 
     def record(
         self,
@@ -82,12 +82,12 @@ class Definition(Protocol):
         args: Sequence[Any],
         given: Mapping[str, Any],
     ) -> Any:
-        """Add a call of a node; gives what its function is said to return."""
+        """Add a call of a node, and return what its function declares to return."""
 
 
 OPEN: ContextVar[Definition | None] = ContextVar("workflow", default=None)
 DECLARED: Final[dict[str, NodeType]] = {}
-"""Node types declared so far, by name; all of them are `nodes.NODE_TYPES`."""
+"""Node types declared so far, by name; `nodes.NODE_TYPES` has all of them."""
 
 
 def node(
@@ -100,10 +100,10 @@ def node(
     """Declare a node type by a function's signature.
 
     Args:
-        model: that runs it.
+        model: model that runs it.
         price_s: `NodeType.price_s`.
         deterministic: `NodeType.deterministic`.
-        settings: what its keyword arguments are, where the function takes any.
+        settings: type of its keyword arguments, if the function takes any.
     """
 
     def declare(function: Callable[P, R]) -> Callable[P, R]:

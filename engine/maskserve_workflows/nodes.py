@@ -1,5 +1,6 @@
-"""The node types that there are: `edit` runs at the workers, the others at node servers, where the
-class of a model runs its nodes (`maskserve_engine/nodes`, `pictures.py`).
+"""All node types. `edit` runs on workers, the others on node servers.
+
+On a node server, the class of a model runs its nodes (`maskserve_engine/nodes`, `pictures.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Pixels = Annotated[int, Meta(ge=0, le=512)]
 
 
 class Found(NamedTuple):
-    """A mask, and how well it fits."""
+    """A mask, and the model's verdict on it."""
 
     mask: Mask
     verdict: Verdict
@@ -151,4 +152,4 @@ def best(pictures: Pictures, verdicts: Verdicts) -> Best:
 
 
 NODE_TYPES: Final[Mapping[str, NodeType]] = MappingProxyType(DECLARED)
-"""All of them, by name."""
+"""All node types, by name."""

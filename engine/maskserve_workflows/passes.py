@@ -1,5 +1,7 @@
-"""Compiler passes over a plan. Each has a flag, leaves answers as they are unless its docstring
-says otherwise, and notes what it did.
+"""Compiler passes over a plan.
+
+Each pass has a flag and notes its changes. It leaves answers unchanged unless its docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from maskserve_workflows.plan import (
 
 
 def compiled(plan: WorkflowPlan, passes: Collection[str] | None = None) -> WorkflowPlan:
-    """The plan with these passes applied, all by default, and its digest.
+    """Return the plan with these passes applied, by default all, and its digest.
 
     Raises:
-        WorkflowError: it cannot run.
+        WorkflowError: the plan cannot run.
     """
     check_plan(plan)
     for name, run_pass in PASSES.items():
@@ -46,9 +48,7 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     notes: list[str] = []
 
     def alive(steps: Sequence[Step], wanted: set[str]) -> tuple[Step, ...]:
-        """Return the steps whose values are required; their inputs are added to the required
-        ones.
-        """
+        """Return the steps whose values are required, and add their inputs to `wanted`."""
         live_steps: list[Step] = []
         for step in reversed(steps):
             required_names = {
@@ -71,7 +71,7 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Nodes that would give the same are called once."""
+    """Call nodes that would give the same answer only once."""
     notes: list[str] = []
     new: dict[str, str] = {}
     """Step → the equal step that stays."""
@@ -97,7 +97,7 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
                     seen_steps[fingerprint] = step.id
             else:
                 step = structs.replace(step, body=merged(step.body, seen_steps))
-                # What it gives of its body may have been merged meanwhile.
+                # Values that it gives from its body may have been merged meanwhile.
                 step = _with_references(step, renamed)
             merged_steps.append(step)
         return tuple(merged_steps)
@@ -108,7 +108,9 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Edits of a picture that several edits need wait until it is primed, and then run cached."""
+    """Let edits of a picture that several edits use wait until it is primed, and then run
+    cached.
+    """
     counts: dict[str, int] = {}
     for ref, times in _edits_of(plan.steps):
         counts[ref] = counts.get(ref, 0) + times
@@ -126,8 +128,10 @@ def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Edits of one picture whose regions stay apart share it and are composed; those that touch
-    go one after the other. Each then sees the picture without what the others paint.
+    """Let edits of one picture whose regions do not touch share it, and compose their results.
+
+    Regions that touch are edited one after the other. Answers change: each edit sees the picture
+    without the others' changes.
     """
     notes: list[str] = []
 
@@ -144,7 +148,7 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def bring_early(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """LoRAs that edits of later nodes name are brought as the run begins."""
+    """Load LoRAs that edits of later nodes name as the run begins."""
     first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
     later = [
         step

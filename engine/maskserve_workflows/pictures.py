@@ -1,6 +1,4 @@
-"""The nodes that only compose pictures and masks, with numpy and Pillow. What nodes make they give
-as pixels.
-"""
+"""The nodes that only compose pictures and masks, with numpy and Pillow. They return pixels."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ from maskserve_workflows.values import Areas, Judgement
 Pixels = npt.NDArray[np.uint8]
 Grey = npt.NDArray[np.bool_]
 Encoded: TypeAlias = bytes | memoryview
-"""A picture's file, or what `imaging.images.plain_picture` makes."""
+"""A picture's file, or the form of `imaging.images.plain_picture`."""
 Box = tuple[int, int, int, int]
 """First and last + 1 row, first and last + 1 column."""
 _MOST_RUNS: Final = 2**17
 """Most runs of a mask in all its rows: painted masks have some in each, noise has millions."""
 _RIM: Final = 40
-"""Difference to a neighbour, of 255, from which a pixel is a rim."""
+"""Difference to a neighbour, of 255, from which a pixel is an edge."""
 
 
 class PictureNodes:
-    """Runs them."""
+    """Runs the nodes without weights."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -126,7 +124,7 @@ class PictureNodes:
 
 
 def read_picture(encoded: Encoded, limits: LimitsConfig) -> Pixels:
-    """RGB of a picture, [H, W, 3].
+    """Return the RGB pixels of a picture, [H, W, 3].
 
     Raises:
         InvalidRequest: it cannot be used.
@@ -138,31 +136,31 @@ def read_mask(encoded: Encoded, limits: LimitsConfig, size: tuple[int, ...] | No
     """Return the white pixels of a mask, [H, W]; `size` is the picture's.
 
     Raises:
-        InvalidRequest: it cannot be used, or is of another size.
+        InvalidRequest: it cannot be used, or has another size.
     """
     expected_size = None if size is None else (size[0], size[1])
     return decode_mask(encoded, "mask", limits, expected_size).luminance > 127
 
 
 def mask_pixels(white: Grey) -> Pixels:
-    """A mask [H, W], 255 where it is True."""
+    """Return a mask [H, W] as pixels: 255 where it is True, else 0."""
     return np.where(white, np.uint8(255), np.uint8(0))
 
 
 def encode_mask(white: Grey) -> bytes:
-    """Encode a mask as a PNG."""
+    """Return a mask as a PNG."""
     return encode_png(mask_pixels(white))
 
 
 class Component(NamedTuple):
-    """Pixels of a mask that hang together by their sides."""
+    """A part of a mask whose pixels are connected by their sides."""
 
     runs: npt.NDArray[np.int64]
     """Runs, [N, 3], by row and column: row, first column and last + 1 column."""
 
     @property
     def area(self) -> int:
-        """Pixels."""
+        """Number of pixels."""
         return int((self.runs[:, 2] - self.runs[:, 1]).sum())
 
     @property
@@ -171,7 +169,7 @@ class Component(NamedTuple):
         return int(rows[0]), int(rows[-1]) + 1, int(begins.min()), int(ends.max())
 
     def white(self, size: tuple[int, ...]) -> Grey:
-        """A mask of this size, [H, W], with this part alone."""
+        """Return a mask of this size, [H, W], with only this part."""
         mask = np.zeros(size, np.bool_)
         for row, begin, end in self.runs.tolist():
             mask[row, begin:end] = True
@@ -179,12 +177,12 @@ class Component(NamedTuple):
 
 
 def components(white: Grey) -> list[Component]:
-    """The parts of a mask [H, W], by first row and column.
+    """Return the connected parts of a mask [H, W], by first row and column.
 
     Runs of each row are joined with the runs of the row above that they touch.
 
     Raises:
-        InvalidRequest: it is noise, which nobody painted.
+        InvalidRequest: the mask is noise.
     """
     edges = np.diff(np.pad(white, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     if (count := int(np.count_nonzero(edges == 1))) > _MOST_RUNS:
@@ -204,7 +202,7 @@ def components(white: Grey) -> list[Component]:
         if i and runs[i - 1][0] != row:
             above, first = first, i
         while above < first and (runs[above][0] < row - 1 or runs[above][2] <= begin):
-            above += 1  # it touches none of this row that comes behind, either
+            above += 1  # it touches no later run of this row either
         j = above
         while j < first and runs[j][1] < end:
             low, high = sorted((root(i), root(j)))

@@ -1,9 +1,9 @@
-"""Which models lie on which devices, and how many times: loads and bytes in, places out.
+"""The assignment of models to devices: loads and bytes in, placements out.
 
-A placement is as good as the factor by which all loads may grow until devices are full
-(`sustained`). By Hall's theorem some models are *tight*: all devices that have any of them are full
-of them alone. So a copy of one of these goes to a device that has none of them, again and again;
-where none has room, one that has more copies than it needs makes room.
+The value of a placement is the factor by which all loads may grow until devices are full
+(`sustained`). By Hall's theorem some models are *tight*: the devices that have any of them are full
+with them alone. A copy of a tight model is therefore added to a device that has none of them,
+repeatedly. If no such device has room, one with more copies than necessary makes room.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ class ModelLoad:
     """Devices that may have it; None: all."""
 
     def may(self, device: str) -> bool:
-        """Whether it may lie there, if there is room."""
+        """Return True if the device may have the model, given room."""
         return self.only is None or device in self.only
 
 
 def sustained(models: Sequence[ModelLoad], placed: Placed) -> float:
-    """The factor by which all loads may grow until devices are full: they share a model's calls as
-    is best.
+    """Return the factor by which all loads may grow until devices are full.
+
+    The devices share each model's calls in the best way.
     """
     return _tight(models, placed)[0]
 
 
 def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, frozenset[str]]:
-    """Models by device.
+    """Place models on devices.
 
     Args:
-        models: all of which lie somewhere.
-        rooms: bytes that each device has for them.
+        models: models, each of which must get a place.
+        rooms: bytes of each device for models.
 
     Raises:
         ValueError: they do not all fit.
@@ -90,7 +91,9 @@ def _by_load_of_a_byte(model: ModelLoad) -> float:
 def _each_once(
     models: Sequence[ModelLoad], rooms: Mapping[str, int], *, spread: bool
 ) -> dict[str, frozenset[str]] | None:
-    """Place each model where most room is left, or where it fits best, and if that fails elsewhere;
+    """Place each model on the device with most (or, without `spread`, least) room, with
+    backtracking.
+
     None: they do not fit, as far as the search went.
     """
     free_bytes = dict(rooms)
@@ -120,8 +123,9 @@ def _each_once(
 def grown(
     models: Sequence[ModelLoad], rooms: Mapping[str, int], placed: Placed
 ) -> dict[str, frozenset[str]]:
-    """A placement with copies added while they help, and then wherever there is room. What lies
-    there goes for one that helps more alone.
+    """Return a placement with added copies, first while they help and then wherever room is free.
+
+    Existing copies are replaced only if that alone helps more.
     """
     by_name = {model.name: model for model in models}
     while True:
@@ -176,8 +180,10 @@ def _changes(
     placed: Placed,
     tight: frozenset[str],
 ) -> Iterator[dict[str, frozenset[str]]]:
-    """Yield placements in which a device that lacks the tight models gets one of them in place of
-    others; of equal devices one. A model that had no other copy moves elsewhere.
+    """Yield placements in which a device without the tight models gets one of them in place of
+    others.
+
+    Of equal devices, only one is tried. A model that loses its only copy moves elsewhere.
     """
     copies = Counter(model for names in placed.values() for model in names)
     tried = set()
@@ -201,7 +207,7 @@ def _changes(
 def _sets(
     held: Iterable[str], over: int, by_name: Mapping[str, ModelLoad]
 ) -> Iterator[frozenset[str]]:
-    """Yield one or two of the placed models that free so much room."""
+    """Yield sets of one or two of the placed models that free enough bytes."""
     for count in (1, 2):
         for subset in itertools.combinations(sorted(held), count):
             if _size(by_name, subset) >= over:
@@ -215,8 +221,9 @@ def _moved(
     placed: Placed,
     change: dict[str, frozenset[str]],
 ) -> bool:
-    """Move a model to another device that has room, or that copies can leave; record the moves in
-    `change`; return whether one was found.
+    """Move a model to another device that has room, or that copies can leave.
+
+    Record the moves in `change`. Return False: no such device was found.
     """
     current = {name: change.get(name, names) for name, names in placed.items()}
     if any(model in names for names in current.values()):
@@ -279,14 +286,15 @@ def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozense
 def _short(
     loads: Mapping[str, float], hosts: Sequence[tuple[frozenset[str], int]], factor: float
 ) -> frozenset[str]:
-    """Return the models whose devices cannot serve them at this factor: those on the source's side
-    of a minimum cut, or none.
+    """Return the models whose devices cannot serve them at this factor.
+
+    They are the source's side of a minimum cut; none if all can be served.
     """
     need = {name: factor * load for name, load in loads.items()}
     free = [float(count) for _, count in hosts]
     assigned: list[dict[str, float]] = [{} for _ in hosts]
     least = _LEAST_GAIN * sum(need.values())
-    for name in need:  # as far as nobody has to give way, which takes no search
+    for name in need:  # a greedy start, without a search
         for at, (names, _) in enumerate(hosts):
             if need[name] <= least:
                 break
@@ -299,7 +307,7 @@ def _short(
         start = [name for name, unmet in need.items() if unmet > least]
         parents: dict[str, tuple[int, str] | None] = dict.fromkeys(start)
         goal = None
-        for name in start:  # grows: whoever gives way to those that are short
+        for name in start:  # grows: models that can give way to the short ones
             for at, (names, _) in enumerate(hosts):
                 if name not in names:
                     continue
@@ -318,7 +326,8 @@ def _short(
         while (step := parents[name]) is not None:
             path.append(step)
             at, name = step
-        # Backwards along `path`: the last one's name is short, and each gives way to the next.
+        # Backwards along `path`: the last element's model is short, and each model gives way to the
+        # next.
         amount = min(need[path[-1][1]], free[path[0][0]])
         for (_, gives), (at, _) in itertools.pairwise(path):
             amount = min(amount, assigned[at][gives])

@@ -1,8 +1,8 @@
-"""A workflow as plain data: what a router reads.
+"""A workflow as plain data, which a router reads.
 
-Steps stand in order; each takes inputs of the workflow, and outputs of steps before it, by
-reference. Two kinds of steps hold others: `each` runs its body for every region, or so many times,
-and `repeat` until a verdict says that it is enough. Both are bounded.
+Steps are in order; each takes inputs of the workflow and outputs of earlier steps, by reference.
+Two kinds of steps contain others: `each` runs its body for every region or a fixed number of times,
+and `repeat` runs it until a verdict has passed. Both are bounded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rounds = Annotated[int, Meta(ge=1, le=MOST)]
 
 
 class NodeCall(Table, frozen=True, tag="call", tag_field="step"):
-    """One node."""
+    """A call of a node."""
 
     id: Id
     node: str
@@ -67,7 +67,7 @@ class Each(Table, frozen=True, tag="each", tag_field="step"):
     carried: Ref | None = None
     """Value that a round passes to the next."""
     side_by_side: bool = False
-    """Whether rounds whose regions do not touch begin with the same picture and are composed."""
+    """True if rounds whose regions do not touch begin with the same picture and are composed."""
     gives: dict[str, Ref] = msgspec.field(default_factory=dict)
     """Name → a value of the body; outside, `ID.NAME` is the list of all rounds' values."""
 
@@ -111,11 +111,11 @@ class WorkflowPlan(Table, frozen=True):
 
 
 def kinds_of(step: Step, inner: Mapping[str, str]) -> dict[str, str]:
-    """Outputs of a step, name → kind, as steps behind it see them.
+    """Return a step's outputs, name → kind, as later steps see them.
 
     Args:
         step: the step.
-        inner: of a loop, its body's values by reference.
+        inner: for a loop, its body's values by reference.
     """
     if isinstance(step, NodeCall):
         return dict(NODE_TYPES[step.node].outputs)
@@ -137,7 +137,7 @@ def round_kinds(step: Step) -> dict[str, str]:
 
 
 def references(step: Step) -> Iterator[str]:
-    """All that a step names of what is before it, its body's own values among them."""
+    """Yield all references of a step, including those of its body to its own values."""
     if isinstance(step, NodeCall):
         yield from step.inputs.values()
         return
@@ -148,7 +148,7 @@ def references(step: Step) -> Iterator[str]:
 
 
 def taken(step: Step) -> list[str]:
-    """Return the references that a step takes from outside of it."""
+    """Return the references of a step to values outside of it."""
     inner_ids = {step.id}
     if not isinstance(step, NodeCall):
         bodies = list(step.body)
@@ -160,7 +160,7 @@ def taken(step: Step) -> list[str]:
 
 
 def every_step(steps: Sequence[Step]) -> Iterator[Step]:
-    """The steps and those in their bodies, in order."""
+    """Yield the steps and those in their bodies, in order."""
     for step in steps:
         yield step
         if not isinstance(step, NodeCall):
@@ -168,7 +168,7 @@ def every_step(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
-    """The kind of every value by reference, those of bodies among them."""
+    """Return the kind of every value by reference, including those of bodies."""
     kinds = {
         f"{INPUTS}.{workflow_input.name}": workflow_input.kind for workflow_input in plan.inputs
     }
@@ -185,13 +185,13 @@ def all_kinds(plan: WorkflowPlan) -> dict[str, str]:
 
 
 def output_kinds(plan: WorkflowPlan) -> dict[str, str]:
-    """The kind of each output."""
+    """Return the kind of each output."""
     kinds = all_kinds(plan)
     return {name: kinds[ref] for name, ref in plan.outputs.items()}
 
 
 def check_plan(plan: WorkflowPlan) -> None:
-    """Refuse a plan that cannot run.
+    """Check that a plan can run.
 
     Raises:
         WorkflowError: naming node and port, and what fits.
@@ -319,7 +319,7 @@ def _check_loop(
 
 
 def _kind(where: str, ref: str, known: Mapping[str, str], made: Mapping[str, str]) -> str:
-    """Return the kind of a referenced value. Raises: WorkflowError: the value does not exist."""
+    """Return the kind of a referenced value. Raises WorkflowError: the value does not exist."""
     if ref in known:
         return known[ref]
     owner = ref.partition(".")[0]
@@ -351,22 +351,22 @@ def _fits(
 
 
 def digest_of(plan: WorkflowPlan) -> str:
-    """SHA-256 of all but its digest, 16 hexadecimal digits."""
+    """Return the SHA-256 of a plan without its digest, as 16 hexadecimal digits."""
     raw = msgspec.json.encode(structs.replace(plan, digest=""), order="sorted")
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
 def dump_plan(plan: WorkflowPlan) -> bytes:
-    """JSON, with the digest that it has now."""
+    """Return the plan as JSON, with its present digest."""
     raw = msgspec.json.encode(structs.replace(plan, digest=digest_of(plan)))
     return msgspec.json.format(raw, indent=2) + b"\n"
 
 
 def parse_plan(raw: bytes) -> WorkflowPlan:
-    """The plan of a JSON file, checked.
+    """Parse and check a plan's JSON.
 
     Raises:
-        WorkflowError: it is no plan, cannot run, or was changed by hand.
+        WorkflowError: it is not a plan, cannot run, or was changed by hand.
     """
     try:
         values = msgspec.json.decode(raw)

@@ -1,7 +1,7 @@
-"""Values that flow between nodes, typed by meaning.
+"""Types of the values that flow between nodes.
 
-In a definition a value is a handle of one of these classes; in a plan it is a reference, as text,
-and its kind is the class's. As a workflow runs, values are plain data (`values.py`).
+In a definition, a value is a handle of one of these classes. In a plan it is a reference, as text,
+and its kind is the class's. In a run, values are plain data (`values.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ class WorkflowError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Port:
-    """Some node's output, or an input of the workflow. Its value is known when the workflow runs,
-    so a definition cannot ask for it.
+    """A node's output, or an input of the workflow.
+
+    Its value is known only when the workflow runs, so a definition cannot read it.
     """
 
     ref: str
@@ -62,25 +63,25 @@ class Words(Port):
 
 
 class Verdict(Port):
-    """Whether a picture is as requested, and how nearly."""
+    """A judgement of a picture: passed or not, and a score."""
 
     kind = "verdict"
 
 
 class Regions(Port):
-    """Masks, one after the other."""
+    """A list of masks."""
 
     kind = "regions"
 
 
 class Pictures(Port):
-    """Pictures, one after the other."""
+    """A list of pictures."""
 
     kind = "pictures"
 
 
 class Verdicts(Port):
-    """Verdicts, one after the other."""
+    """A list of verdicts."""
 
     kind = "verdicts"
 

@@ -1,15 +1,15 @@
-"""A run of a plan, as a state machine: what is ready, done and lost. It calls nothing, and values
-are opaque to it but for regions, verdicts, and what of them lies in files (`NamedValue`).
+"""A run of a plan, as a state machine over ready, done and lost tasks.
 
     run = WorkflowRun(plan, {"image": …})
     while not run.ended:
         for task in run.ready(): …        # start them, in any way and order
         run.done(task.key, outputs)       # or run.lost(task.key): it is ready again
 
-A task's key says where in the plan and in which rounds it stands; what a task draws follows from
-it (`seed_of`), so that a task that runs again is the same. So a value that is not there any more,
-while something still reads it, is made again: by the task that made it, and where that one's own
-inputs are gone, too, by those that made these first. No other task runs again.
+It calls nothing, and reads only regions, verdicts, and references to values in files
+(`NamedValue`). A task's key is its place in the plan and its rounds. Its random draws follow from
+the key (`seed_of`), so a task that runs again gives the same. A lost value that is still needed is
+therefore made again by its task, and before that the lost inputs of that task. No other task runs
+again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Task:
 
 
 def seed_of(seed: int, key: str) -> int:
-    """The seed of a task in a run of this seed: 32 bits."""
+    """Return the 32-bit seed of a task in a run of this seed."""
     return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:4], "big")
 
 
@@ -71,12 +71,14 @@ class _Scope:
         return self.outer.value(ref)
 
     def read(self, more: Iterable[str]) -> Iterator[Any]:
-        """Values that steps which have not ended take, and these, as far as they are known."""
+        """Yield the known values that unfinished steps take, and those of the references in
+        `more`.
+        """
         taking = (ref for step in self.steps if step.id not in self.ended for ref in taken(step))
         return (self.value(ref) for ref in (*taking, *more) if self.knows(ref))
 
     def to_begin(self, price: Price) -> float:
-        """Seconds of all calls of the steps that have not begun."""
+        """Return the seconds of all calls of the steps that have not begun."""
         return sum(work(step, price) for step in self.steps if step.id not in self.begun)
 
 
@@ -90,7 +92,7 @@ class _Rounds:
     key: str
     areas: Areas | None = None
     waves: list[list[int]] = field(default_factory=list)
-    """Rounds of `each` that are still to begin, by number; those of one wave together."""
+    """Rounds of `each` that are still to begin, by number; rounds of one wave run together."""
     current: Any = None
     """Picture that rounds pass on."""
     under_way: list[int] = field(default_factory=list)
@@ -99,19 +101,19 @@ class _Rounds:
     """Running rounds that have not ended."""
 
     def later(self, price: Price) -> float:
-        """Seconds of the rounds that have not begun, one wave after the other."""
+        """Return the seconds of the rounds that have not begun, one wave after the other."""
         body = length(self.step.body, price)
         return sum(body + self.composing(wave, price) for wave in self.waves)
 
     def to_begin(self, price: Price) -> float:
-        """Seconds of all their calls."""
+        """Return the seconds of all calls of the rounds that have not begun."""
         body = sum(work(step, price) for step in self.step.body)
         waves = (self.under_way, *self.waves)
         composes = sum(self.composing(wave, price) for wave in waves)
         return composes + body * sum(map(len, self.waves))
 
     def composing(self, wave: Sequence[int], price: Price) -> float:
-        """Seconds to make one picture of a wave's."""
+        """Return the seconds to compose one picture from a wave's pictures."""
         carries = isinstance(self.step, Each) and self.step.carried is not None
         return price(COMPOSE) if carries and len(wave) > 1 else 0.0
 
@@ -120,9 +122,10 @@ class WorkflowRun:
     """One run.
 
     Args:
-        plan: as `check_plan` passed it.
-        inputs: of the workflow, name → value.
-        there: whether what lies in a file still does; always so of the workflow's own inputs.
+        plan: a plan that passed `check_plan`.
+        inputs: inputs of the workflow, name → value.
+        there: returns whether a value's file still exists; always True for the workflow's own
+            inputs.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class WorkflowRun:
         self._made: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
         """Answered tasks, with their scopes and outputs."""
         self._maker: dict[NamedValue, str] = {}
-        """Task whose output each value is."""
+        """Value -> key of the task that made it."""
         self._blocked: dict[str, Task] = {}
         """Tasks that wait until their inputs are made again."""
         self._loops: list[_Rounds] = []
@@ -150,21 +153,21 @@ class WorkflowRun:
         self._advance(self._top)
 
     def ready(self) -> list[Task]:
-        """Tasks that are to be started now; each is named once, and again if it was lost."""
+        """Return the tasks to start now; each is returned once, and again if it was lost."""
         tasks, self._ready = self._ready, []
         for task in tasks:
             self.tries[task.key] = self.tries.get(task.key, 0) + 1
         return tasks
 
     def lost(self, key: str) -> None:
-        """A task will not be answered: it is ready again, once all that it takes is there."""
+        """Make a task ready again that will not be answered, once all of its inputs exist."""
         self._begin(self._under_way[key][0])
 
     def again(self, values: Iterable[NamedValue]) -> None:
-        """Have values made again that are there no more."""
+        """Have lost values made again."""
         for value in values:
             key = self._maker[value]
-            if key not in self._under_way:  # else it is being made
+            if key not in self._under_way:  # otherwise it is being made
                 task, place, _ = self._made[key]
                 self._under_way[key] = (task, place)
                 self._begin(task)
@@ -192,11 +195,11 @@ class WorkflowRun:
             self._begin(task)
 
     def done(self, key: str, outputs: Mapping[str, Any]) -> None:
-        """A task was answered.
+        """Take in the outputs of a task.
 
         Raises:
-            WorkflowError: the run cannot go on.
-            EngineFailed: it gives something else than it did.
+            WorkflowError: the run cannot continue.
+            EngineFailed: a repeated task gave another number of values.
         """
         task, place = self._under_way.pop(key)
         if key in self._made:
@@ -215,16 +218,16 @@ class WorkflowRun:
 
     @property
     def ended(self) -> bool:
-        """Whether all is done."""
+        """True if all tasks are done."""
         return len(self._top.ended) == len(self._plan.steps) and not self._under_way
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """Return the workflow's outputs, once it has ended."""
+        """The workflow's outputs, once it has ended."""
         return {name: self._top.value(ref) for name, ref in self._plan.outputs.items()}
 
     def needed(self) -> Iterator[Any]:
-        """All values that something of the run still reads."""
+        """Yield all values that the run still needs."""
         for task, _ in self._under_way.values():
             yield from task.inputs.values()
         outputs = self._plan.outputs.values()
@@ -242,9 +245,7 @@ class WorkflowRun:
                 yield from scope.read([*step.gives.values(), *carried])
 
     def behind(self, key: str, price: Price) -> float:
-        """Seconds of the longest chain that lies behind a task which has not ended: it is due so
-        long before the run is.
-        """
+        """Return the seconds of the longest chain after a task that has not ended."""
         task, place = self._under_way[key]
         if isinstance(place, _Rounds):
             return place.later(price) + _behind(place.scope, place.step.id, price)
@@ -253,11 +254,11 @@ class WorkflowRun:
     def left(
         self, price: Price, rest: Callable[[Task], float] | None = None
     ) -> tuple[float, float]:
-        """Seconds of the longest chain and of all calls that have not ended.
+        """Return the seconds of the longest unfinished chain, and of all unfinished calls.
 
         Args:
-            price: of calls.
-            rest: seconds that a task still takes which has not ended; None: its call's price.
+            price: seconds of a call.
+            rest: remaining seconds of a task under way; None: its call's price.
         """
         path, calls = 0.0, 0.0
         visited: set[_Scope | _Rounds] = set()
@@ -304,7 +305,7 @@ class WorkflowRun:
             loop, scope.loop = scope.loop, None
             self._round_ended(loop)
 
-    # Loops
+    # Loops.
 
     def _open(self, rounds: _Rounds, numbers: list[int]) -> None:
         """Begin these rounds."""
@@ -323,7 +324,7 @@ class WorkflowRun:
             opened.append(scope)
         for scope in opened:
             self._advance(scope)
-            self._settle(scope)  # a pass may have left it nothing to do
+            self._settle(scope)  # a pass may have left it without steps
 
     def _begin_each(self, rounds: _Rounds, step: Each) -> None:
         count = step.most
@@ -382,8 +383,8 @@ class WorkflowRun:
         self._start(Task(key, COMPOSE, inputs), rounds)
 
     def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
-        """Return the round that counts: of those that passed, or else of all, the first with the
-        highest score.
+        """Return the round that counts: the first with the highest score among those that passed,
+        or else among all.
         """
 
         def rank(number: int) -> tuple[bool, float, int]:

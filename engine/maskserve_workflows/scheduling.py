@@ -1,13 +1,13 @@
-"""Which ready nodes of which plans run now, and where: data in, decisions out.
+"""The choice of ready nodes to run, and of their places: data in, decisions out.
 
-    decide        ours: least slack first, the place with the lowest score, as many devices as the
-                  due time needs, none that others wait for
+    decide        maskserve's: least slack first, the place with the lowest score, as many devices
+                  as the due time needs, none that others wait for
     algorithm_1   LegoDiffusion's cycle as printed (Algorithm 1)
     predicted     when each plan would end, for admission (§5.3)
 
-A node's *slack* is what its plan's due time leaves beside its own seconds and those that lie behind
-it. Its score at a place is fetch + load + queue + run: what its inputs and its models take to get
-there, what the place has still to do, and what it takes itself.
+A node's *slack* is the time that its plan's due time leaves beside its own seconds and those of the
+nodes after it. Its score at a place is fetch + load + queue + run: the seconds to bring its inputs
+and models there, of the place's remaining work, and of the node itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLERANCE_S: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ReadyNode:
-    """A node that has all that it takes."""
+    """A node whose inputs are complete."""
 
     key: str
     arrival: float
@@ -35,7 +35,7 @@ class ReadyNode:
     run_s: tuple[float, ...]
     """Seconds on one device, on two, and so on."""
     behind_s: float = 0.0
-    """Seconds of the longest chain of nodes behind this one."""
+    """Seconds of the longest chain of nodes after this one."""
     models: frozenset[str] = frozenset()
     inputs: Mapping[str, int] = field(default_factory=dict)
     """Bytes of inputs, by the place that has them."""
@@ -48,11 +48,13 @@ class ReadyNode:
 
     @property
     def latest_start(self) -> float:
-        """When it has to begin on one device."""
+        """The latest time to begin on one device so that the plan is in time."""
         return self.due - self.behind_s - self.run_s[0]
 
     def in_time(self, start: float, degree: int) -> bool:
-        """Whether its plan can be, if it begins then."""
+        """Return True if its plan can be in time when the node begins at `start` on `degree`
+        devices.
+        """
         return start + self.run_s[degree - 1] + self.behind_s <= self.due + TOLERANCE_S
 
 
@@ -64,7 +66,7 @@ def in_pieces(key: str, arrival: float, due: float, path_s: float, work_s: float
         arrival: its arrival time.
         due: its due time.
         path_s: seconds of its remaining critical path.
-        work_s: seconds that devices need in all: as many run at once as fit into the path.
+        work_s: seconds of all its remaining calls; as many run at once as fit into the path.
     """
     pieces = max(1, math.ceil(work_s / path_s - 1e-6)) if path_s else 1
     piece_s = work_s / pieces
@@ -104,13 +106,13 @@ class Prices:
     """Share of a call's seconds that does not grow with its number of nodes."""
 
     def before_s(self, node: ReadyNode, place: NodePlace) -> float:
-        """Seconds until a place has a node's inputs and models."""
+        """Return the seconds until a place has a node's inputs and models."""
         fetched = sum(size for name, size in node.inputs.items() if name != place.name)
         loads = sum(self.load_s.get(model, 0.0) for model in node.models - place.models)
         return self.byte_s * fetched + loads
 
     def score(self, node: ReadyNode, place: NodePlace, now: float) -> float:
-        """Seconds until a node would be done there, on one device."""
+        """Return the seconds until a node would be done at a place, on one device."""
         return self.before_s(node, place) + max(place.free_at - now, 0.0) + node.run_s[0]
 
 
@@ -137,10 +139,10 @@ def decide(
     now: float,
     order: Order = least_slack,
 ) -> tuple[list[Dispatch], list[ReadyNode]]:
-    """Choose the nodes that begin now, and return the nodes whose plans must be late.
+    """Choose the nodes that begin now; return them, and the nodes whose plans must be late.
 
-    A node waits for a busy place that would have done it before any idle one could. It gets as many
-    devices as its due time needs, and more only while over half of them idle and nobody waits.
+    A node waits for a busy place that would finish it before any idle one. It gets as many devices
+    as its due time needs, and more only while over half of them are idle and nobody waits.
     """
     begun: list[Dispatch] = []
     late: list[ReadyNode] = []
@@ -191,8 +193,11 @@ def _chosen(
 def algorithm_1(
     ready: Iterable[ReadyNode], places: Sequence[NodePlace], prices: Prices, now: float
 ) -> Dispatch | None:
-    """One cycle: the first by arrival and depth, with those of the same model, on as many idle
-    devices as help, those with the lowest scores. None: nothing is ready, or no device is idle.
+    """Run one cycle of LegoDiffusion's Algorithm 1.
+
+    The first node by arrival and depth begins, with others of the same model, on as many idle
+    devices as it can use, those with the lowest scores. None: nothing is ready, or no device is
+    idle.
     """
     waiting = sorted(ready, key=first_come)
     idle = [place for place in places if place.free_at <= now]
@@ -220,15 +225,15 @@ def predicted(
     now: float,
     order: Order = least_slack,
 ) -> dict[str, float]:
-    """When plans would end, by list scheduling of what is left of each.
+    """Predict when plans end, by list scheduling of the rest of each.
 
     Args:
-        left: of each plan as one node: the seconds of its remaining critical path, of which
-            `at_once` run beside each other.
+        left: the rest of each plan as one node, with the seconds of its remaining critical path;
+            `at_once` of its calls run in parallel.
         places: the devices.
-        prices: of loads.
-        now: the time.
-        order: in which they are taken.
+        prices: costs of loads.
+        now: the present time.
+        order: order in which plans are scheduled.
     """
     nodes = sorted(left, key=order)
     if _alike(nodes, places):
@@ -262,7 +267,7 @@ def predicted(
 
 
 def _alike(nodes: Sequence[ReadyNode], places: Sequence[NodePlace]) -> bool:
-    """Return whether all places have all models, so that any place serves any node."""
+    """Return True if all places have all models, so that any place serves any node."""
     required_models: frozenset[str] = frozenset().union(*(node.models for node in nodes))
     return all(node.only is None for node in nodes) and all(
         required_models <= place.models for place in places
@@ -299,8 +304,10 @@ def admits(
     now: float,
     order: Order = least_slack,
 ) -> float | None:
-    """When a new plan would end, if it can be in time and makes none late that was in time; else
-    None. Arguments as `predicted`.
+    """Return when a new plan would end, or None if it must not be admitted.
+
+    It is admitted if it is in time and makes no plan late that was in time. Arguments are those of
+    `predicted`.
     """
     ends = predicted([*admitted, new], places, prices, now, order)
     if ends[new.key] > new.due + TOLERANCE_S:

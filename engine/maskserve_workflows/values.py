@@ -1,5 +1,6 @@
-"""Values of a running workflow: bytes of pictures and masks, text, and the classes here. The node
-that makes a picture or mask gives its pixels.
+"""Values of a running workflow: bytes of pictures and masks, text, and the classes here.
+
+The node that makes a picture or mask returns its pixels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Areas:
-    """Regions."""
+    """Regions of a picture."""
 
     masks: tuple[Any, ...]
     waves: tuple[int, ...]
@@ -20,13 +21,13 @@ class Areas:
 
     @classmethod
     def in_turn(cls, masks: Sequence[Any]) -> Areas:
-        """Regions of which nothing is known: each is painted behind the one before it."""
+        """Return regions that may all touch: each has a wave of its own."""
         return cls(tuple(masks), tuple(range(len(masks))))
 
 
 @dataclass(slots=True, eq=False)
 class NamedValue:
-    """A picture or mask that lies in a file of the host (`core.worker.values`)."""
+    """A picture or mask in a file of the host (`maskserve_common.files.values`)."""
 
     reference: bytes
     data: bytes | None = None
@@ -34,11 +35,11 @@ class NamedValue:
 
     @property
     def element(self) -> bytes:
-        """Return the bytes that represent it in a tensor."""
+        """The bytes that represent it in a tensor."""
         return self.reference if self.data is None else self.data
 
     def is_now(self, made: Any) -> None:
-        """It was made again: under the same name, unless its node gives something else now."""
+        """Replace the value by one that was made again, with the same or another name."""
         if isinstance(made, NamedValue):
             self.reference, self.data = made.reference, made.data
         else:
@@ -46,7 +47,7 @@ class NamedValue:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """A value's single pictures, masks, texts and verdicts, or those of several."""
+    """Yield the single pictures, masks, texts and verdicts of a value or of several."""
     match value:
         case Areas():
             yield from value.masks
@@ -58,12 +59,12 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def named_in(values: Any) -> list[NamedValue]:
-    """Return the parts of a value, or of several, that lie in files."""
+    """Return the parts of a value, or of several, that are in files."""
     return [part for part in parts_of(values) if isinstance(part, NamedValue)]
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with other parts in the places of its own."""
+    """Return a value with each of its parts replaced by `change(part)`."""
     match value:
         case Areas():
             return replace(value, masks=tuple(map(change, value.masks)))

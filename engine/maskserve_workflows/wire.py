@@ -1,8 +1,8 @@
-"""Values between a router and a node server: BYTES elements, and a layout that says whose they are.
+"""Values between a router and a node server: BYTES elements, and a layout that assigns them.
 
-The model `nodes` takes TASK (which node, its settings, the layout of its inputs) and VALUES,
-and answers with RESULT (the layout of its outputs) and MADE. A picture that a node made passes as
-its pixels: for the next node, PNG costs more time than its bytes save. A mask is a small PNG.
+The model `nodes` takes TASK (the node, its settings, the layout of its inputs) and VALUES, and
+answers with RESULT (the layout of its outputs) and MADE. A picture that a node made passes as its
+pixels: for the next node, PNG costs more time than its bytes save. A mask is a small PNG.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maskserve_workflows.values import Areas, Judgement, NamedValue, changed
 RECORD = "record"
 """Node name that requests the server's record (`NodeModels.record`), as RESULT."""
 PLACED = "placed"
-"""Setting of it: models that the server has to load (`NodeModels.place`)."""
+"""Setting of that request: models that the server has to load (`NodeModels.place`)."""
 NOT_HOSTED = "is not run by this node server"
 """Message of a server whose `[nodes]` lack the node's model."""
 MOST_ELEMENTS = 256
@@ -49,8 +49,8 @@ class NodeTask(msgspec.Struct, frozen=True):
     scope: str = ""
     """Scope of the client."""
     run: str = ""
-    """Run that outputs are stored for, where the server shares files with the router; empty:
-    outputs pass as bytes."""
+    """Run that outputs are stored for, if the server shares files with the router; empty: outputs
+    pass as bytes."""
 
 
 class NodeResult(msgspec.Struct, frozen=True):
@@ -61,10 +61,10 @@ class NodeResult(msgspec.Struct, frozen=True):
 
 
 def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, Any]:
-    """Values by name, with what lies in files in place of its names.
+    """Return values by name, with references to files replaced by the files' data.
 
     Raises:
-        TemplateNotFound: a file is not there, or not the client's.
+        TemplateNotFound: a file does not exist, or is not the client's.
     """
 
     def read(part: Any) -> Any:
@@ -74,7 +74,7 @@ def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, 
 
 
 def nbytes(value: Any) -> int:
-    """Bytes that a value takes, or several by name: of its pictures, masks and texts."""
+    """Return the bytes of a value's pictures, masks and texts, or of several values by name."""
     match value:
         case bytes() | bytearray() | memoryview() | str():
             return len(value)
@@ -93,8 +93,9 @@ def nbytes(value: Any) -> int:
 def laid_out(
     values: Mapping[str, Any], kinds: Mapping[str, str], put: Put = lambda parts: None
 ) -> tuple[tuple[Laid, ...], list[bytes]]:
-    """Values by name as a layout and elements; `kinds` names more than there are. What of them is
-    drawn goes by `put`.
+    """Return values by name as a layout and elements.
+
+    `kinds` may name more than there are. `put` stores pictures and masks.
     """
     layout, elements = [], []
     for name, value in values.items():
@@ -113,10 +114,10 @@ def laid_out(
 
 
 def picked_up(layout: Sequence[Laid], elements: Sequence[bytes]) -> dict[str, Any]:
-    """The values of a layout.
+    """Return the values of a layout by name.
 
     Raises:
-        ValueError: the elements are not those of the layout.
+        ValueError: the elements do not fit the layout.
     """
     if sum(laid.count for laid in layout) != len(elements):
         raise ValueError(f"{len(elements)} elements are not those of the layout")
@@ -162,5 +163,5 @@ def _one(kind: str, raw: bytes) -> Any:
 
 
 def drawn(element: bytes) -> bytes | NamedValue:
-    """A picture or mask of this element."""
+    """Return the picture or mask of an element: a reference, or its bytes."""
     return element if parse(element) is None else NamedValue(element)
