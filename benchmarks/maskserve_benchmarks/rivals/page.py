@@ -90,8 +90,8 @@ def _products(report: Figures) -> list[str]:
     )
     return [
         "",
-        f"On this processor maskserve's products are [oneDNN's](../../decisions/costs.md"
-        f"#onednns-products), where torch's own, which the pipeline runs, are MKL's. So its dense "
+        f"On this processor maskserve's products are [oneDNN's](../../decisions/devices.md"
+        f"#on-cpus), where torch's own, which the pipeline runs, are MKL's. So its dense "
         f"edits, too, are {dense / pipeline_rate:.2f} times as many as the pipeline's with the "
         "larger "
         "model: that part of all ratios here is no reuse, and other processors do not have it.",

@@ -111,7 +111,7 @@ class ModelFacts:
     """Whether extrapolation is of second order, through three refresh steps (`OwnPlan`)."""
     own_over_template: bool = False
     """Whether an edit that may have refresh steps reads no template, since its step cache keeps
-    more of it (docs/decisions/own-anchors.md).
+    more of it (docs/decisions/refresh-steps.md).
     """
     lifts_entries: bool = False
     """Whether the residual correction found by a cached edit's dense first step is added to the

@@ -33,7 +33,7 @@ _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
 _STRIDE = 7
 _OWN_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
-(docs/decisions/own-anchors.md); with exact references the effect has not been measured."""
+(docs/decisions/refresh-steps.md); with exact references the effect has not been measured."""
 _PATCH = 2
 
 lora_work = flux.lora_work

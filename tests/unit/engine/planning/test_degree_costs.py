@@ -40,7 +40,7 @@ def work_of(heads: int = 24, width: int = 128) -> ModelWork:
 def test_one_row_of_flux_at_1024(
     kind: str, ratio: float, sent: tuple[float, ...], ms: tuple[int, ...]
 ) -> None:
-    """The table of docs/decisions/scheduling.md."""
+    """The table of docs/decisions/devices.md."""
     work = work_of()
     row = work.row_at(ratio, 512.0)
     found = [sent_bytes(work, row, degree) / 1e9 for degree in DEGREES]
