@@ -1,4 +1,4 @@
-"""The page of a first run: what its JSON says, in tables and plots, as far as it is known."""
+"""The page of a first run: the tables and plots of its JSON, as far as it is filled."""
 
 from __future__ import annotations
 
@@ -47,13 +47,19 @@ def _lines(report: Report, plots: Mapping[str, str]) -> list[str]:
         elif name in failed:
             lines.append(f"- {name}: none, {failed[name]}")
     for name, (title, section) in _SECTIONS.items():
-        if name not in report and name not in failed:
+        if name not in report:
             continue
-        lines += ["", f"## {title.format(**report)}", ""]
-        lines += section(report[name]) if name in report else [f"None: {failed[name]}"]
+        lines += ["", f"## {title.format(**report)}", "", *section(report[name])]
         if name in plots:
             lines += ["", f"![{title}]({plots[name]})"]
-    return lines
+    titles: dict[str, list[str]] = {}
+    for name, (title, _) in _SECTIONS.items():
+        if name in failed and name not in report:
+            titles.setdefault(failed[name], []).append(
+                title.format_map({"unet": "a UNet", **report})
+            )
+    missing = [f"- {'; '.join(names)}: {why}" for why, names in titles.items()]
+    return [*lines, "", "## Not measured", "", *missing] if missing else lines
 
 
 def _tests(passed: bool) -> str:
@@ -63,8 +69,8 @@ def _tests(passed: bool) -> str:
 def _model(model: Report) -> str:
     weights, total, free = (f"{model[name] / _GIB:.1f}" for name in ("weights", "total", "free"))
     return (
-        f"{model['name']}: weights {weights} GiB; the device has {total} GiB, of which {free} were "
-        "free beside them"
+        f"{model['name']}: weights {weights} GiB; {free} of the device's {total} GiB were free "
+        "beside them"
     )
 
 
@@ -87,7 +93,7 @@ def _load_table(loads: Sequence[Report]) -> list[str]:
     columns = ("way", "rows", "alone ms", "beside loads ms", "loads by themselves ms", "GB/s")
     keys = ("alone_ms", "beside_ms", "load_ms", "gb_per_s")
     return [
-        "All of a step's entries come from files in memory while it runs; *alone*: they lie on the "
+        "All entries of a step come from files in memory while it runs. *Alone*: they lie on the "
         "device.",
         "",
         table(columns, [(s["way"], s["batch"], *_tenths(s, *keys)) for s in loads]),
@@ -100,8 +106,8 @@ def _rival_table(rivals: Sequence[Report]) -> list[str]:
         for r in rivals
     ]
     return [
-        "Dense steps of diffusers' own transformer with the same weights, in turn with ours, dense "
-        "and cached.",
+        "Dense steps of diffusers' transformer with the same weights, in turn with ours, dense and "
+        "cached.",
         "",
         table(("rows", "who", "step ms"), rows),
     ]
@@ -128,8 +134,8 @@ def _step_table(steps: Sequence[Report]) -> list[str]:
         for s in steps
     ]
     return [
-        "Milliseconds; *limit* is what the counted FLOPs take at the device's published peak; "
-        "*times*: faster than dense.",
+        "Milliseconds. *Limit*: the time of the counted FLOPs at the device's published peak. "
+        "*Times*: faster than dense.",
         "",
         table(columns, rows),
     ]
@@ -145,7 +151,7 @@ def _mixed_table(steps: Sequence[Report]) -> list[str]:
 
 def _own_table(steps: Sequence[Report]) -> list[str]:
     rows = [(_ratio(s), *_tenths(s, "anchor_ms", "ms")) for s in steps]
-    return [table(("m", "anchor's step ms", "step between ms"), rows)]
+    return [table(("m", "refresh step ms", "step between ms"), rows)]
 
 
 def _served_table(steps: Sequence[Report]) -> list[str]:
@@ -169,17 +175,16 @@ def _served_table(steps: Sequence[Report]) -> list[str]:
         if "anchor_ms" in s
     ]
     return [
-        "Milliseconds of steps as a worker takes them, with few tokens as CUDA graphs. *no-text*: "
-        "between anchors of the rows' own. *times*: faster than dense; *of limit*: of what the "
-        "FLOPs of both steps allow.",
+        "Milliseconds of steps as a worker takes them; steps of few tokens are CUDA graphs. "
+        "*No-text*: between refresh steps. *Times*: faster than dense. *Of limit*: the share of "
+        "what the FLOPs of both steps allow.",
         "",
         table(columns, rows),
         "",
-        "A step between anchors, and one in which one more pass computes all tokens, as an anchor "
-        "that is foreseen does; *edit*: how many times sooner a picture that was never seen is "
-        "edited than by dense steps, counted from these.",
+        "A step between refresh steps, and one with a pass of lookahead over all tokens. "
+        "*Edit*: how many times faster than dense an edit of a new picture is, counted from these.",
         "",
-        table(("rows", "m", "step", "with an anchor", "of limit", "edit"), anchor_rows),
+        table(("rows", "m", "step", "with lookahead", "of limit", "edit"), anchor_rows),
     ]
 
 
@@ -205,7 +210,7 @@ def _placing_table(steps: Sequence[Report]) -> list[str]:
         for s in steps
     ]
     return [
-        "Milliseconds of one block's keys and values at m = 0.11, and what is read and written.",
+        "Milliseconds of one block's keys and values at m = 0.11, and bytes read and written.",
         "",
         table(("rows", "entries", "changes added", "ms", "GB/s"), rows),
     ]
@@ -214,10 +219,10 @@ def _placing_table(steps: Sequence[Report]) -> list[str]:
 def _asked_table(asked: Sequence[Report]) -> list[str]:
     rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in asked]
     return [
-        "A step of rows that were packed before. As long as the host has asked for its kernels "
-        "sooner than the device has run them, launches hold up nothing.",
+        "A step of rows that were packed before. Launches delay nothing while the host launches "
+        "kernels faster than the device runs them.",
         "",
-        table(("rows", "m", "asked for ms", "step ms"), rows),
+        table(("rows", "m", "launched in ms", "step ms"), rows),
     ]
 
 
@@ -228,7 +233,7 @@ def _memory_table(held: Sequence[Report]) -> list[str]:
         over = " **more than counted**" if step["held"] > step["counted"] else ""
         rows.append((step["batch"], _ratio(step), peak_gib, counted + over))
     return [
-        "Beside weights and entries; *counted* is what the memory table leaves room for.",
+        "Without weights and entries. *Counted*: the room of the memory table.",
         "",
         table(("rows", "m", "held GiB", "counted GiB"), rows),
     ]
@@ -306,12 +311,12 @@ _FACTS: dict[str, Callable[[Any], str]] = {
 _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "served": ("Steps as a worker takes them", _served_table),
     "attention_ms": ("Attention", _attention_table),
-    "placing": ("Entries brought to their places", _placing_table),
+    "placing": ("Placing of entries", _placing_table),
     "steps": ("Steps", _step_table),
     "mixed": ("Steps of rows that differ", _mixed_table),
-    "asked": ("For how long the host asks", _asked_table),
+    "asked": ("Time of the host to launch a step", _asked_table),
     "unet_steps": ("Steps of {unet}", _mixed_table),
-    "unet_own": ("Steps of {unet}, with anchors of a row's own", _own_table),
+    "unet_own": ("Steps of {unet} with refresh steps", _own_table),
     "held": ("What steps hold", _memory_table),
     "loads": ("Steps that load their entries", _load_table),
     "rivals": ("Beside diffusers", _rival_table),

@@ -201,7 +201,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "tests/gpu passed" in page
     assert "demo, 3 blocks, float32" in page
-    assert f"## Steps\n\nNone: {why}\n" in page
+    assert f"- Steps; Beside diffusers: {why}\n" in page
     assert f"steps FAILED: {why}" in capfd.readouterr().out
 
 
