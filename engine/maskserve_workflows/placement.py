@@ -125,7 +125,7 @@ def grown(
 ) -> dict[str, frozenset[str]]:
     """Return a placement with added copies, first while they help and then wherever room is free.
 
-    Existing copies are replaced only if that alone helps more.
+    An existing copy is removed only for one that helps more.
     """
     by_name = {model.name: model for model in models}
     while True:

@@ -47,7 +47,6 @@ def command(
         "shm-growth-byte-size": 4 * _MEBIBYTE,
         # Importing torch in four processes at once takes a small machine most of a minute.
         "stub-timeout-seconds": int(options.load_timeout_s),
-        # Each edit of a front holds one for as long as it runs. By default there are 32: further
         # Each edit of a front holds one thread while it runs. The default is 32: further edits, and
         # the cancels of all, would wait outside the engine.
         "thread-pool-size": config.engine.front_threads + _OTHER_CALLS,

@@ -28,7 +28,7 @@ _PATIENCE_S = 30.0
 _LAST_ANSWERS_S = 5
 """Seconds to finish answers while the listener closes."""
 _ACCEPTED_AT_ONCE = 128
-"""Most connections that the kernel queues; each is a descriptor before it can be ended."""
+"""Listen backlog, which asyncio accepts at once; each is a descriptor before it can be ended."""
 _TCP_KEEPALIVE = {
     socket.TCP_KEEPIDLE: transport.PING_MS // 1000,
     socket.TCP_KEEPINTVL: 10,

@@ -1,4 +1,4 @@
-"""Runs one edit: admission, cost, memory, choice of a worker, sending, one retry.
+"""Runs one edit: admission, cost, memory, choice of a worker, sending, retries.
 
 admit    limits on edits under way, per key and in total
 measure  the mask tells the amount of work and the most bytes of the answer

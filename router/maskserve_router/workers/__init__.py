@@ -1,1 +1,1 @@
-"""The workers and node servers: what is known of each, and the calls to them."""
+"""The workers and node servers: their records, and the calls to them."""
