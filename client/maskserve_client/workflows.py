@@ -1,6 +1,4 @@
-"""`maskserve workflows`: compiles definitions to plans without a server, and runs them at a
-router.
-"""
+"""`maskserve workflows`: compile definitions to plans, and run workflows at a router."""
 
 from __future__ import annotations
 

@@ -269,9 +269,7 @@ class each(_Loop):  # noqa: N801  it reads as a statement
     @overload
     def all(self, port: Verdict) -> Verdicts: ...
     def all(self, port: Picture | Mask | Verdict) -> Port:
-        """Return a value of the block as the list of all rounds' values, in order; call it in the
-        block.
-        """
+        """Return the list of all rounds' values of a value of the block; call it in the block."""
         ref = self._given(port)
         if port.kind not in MANY:
             raise WorkflowError(

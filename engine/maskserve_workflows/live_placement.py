@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from maskserve_workflows.placement import ModelLoad, Placed, grown, place, sustained
 
 BUSY_SHARE: Final = 0.8
-"""Share of its time that a server should be busy; the rest is for bursts. The Helm chart scales by
-it."""
+"""Share of its time that a server should be busy; the rest is for bursts. The chart uses it too."""
 _ENOUGH: Final = 1.0 / BUSY_SHARE
 """Value of `sustained` at which a placement needs no change."""
 _GAIN: Final = 1.2
@@ -78,9 +77,7 @@ class LivePlacement:
         return place, load_s + queue_s + record["seconds"]
 
     def busy(self) -> Mapping[str, float]:
-        """Return how many servers each model's calls kept busy in the last minute, over all
-        routers.
-        """
+        """Return how many servers the calls of each model kept busy lately, over all routers."""
         return self._lying.busy
 
     def goes(self, model: str, server: str) -> None:

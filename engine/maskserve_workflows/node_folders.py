@@ -38,9 +38,7 @@ class NodeFolder(NamedTuple):
 
     @classmethod
     def of(cls, name: str, path: Path) -> NodeFolder:
-        """Return the folder's description. Raises ConfigError: its class is not accepted for the
-        model.
-        """
+        """Return the folder's facts. Raises ConfigError: the model does not accept its class."""
         kind = read_json(path / "config.json", f"nodes.{name}").get("model_type")
         accepted = _ACCEPTED[name]
         if kind not in accepted:

@@ -159,9 +159,7 @@ class NodeModels:
         self._submit(model, asked, done)
 
     def place(self, models: Collection[str]) -> None:
-        """Load these models where room is free, and evict models that neither these nor calls
-        need.
-        """
+        """Load these models where room is free; evict models that neither these nor calls need."""
         with self._door:
             requested = {name: self._needed[name] for name in models if name in self._needed}
             kept_resources = {

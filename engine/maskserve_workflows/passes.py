@@ -108,9 +108,7 @@ def merge_equal(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
 
 
 def prime_first(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
-    """Let edits of a picture that several edits use wait until it is primed, and then run
-    cached.
-    """
+    """Let edits that share a picture wait until it is primed, and then run cached."""
     counts: dict[str, int] = {}
     for ref, times in _edits_of(plan.steps):
         counts[ref] = counts.get(ref, 0) + times

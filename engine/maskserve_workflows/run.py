@@ -71,9 +71,7 @@ class _Scope:
         return self.outer.value(ref)
 
     def read(self, more: Iterable[str]) -> Iterator[Any]:
-        """Yield the known values that unfinished steps take, and those of the references in
-        `more`.
-        """
+        """Yield the known values that unfinished steps take, and those of the references `more`."""
         taking = (ref for step in self.steps if step.id not in self.ended for ref in taken(step))
         return (self.value(ref) for ref in (*taking, *more) if self.knows(ref))
 

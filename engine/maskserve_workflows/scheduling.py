@@ -52,9 +52,7 @@ class ReadyNode:
         return self.due - self.behind_s - self.run_s[0]
 
     def in_time(self, start: float, degree: int) -> bool:
-        """Return True if its plan can be in time when the node begins at `start` on `degree`
-        devices.
-        """
+        """Return True if the plan can be in time when the node begins at `start`."""
         return start + self.run_s[degree - 1] + self.behind_s <= self.due + TOLERANCE_S
 
 

@@ -110,9 +110,7 @@ class Routing(Table, frozen=True):
 
 
 class AdmissionBounds(Table, frozen=True):
-    """`[admission]`: limits on edits and bytes under way. Requests over a limit are refused with a
-    time to retry.
-    """
+    """`[admission]`: limits on edits and bytes under way; beyond, requests get a time to retry."""
 
     max_edits: Count = 512
     """Edits admitted and not answered, and as many operations of `control`; a key may have as many

@@ -234,9 +234,7 @@ class Router:
         await self.pool.reload(config)
 
     def _stamps(self) -> list[tuple[int, ...]]:
-        """Return stamps of the files with secrets; they differ after a file is replaced or
-        written.
-        """
+        """Return stamps of the files with secrets; they change when a file is written."""
         files = [*self._certificates.files, *filter(None, [self._config.keys_file])]
         stamps: list[tuple[int, ...]] = []
         for file in files:

@@ -1,6 +1,4 @@
-"""`maskserve serve --plan`: the devices' capacity for a model, computed by the engine in a
-process.
-"""
+"""`maskserve serve --plan`: a table of what cards of several sizes hold of a model."""
 
 from __future__ import annotations
 

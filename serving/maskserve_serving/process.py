@@ -122,9 +122,7 @@ class Process(ABC):
         return says_ready(self.http_url)
 
     def refused(self) -> str | None:
-        """Return which of its models does not load, and why, in words; None: no model reported
-        that.
-        """
+        """Return which of its models does not load, and why, in words; None: no such report."""
         why = refusal(self.said())
         return None if why is None else f"{why}; the log is {self.output}"
 

@@ -80,9 +80,7 @@ class Spec:
         return with_values(tables, "adapters", **{**folders, **adapters})
 
     def threads(self, config: Config) -> int:
-        """Return the CPU threads of each process that steps: configured, or its share of the
-        cores.
-        """
+        """Return the CPU threads of a process that steps: configured, or a share of the cores."""
         configured: int = config.model.torch_threads
         options = self.options
         services = bool(options.controlnet_device) + bool(options.stages_device)

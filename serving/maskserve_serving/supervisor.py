@@ -140,9 +140,7 @@ class Supervisor:
             raise
 
     def stop(self, grace_s: float | None = None) -> bool:
-        """Drain and stop router and workers. Return False: some accepted edits were not
-        finished.
-        """
+        """Drain and stop router and workers. Return False: some accepted edits were unfinished."""
         self._look_away()
         if grace_s is None:
             grace_s = self.options.drain_grace_s

@@ -12,9 +12,7 @@ from maskserve_serving.errors import ServeError
 
 
 class SupervisorLog:
-    """The log lines for one worker. Without a log file nothing is written: people read standard
-    output.
-    """
+    """The log lines for one worker. Without a log file nothing is written."""
 
     def __init__(self) -> None:
         self._handler: logging.Handler = logging.NullHandler()

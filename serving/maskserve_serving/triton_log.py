@@ -1,6 +1,4 @@
-"""The output of a worker's Triton: written to its log file, and searched for reasons of
-failures.
-"""
+"""The output of a worker's Triton: written to its log file, and searched for failures."""
 
 from __future__ import annotations
 

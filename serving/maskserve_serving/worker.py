@@ -151,9 +151,7 @@ class WorkerProcess(Process):
         return self._processes.unwell() or self._stuck()
 
     def _stuck(self) -> str | None:
-        """Return why edits do not come through although the worker reports health; None: they
-        do.
-        """
+        """Return why edits do not come through, in words; None: they do."""
         if self._probe.problem is not None:
             return self._probe.problem
         silent_s = self._no_answer.silent_s(self._probe.rounds)
@@ -168,9 +166,7 @@ class WorkerProcess(Process):
     # Stop.
 
     def finish_edits(self, grace_s: float | None) -> bool:
-        """Refuse new edits and wait for the accepted ones. After the grace, the rest end with an
-        error.
-        """
+        """Refuse new edits and wait for the others. After the grace, the rest end with an error."""
         if self.pid is None or self.exit_reason() is not None:
             return True
         if grace_s is None:

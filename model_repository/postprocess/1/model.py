@@ -58,9 +58,7 @@ class TritonPythonModel(WorkerModel):
     def _put(
         self, image: bytes, request: Any, context: PostprocessContext, meta: bytes
     ) -> bytes | None:
-        """Store the answer for a workflow run and return its reference; None: return the answer
-        itself.
-        """
+        """Store the answer for a run and return its reference; None: return the answer itself."""
         run = parameters(request).get(RUN)
         if run is None or json.loads(meta)["event"] != "final":
             return None

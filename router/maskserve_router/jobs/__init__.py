@@ -1,3 +1,1 @@
-"""Jobs: edits and workflows that continue after the client's call, and after a restart of the
-router.
-"""
+"""Jobs: edits and workflows that outlive the client's call and a restart of the router."""

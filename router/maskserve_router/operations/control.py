@@ -156,9 +156,7 @@ class ClusterControl:
         return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
 
     async def _on_all(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
-        """Run an operation on the workers that answer, and keep it for the others until they are
-        back.
-        """
+        """Run an operation on the workers that answer, and queue it for the others."""
         results, failed = await self._outcomes(operation, client)
         first = next(iter(results.values()))
         heard = {*results, *(address for address, failure in failed.items() if refused(failure))}
@@ -209,9 +207,7 @@ class ClusterControl:
 async def _ask(
     worker: Worker, operation: dict[str, Any], request: bytes | None = None
 ) -> dict[str, Any]:
-    """Return a worker's answer to an operation; `request` is the encoded operation, if made
-    already.
-    """
+    """Return a worker's answer to an operation; `request` is the operation if already encoded."""
     timeout = _PATIENT_S if operation["op"] in PATIENT else _ANSWER_S
     try:
         raw = await worker.upstream.control(request or control_request(operation), timeout)
@@ -363,9 +359,7 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
 
 
 def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the adapters and ControlNets of all workers by name, each with its tiers per
-    worker.
-    """
+    """Return all workers' adapters and ControlNets by name, each with its tiers per worker."""
     merged: dict[str, dict[str, Any]] = {}
     nets: dict[str, dict[str, Any]] = {}
     for address, answer in answers.items():

@@ -110,9 +110,7 @@ class MissedOperations:
         )
 
     def bring(self) -> None:
-        """Send queued operations to the workers that are ready. Called when a worker may be
-        ready.
-        """
+        """Send queued operations to ready workers. Called when a worker may have become ready."""
         now_s = time.monotonic()
         for address in {address for entry in self._kept for address in entry.missed_by}:
             worker = self._pool.workers.get(address)

@@ -135,9 +135,7 @@ class Admission:
         self._take(self._bytes, client, size, "bytes", description)
 
     def book_bytes(self, client: KeyHolder, size: int) -> None:
-        """Add bytes that are already in memory, without a check; a negative size gives bytes
-        back.
-        """
+        """Add bytes that are already in memory, without a check; fewer if `size` is negative."""
         if size > 0:
             self._bytes.book(client.scope, size)
         elif size:
@@ -179,9 +177,7 @@ class Admission:
         self._ended_at = now
 
     def _refuse(self, reason: str, message: str, error: type[RetryLater] = RetryLater) -> None:
-        """Raise the error. Its retry time is an estimate of when half of the edits under way are
-        done.
-        """
+        """Raise the error, with the predicted seconds until half of the edits are done."""
         self._metrics.rejections.labels(reason).inc()
         raise error(f"{message}; try again later", self._gap_s * self.edits / 2)
 

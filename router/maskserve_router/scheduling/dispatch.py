@@ -101,9 +101,7 @@ class Dispatcher:
         return self._alone_s(call, edit)
 
     def share_left(self, request_id: str) -> float | None:
-        """Return the share of steps that are left of an edit with a row; None: it waits for a
-        row.
-        """
+        """Return the share of steps left of an edit with a row; None: it waits for a row."""
         call = self._calls.get(request_id)
         worker = None if call is None else self._pool.workers.get(call.worker)
         return None if call is None or worker is None else worker.share_left(call.sent_as)
@@ -271,9 +269,7 @@ class Dispatcher:
 
     @contextmanager
     def _named(self, call: EditCall) -> Iterator[None]:
-        """Register the request id for the block. Refuse a second edit with it: a cancel is by
-        id.
-        """
+        """Register the request id for the block. Raises InvalidRequest: it is in use."""
         if call.request_id in self._calls:
             raise InvalidRequest(
                 "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
@@ -376,9 +372,7 @@ class Dispatcher:
         return min(times, default=None)
 
     def _due(self, call: EditCall) -> float:
-        """Return when the answer is due; infinite: no due time, or edits run in order of
-        arrival.
-        """
+        """Return when the answer is due; infinite: at no time, or edits run in order of arrival."""
         if call.due_s is None or self._config.routing.order == "fcfs":
             return math.inf
         return call.arrival + call.due_s

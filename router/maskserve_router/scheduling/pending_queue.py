@@ -199,9 +199,7 @@ class PendingQueue:
         return sent_edit
 
     def _chosen(self, edit: Edit, now: float, avoid: frozenset[WorkerEpoch]) -> Worker:
-        """Return the worker for an edit. Raises NoWorkerAvailable: none outside `avoid` takes
-        it.
-        """
+        """Return the worker for an edit. Raises NoWorkerAvailable: none but `avoid` takes it."""
         roster, workers = self._pool.roster, self._pool.workers
         without = {
             worker.number

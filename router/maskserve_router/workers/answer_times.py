@@ -48,15 +48,11 @@ class AnswerTimes:
             self._fit()
 
     def predict(self, tokens: float, denoised_s: float) -> float:
-        """Return the seconds until the answer of an edit sent now; before any answer,
-        `denoised_s`.
-        """
+        """Return the seconds until an edit's answer; `denoised_s` as long as nothing is learned."""
         return self.slowdown * denoised_s + self.rest * tokens
 
     def _fit(self) -> None:
-        """Fit Huber's estimate: repeated least squares, where large residuals weigh less next
-        time.
-        """
+        """Fit Huber's estimate: repeated least squares in which large residuals weigh less."""
         weights = [1.0] * len(self._last)
         for _ in range(_ROUNDS):
             self._fit_squares(weights)

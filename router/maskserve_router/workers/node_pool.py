@@ -206,9 +206,7 @@ class NodePool:
         return bool(self._addresses)
 
     def busy(self) -> Mapping[str, float]:
-        """Return, per model, the servers that its recent calls kept busy, including other routers'
-        calls.
-        """
+        """Return model -> servers that its recent calls kept busy, over all routers."""
         return self._placement.busy()
 
     async def records(self, client: KeyHolder) -> dict[str, Any]:
@@ -364,9 +362,7 @@ class NodePool:
             self._turns.later(self._values.free, names, asked.scope, self._keeper)
 
     def _taken(self, made: Made, scope: str, run: str) -> Made | None:
-        """Return a kept answer for a run, which then owns its values; None: they no longer
-        exist.
-        """
+        """Return a kept answer for a run, which then owns its values; None: they are gone."""
         if not (names := _names(made)):
             return made
         if not self._values.own(names, scope, self._keeper):  # renews their time to live

@@ -45,9 +45,7 @@ class Unread:
         self._news.set()
 
     def _drop(self) -> bool:
-        """Drop the oldest message that may be dropped, except the newest. Return False: there is
-        none.
-        """
+        """Drop the oldest message that may be dropped, but not the newest. Return False: none."""
         for place in range(len(self._messages) - 1):
             if self._messages[place].passing:
                 self.size -= len(self._messages[place].content)

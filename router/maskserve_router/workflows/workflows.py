@@ -134,9 +134,7 @@ class Workflows:
         return task is not None and task.cancel("cancelled by id")
 
     async def listed(self, client: KeyHolder) -> dict[str, Any]:
-        """Return the answer of `/v1/workflows`: all plans, and the servers that run their
-        models.
-        """
+        """Return the answer of `/v1/workflows`: all plans, and the servers of their models."""
         listed, records = [], await self._nodes.records(client)
         for plan in self.plans.values():
             models = sorted({NODE_TYPES[node].model for node in _nodes_of(plan)})
@@ -394,9 +392,7 @@ class _Driven:
             await asyncio.gather(*under_way, return_exceptions=True)
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the outputs once all nodes have ended; if some are lost, make their nodes ready
-        again.
-        """
+        """Return the outputs once all nodes have ended; None: some still run, or run again."""
         if not self._machine.ended:
             return None
         outputs = self._machine.outputs
@@ -478,9 +474,7 @@ async def _followed(
     turn: Callable[..., Coroutine[Any, Any, _Called]],
     passing: Callable[[dict[str, Any], dict[str, Any]], None],
 ) -> _Called:
-    """Return the last message of an edit, and call `passing` for progress and previews before
-    it.
-    """
+    """Return the last message of an edit; call `passing` for progress and previews before it."""
     last: _Called = {}, {}
     async with aclosing(answers):
         async for answer in answers:

@@ -578,9 +578,7 @@ def _picture_of(answer: ModelAnswer) -> Picture:
 
 
 def _readable(kind: str, value: bytes) -> Any:
-    """Return a further output of a workflow: text, a verdict's object, or a picture or mask as
-    base64.
-    """
+    """Return a further output of a workflow in JSON; a picture or mask becomes base64."""
     match kind:
         case "text":
             return value.decode()

@@ -33,9 +33,7 @@ class TemplateRoutes:
         self._turns = turns
 
     async def register(self, request: Request, request_id: str) -> Response:
-        """Answer a multipart form: `image`, and `shared` (for every key) and `prime`, true or
-        false.
-        """
+        """Answer a form with `image`, and `shared` (for every key) and `prime`, true or false."""
         client = self._client(request)
         with ExitStack() as exit_stack:
             body = await self._bodies.read(request, client, exit_stack)

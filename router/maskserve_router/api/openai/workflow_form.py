@@ -94,9 +94,7 @@ def workflow_message(
 
 
 def _white_mask(form: EditForm, limits: LimitsConfig) -> bytes:
-    """Return the form's mask in white: OpenAI's masks edit where they are transparent, nodes' where
-    white.
-    """
+    """Return the form's mask in white. OpenAI's masks edit transparent pixels."""
     mask = decode_mask(form.mask or form.image, "MASK", limits)
     edited = selected(mask, form.settings.get("mask_mode", "alpha"))
     return encode_image(np.where(edited, np.uint8(255), np.uint8(0)), "png")
