@@ -31,6 +31,7 @@ TEXTS = sorted(
         *ROOT.glob("docs/*.toml"),
         *ROOT.glob("assets/**/*.md"),
         *ROOT.glob("deploy/**/*.md"),
+        *ROOT.glob("studies/**/*.md"),
     ]
     if path.name != "CHANGELOG.md"
 )

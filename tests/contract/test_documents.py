@@ -21,7 +21,8 @@ from maskserve_studies.workflow_plans.tables import gains_table, rates_table
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
     p
-    for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("assets/**/*.md")]
+    for folder in ("*.md", "docs/**/*.md", "assets/**/*.md", "studies/**/*.md")
+    for p in ROOT.glob(folder)
     if ".venv" not in p.parts
 )
 
