@@ -25,6 +25,9 @@ def test_a_study_says_in_few_words_what_it_showed(folder: Path) -> None:
     assert "ardware and date" in text
 
 
-def test_studies_lie_in_folders() -> None:
+def test_studies_lie_in_folders_that_one_page_lists() -> None:
     assert FOLDERS
+    page = (STUDIES.parent / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\(maskserve_studies/(\w+)/README.md\)", page)
+    assert listed == [folder.name for folder in FOLDERS]
     assert [path.name for path in STUDIES.glob("*.py")] == ["__init__.py"]

@@ -1,4 +1,4 @@
-"""The folders of tests/unit are the rooms of the product and of what measures it."""
+"""The folders of tests/unit are named like rooms of the product, of benchmarks or of studies."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from maskserve_benchmarks.checkout import CHECKOUT
 
 
 def packages() -> list[Path]:
-    """Of the product, and of what measures and trains."""
+    """The packages of the product, of benchmarks and of studies."""
     return sorted(path for path in CHECKOUT.glob("*/maskserve_*") if any(path.rglob("[!_]*.py")))
 
 

@@ -7,7 +7,7 @@ Every system answers perf_analyzer's edits over gRPC: production mask ratios, a 
 are primed. First both are tuned by edits per second with 8 in flight: the rival's batch, delay,
 instances and threads, and how maskserve shares the cores (`chosen`). Then, in turn and in rounds:
 edits per second at saturation (8 in flight), one edit alone, and Poisson arrivals at shares of what
-the tuned rival can do. Then the studies (`studies`): batch sizes, mask ratios, parts left out,
+the tuned rival can do. Then the studies (`one_model`): batch sizes, mask ratios, parts left out,
 LoRAs. Writes results.json, the plots and the page.
 """
 
@@ -42,7 +42,7 @@ from maskserve_benchmarks.perf.results import Stamps
 from maskserve_benchmarks.perf.tool import Tool, find_tool
 from maskserve_benchmarks.probing.calls import decode
 from maskserve_benchmarks.reports import write_json
-from maskserve_benchmarks.rivals import studies
+from maskserve_benchmarks.rivals import one_model
 from maskserve_benchmarks.rivals.measuring import (
     IN_FLIGHT,
     SLO,
@@ -108,7 +108,7 @@ FULL = {
 }  # fmt: skip
 
 
-def ways_to_share(store: Path) -> dict[str, studies.Tables]:
+def ways_to_share(store: Path) -> dict[str, one_model.Tables]:
     """Configurations of maskserve's worker, by how it shares the cores.
 
     Args:
@@ -187,7 +187,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         shared, benches = ways_to_share(store), dict[str, Bench]()
         for number, (way, tables) in enumerate(shared.items()):
             own_folder = folder / f"maskserve{number}"
-            server = running.enter_context(studies.worker(model, own_folder, tables))
+            server = running.enter_context(one_model.worker(model, own_folder, tables))
             benches[way] = Bench(tool, server, rivals_server, plan, own_folder)
         own_rates = rates_of(benches)
         best_way = chosen(own_rates)
@@ -216,24 +216,24 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         say(f"{name}: studies")
         if plan.unseen:
             say("  pictures never seen")
-            looked["unseen"] = studies.of_unseen_pictures(bench, [whole, dense, maskserve_system])
+            looked["unseen"] = one_model.of_unseen_pictures(bench, [whole, dense, maskserve_system])
         if plan.batches:
             say("  batch sizes")
-            looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, maskserve_system])
+            looked["batch_size"] = one_model.by_batch_size(bench, [whole, dense, maskserve_system])
         if plan.ratios:
             say("  mask ratios")
-            looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, maskserve_system])
+            looked["mask_ratio"] = one_model.by_mask_ratio(bench, [whole, dense, maskserve_system])
         if plan.ablation:
             say("  parts left out")
-            looked["ablation"] = studies.ablation(bench, model, folder, shared[best_way], benches)
+            looked["ablation"] = one_model.ablation(bench, model, folder, shared[best_way], benches)
         if plan.routed:
             say("  policies of routing")
-            looked["routing"] = studies.by_policy(bench, model, folder)
+            looked["routing"] = one_model.by_policy(bench, model, folder)
         if plan.loras:
             say("  LoRAs")
             assert whole.rival is not None
             pipeline = replace(whole, rival=with_loras(whole.rival, store))
-            looked["loras"] = studies.with_loras(bench, [pipeline, maskserve_system], loras)
+            looked["loras"] = one_model.with_loras(bench, [pipeline, maskserve_system], loras)
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
         "pictures": f"{plan.size}x{plan.size}",
@@ -385,7 +385,7 @@ def main() -> int:
     results = out / "results.json"
     if args.page:
         report = json.loads(results.read_text(encoding="utf-8"))
-        report["simulated"] = studies.simulated()
+        report["simulated"] = one_model.simulated()
         report["summary"] = summary_of(report)
         write_json(report, results)
         write_page(report, out)
@@ -413,7 +413,7 @@ def main() -> int:
     }
     if plans.keys() <= report.keys():
         say("simulated")
-        report["simulated"] = studies.simulated()
+        report["simulated"] = one_model.simulated()
         report["summary"] = summary_of(report)
         write_page(report, out)
         print(json.dumps(report["summary"], indent=2), flush=True)

@@ -1,4 +1,4 @@
-"""The comparisons that must hold, run with stated seeds.
+"""Comparisons of routing policies and ways of batching, run with stated seeds.
 
 Every comparison serves the same edits at the same times under each policy (common random numbers),
 so the noise of a margin is that of its differences from seed to seed.
@@ -7,7 +7,7 @@ so the noise of a margin is that of its differences from seed to seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,9 +15,8 @@ import numpy as np
 
 from maskserve_benchmarks.simulator.capacity import at_load
 from maskserve_benchmarks.simulator.hardware import Hardware
-from maskserve_benchmarks.simulator.loras import LoraTiers
 from maskserve_benchmarks.simulator.result import Result, simulate
-from maskserve_benchmarks.simulator.scenario import BATCHING, Scenario, Tiers
+from maskserve_benchmarks.simulator.scenario import BATCHING, Scenario
 from maskserve_benchmarks.simulator.workload import Workload
 
 EDITS = 2000
@@ -25,8 +24,6 @@ MAIN_SEEDS = (1, 2, 3, 4, 5)
 SEEDS = (1, 2, 3)
 ROUND_ROBIN_BAR = 0.40
 POLICY_NAMES = ("round_robin", "least_requests", "least_tokens", "mask_aware")
-CONTROLS_LOAD = 0.9
-LORAS_LOAD = 0.6
 PAPER = {"static": 0.35, "strawman": 0.40}
 """P95 over continuous batching, FlashPS §6.4."""
 SMALL_BATCHES_IDLE = 1 / 3
@@ -39,7 +36,6 @@ H200_IDLE = 0.06
 ratio of 0.05 or 0.11 meets 0 FLOPs at 4 to 6 % of the first, between an edit's own anchors at 8."""
 
 Report = dict[str, Any]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +94,13 @@ def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
         "edits": scenario.workload.requests,
         "rate": scenario.workload.rate,
         "seeds": case.seeds,
-        "p95": {p: _mean(r.p95 for r in rs) for p, rs in runs.items()},
-        "mean": {p: _mean(r.mean for r in rs) for p, rs in runs.items()},
-        "p50": {p: _mean(r.p50 for r in rs) for p, rs in runs.items()},
-        "p99": {p: _mean(r.p99 for r in rs) for p, rs in runs.items()},
-        "goodput": {p: _mean(r.goodput for r in rs) for p, rs in runs.items()},
-        "good_share": {p: _mean(r.good_share for r in rs) for p, rs in runs.items()},
-        "utilisation": {p: _mean(r.utilisation for r in rs) for p, rs in runs.items()},
+        "p95": {p: mean(r.p95 for r in rs) for p, rs in runs.items()},
+        "mean": {p: mean(r.mean for r in rs) for p, rs in runs.items()},
+        "p50": {p: mean(r.p50 for r in rs) for p, rs in runs.items()},
+        "p99": {p: mean(r.p99 for r in rs) for p, rs in runs.items()},
+        "goodput": {p: mean(r.goodput for r in rs) for p, rs in runs.items()},
+        "good_share": {p: mean(r.good_share for r in rs) for p, rs in runs.items()},
+        "utilisation": {p: mean(r.utilisation for r in rs) for p, rs in runs.items()},
         "under": {},
     }
     met = True
@@ -162,7 +158,7 @@ def batching(
                 ]
                 for mode in BATCHING
             }
-            p95 = {mode: _mean(r.p95 for r in rs) for mode, rs in runs.items()}
+            p95 = {mode: mean(r.p95 for r in rs) for mode, rs in runs.items()}
             reports.append(
                 {
                     "text": text,
@@ -171,169 +167,16 @@ def batching(
                     "seeds": SEEDS,
                     "p95": p95,
                     "over": {m: p95[m] / p95["continuous"] - 1.0 for m in PAPER},
-                    "batch": {mode: _mean(r.batch for r in rs) for mode, rs in runs.items()},
-                    "utilisation": {m: _mean(r.utilisation for r in rs) for m, rs in runs.items()},
-                    "interruptions_p50": _mean(r.interruptions_p50 for r in runs["strawman"]),
-                    "interruptions_p95": _mean(r.interruptions_p95 for r in runs["strawman"]),
+                    "batch": {mode: mean(r.batch for r in rs) for mode, rs in runs.items()},
+                    "utilisation": {m: mean(r.utilisation for r in rs) for m, rs in runs.items()},
+                    "interruptions_p50": mean(r.interruptions_p50 for r in runs["strawman"]),
+                    "interruptions_p95": mean(r.interruptions_p95 for r in runs["strawman"]),
                 }
             )
     return reports
 
 
-def residency() -> list[Report]:
-    """What it saves that mask_aware knows where templates are: 8 hosts of one worker, 970
-    templates, 100 in each memory, the rest on each host's disk or nowhere.
-    """
-    reports = []
-    hardware = Hardware()
-    for name, disk in (("the rest on disk", 970), ("the rest nowhere", 0)):
-        tiers = Tiers(workers_per_host=1, host_templates=100, disk_templates=disk)
-        for policy, knows_templates in (
-            ("least_requests", False),
-            ("mask_aware", False),
-            ("mask_aware", True),
-        ):
-            scenario = at_load(
-                Scenario(
-                    Workload(EDITS, 1.0, "production"),
-                    policy,
-                    tiers=replace(tiers, known=knows_templates),
-                ),
-                hardware,
-                0.6 if disk else 0.4,
-            )
-            runs = [simulate(scenario, hardware, seed) for seed in SEEDS]
-            reports.append(
-                {
-                    "case": name,
-                    "load": 0.6 if disk else 0.4,
-                    "policy": policy
-                    if knows_templates or policy != "mask_aware"
-                    else "mask_aware, blind",
-                    "seeds": SEEDS,
-                    "p95": _mean(r.p95 for r in runs),
-                    "mean": _mean(r.mean for r in runs),
-                    "fetches": _mean(r.fetches for r in runs),
-                    "misses": _mean(r.misses for r in runs),
-                    "primed": _mean(r.primed for r in runs),
-                    "utilisation": _mean(r.utilisation for r in runs),
-                }
-            )
-    return reports
-
-
-def controls() -> list[Report]:
-    """What it saves that mask_aware knows what ControlNets cost: half of the edits have one."""
-    hardware, reports = Hardware(), []
-    workload = Workload(EDITS, 1.0, "production", controlled=0.5)
-    for policy, priced in (
-        ("least_requests", False),
-        ("mask_aware", False),
-        ("mask_aware", True),
-    ):
-        scenario = at_load(
-            Scenario(workload, policy, controls_priced=priced), hardware, CONTROLS_LOAD
-        )
-        runs = [simulate(scenario, hardware, seed) for seed in SEEDS]
-        reports.append(
-            {
-                "policy": policy if priced or policy != "mask_aware" else "mask_aware, not priced",
-                "load": CONTROLS_LOAD,
-                "seeds": SEEDS,
-                "p95": _mean(r.p95 for r in runs),
-                "mean": _mean(r.mean for r in runs),
-            }
-        )
-    return reports
-
-
-def loras() -> list[Report]:
-    """What it saves that mask_aware knows where LoRAs are: 95 % of the edits have one (Katz
-    section 1), each device holds 16 of 94.
-    """
-    hardware, reports = Hardware(), []
-    workload = Workload(EDITS, 1.0, "production", with_lora=0.95)
-    for policy, knows_loras in (
-        ("least_requests", False),
-        ("mask_aware", False),
-        ("mask_aware", True),
-    ):
-        tiers = LoraTiers(known=knows_loras)
-        scenario = at_load(Scenario(workload, policy, loras=tiers), hardware, LORAS_LOAD)
-        runs = [simulate(scenario, hardware, seed) for seed in SEEDS]
-        reports.append(
-            {
-                "policy": policy if knows_loras or policy != "mask_aware" else "mask_aware, blind",
-                "load": LORAS_LOAD,
-                "seeds": SEEDS,
-                "p95": _mean(r.p95 for r in runs),
-                "mean": _mean(r.mean for r in runs),
-                "loads": _mean(r.lora_loads for r in runs),
-                "refused": _mean(r.refused for r in runs),
-            }
-        )
-    return reports
-
-
-def run_bars(say: Say) -> Report:
-    """Everything; `met` says whether every bar is."""
-    say("P95 in seconds; margin of mask_aware under the other, with its standard error")
-    routed = []
-    for case in routing_cases():
-        report = routing(case)
-        routed.append(report)
-        say(_routing_line(report))
-    say("\nP95 over continuous batching (paper: static +35 %, strawman +40 %)")
-    batched = batching()
-    for report in batched:
-        over = report["over"]
-        say(
-            f"  overhead {report['overhead']:4.0%}, {report['rate']:.1f}/s: "
-            f"static {over['static']:+5.0%}, strawman {over['strawman']:+5.0%}, "
-            f"interruptions {report['interruptions_p50']:.0f} (p95 "
-            f"{report['interruptions_p95']:.0f})"
-        )
-    say("\nTemplates in 100-template memories")
-    resident = residency()
-    for report in resident:
-        say(
-            f"  {report['case']:17} {report['policy']:18} P95 {report['p95']:6.2f}  "
-            f"fetches {report['fetches']:6.0f}  misses {report['misses']:6.0f}"
-        )
-    say("\nHalf of the edits with a ControlNet")
-    controlled = controls()
-    for report in controlled:
-        say(f"  {report['policy']:22} P95 {report['p95']:6.2f}  mean {report['mean']:6.2f}")
-    say("\n95 % of the edits with one of 94 LoRAs, 16 on each device")
-    with_loras = loras()
-    for report in with_loras:
-        say(
-            f"  {report['policy']:22} P95 {report['p95']:6.2f}  mean {report['mean']:6.2f}  "
-            f"loads {report['loads']:6.0f}  refused {report['refused']:4.0f}"
-        )
-    met = all(report["met"] for report in routed)
-    say(f"\nbars: {'met' if met else 'MISSED'}")
-    return {
-        "met": met,
-        "routing": routed,
-        "batching": batched,
-        "residency": resident,
-        "controls": controlled,
-        "loras": with_loras,
-    }
-
-
-def _routing_line(report: Report) -> str:
-    p95 = "  ".join(f"{name} {value:6.2f}" for name, value in report["p95"].items())
-    under = "  ".join(
-        f"{name} {u['margin']:+6.1%} ± {u['standard_error']:.1%}"
-        for name, u in report["under"].items()
-    )
-    flag = "" if report["met"] else "  MISSED"
-    return f"  {report['case']:27} {report['load']:4.0%}: {p95}\n{'':34} {under}{flag}"
-
-
-def _mean(values: Any) -> float:
+def mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 

@@ -146,7 +146,7 @@ def one(args: argparse.Namespace) -> int:
 
 
 def bars(args: argparse.Namespace) -> int:
-    from maskserve_benchmarks.simulator.bars import run_bars
+    from maskserve_studies.cluster.comparisons import run_bars
 
     report = run_bars(lambda line: print(line, flush=True))
     write_json(report, args.json)

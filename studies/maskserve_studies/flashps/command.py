@@ -26,7 +26,7 @@ from maskserve_benchmarks.perf.command import CACHE
 from maskserve_benchmarks.perf.server import Server
 from maskserve_benchmarks.perf.tool import find_tool
 from maskserve_benchmarks.reports import about, table, write_json
-from maskserve_benchmarks.rivals import studies
+from maskserve_benchmarks.rivals import one_model
 from maskserve_benchmarks.rivals.measuring import Bench, Figures, Plan
 from maskserve_benchmarks.timing import hardware
 
@@ -38,7 +38,7 @@ PARTS: Final = ("batching", "routing")
 
 
 def batching_lines(found: Figures) -> str:
-    """A table of what `studies.by_batching` has found."""
+    """A table of what `one_model.by_batching` has found."""
     lines = [
         [
             share,
@@ -55,7 +55,7 @@ def batching_lines(found: Figures) -> str:
 
 
 def routing_lines(found: Figures) -> str:
-    """A table of what `studies.by_policy` has found."""
+    """A table of what `one_model.by_policy` has found."""
     mask_aware_ms = found["p95_ms"]["mask_aware"]
     return table(
         ["policy", "P95 ms", "mask_aware under it"],
@@ -79,10 +79,10 @@ def main() -> int:
         model = DEMO_MODEL if args.model == "demo" else large_model(folder / "model")
         bench = Bench(tool, Server("", ""), None, plan, folder)
         if args.only != "routing":
-            report["batching"] = studies.by_batching(bench, model, folder, {})
+            report["batching"] = one_model.by_batching(bench, model, folder, {})
             print(batching_lines(report["batching"]), flush=True)
         if args.only != "batching":
-            report["routing"] = studies.by_policy(bench, model, folder)
+            report["routing"] = one_model.by_policy(bench, model, folder)
             print(routing_lines(report["routing"]), flush=True)
     report["minutes"] = round((time.monotonic() - began) / 60, 1)
     write_json(report, args.json)
