@@ -1,4 +1,4 @@
-"""One masked edit of a photograph through a real Triton, from start to stop.
+"""Edit one masked photograph through a real Triton, from start to stop.
 
     python scripts/bench demo            (or: make demo)
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default=str(DEMO_MODEL), help="model folder")
     add("--image", type=Path, help="source picture; default: one that the model can edit")

@@ -1,4 +1,4 @@
-"""Whether the tests would notice: one-line mutations of the product, each killed by a test.
+"""Change single lines of the product to wrong ones, and check that a test fails for each.
 
 Each mutation is made in a copy of the tree, where its test must pass before and fail after.
 A mutation that its test survives means that the test asserts too little; one whose line is not in
@@ -900,7 +900,7 @@ def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdi
 
 def main() -> int:
     """Exit code 0: every mutation was killed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("words", nargs="*", help="only mutations whose names hold one of these")
     words = parser.parse_args().words
     chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]

@@ -1,1 +1,1 @@
-"""The demo model's pictures: drawn scenes and edits, and the judge of what came out."""
+"""The pictures of the demo model: drawn scenes, edits, and the judge of edited pictures."""

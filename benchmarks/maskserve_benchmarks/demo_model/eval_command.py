@@ -64,7 +64,7 @@ def reconstruction_psnr(vae: AutoencoderKL, pictures: Sequence[Picture]) -> list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", type=Path, default=DEMO_MODEL, help="diffusers folder")
     add("--edits", type=int, default=200, help="with named objects, in order")

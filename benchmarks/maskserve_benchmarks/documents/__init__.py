@@ -1,1 +1,1 @@
-"""Documents that follow the code, written by it."""
+"""Commands that write documents and configuration from the code."""

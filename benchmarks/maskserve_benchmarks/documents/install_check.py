@@ -1,4 +1,4 @@
-"""Whether what we ask for can be installed: each extra and each image, from the public index.
+"""Check whether each extra and each image can be installed from the public index.
 
 A machine's own settings for pip can hide a conflict, for its index may serve other builds of torch.
 So nothing of them is used here. Only metadata is read and nothing is installed. Versions that fit

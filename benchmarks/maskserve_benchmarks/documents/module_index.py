@@ -1,5 +1,4 @@
-"""Print a table of each package's modules, each with its lines of code and its docstring's first
-line.
+"""Print a table of each package's modules, with lines of code and the first line of each docstring.
 
 scripts/bench module_index                    # all packages
 scripts/bench module_index engine/maskserve_engine

@@ -1,4 +1,4 @@
-"""Write docs/papers.md: what of four papers works here, how, and what is missing.
+"""Write docs/papers.md: which parts of four papers work here, how, and what is missing.
 
 python scripts/bench papers            # after a change of docs/papers.toml
 python scripts/bench papers --check    # exit code 1 if the document is another

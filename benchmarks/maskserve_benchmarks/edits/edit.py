@@ -1,4 +1,5 @@
-"""Where each millisecond and byte of a whole edit goes, beside diffusers' pipeline in the same run.
+"""Measure the time and the bytes of each part of a whole edit, beside diffusers' pipeline in the
+same run.
 
 A real Triton serves the demo model and a larger one of random weights (FLUX Fill of width 512, 2+4
 blocks, 256 x 256 pixels). Measured are edits/s with one and with eight at a time, CPU milliseconds
@@ -451,7 +452,7 @@ def summary_of(reports: dict[str, Figures]) -> Figures:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="half of the edits, one round")
     parser.add_argument("--only", choices=("demo", "large"), help="of --json, renew this part")
     parser.add_argument("--json", type=Path)

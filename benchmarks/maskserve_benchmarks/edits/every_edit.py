@@ -1,5 +1,5 @@
-"""Edits of models at every size of mask and number of steps, through a real Triton: each ends with
-a picture, or with a sentence that names what was wrong.
+"""Send edits of every mask size and number of steps through a real Triton. Each edit must end with
+a picture, or with an error that names the cause.
 
 Pictures are drawn anew for each edit, so no template is there, and then sent again with `cache:
 require`, so each is read from one, and with `cache: off`. Larger pictures are edited whole and in

@@ -1,5 +1,5 @@
-"""Damages headers of LoRA files (safetensors) or of GGUF files at random, for so many minutes, and
-sees that each is read or refused in a sentence, in bounded time and memory.
+"""Damage headers of LoRA files (safetensors) or GGUF files at random for some minutes. Each header
+must be read or refused with an error, in bounded time and memory.
 
     scripts/bench fuzz_headers --form safetensors --minutes 10 --seed 1
     scripts/bench fuzz_headers --form gguf --minutes 10 --seed 1

@@ -1,4 +1,5 @@
-"""What serving adds to an edit: Triton and the step loop against calling the parts directly.
+"""Measure the time that serving adds to an edit: Triton and the step loop against direct calls of
+the parts.
 
 Three measurements with the demo model, dense rows (`cache: off`), and one without:
 
@@ -206,7 +207,7 @@ def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--side", type=int, default=256, help="pixels of the square source")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps of the path")

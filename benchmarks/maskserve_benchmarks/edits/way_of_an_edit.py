@@ -1,4 +1,5 @@
-"""The files and functions of the product that one edit enters, all stages in one process.
+"""Count the files and functions of the product that one edit enters, with all stages in one
+process.
 
 scripts/bench way_of_an_edit --json
 scripts/bench way_of_an_edit --calls 30      # the functions entered most often

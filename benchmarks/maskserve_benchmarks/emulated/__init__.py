@@ -1,3 +1,1 @@
-"""Servers for the router to be measured and tested against: real gRPC, and the times of a device
-that is not there.
-"""
+"""Emulated workers for measuring and testing the router: real gRPC, a clock instead of a device."""

@@ -1,4 +1,4 @@
-"""What each part of a deployment costs at 8, 64 and 1,000 GPUs.
+"""Estimate the cost of each part of a deployment with 8, 64 and 1,000 GPUs.
 
     python scripts/bench scale --json docs/benchmarks/scale.json
 

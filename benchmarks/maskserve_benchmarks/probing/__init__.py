@@ -1,1 +1,1 @@
-"""How scripts and tests look at a running worker: as any Triton client does, without our own."""
+"""Calls to a running worker with Triton's own client, for scripts and tests."""

@@ -1,1 +1,1 @@
-"""What caching costs in picture quality: systems, metrics, report."""
+"""The quality of edited pictures: systems, metrics, report."""

@@ -1,4 +1,4 @@
-"""What cached activations cost in quality, measured against diffusers' own output.
+"""Measure what cached activations cost in quality, against diffusers' own output.
 
 The demo model's held-out edits, class by class (demo_model/edit_classes.py), are made by diffusers'
 FluxFillPipeline, by our dense rows, by cached rows, by the masked tokens alone (FlashPS Fig. 1), by
@@ -79,7 +79,7 @@ ByClass = dict[str, list[Picture]]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--n", type=int, default=16, help="edits of each class (default 16)")
     add("--classes", nargs="+", choices=(*CLASSES, *NAMED_CLASSES), help="default: all")

@@ -1,4 +1,4 @@
-"""What cached activations cost a UNet in quality: held-out edits, class by class.
+"""Measure what cached activations cost a UNet in quality: held-out edits, class by class.
 
 Every system is held against the dense rows of the same edits and seeds, which tests hold to
 diffusers' own pipeline. `served` is what a worker does by default: edits whose mask asks for it run
@@ -241,7 +241,7 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", type=Path, default=DEMO_MODEL.with_name("demo-unet"))
     add("--n", type=int, default=8, help="edits of each class (default 8)")

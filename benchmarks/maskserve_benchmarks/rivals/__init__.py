@@ -1,1 +1,1 @@
-"""What people would use instead, served by the same Triton and measured in the same run."""
+"""Alternatives to maskserve, served by the same Triton and measured in the same run."""

@@ -1,4 +1,5 @@
-"""Edits per second and latencies beside what people would use instead, on one machine.
+"""Measure edits per second and latencies beside the alternatives that people would use, on one
+machine.
 
     make bench          # quick: 18 minutes on a 2-core AMD EPYC (2026-11-27), 34 on an Intel Xeon
     make bench-full     # more edits, rounds and rates: an hour and a half

@@ -1,4 +1,4 @@
-"""How long jobs of one key take while another, with a million ended jobs, lists them.
+"""Measure how long jobs of one key take while another key lists a million ended jobs.
 
 A router in a process of its own, before two emulated workers that answer at once, with a database
 in which one key has `--jobs` ended jobs. Another key gives two jobs a second and waits for each,

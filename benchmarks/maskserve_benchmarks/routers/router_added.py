@@ -1,4 +1,4 @@
-"""What a router adds to an edit, and how many it passes on a second.
+"""Measure the time that a router adds to an edit, and the edits that it passes on per second.
 
     python scripts/bench router --json docs/benchmarks/router.json
 
@@ -230,7 +230,7 @@ def lines(report: Figures) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--show", type=Path, metavar="FILE", help="the table of a file; no run")

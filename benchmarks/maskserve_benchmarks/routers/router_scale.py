@@ -1,5 +1,5 @@
-"""What a router takes of a core for its workers and for decisions, by how many there are: polls of
-emulated workers over gRPC, edits chosen for among them, with a deadline, and with all of them full.
+"""Measure the share of a core that a router uses, by number of workers: for polls of emulated
+workers over gRPC, for decisions, for decisions with a deadline, and with all workers full.
 """
 
 from __future__ import annotations

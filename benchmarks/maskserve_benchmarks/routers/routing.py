@@ -1,4 +1,4 @@
-"""Time of one routing decision, per policy, cluster size and state.
+"""Measure the time of one routing decision, by policy, cluster size and state.
 
     python scripts/bench routing --json routing.json
 
@@ -78,7 +78,7 @@ def measure_views(records: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--decisions", type=int, default=300, help="per line (default: 300)")
     args = parser.parse_args()

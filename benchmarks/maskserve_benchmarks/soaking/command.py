@@ -1,4 +1,5 @@
-"""Load a worker for a long time with everything that users do, and see that it stays as it was.
+"""Load a worker for a long time with every kind of request, and check that its memory, threads and
+files stay as they were.
 
 Starts a worker with a small cache, and as many clients as keep its rows full (in the first minute
 twice as many): edits of hot, new and forgotten templates, streams, odd sizes, templates by name,

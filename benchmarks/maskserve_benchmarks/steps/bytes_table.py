@@ -1,4 +1,5 @@
-"""Bytes that one template takes, by entry kind, format and anchor stride, as a markdown table.
+"""Print a markdown table of the bytes that one template takes, by entry kind, format and anchor
+stride.
 
 Counted from the model's configuration (planning/entry_bytes.py), which a test holds to what
 the engine stores, for the anchors that the engine takes.
@@ -84,7 +85,7 @@ def unet_table(steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--side", type=int, default=1024, help="pixels of the square image")
     parser.add_argument("--steps", type=int, default=28, help="of the default schedule")
     parser.add_argument("--strides", type=int, nargs="+", default=[1, 2, 4, 7, 14, 28])

@@ -1,5 +1,5 @@
-"""What steps take on one device of a worker and on several, fitted, for `[engine] costs`; and how
-near what a worker then foretells is to what it takes.
+"""Measure steps on one device of a worker and on several, and fit costs for `[engine] costs`.
+Compare the predictions of a worker that uses them with its steps.
 
     python scripts/bench profile_costs --devices 2 --out costs.json
 

@@ -1,4 +1,5 @@
-"""How much faster is a step of cached rows than one of dense rows, and how near the FLOP limit?
+"""Measure how much faster a step of cached rows is than a step of dense rows, and compare the gain
+with the limit that FLOPs set.
 
 Random weights at the model's true width; on a CPU the first blocks of it (`--blocks 1+1`: double +
 single). Dense and cached steps are timed in turn inside one run; medians are printed. `flop_limit`
@@ -208,7 +209,7 @@ def _line(r: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=(*PRESETS, *UNETS), default="flux-1024")
     parser.add_argument(
         "--blocks",

@@ -1,4 +1,5 @@
-"""How often an edit's adapter is not on the device, under the popularity that Katz measured (§3.1).
+"""Count how often an edit's adapter is not on the device, under the popularity that Katz measured
+(§3.1).
 
 The paper gives two points, of ControlNets (of LoRAs, whose tail is longer, it prints none): of
 service A's 47 the first 5 take 98 % of the calls, of service B's 94 the first 8 take 95 %. Calls
@@ -95,7 +96,7 @@ class _AtOnce:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--calls", type=int, default=200_000)
     args = parser.parse_args()
     rows = []

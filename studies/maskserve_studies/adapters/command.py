@@ -1,4 +1,5 @@
-"""What adapters cost: steps of rows with LoRAs or a ControlNet, over the same without.
+"""Measure what adapters cost: steps of rows with LoRAs or a ControlNet, over the same steps
+without.
 
     python scripts/bench bench_adapters --only lora control --json adapters.json
 
@@ -298,7 +299,7 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], ...]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=tuple(PARTS), nargs="+", default=list(PARTS))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

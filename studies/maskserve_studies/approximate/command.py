@@ -1,4 +1,5 @@
-"""What an edit keeps that starts at step K from an earlier result (approximate caching, NIRVANA).
+"""Measure how near an edit is to the full edit if it starts at step K from an earlier result
+(approximate caching, NIRVANA).
 
     python scripts/bench approximate --json approximate.json
 
@@ -196,7 +197,7 @@ def every_line(trial: Trial) -> Iterator[Line]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--n", type=int, default=48, help="edits of each case (default 48)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,5 +1,5 @@
-"""What a simpler planner would lose: blocks counted per sort and kind and spread evenly, and plans
-of one kind, beside the exact planner on the same steps (docs/decisions/plan.md).
+"""Compare simpler planners with the exact planner on the same steps: blocks counted per sort and
+kind and spread evenly, and plans of one kind (docs/decisions/plan.md).
 
 Random batches of FLUX.1 and SDXL at 1024x1024 on an H100 by its data sheet: 1 to 8 rows, mask
 ratios .05 to .5, entries in bfloat16 or int8, over 50, 25 or 7 GB/s, 2 GB of prefetch. The order of

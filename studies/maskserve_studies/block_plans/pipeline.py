@@ -1,4 +1,5 @@
-"""A step whose entries travel: loaded first, beside the step, by Algorithm 1, by our planner.
+"""Measure a step whose entries travel: loaded before the step, beside it, by Algorithm 1 and by our
+planner.
 
     python scripts/bench pipeline --json pipeline.json --plot pipeline.png
 
@@ -295,7 +296,7 @@ def plot(cases: Sequence[Case], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=list(RATIOS))
     parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS))
     parser.add_argument("--steps", type=int, default=6, help="of each way, in each round")

@@ -1,4 +1,4 @@
-"""How long planning takes: FLUX.1 at 1024x1024, 57 blocks, 8 rows.
+"""Measure how long planning takes: FLUX.1 at 1024x1024, 57 blocks, 8 rows.
 
     python scripts/bench planner --json build/bench_planner.json
 
@@ -121,7 +121,7 @@ def drifting(rng: random.Random, steps: int, gbytes: float, fmt: str) -> dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--count", type=int, default=200, help="row sets planned from scratch")
     parser.add_argument("--seed", type=int, default=1)

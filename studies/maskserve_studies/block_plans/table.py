@@ -1,4 +1,4 @@
-"""What planning gains over realistic costs: a table, and a plot over mask ratios.
+"""Print what planning gains with realistic costs: a table, and a plot over mask ratios.
 
     python scripts/bench plan_table --markdown build/plan_table.md --plot docs/images/plan_gain.png
 
@@ -153,7 +153,7 @@ def draw(path: Path, models: list[Case]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mask-ratio", type=float, default=0.11)
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     parser.add_argument("--json", type=Path, help="where to write the figures")

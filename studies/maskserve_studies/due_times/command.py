@@ -1,4 +1,5 @@
-"""Share of edits that are in time on a real worker of two devices, beside the simulator.
+"""Measure the share of edits that are in time on a real worker of two devices, beside the
+simulator.
 
     python scripts/bench due_times --json docs/benchmarks/due_times.json
 

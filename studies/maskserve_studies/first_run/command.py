@@ -1,4 +1,4 @@
-"""The first thing to run on a machine with a GPU: under 10 minutes, a JSON and its page to commit.
+"""Measure a machine with a GPU in under 10 minutes, and write a JSON file and its page.
 
 It is written anew as each part is known. A part that fails has a reason in place of its figures,
 and the others go on. The parts: whether tests/gpu pass; which attention is used; how fast entries
@@ -327,7 +327,7 @@ def main(
     sent: int = _SENT,
 ) -> int:
     """The command; its first parts can be others, and `sent` less than the link's trial sends."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--preset", choices=PRESETS, default="flux-1024")

@@ -1,4 +1,5 @@
-"""FlashPS's comparisons on real workers: static batching beside continuous, and ways of routing.
+"""Repeat FlashPS's comparisons on real workers: static batching beside continuous batching, and
+ways of routing.
 
     python scripts/bench flashps --json docs/benchmarks/flashps.json
 

@@ -1,5 +1,5 @@
-"""What edits should take on GPUs that people have, by model, form of the weights and attention,
-beside a server that computes all tokens: an estimate, nobody measured it.
+"""Estimate edits on common GPUs, by model, form of the weights and attention, beside a server that
+computes all tokens. Nobody measured it.
 
 Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
 the VAE. Assumed: what the data sheets say and the shares of it that are reached, by card; fewer

@@ -1,4 +1,4 @@
-"""What a step of FLUX.1-dev at 1024x1024 should take on an H100: an estimate, nobody measured it.
+"""Estimate a step of FLUX.1-dev at 1024x1024 on an H100. Nobody measured it.
 
 Counted: FLOPs (planning/flops.py), the bytes that every kernel reads and writes, and launches
 (kernel_counts.py). Assumed: the device's published peaks and the shares of them that are
@@ -71,7 +71,7 @@ def steps() -> Iterator[Step]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--flops-reached", type=float, default=0.5, help="share of the peak")
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")

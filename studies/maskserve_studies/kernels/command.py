@@ -1,4 +1,5 @@
-"""How many kernels a step of FLUX.1-dev or of a UNet launches on CUDA, by case; needs no GPU.
+"""Count the kernels that a step of FLUX.1-dev or of a UNet launches on CUDA, by case. It needs no
+GPU.
 
 The engine's own code runs on tensors that have a device but no memory;
 `--write` puts the counts where tests/unit/engine/test_fake_cuda.py holds later changes to them.
@@ -51,7 +52,7 @@ _BYTES_OF = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}, too")
     parser.add_argument("--bytes", action="store_true", help="print bytes instead")
     parser.add_argument("--json", action="store_true", help="print the summary alone, with --bytes")

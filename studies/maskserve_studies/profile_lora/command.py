@@ -1,4 +1,5 @@
-"""For how long an edit may go without its LoRA (`adapters: fast`), judged on finished pictures.
+"""Find for how many steps an edit may go without its LoRA (`adapters: fast`), judged on finished
+pictures.
 
     python scripts/bench profile_lora assets/adapters/{hollow,ninth-colour}.safetensors \
         --out assets/adapters/profiles.json --plot docs/images/lora_profiles.png

@@ -1,4 +1,5 @@
-"""Edits whose rows have anchors of their own: what they keep of dense edits, and what they cost.
+"""Measure edits whose rows have refresh steps: how near they are to dense edits, and what they
+cost.
 
     python scripts/bench own_anchors --json own.json
 
@@ -187,7 +188,7 @@ def loras(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     parts = ("fill", "hits", "base", "unet", "speed", "loras")
     add("--only", nargs="+", choices=parts, default=parts)

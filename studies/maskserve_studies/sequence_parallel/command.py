@@ -1,5 +1,5 @@
-"""What ranks that take a step together lose to telling one another: the time of the same shares
-without any exchange over the time with it.
+"""Measure what communication costs ranks that share a step: the time of the same shares without any
+exchange over the time with it.
 
     python scripts/bench bench_sp --json docs/benchmarks/sequence_parallel.json
 

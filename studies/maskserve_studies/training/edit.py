@@ -1,4 +1,4 @@
-"""Train the demo edit model, a FLUX.2 klein in miniature, and write it as a diffusers folder.
+"""Train the demo edit model, a small FLUX.2 klein, and write it as a diffusers folder.
 
 Its VAE is the demo model's, with batch-norm statistics; its text encoder is trained first, then
 frozen; then the transformer learns to change what a prompt names in a picture it is given as

@@ -1,4 +1,4 @@
-"""Train `enlarge`, a Swin2SR in miniature that doubles a picture's sides, or judge it.
+"""Train `enlarge`, a small Swin2SR that doubles a picture's sides, or judge it.
 
 It learns from crops of the photographs, shrunk by half as Pillow's bicubic filter does, and of
 drawn scenes. The judge is the photograph that training never sees, beside Lanczos.

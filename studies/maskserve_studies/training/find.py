@@ -1,4 +1,4 @@
-"""Train `find`, a CLIPSeg in miniature that masks what is named ("a red star"), or judge it.
+"""Train `find`, a small CLIPSeg that masks a named object ("a red star"), or judge it.
 
 Tokenizer and text encoder are the demo model's, which know its words already and stay as they
 are; the projection, the picture's encoder and the decoder learn. While they do, a linear head

@@ -1,4 +1,4 @@
-"""Make a demo model with Inpaint semantics of the one with Fill's, for eval_quality.
+"""Train a demo model with Inpaint semantics from the one with Fill semantics, for eval_quality.
 
 A Fill model that is told to repaint everything is a text-to-image model: the picture behind the
 mask is blank and the mask is full, the same for every token. So what these channels add in the
@@ -44,7 +44,7 @@ _PICTURES = 12
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", type=Path, default=DEMO_MODEL, help="with Fill's")
     add("--data", type=Path, default=CHECKOUT / ".cache/demo-train/data", help="drawn samples")

@@ -1,4 +1,4 @@
-"""Train `segment`, a SAM in miniature that masks what is clicked on, or judge it.
+"""Train `segment`, a small SAM that masks the clicked object, or judge it.
 
 It sees a picture in patches of eight pixels and answers one mask for each prompt. Most prompts of
 its training are one click on a thing; some are clicks on and beside it, or a box. A click on what

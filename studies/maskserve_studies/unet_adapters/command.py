@@ -1,4 +1,5 @@
-"""What a LoRA, a ControlNet and both cost cached edits of the demo UNet, against its dense ones.
+"""Measure what a LoRA, a ControlNet and both cost cached edits of the demo UNet, against its dense
+edits.
 
 96 held-out edits by class (those classes that are cached by default, and edits with an outline of
 their own) are made dense and cached, with neither, with the LoRA `unet-ninth-colour`, with the net
@@ -160,7 +161,7 @@ class Worker:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--each", type=int, default=EACH, help="edits of a class")

@@ -1,4 +1,4 @@
-"""Whether pictures and prompts are encoded and decoded faster together than one by one.
+"""Measure whether pictures and prompts are encoded and decoded faster together than one by one.
 
 Each call takes one, or several at once; both in turn, on one thread unless OMP_NUM_THREADS says
 more. The defaults of `[stages] vae_batches` follow from it.

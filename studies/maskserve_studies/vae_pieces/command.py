@@ -1,4 +1,5 @@
-"""What decoding round the mask costs in quality: the demo model's VAE, against its whole decode.
+"""Measure what decoding only round the mask costs in quality, against the demo model's whole
+decode.
 
 Held-out edits with the demo model's own masks, and others of one to three boxes. The latents are
 the template's outside of the active tokens, and another picture's inside, as after the last step of
@@ -171,7 +172,7 @@ def seam_of(scenes: list[Scene], halo: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--edits", type=int, default=96)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Ten edits of photographs with and without a window round the mask, side by side on a sheet.
+"""Draw ten edits of photographs with and without a window round the mask, side by side on one
+sheet.
 
     python scripts/bench windows --sheet docs/images/windows.png
 

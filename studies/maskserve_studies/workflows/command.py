@@ -1,4 +1,5 @@
-"""Workflows beside scripts that call the same nodes, in turn on one server with the demo model.
+"""Measure workflows beside scripts that call the same nodes, in turn on one server with the demo
+model.
 
 `rivals`: `variants`, eight edits of a picture that nobody has sent before, the script's eight calls
 at once; `detail`, four regions of one, the script paints each on the last result. Both with rows'
