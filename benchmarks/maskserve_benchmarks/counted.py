@@ -1,4 +1,4 @@
-"""What counting says of a step: by how much a cached one can be faster, and what its tile loads."""
+"""Counted figures of a step: the gain that its FLOPs allow, and the bytes that a tile loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine is called in reports."""
+"""The name of this machine in reports."""
 
 from __future__ import annotations
 

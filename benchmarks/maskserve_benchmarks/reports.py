@@ -1,4 +1,4 @@
-"""What reports of commands have in common: what was run, JSON files, markdown tables."""
+"""Shared parts of reports: the command that ran, JSON files, markdown tables."""
 
 from __future__ import annotations
 

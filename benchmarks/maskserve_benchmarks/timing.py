@@ -1,4 +1,4 @@
-"""Clocks, what they ran on, and what must not be timed twice."""
+"""Clocks for measurements, and the hardware that they ran on."""
 
 from __future__ import annotations
 

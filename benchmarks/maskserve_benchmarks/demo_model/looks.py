@@ -1,4 +1,4 @@
-"""What the demo LoRAs change about a drawn object, and how a judge tells that they did.
+"""The effects of the demo LoRAs on a drawn object, and a judge that sees them.
 
 `ninth-colour` teaches the demo model a colour that it has no word for: "a brown star". `hollow`
 draws every object as its outline: the colour and shape are those of the prompt.

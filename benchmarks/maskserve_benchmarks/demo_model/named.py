@@ -1,4 +1,4 @@
-"""Scenes of several things, and the name of what is to be found in them.
+"""Scenes of several things, and the name of the thing to find.
 
 Numpy and Pillow only: benchmarks and tests ask for the same scenes as the judge.
 """

@@ -1,5 +1,5 @@
-"""How good the models of nodes are: `find` and `segment` on scenes, `enlarge` on a photograph,
-that no training sees.
+"""Judges of the node models: `find` and `segment` on scenes, `enlarge` on a photograph, none of
+which training sees.
 """
 
 from __future__ import annotations

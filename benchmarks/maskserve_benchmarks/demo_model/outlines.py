@@ -1,4 +1,4 @@
-"""Edits whose control picture says where the object is to be, how large and how turned.
+"""Edits whose control picture shows the place, size and angle of the object.
 
 The demo model alone puts an object into the middle of the mask, as large as fits and upright. The
 ControlNet `outline` draws it along an outline: white on black, a picture of the source's size.

@@ -1,4 +1,4 @@
-"""The command line of what writes files of the checkout."""
+"""The command line of commands that write files of the checkout."""
 
 from __future__ import annotations
 

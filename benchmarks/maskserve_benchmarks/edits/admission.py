@@ -1,4 +1,4 @@
-"""What admitting an edit takes of the engine's thread: for as long the next step is not asked for.
+"""The time that an edit's admission takes on the engine's thread, which asks for no step meanwhile.
 
 FLUX.1 Fill of its true size at 1024x1024 on torch's device `meta`, which computes nothing: as with
 a GPU, the host packs a row's tensors for one transfer, asks for operations, and waits for none. In

@@ -1,4 +1,4 @@
-"""The parts of a worker in one process, one after the other: what serving is held against."""
+"""The parts of a worker in one process, called one after the other: the reference for serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC side of what is emulated."""
+"""The gRPC server of an emulated worker or node server."""
 
 from __future__ import annotations
 

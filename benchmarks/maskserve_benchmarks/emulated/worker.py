@@ -1,5 +1,5 @@
-"""A worker: a real gRPC server, the production step scheduler, and steps that take the time that
-the model of a device gives them. It edits nothing.
+"""An emulated worker: a real gRPC server and the production step scheduler, with steps that last as
+long as the model of a device says. It edits nothing.
 
 Its model's picture is of as many pixels as tokens, so a mask says its tokens by itself.
 """

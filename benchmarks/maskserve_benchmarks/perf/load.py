@@ -1,4 +1,4 @@
-"""What perf_analyzer is asked to do: a front, a protocol, and how edits arrive."""
+"""The load that perf_analyzer sends: a front, a protocol and an arrival process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads: the table of runs."""
+"""The table of runs for a person."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker that is measured: one that runs already, or one of our own for as long as it takes."""
+"""The worker under measurement: a running one, or one that this module starts and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""perf_analyzer: the one that is named or on PATH, else one installed in a folder of its own.
+"""perf_analyzer: the named one, the one on PATH, or one that this module installs in a folder of
+its own.
 
 NVIDIA publishes the program inside tritonclient's wheels only, and not in recent ones; its two
 uncommon libraries come from a Debian package and from another wheel. None of them is installed

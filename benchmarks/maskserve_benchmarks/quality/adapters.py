@@ -1,4 +1,4 @@
-"""Whether edits with a demo LoRA or ControlNet show what it stands for, dense and cached.
+"""Check whether edits with a demo LoRA or ControlNet show its effect, dense and cached.
 
 Each is judged by its own held-out edits: a look by `looks.py`, drawn outlines by `outlines.py`.
 Beside the shares that follow it stand those of the model alone, and how far cached edits are from

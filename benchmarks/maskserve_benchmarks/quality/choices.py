@@ -1,4 +1,4 @@
-"""Ways to keep and use entries, and what each would cost at 1024x1024: on FLUX.1-dev, or on FLUX.2
+"""Ways to keep and use entries, and the cost of each at 1024x1024: on FLUX.1-dev, or on FLUX.2
 klein 4B where the model sees the source as reference.
 """
 

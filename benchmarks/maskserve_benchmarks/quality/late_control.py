@@ -1,5 +1,5 @@
-"""What it costs in quality that steps add what a ControlNet service said of other latents than
-theirs (`adapters: fast`), against those that wait.
+"""The loss of quality when steps add a ControlNet service's residuals for other latents than their
+own (`adapters: fast`), against steps that wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How alike edited pictures are, class by class, and whether the prompt was followed."""
+"""Metrics of edited pictures: likeness, class by class, and whether the edit follows the prompt."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Edits whose rows have anchors of their own, against dense ones: which anchors, which format, and
-whether the text is computed between them; and rivals that must be worse.
+"""Edits with refresh steps against dense edits: which refresh steps, which format, and whether the
+steps between compute the text; and rivals that must be worse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Our ways of making an edit: dense, cached in any form, a part of the tokens alone."""
+"""The ways in which the engine makes an edit: dense, cached in any form, or with a part of the
+tokens alone.
+"""
 
 from __future__ import annotations
 

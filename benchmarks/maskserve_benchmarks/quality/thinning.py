@@ -1,5 +1,6 @@
-"""Other tokens to read than a worker's: of those outside, some near the mask and a quarter of the
-others, none but the reference's, or all but the reference's under the mask, which are computed.
+"""Other sets of tokens for a cached step to read: of the tokens outside the mask, those near it and
+a quarter of the others; those of the reference alone; or all but those of the reference under the
+mask, which the step computes.
 
 A far token that is kept may stand for the four it replaces: log 4 on its logits, which is what its
 key and value standing there four times come to.

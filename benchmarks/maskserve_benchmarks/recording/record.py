@@ -1,4 +1,4 @@
-"""Takes a record: what a worker answers to the fixed edits, as digests."""
+"""Take a record: digests of the responses of a worker to the fixed edits."""
 
 from __future__ import annotations
 

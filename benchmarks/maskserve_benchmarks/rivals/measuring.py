@@ -1,4 +1,4 @@
-"""What is measured, and how: systems that answer the same edits, and one run of one of them."""
+"""Systems that answer the same edits, and one measured run of one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model looked at more closely: pictures never seen, batch sizes, mask ratios, parts left out,
+"""Closer measurements of one model: pictures never seen, batch sizes, mask ratios, parts left out,
 LoRAs.
 
 FlashPS Figs. 14 and 15 and its ablation, with real workers; Katz's adapters beside. What systems

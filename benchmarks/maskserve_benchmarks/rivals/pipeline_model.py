@@ -1,4 +1,5 @@
-"""diffusers' own pipeline as a Triton model with dynamic batching: what one would write first.
+"""diffusers' own pipeline as a Triton model with dynamic batching: the first thing that most people
+would write.
 
 A request has the tensors of maskserve's `edit`. Triton hands over what waits, up to the model's
 `max_batch_size`; edits of one size run as one call of the pipeline, and answers are pasted into

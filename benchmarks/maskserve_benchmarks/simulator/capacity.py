@@ -1,4 +1,4 @@
-"""What a worker can serve at most, so that rates can be given as a load."""
+"""The most that a worker can serve, so that a rate can be given as a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Edits with due times on one worker of several devices, in virtual time; core decides."""
+"""Edits with due times on one worker of several devices, in virtual time. The production policies
+decide.
+"""
 
 from __future__ import annotations
 

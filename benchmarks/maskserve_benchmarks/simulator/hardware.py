@@ -1,4 +1,4 @@
-"""How long a step takes: counted FLOPs and bytes, the cost model, and the planner's plan."""
+"""The time of a step: counted FLOPs and bytes, the cost model, and the planner's plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The LoRAs of one simulated worker: the production books, and loads that take virtual time."""
+"""The LoRAs of one simulated worker: the production resource cache, and loads that take virtual
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which templates a host has entries of, and in which tier."""
+"""The templates that a host has entries of, and their tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of a run, and what every run must conserve."""
+"""Figures of a run, and checks that nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run, described: everything a result depends on but the seed."""
+"""The description of one run: everything that its result depends on, except the seed."""
 
 from __future__ import annotations
 

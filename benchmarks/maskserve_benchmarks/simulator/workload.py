@@ -1,4 +1,4 @@
-"""Edits: when they arrive, how much of the image they repaint, in how many steps, of what."""
+"""Edits: arrival times, masked share of the image, numbers of steps, and templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a worker stayed as it was: what it holds late in a run against early in it."""
+"""Judge whether a worker stayed as it was: what it holds late in a run against early in the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What visitors report: how each visit ended and how long it took."""
+"""Reports of visitors: how each visit ended and how long it took."""
 
 from __future__ import annotations
 

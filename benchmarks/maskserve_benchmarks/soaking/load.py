@@ -1,4 +1,4 @@
-"""The load: clients in threads, each making one visit after the other, every answer judged."""
+"""The load: clients in threads that make one visit after the other and judge every response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is edited: drawn pictures with rectangular masks, the same for the same seed."""
+"""Drawn pictures with rectangular masks for soaks, the same for the same seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a soak: what the worker held, over time."""
+"""The plot of a soak: what the worker held, over time."""
 
 from __future__ import annotations
 

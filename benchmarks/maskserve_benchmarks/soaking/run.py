@@ -1,4 +1,4 @@
-"""A soak from the worker's start to the judgement."""
+"""A soak, from the start of the worker to the judgement."""
 
 from __future__ import annotations
 

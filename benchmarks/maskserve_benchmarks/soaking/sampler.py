@@ -1,4 +1,4 @@
-"""Samples of a worker: what its processes hold, and what it says of itself."""
+"""Samples of a worker: what its processes hold, and what its status says."""
 
 from __future__ import annotations
 

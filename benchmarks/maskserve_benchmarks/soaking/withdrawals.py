@@ -1,4 +1,4 @@
-"""Visits that nobody waits for to the end: every way to withdraw an edit.
+"""Visits that end early: every way to withdraw an edit.
 
 An edit that was fast enough may be answered all the same.
 """

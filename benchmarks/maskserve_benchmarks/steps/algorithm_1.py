@@ -1,4 +1,4 @@
-"""FlashPS Algorithm 1: the paper's own plan, which ours is held against."""
+"""FlashPS Algorithm 1: the plan of the paper, for comparison with ours."""
 
 from __future__ import annotations
 

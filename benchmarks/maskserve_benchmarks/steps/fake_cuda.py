@@ -1,4 +1,4 @@
-"""A CUDA device that computes nothing: what the engine would run on one, counted on any machine.
+"""A fake CUDA device that computes nothing, to count on any machine what the engine would run.
 
 Tensors have shapes, dtypes and the device `cuda`, but no memory (torch's FakeTensorMode), and every
 operation on them is written down (`launch_log`). A tensor on the wrong device raises, as on a real

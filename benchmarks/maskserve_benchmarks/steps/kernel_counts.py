@@ -1,4 +1,6 @@
-"""How many kernels a step launches, by case: the engine's own code on a fake CUDA device."""
+"""Count the kernels that a step launches, by case, with the engine's own code on a fake CUDA
+device.
+"""
 
 from __future__ import annotations
 

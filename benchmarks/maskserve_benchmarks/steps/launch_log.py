@@ -1,5 +1,5 @@
-"""What is asked of a device, written down as it is asked: kernels with the bytes they touch, copies
-between host and device, and what would make the host wait.
+"""A log of the operations on a device: kernels with the bytes that they touch, copies between host
+and device, and operations that make the host wait.
 """
 
 from __future__ import annotations

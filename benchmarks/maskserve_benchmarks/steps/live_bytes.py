@@ -1,4 +1,4 @@
-"""Bytes that are held on a device at once: as CUDA says, or counted from what torch is asked."""
+"""The bytes held on a device at once: as CUDA reports them, or counted from the calls of torch."""
 
 from __future__ import annotations
 

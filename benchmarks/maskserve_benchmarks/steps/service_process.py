@@ -1,5 +1,5 @@
-"""A ControlNet service in this process or in another: KServe's calls, which no step makes, go to it
-directly or through a pipe; steps go as they are served, through its socket and slots.
+"""A ControlNet service in this process or in another one. KServe's calls reach it directly or
+through a pipe; steps use its socket and slots, as in production.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Classifier-free guidance on two devices: the two passes of a row in two processes of one core
-each (`batch.cfg_parallel`), over both in one; and two workers that have an edit each beside it.
+"""Classifier-free guidance on two devices: one process per pass of a row (`batch.cfg_parallel`),
+over both passes in one process; and two workers with one edit each for comparison.
 
 A way's first step packs its passes and computes their prompts' keys and values, which an edit does
 once: it is not measured.

@@ -1,4 +1,5 @@
-"""A dense step with a ControlNet in a service, over the same with it beside the base.
+"""A dense step with a ControlNet in a service, over the same step with the ControlNet beside the
+base.
 
 Two processes, a core and a thread each: one has a UNet of SDXL's stages at 0.3 of their width,
 random weights, one pass; the other the service with a ControlNet of those stages.

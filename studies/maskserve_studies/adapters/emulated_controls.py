@@ -1,5 +1,5 @@
-"""Edits with ControlNets in services, where devices and networks are emulated: a clock in place of
-each (Katz §5, §9).
+"""Edits with ControlNets in services, with a clock in place of each device and network (Katz §5,
+§9).
 
 The base is this process; each service is a process with the engine's own step loop, socket and
 slots. What a device computes takes as long as its FLOPs say: those of SDXL at 0.3 of its width, as

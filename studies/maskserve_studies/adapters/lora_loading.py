@@ -1,4 +1,4 @@
-"""What an edit pays for a LoRA that is not at hand: storage that takes a second to answer.
+"""The time that an edit pays for a LoRA on storage that takes a second to answer.
 
 Cached edits of FLUX Fill of width 512 with random weights, each with a LoRA that nobody has asked
 for before. `exact` waits for it before its first step; `fast` begins without, as far as the LoRA's

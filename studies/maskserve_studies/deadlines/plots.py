@@ -1,4 +1,4 @@
-"""Pictures of the report on due times, panel by panel as TetriServe has its figures."""
+"""Plots of the study of due times, panel by panel as in TetriServe's figures."""
 
 from __future__ import annotations
 

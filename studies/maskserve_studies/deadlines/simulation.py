@@ -1,5 +1,5 @@
 """Due times on eight devices: TetriServe's Figs. 6, 7, 11 and 13, the optimum of small instances,
-and what masks add.
+and the gain from masks.
 """
 
 from __future__ import annotations

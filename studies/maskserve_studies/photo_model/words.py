@@ -1,4 +1,4 @@
-"""What the photo model can be asked for, and in which words.
+"""The words that the photo model understands.
 
 A wish is a thing and a look: an object as it is, a shape or the ground in a colour or a material,
 nothing at all, or more of what the picture shows.

@@ -1,6 +1,4 @@
-"""The demo models, as a LoRA or a ControlNet learns beside them and as diffusers' own pipelines run
-them.
-"""
+"""The demo models for the training of LoRAs and ControlNets, and as diffusers' own pipelines."""
 
 from __future__ import annotations
 

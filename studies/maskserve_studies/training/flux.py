@@ -1,4 +1,4 @@
-"""How the demo model's transformer learns: small windows first, whole pictures last."""
+"""The training of the demo model's transformer: small windows first, whole pictures last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop in which all parts of the demo models learn: for so much CPU time, resumable."""
+"""The training loop of all demo models: it runs for a given CPU time and can resume."""
 
 from __future__ import annotations
 

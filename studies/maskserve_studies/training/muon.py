@@ -1,4 +1,4 @@
-"""Muon in the precision that the processor is fast in.
+"""The optimizer Muon, in the precision in which the processor is fast.
 
 torch.optim.Muon makes matrices orthogonal in bfloat16. A processor without matrix instructions for
 it takes fifteen times as long for that, and three quarters of a training step; one with them is

@@ -1,4 +1,4 @@
-"""The demo model's FLUX transformer: how it is built, what it is fed, and one training step."""
+"""The demo model's FLUX transformer: its construction, its inputs, and one training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LegoDiffusion's figures on the scheduler of `core.workflows`, and what masks and due times add.
+"""LegoDiffusion's figures with the scheduler of `maskserve_workflows`, and the gains from masks and
+due times.
 
 A system's *rate* is the load at which it has nine of ten requests in time, as a share of what all
 devices could do of dense work; requests are due at twice what they take alone. All systems serve

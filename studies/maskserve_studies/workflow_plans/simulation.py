@@ -1,4 +1,5 @@
-"""Plans of nodes over devices, in virtual time; core decides (`maskserve_workflows.scheduling`).
+"""Plans of nodes over devices, in virtual time. The production scheduler decides
+(`maskserve_workflows.scheduling`).
 
 A system is how requests are cut into nodes, and by which rules these run: a monolith is a plan of
 one node whose one model is the whole workflow.

@@ -1,4 +1,4 @@
-"""LegoDiffusion's workflows (Table 2), who asks for them when, and the systems that serve them.
+"""LegoDiffusion's workflows (Table 2), their traffic, and the systems that serve them.
 
 Sizes and times are the paper's where it has them (§7.3: 3.9 GiB load in 430 ms, two devices are up
 to 1.9 times as fast), else those of the published models on such a card.

@@ -1,4 +1,4 @@
-"""Tables of docs/decisions/simulator.md, of docs/benchmarks/workflows-simulated.json."""
+"""The tables of docs/decisions/simulator.md, from docs/benchmarks/workflows-simulated.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""16 MiB from one node to the next: as a file of the host, by name, and through the caller."""
+"""Time to pass 16 MiB from one node to the next: as a file of the host, by name, and through the
+caller.
+"""
 
 from __future__ import annotations
 

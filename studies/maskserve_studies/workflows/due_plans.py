@@ -1,4 +1,4 @@
-"""Plans with due times at the real router, beside edits as they come, and beside the simulator.
+"""Plans with due times at the real router, beside single edits and beside the simulator.
 
 Eight workers and two node servers are emulated in this process (real gRPC, the step scheduler, a
 row at a time, an H100's times); the router is the product's own process. `replace`, `detail`,

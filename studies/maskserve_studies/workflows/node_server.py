@@ -1,5 +1,5 @@
-"""A node server: a real gRPC server whose nodes take a time that is given, one after the other. It
-computes nothing.
+"""An emulated node server: a real gRPC server whose nodes take a given time, one after the other.
+It computes nothing.
 """
 
 from __future__ import annotations

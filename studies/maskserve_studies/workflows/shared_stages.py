@@ -1,5 +1,5 @@
-"""Memory and edits per second of two workers whose encoder and decoder a service runs, beside two
-that have their own.
+"""Memory and edits per second of two workers that share the encoder and decoder of a service,
+beside two workers with their own.
 
 All processes of workers and service are counted, Triton's among them, by their proportional set
 sizes: what processes share, such as torch's libraries, counts once. Edits per second are those with

@@ -1,5 +1,5 @@
-"""8 MiB from one node to the next, and edits whose ControlNet a service runs: where both ends are
-on one host, and where a link is between them.
+"""Time to pass 8 MiB from one node to the next, and edits with a ControlNet service: with both ends
+on one host, and with a link between them.
 """
 
 from __future__ import annotations
