@@ -164,8 +164,8 @@ MUTATIONS = (
     Mutation(
         "what lifts entries takes no bytes",
         "engine/maskserve_engine/batch/step_cache.py",
-        "groups += [*self._found.values(), *self._lacked.values()]",
-        "groups += [*self._found.values()]",
+        "groups += [*self._dense_first.values(), *self._lacked.values()]",
+        "groups += [*self._dense_first.values()]",
         f"{_KEPT}::test_what_lifts_entries_is_counted_among_its_bytes",
     ),
     Mutation(
@@ -206,8 +206,8 @@ MUTATIONS = (
     Mutation(
         "tokens left out go twice the way to an anchor that is foreseen",
         f"{_FLOW}/rows.py",
-        "self.latents, self.times = self.now, (0.0, 0.0)",
-        "self.latents = self.now",
+        "self.latents, self.times = self.latents_now, (0.0, 0.0)",
+        "self.latents = self.latents_now",
         f"{_KEPT}::test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell",
     ),
     Mutation(
@@ -220,8 +220,8 @@ MUTATIONS = (
     Mutation(
         "a line is booked for one anchor",
         "engine/maskserve_engine/requests/refresh_schedules.py",
-        "changes = min(len(plan.anchors) - 1, 1 + plan.bends) if plan.power else 0",
-        "changes = min(len(plan.anchors), 1 + plan.bends) if plan.power else 0",
+        "changes = min(len(plan.anchors) - 1, 1 + plan.second_order) if plan.power else 0",
+        "changes = min(len(plan.anchors), 1 + plan.second_order) if plan.power else 0",
         f"{_OWN}::test_what_is_booked_is_what_is_kept",
     ),
     Mutation(
@@ -397,7 +397,7 @@ MUTATIONS = (
     Mutation(
         "what is left out stays where it was",
         "engine/maskserve_engine/families/mmdit/rows.py",
-        "left_out.passed(walk.change, own.weight(walk.sigma))",
+        "left_out.passed(walk.change, cache.weight(walk.sigma))",
         "left_out.passed(0.0, 0.0)",
         f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
@@ -405,8 +405,8 @@ MUTATIONS = (
     Mutation(
         "residuals ahead are of the latents at hand",
         "engine/maskserve_engine/families/unet/latents.py",
-        "        return self._given(self._moved(answer, self._at), self._at + 1)",
-        "        return self._given(self._state, self._at + 1)",
+        "        return self._answer_at(self._moved(answer, self._at), self._at + 1)",
+        "        return self._answer_at(self._state, self._at + 1)",
         f"{_FAST}::test_a_row_equals_the_pipeline_whose_net_is_as_late",
     ),
     Mutation(
@@ -477,8 +477,8 @@ MUTATIONS = (
     Mutation(
         "klein's mask is of single latents",
         "engine/maskserve_triton/preprocess.py",
-        "side = facts.vae_scale_factor * facts.mask_latents",
-        "side = facts.vae_scale_factor",
+        "side = spec.vae_scale_factor * spec.mask_latents",
+        "side = spec.vae_scale_factor",
         f"{_KLEIN}::test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke",
     ),
     Mutation(
@@ -547,7 +547,7 @@ MUTATIONS = (
     Mutation(
         "entries that belong to a prompt are primed with the one of all templates",
         "engine/maskserve_engine/requests/templates.py",
-        "return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()",
+        "return job.conditioning if self.adapter.spec.primed_by_prompt else self.prompt()",
         "return self.prompt()",
         f"{_WAY}::test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with",
     ),
@@ -561,8 +561,8 @@ MUTATIONS = (
     Mutation(
         "anchors are of another schedule than the model's own",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk",
-        "walk = make_schedule(self.sampler, steps, tokens, own=model_sigmas).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, sigmas=model_sigmas).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, sigmas=model_sigmas).walk",
         _FOUR,
     ),
     Mutation(
@@ -596,7 +596,7 @@ MUTATIONS = (
     Mutation(
         "Qwen-Image's guided answers are as long as they come out",
         "engine/maskserve_engine/families/qwen_image/adapter.py",
-        "own.mul_(length / own.norm(dim=-1, keepdim=True))",
+        "positive.mul_(length / positive.norm(dim=-1, keepdim=True))",
         "pass",
         f"{_QWEN}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
@@ -610,21 +610,21 @@ MUTATIONS = (
     Mutation(
         "what a text encoder is shown stands ahead of the picture in an entry",
         "engine/maskserve_engine/cache/entries.py",
-        "tensors = [torch.cat((x[self._text :], x[: self._shown])) for x in tensors]",
-        "tensors = [torch.cat((x[: self._shown], x[self._text :])) for x in tensors]",
+        "tensors = [torch.cat((x[self._text :], x[: self._text_tokens])) for x in tensors]",
+        "tensors = [torch.cat((x[: self._text_tokens], x[self._text :])) for x in tensors]",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
     ),
     Mutation(
         "entries of Qwen-Image-Edit are primed without words",
         f"{_FLOW}/adapter.py",
-        "if self.facts.shown and not self.facts.primed_by_prompt:",
-        "if self.facts.shown:",
+        "if self.spec.encoder_picture and not self.spec.primed_by_prompt:",
+        "if self.spec.encoder_picture:",
         f"{_QWEN_EDIT}::test_on_its_primings_inputs_a_cached_row_is_a_dense_one",
     ),
     Mutation(
         "a prompt is kept for all pictures",
         "engine/maskserve_triton/encoder.py",
-        "picture = edit.pixels_id or template_id(each.pixels)",
+        "picture = edit.pixels_id or template_id(request.pixels)",
         'picture = ""',
         f"{_QWEN_EDIT}::test_prompts_are_kept_by_picture",
     ),
@@ -652,22 +652,22 @@ MUTATIONS = (
     Mutation(
         "a distilled model goes by the base model's schedule",
         f"{_FLOW}/schedule.py",
-        "sigmas = np.array(own) if own else np.linspace(1.0, 1 / steps, steps)",
+        "sigmas = np.array(listed_sigmas) if listed_sigmas else np.linspace(1.0, 1 / steps, steps)",
         "sigmas = np.linspace(1.0, 1 / steps, steps)",
         f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
     ),
     Mutation(
         "a distilled model's template is primed for the base model's schedule",
         f"{_FLOW}/adapter.py",
-        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk",
+        "walk = make_schedule(self.sampler, steps, tokens, shift=shift, sigmas=model_sigmas).walk",
         "walk = make_schedule(self.sampler, steps, tokens, shift=shift).walk",
         f"{_OF_QWEN21}::test_a_distilled_model_goes_by_its_own_schedule",
     ),
     Mutation(
         "a distilled model takes any number of steps",
         "engine/maskserve_triton/accept.py",
-        "if facts.sigmas and steps != len(facts.sigmas):",
-        "if facts.sigmas and steps > 1000:",
+        "if spec.sigmas and steps != len(spec.sigmas):",
+        "if spec.sigmas and steps > 1000:",
         f"{_OF_QWEN21}::test_other_steps_than_a_model_s_own_are_refused",
     ),
     Mutation(
@@ -716,8 +716,8 @@ MUTATIONS = (
     Mutation(
         "Z-Image is guided as other families are",
         _Z_IMAGE,
-        "own.add_(own - away, alpha=scale)",
-        "own.sub_(away).mul_(scale).add_(away)",
+        "positive.add_(positive - negative, alpha=scale)",
+        "positive.sub_(negative).mul_(scale).add_(negative)",
         f"{_OF_Z_IMAGE}::test_dense_rows_of_any_mix_are_the_pipelines",
     ),
     Mutation(
@@ -772,7 +772,7 @@ MUTATIONS = (
     Mutation(
         "ranks that share a picture's own blocks go on with its route",
         "engine/maskserve_engine/batch/sequence_parallel.py",
-        "self.share = self._behind",
+        "self.share = self._share_behind",
         "pass",
         f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_common.config_file import read_json
 from maskserve_engine.families.flux import spec as flux
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 
 FLUX_DEV: dict[str, Any] = {
     "num_attention_heads": 24,
@@ -86,7 +86,7 @@ FLUX_VAE: dict[str, Any] = {
 }
 """vae/config.json of FLUX.1, likewise."""
 
-FLUX_FILL_FACTS = load_facts(_shapes("flux1-fill"))
+FLUX_FILL_FACTS = load_spec(_shapes("flux1-fill"))
 """Of FLUX.1-Fill-dev, as a worker has them of its folder."""
 
 FLUX_DEV_FACTS = replace(
@@ -126,8 +126,8 @@ SD21: dict[str, Any] = {
 }
 """unet/config.json of Stable Diffusion 2.1."""
 
-SDXL_FACTS = load_facts(_shapes("sdxl"))
+SDXL_FACTS = load_spec(_shapes("sdxl"))
 """Of SDXL base."""
 
-SD21_FACTS = load_facts(_shapes("sd21"))
+SD21_FACTS = load_spec(_shapes("sd21"))
 """Of Stable Diffusion 2.1."""

@@ -36,10 +36,10 @@ def grpc_address(url: str, context: ssl.SSLContext | None = None) -> str:
             raise _no_address(url)
         if parts.port is None:  # a proxy in front takes both
             return f"{_bracketed(parts.hostname)}:{443 if parts.scheme == 'https' else 80}"
-        return _beside(parts.netloc, 1)
+        return _neighbour(parts.netloc, 1)
     named = address(url)
     http = named == url and _speaks_http(named, context)
-    return _beside(named, 1) if http else url
+    return _neighbour(named, 1) if http else url
 
 
 def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
@@ -48,7 +48,7 @@ def http_address(url: str, context: ssl.SSLContext | None = None) -> str:
     if urlsplit(url).scheme in _SCHEMES:
         return url
     named = address(url)
-    lower_address = _beside(named, -1)
+    lower_address = _neighbour(named, -1)
     chosen_address = (
         lower_address
         if not _speaks_http(named, context) and _speaks_http(lower_address, context)
@@ -79,7 +79,7 @@ def _speaks_http(named: str, context: ssl.SSLContext | None = None) -> bool:
     return True
 
 
-def _beside(named: str, by: int) -> str:
+def _neighbour(named: str, by: int) -> str:
     """Return HOST:PORT with the port moved by `by`."""
     try:
         parts = urlsplit(f"//{named}")

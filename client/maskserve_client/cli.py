@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         _add_common(command)
     _add_templates(subcommands)
     _add_adapters(subcommands)
-    add_jobs(subcommands, _add_common, _add_asked)
+    add_jobs(subcommands, _add_common, _add_edit_options)
     add_workflows(subcommands, _add_common)
     _add_web(subcommands)
     _add_serve(subcommands)
@@ -190,7 +190,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out b.png",
     )
     _add_common(edit)
-    files, running = _add_asked(edit)
+    files, running = _add_edit_options(edit)
     files.add_argument(
         "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
     )
@@ -223,7 +223,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     edit.set_defaults(run=commands.edit)
 
 
-def _add_asked(
+def _add_edit_options(
     edit: argparse.ArgumentParser,
 ) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
     """Add an edit's options, for now or for a job; return the groups of pictures and of serving."""
@@ -381,11 +381,11 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     listing = actions.add_parser("ls", help="list ids, and what the server keeps of each")
     listing.set_defaults(run=commands.templates_list)
     remove = actions.add_parser("rm", help="forget templates")
-    remove.set_defaults(run=commands.templates_each, op="evict")
+    remove.set_defaults(run=commands.templates_by_worker, op="evict")
     pin = actions.add_parser("pin", help="keep the cached activations of templates")
-    pin.set_defaults(run=commands.templates_each, op="pin")
+    pin.set_defaults(run=commands.templates_by_worker, op="pin")
     unpin = actions.add_parser("unpin", help="let cached activations be evicted again")
-    unpin.set_defaults(run=commands.templates_each, op="unpin")
+    unpin.set_defaults(run=commands.templates_by_worker, op="unpin")
     for command in (remove, pin, unpin):
         command.add_argument("ids", nargs="+", metavar="ID", help="as templates add prints it")
     for command in (add, listing, remove, pin, unpin):
@@ -423,7 +423,7 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     evict = actions.add_parser("evict", help="remove them from the hosts; the storage keeps them")
     for name, command in (("load", load), ("pin", pin), ("unpin", unpin), ("evict", evict)):
         command.add_argument("names", nargs="+", metavar="NAME", help="as adapters ls shows it")
-        command.set_defaults(run=commands.adapters_each, op=f"adapter_{name}")
+        command.set_defaults(run=commands.adapters_by_worker, op=f"adapter_{name}")
     for command in (listing, check, load, pin, unpin, evict):
         _add_common(command)
 

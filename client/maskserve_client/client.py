@@ -13,7 +13,7 @@ from maskserve_client import wire
 from maskserve_client.calls import Answers, PendingAnswer
 from maskserve_client.errors import ServerUnavailable, from_rpc
 from maskserve_client.events import EditResult, Event, Final
-from maskserve_client.interrupts import held_back
+from maskserve_client.interrupts import deferred
 from maskserve_client.wire import DEFAULT_URL, Answer, ImageInput, ModelCall
 from maskserve_common.errors import Cancelled
 
@@ -182,7 +182,7 @@ class Client(Endpoint):
     def _infer(self, call: ModelCall[Answer], timeout: float | None) -> Answer:
         answer: PendingAnswer | None = None
         try:
-            with held_back():
+            with deferred():
                 answer = PendingAnswer(
                     self._stub.ModelInfer.future(
                         call.request, timeout=timeout, metadata=self._metadata
@@ -203,7 +203,7 @@ class Client(Endpoint):
         answers: Answers | None = None
         reported_step = 0
         try:
-            with held_back():
+            with deferred():
                 answers = Answers(
                     self._stub.ModelStreamInfer(
                         iter((request,)), timeout=timeout, metadata=self._metadata

@@ -28,11 +28,11 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded
 from maskserve_common.files.store import FileStore
 from maskserve_lora.lora_header import BadAdapter
-from maskserve_lora.store import file_facts
+from maskserve_lora.store import describe_file
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
-_ASKED_EVERY_S, _SAID_EVERY_S = 0.25, 2
+_POLL_S, _PROGRESS_S = 0.25, 2
 _PATIENT_S = 80.0
 """Timeout in seconds for operations on a slow storage."""
 
@@ -103,8 +103,8 @@ def _wait_ready(options: argparse.Namespace) -> None:
             )
         if int(waited) >= said_s:
             print(f"not ready yet, loading for {int(waited)} s", file=sys.stderr)
-            said_s = int(waited) + _SAID_EVERY_S
-        time.sleep(min(_ASKED_EVERY_S, options.wait))
+            said_s = int(waited) + _PROGRESS_S
+        time.sleep(min(_POLL_S, options.wait))
 
 
 def _is_ready(options: argparse.Namespace) -> bool:
@@ -127,7 +127,7 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         raise InvalidRequest("--out", f"{out.name} has another suffix", ", ".join(_FORMATS))
     if not out.parent.is_dir():
         raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
-    settings = {**asked_settings(options), "output_format": _FORMATS[out.suffix.lower()]}
+    settings = {**settings_of(options), "output_format": _FORMATS[out.suffix.lower()]}
     if options.previews:
         settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
     elif options.preview_every is not None:
@@ -135,7 +135,7 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     return settings
 
 
-def asked_settings(options: argparse.Namespace) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that an edit's options give, without unset ones.
 
     `control` has the pictures of its ControlNets.
@@ -483,22 +483,22 @@ def templates_list(options: argparse.Namespace) -> None:
         print(json.dumps(values))
         return
     for template in values["templates"]:
-        print(f"{template['template_id']}  {_kept(template)}")
+        print(f"{template['template_id']}  {_lifetime(template)}")
     entries = [entry for template in values["templates"] for entry in template["entries"]]
     if entries:
-        print(f"{len(values['templates'])} templates, {_kept_words(entries)}")
+        print(f"{len(values['templates'])} templates, {_entries_text(entries)}")
 
 
-def _kept(template: dict[str, Any]) -> str:
+def _lifetime(template: dict[str, Any]) -> str:
     """Return in words what a server keeps of a template."""
     entries = template["entries"]
-    cached = _kept_words(entries) if entries else "not cached"
+    cached = _entries_text(entries) if entries else "not cached"
     if template["registered"]:
         return f"registered, {cached}"
     return f"{cached} only: register the image to edit it by this id"
 
 
-def _kept_words(entries: list[dict[str, Any]]) -> str:
+def _entries_text(entries: list[dict[str, Any]]) -> str:
     """Return in words the entries' bytes by tier."""
     by_tier: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -512,7 +512,7 @@ def _kept_words(entries: list[dict[str, Any]]) -> str:
     return f"cached on {', '.join(tiers)}"
 
 
-def templates_each(options: argparse.Namespace) -> None:
+def templates_by_worker(options: argparse.Namespace) -> None:
     """Run `maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
     results = []
     with _templates(options) as templates:
@@ -595,12 +595,12 @@ def adapters_check(options: argparse.Namespace) -> None:
 def _checked_file(name: str, model: str | None, gguf: str) -> dict[str, Any]:
     """Return the facts of a file. Raises InvalidRequest: it could not be served."""
     try:
-        return file_facts(Path(name), model, gguf)
+        return describe_file(Path(name), model, gguf)
     except BadAdapter as error:
         raise InvalidRequest(name, str(error)) from error
 
 
-def adapters_each(options: argparse.Namespace) -> None:
+def adapters_by_worker(options: argparse.Namespace) -> None:
     """Run `maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
     results = []
     with connected(options) as client:

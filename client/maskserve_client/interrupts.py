@@ -16,7 +16,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def deferred() -> Iterator[None]:
     """Delay SIGINT and SIGTERM to the end of the block.
 
     In threads other than the main one it does nothing: no handler runs there.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_client.address import http_address
-from maskserve_client.commands import asked_settings, tls_context, write_whole
+from maskserve_client.commands import settings_of, tls_context, write_whole
 from maskserve_client.jobs import EditJobs, pictures
 from maskserve_client.router_http import error_of
 from maskserve_common.errors import InvalidRequest
@@ -18,11 +18,11 @@ from maskserve_common.errors import InvalidRequest
 def add_jobs(
     subcommands: argparse._SubParsersAction[argparse.ArgumentParser],
     add_common: Callable[[argparse.ArgumentParser], None],
-    add_asked: Callable[[argparse.ArgumentParser], Any],
+    add_edit_options: Callable[[argparse.ArgumentParser], Any],
 ) -> None:
     """Add the parser of `maskserve jobs`.
 
-    `add_common` adds the options for a server, `add_asked` those of an edit.
+    `add_common` adds the options for a server, `add_edit_options` those of an edit.
     """
     jobs = subcommands.add_parser(
         "jobs",
@@ -36,7 +36,7 @@ def add_jobs(
         epilog="example: maskserve jobs add --url http://localhost:8080 --image a.png "
         '--mask m.png --prompt "a red star"',
     )
-    add_asked(add)
+    add_edit_options(add)
     add.add_argument(
         "--format", dest="output_format", choices=("png", "webp", "jpeg"), help="of the answer"
     )
@@ -64,7 +64,7 @@ def _jobs(options: argparse.Namespace) -> EditJobs:
 
 
 def _add(options: argparse.Namespace) -> None:
-    settings = asked_settings(options)
+    settings = settings_of(options)
     if (quality := settings.pop("output_quality", None)) is not None:
         settings["output_compression"] = quality
     for name in ("webhook", "output_url"):

@@ -15,7 +15,7 @@ from maskserve_common.errors import DeadlineExceeded
 
 _PATH = "/v1/jobs"
 _ENDS = ("succeeded", "failed", "cancelled")
-_ASKED_EVERY_S = 0.5
+_POLL_S = 0.5
 
 
 class EditJobs(RouterHttp):
@@ -86,7 +86,7 @@ class EditJobs(RouterHttp):
         while (job := self.get(job_id))["status"] not in _ENDS:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(f"{job_id} is {job['status']} after {timeout:g} s")
-            time.sleep(_ASKED_EVERY_S)
+            time.sleep(_POLL_S)
         return job
 
     def delete(self, job_id: str) -> dict[str, Any]:

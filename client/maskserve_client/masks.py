@@ -26,12 +26,12 @@ class Masks(RouterHttp):
     open("mask.png", "wb").write(found.mask)
     """
 
-    def find(self, image: ImageInput, **asked: Any) -> ScoredMask:
+    def find(self, image: ImageInput, **prompt: Any) -> ScoredMask:
         """Find the mask of a thing.
 
         Args:
             image: the picture.
-            asked: fields of the setting `mask_from`: `text`, or `points` and `box`.
+            prompt: fields of the setting `mask_from`: `text`, or `points` and `box`.
 
         Raises:
             InvalidRequest: nothing is found, or no server has such a model.
@@ -39,5 +39,5 @@ class Masks(RouterHttp):
             OSError: a path cannot be read.
         """
         files = [("image", wire.image_bytes(image))]
-        [item] = self.send_form("/v1/masks", asked, files)["data"]
+        [item] = self.send_form("/v1/masks", prompt, files)["data"]
         return ScoredMask(base64.b64decode(item["b64_json"]), item["score"])

@@ -100,9 +100,9 @@ class RouterHttp:
         raise failed
 
 
-def error_of(told: Mapping[str, Any]) -> MaskserveError:
+def error_of(body: Mapping[str, Any]) -> MaskserveError:
     """Return the exception for an error of the HTTP port."""
-    code, message = str(told["code"]).upper(), str(told["message"])
+    code, message = str(body["code"]).upper(), str(body["message"])
     if code == "INVALID_API_KEY":
         return InvalidRequest("key", message)
     if code in ("JOB_NOT_FOUND", "MODEL_NOT_FOUND"):

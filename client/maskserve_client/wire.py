@@ -191,14 +191,14 @@ def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
     return _event(message.infer_response)
 
 
-def last_step(final: Final, told: int) -> Progress | None:
+def last_step(final: Final, reported: int) -> Progress | None:
     """Return the event of an edit's last step, which servers leave out before the picture.
 
-    None: the last reported step `told` is the last one.
+    None: the last reported step `reported` is the last one.
     """
     meta = final.result.meta
     steps = int(meta.get("steps", 0))
-    return Progress(steps, steps, int(meta.get("restarts", 0))) if told < steps else None
+    return Progress(steps, steps, int(meta.get("restarts", 0))) if reported < steps else None
 
 
 def _edit(

@@ -36,12 +36,14 @@ def decoded(text: str) -> bytes:
         ) from None
 
 
-def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePicture, Image.Image]:
+def source_and_mask(
+    painted: str | None, pictures_on_disk: PagePictures
+) -> tuple[PagePicture, Image.Image]:
     """Return the picture, and the mask: white where it was painted.
 
     Args:
         painted: the canvas's JSON; see `painter.js`.
-        kept: pictures of the page.
+        pictures_on_disk: pictures of the page.
 
     Raises:
         NotYet: there is no picture, or nothing was painted.
@@ -52,7 +54,7 @@ def source_and_mask(painted: str | None, kept: PagePictures) -> tuple[PagePictur
         name, bits = canvas["name"], base64.b64decode(canvas.get("mask", ""), validate=True)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise NotYet("There is no picture yet: choose, paste or drop one, or pick one.") from None
-    source = kept.get(name)
+    source = pictures_on_disk.get(name)
     height, width = source.size
     touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
     if not touched.any():

@@ -27,7 +27,7 @@ from maskserve_page.edit_inputs import decoded, settings_of, source_and_mask
 from maskserve_page.pictures import EXPIRES_S, PagePicture, PagePictures
 from maskserve_page.session import Session
 
-_SHOWN_EVERY_S = 0.25
+_PREVIEW_S = 0.25
 """Least seconds between two progress updates: updates take time of the cores that compute."""
 WORDS = {
     "demo": (
@@ -46,13 +46,13 @@ _MOST_STEPS_BACK = 8
 
 
 def make_page(
-    session: Session, kept: PagePictures, pictures: list[Path], masks: Masks | None
+    session: Session, pictures_on_disk: PagePictures, pictures: list[Path], masks: Masks | None
 ) -> Any:
     """Make the page.
 
     Args:
         session: connection to the worker or router that runs the edits.
-        kept: pictures of the page's users.
+        pictures_on_disk: pictures of the page's users.
         pictures: example pictures to begin with.
         masks: finds the mask of a clicked thing; None: masks are only painted.
     """
@@ -71,11 +71,11 @@ def make_page(
         )
         with gr.Row():
             with gr.Column(scale=5):
-                form = _form(gr, session, kept, pictures, masks)
+                form = _form(gr, session, pictures_on_disk, pictures, masks)
             with gr.Column(scale=4, elem_classes="outcome"):
                 outcome = _outcome(gr)
-        _edits(gr, form, outcome, session, kept)
-        _steps_on_and_back(gr, form, outcome, kept)
+        _edits(gr, form, outcome, session, pictures_on_disk)
+        _steps_on_and_back(gr, form, outcome, pictures_on_disk)
     return page
 
 
@@ -93,23 +93,27 @@ class _Form:
 
 
 def _form(
-    gr: Any, session: Session, kept: PagePictures, pictures: list[Path], masks: Masks | None
+    gr: Any,
+    session: Session,
+    pictures_on_disk: PagePictures,
+    pictures: list[Path],
+    masks: Masks | None,
 ) -> _Form:
     model = session.model()
 
     def take(encoded: str) -> dict[str, str]:
         """Keep a picture in base64; return its name and URL, or an error sentence."""
         try:
-            picture = kept.take(decoded(encoded))
+            picture = pictures_on_disk.take(decoded(encoded))
         except InvalidRequest as error:
             return {"error": error.message}
         session.prepare(picture)
-        return picture.told()
+        return picture.template()
 
-    def find(asked: dict[str, Any]) -> dict[str, str]:
+    def find(prompt: dict[str, Any]) -> dict[str, str]:
         """Return the mask of the thing at a pixel, a PNG in base64, or an error sentence."""
         try:
-            file, place = kept.get(asked["name"]).file, [asked["x"], asked["y"], 1]
+            file, place = pictures_on_disk.get(prompt["name"]).file, [prompt["x"], prompt["y"], 1]
             assert masks is not None
             scored_mask = masks.find(file, points=[place])
         except MaskserveError as error:
@@ -144,7 +148,7 @@ def _form(
                 chip = gr.Button(words, size="sm")
                 chip.click(None, None, prompt, js=f"() => {json.dumps(words)}")
     if pictures:
-        _gallery(gr, editor, session, kept, pictures)
+        _gallery(gr, editor, session, pictures_on_disk, pictures)
     with gr.Accordion("More", open=False):
         with gr.Row():
             seed = gr.Number(label="Seed", value=0, precision=0, minimum=0)
@@ -163,7 +167,7 @@ def _form(
 
 
 def _gallery(
-    gr: Any, editor: Any, session: Session, kept: PagePictures, pictures: list[Path]
+    gr: Any, editor: Any, session: Session, pictures_on_disk: PagePictures, pictures: list[Path]
 ) -> None:
     gr.HTML("Or begin with one of these", elem_classes="caption", padding=False)
     gallery = gr.Gallery(
@@ -178,9 +182,9 @@ def _gallery(
     )
 
     def picked(event: Any) -> str:
-        picture = kept.take(pictures[event.index].read_bytes())
+        picture = pictures_on_disk.take(pictures[event.index].read_bytes())
         session.prepare(picture)
-        return json.dumps(picture.told())
+        return json.dumps(picture.template())
 
     picked.__annotations__["event"] = gr.SelectData  # Gradio reads this annotation
     gallery.select(picked, None, editor, show_progress="hidden")
@@ -192,13 +196,13 @@ class _Outcome:
 
     status: Any
     live: Any
-    shown: Any
+    preview: Any
     bar: Any
     """Row of buttons for a finished picture."""
     go_on: Any
     undo: Any
     file: Any
-    facts: Any
+    spec: Any
     last: Any
     """State: the name of the last finished picture."""
 
@@ -215,7 +219,9 @@ def _outcome(gr: Any) -> _Outcome:
     return _Outcome(status, live, picture, bar, go_on, undo, file, details, gr.State(""))
 
 
-def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: PagePictures) -> None:
+def _edits(
+    gr: Any, form: _Form, outcome: _Outcome, session: Session, pictures_on_disk: PagePictures
+) -> None:
     """Connect Edit and Stop."""
     request = gr.State(_fresh_id)  # of the next edit, or of the one under way
 
@@ -231,29 +237,29 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
             form.stop: gr.Button(visible=visibility[running]),
         }
 
-    def facts(result: EditResult, made: PagePicture) -> dict[Any, Any]:
+    def spec(result: EditResult, picture: PagePicture) -> dict[Any, Any]:
         """Return the updates for a finished edit, other than its picture."""
         return {
-            outcome.facts: told.summary(result.meta),
+            outcome.spec: told.summary(result.meta),
             form.seed: result.seed,
-            outcome.file: gr.DownloadButton(value=str(made.file), interactive=True),
+            outcome.file: gr.DownloadButton(value=str(picture.file), interactive=True),
             outcome.go_on: gr.Button(interactive=True),
-            outcome.last: made.name,
+            outcome.last: picture.name,
         }
 
-    def edit(*given: Any) -> Iterator[Any]:
+    def edit(*inputs: Any) -> Iterator[Any]:
         """Yield updates while an edit runs; errors become sentences of the page."""
-        painted, text, name, *setting_values = given
+        painted, text, name, *setting_values = inputs
         try:
-            source, mask = source_and_mask(painted, kept)
+            source, mask = source_and_mask(painted, pictures_on_disk)
             settings = {**settings_of(*setting_values), "request_id": name}
             yield buttons(running=True)
             shown_at = 0.0
             with closing(session.events(source, mask, text or "", settings)) as events:
                 for event in events:
                     if isinstance(event, Final):
-                        picture = kept.take(event.result.encoded)
-                        session.made(picture, event.result)
+                        picture = pictures_on_disk.take(event.result.encoded)
+                        session.remember(picture, event.result)
                         # The picture first: the facts take time as well.
                         yield {
                             **buttons(running=False),
@@ -261,14 +267,14 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
                                 "done", event.result.meta.get("warnings", ())
                             ),
                             outcome.live: "",
-                            outcome.shown: told.compared(source, picture, mask),
+                            outcome.preview: told.compared(source, picture, mask),
                             outcome.bar: gr.Row(visible=True),
                         }
-                        yield {**facts(event.result, picture), request: _fresh_id()}
-                    elif time.monotonic() - shown_at >= _SHOWN_EVERY_S:
+                        yield {**spec(event.result, picture), request: _fresh_id()}
+                    elif time.monotonic() - shown_at >= _PREVIEW_S:
                         values = {outcome.status: told.progress(event)}
                         if isinstance(event, Preview):
-                            values |= {outcome.live: told.preview(event.image), outcome.shown: ""}
+                            values |= {outcome.live: told.preview(event.image), outcome.preview: ""}
                         yield values
                         shown_at = time.monotonic()
         except (MaskserveError, OSError) as error:
@@ -290,7 +296,9 @@ def _edits(gr: Any, form: _Form, outcome: _Outcome, session: Session, kept: Page
     form.stop.click(session.stop, request, None, show_progress="hidden")
 
 
-def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictures) -> None:
+def _steps_on_and_back(
+    gr: Any, form: _Form, outcome: _Outcome, pictures_on_disk: PagePictures
+) -> None:
     """Connect the buttons that continue from a result and go back."""
     past = gr.State([])
 
@@ -298,7 +306,7 @@ def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictur
         """Make the result the picture to edit, and keep the previous picture."""
         earlier = [*before, json.loads(painted)["name"]][-_MOST_STEPS_BACK:] if painted else before
         return (
-            json.dumps(kept.get(result).told()),
+            json.dumps(pictures_on_disk.get(result).template()),
             earlier,
             gr.Button(interactive=bool(earlier)),
             gr.Button(interactive=False),
@@ -308,7 +316,7 @@ def _steps_on_and_back(gr: Any, form: _Form, outcome: _Outcome, kept: PagePictur
         """Return to the previous picture."""
         *older_names, name = before
         return (
-            json.dumps(kept.get(name).told()),
+            json.dumps(pictures_on_disk.get(name).template()),
             older_names,
             gr.Button(interactive=bool(older_names)),
         )

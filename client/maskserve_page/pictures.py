@@ -14,14 +14,14 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.containers import read_container
 from maskserve_common.imaging.images import Size, read_size
-from maskserve_common.lru_cache import Kept
+from maskserve_common.lru_cache import LruCache
 
 LIMITS = LimitsConfig()
 EXPIRES_S = 3600.0
 """Seconds after its last use when a picture goes, here and at the server."""
 _MOST_PICTURES = 64
 """Most pictures of all users; beyond, the longest unused one goes."""
-_MOST_KEPT_BYTES = 256 * 2**20
+_MOST_BYTES = 256 * 2**20
 """Most bytes of their files. Only files are kept: nothing is decoded here."""
 _TIDIED_EVERY_S = 60.0
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif"}
@@ -43,7 +43,7 @@ class PagePicture(NamedTuple):
         """URL for a browser, relative to the page."""
         return f"gradio_api/file={self.file}"
 
-    def told(self) -> dict[str, str]:
+    def template(self) -> dict[str, str]:
         """Return the message that tells the canvas to show it."""
         return {"name": self.name, "url": self.url}
 
@@ -59,7 +59,7 @@ class PagePictures:
         most: most pictures; beyond, the longest unused one goes.
         most_bytes: most bytes of the files.
         expires_s: seconds after its last use when a picture goes.
-        gone: called with the name of each picture that goes.
+        on_evict: called with the name of each picture that goes.
         now: a clock.
     """
 
@@ -67,19 +67,19 @@ class PagePictures:
         self,
         folder: Path,
         most: int = _MOST_PICTURES,
-        most_bytes: int = _MOST_KEPT_BYTES,
+        most_bytes: int = _MOST_BYTES,
         expires_s: float = EXPIRES_S,
-        gone: Callable[[str], None] = lambda name: None,
+        on_evict: Callable[[str], None] = lambda name: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._gone = folder, gone
+        self._folder, self._on_evict = folder, on_evict
         least = -(-most_bytes // most)  # so that at most `most` pictures fit
-        self._kept: Kept[str, PagePicture] = Kept(
+        self._pictures: LruCache[str, PagePicture] = LruCache(
             most_bytes,
             lambda picture: max(picture.nbytes, least),
             expires_s=expires_s,
             now=now,
-            gone=lambda name, picture: self._leaving.append(picture),
+            on_evict=lambda name, picture: self._leaving.append(picture),
         )
         self._leaving: list[PagePicture] = []
         self._lock = threading.Lock()
@@ -93,18 +93,18 @@ class PagePictures:
         size = read_size(encoded, "picture", LIMITS)
         name = hashlib.sha256(encoded).hexdigest()
         with self._tidying():
-            picture = self._kept.get(name)
+            picture = self._pictures.get(name)
             if picture is None:
                 file = self._folder / f"{name}{_suffix(encoded)}"
                 file.write_bytes(encoded)
                 picture = PagePicture(name, size, file, len(encoded))
-                self._kept.put(name, picture)
+                self._pictures.put(name, picture)
         return picture
 
     def get(self, name: Any) -> PagePicture:
         """Return a picture. Raises InvalidRequest: there is none with this name."""
         with self._tidying():
-            picture = self._kept.get(name) if isinstance(name, str) else None
+            picture = self._pictures.get(name) if isinstance(name, str) else None
         if picture is None:
             raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
         return picture
@@ -112,7 +112,7 @@ class PagePictures:
     def tidy(self) -> None:
         """Remove expired pictures."""
         with self._tidying():
-            self._kept.expire()
+            self._pictures.expire()
 
     @contextmanager
     def tidied(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class PagePictures:
             for picture in evicted:
                 picture.file.unlink(missing_ok=True)
         for picture in evicted:
-            self._gone(picture.name)
+            self._on_evict(picture.name)
 
 
 def _suffix(encoded: bytes) -> str:

@@ -68,10 +68,10 @@ class SameOrigin:
         await self._app(scope, bounded, plain)
 
 
-async def _refuse(scope: Any, send: Any, status: int, told: bytes) -> None:
+async def _refuse(scope: Any, send: Any, status: int, body: bytes) -> None:
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return
-    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(told)).encode())]
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": told})
+    await send({"type": "http.response.body", "body": body})

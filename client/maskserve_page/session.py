@@ -26,7 +26,7 @@ class Session:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._templates: dict[str, Future[str]] = {}
-        self._own: set[str] = set()
+        self._registered: set[str] = set()
         """Templates that only this page registered at the server."""
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(2, "register")
@@ -73,8 +73,8 @@ class Session:
         with suppress(MaskserveError):
             template = known.result()
             with self._lock:
-                is_exclusive = template in self._own
-                self._own.discard(template)
+                is_exclusive = template in self._registered
+                self._registered.discard(template)
             if is_exclusive:
                 self._client.control("evict", template_id=template)
 
@@ -86,7 +86,7 @@ class Session:
         template = self._client.register(file)
         if listed is not None and template not in listed:
             with self._lock:
-                self._own.add(template)
+                self._registered.add(template)
         return template
 
     def events(
@@ -104,7 +104,7 @@ class Session:
                 if retrying:
                     raise
 
-    def made(self, picture: PagePicture, result: EditResult) -> None:
+    def remember(self, picture: PagePicture, result: EditResult) -> None:
         """Remember a result as the template under which the server keeps it."""
         if result.result_template_id is not None:
             registration: Future[str] = Future()

@@ -56,7 +56,7 @@ def serve_page(
         closing(Session(client)) as session,
     ):
         _await(session, options.url)
-        page_pictures = PagePictures(Path(folder).resolve(), gone=session.forget)
+        page_pictures = PagePictures(Path(folder).resolve(), on_evict=session.forget)
         page = make_page(session, page_pictures, pictures, masks)
         page.queue(default_concurrency_limit=options.edits)
         app = gradio.mount_gradio_app(

@@ -235,7 +235,7 @@ class CacheConfig(Table, frozen=True):
     audit_limit: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.25
     """Difference of such an edit, relative, beyond which its template runs dense from then on."""
 
-    def own_format_on(self, device: str) -> EntryFormat:
+    def refresh_format_on(self, device: str) -> EntryFormat:
         """`own_format` of a worker on a device of this type."""
         if self.own_format != "auto":
             return self.own_format
@@ -532,7 +532,7 @@ def outside_noise(config: Config) -> Literal["auto", "template", "edit"]:
     return "edit" if noise == "auto" and not config.cache.enabled else noise
 
 
-def beside_denoiser(config: Config, stage: Stage) -> Config:
+def sharing_the_device(config: Config, stage: Stage) -> Config:
     """The configuration of the encoder or decoder, which run beside the denoiser's steps.
 
     They take a thread or two, so that their work does not stop the batch.
@@ -545,7 +545,7 @@ def beside_denoiser(config: Config, stage: Stage) -> Config:
     )
 
 
-def gpus_wanted(config: Config) -> int:
+def gpus_required(config: Config) -> int:
     """GPUs that one worker of this configuration is to see: as many as its devices count up to."""
     model = config.model
     named = [model.device]

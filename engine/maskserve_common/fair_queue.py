@@ -43,34 +43,34 @@ class KeyWork:
     """
 
     def __init__(self) -> None:
-        self._given: dict[str, float] = {}
+        self._used: dict[str, float] = {}
         self._weight = 1.0
         """Weight of work that is added now. It grows, so that earlier work counts less."""
 
     def add(self, key: str, work: float, steps: float = 1.0) -> None:
         """A key was given so much more, so many steps after whoever was before it."""
         self._weight *= (1 + 1 / _MEMORY) ** steps
-        self._given[key] = self._given.get(key, 0.0) + work * self._weight
+        self._used[key] = self._used.get(key, 0.0) + work * self._weight
         if self._weight > _HEAVY:
-            scaled = ((key, total / self._weight) for key, total in self._given.items())
-            self._given = {key: total for key, total in scaled if total > 1 / _HEAVY}
+            scaled = ((key, total / self._weight) for key, total in self._used.items())
+            self._used = {key: total for key, total in scaled if total > 1 / _HEAVY}
             self._weight = 1.0
 
-    def had(self, key: str) -> float:
+    def used(self, key: str) -> float:
         """Return the decayed work that a key has received."""
-        return self._given.get(key, 0.0) / self._weight
+        return self._used.get(key, 0.0) / self._weight
 
-    def behind(self, keys: Iterable[str]) -> str:
+    def furthest_behind(self, keys: Iterable[str]) -> str:
         """Return the key that has received least."""
-        return min(keys, key=lambda key: self._given.get(key, 0.0))
+        return min(keys, key=lambda key: self._used.get(key, 0.0))
 
     def lag(self, key: str, keys: Iterable[str]) -> float:
         """How much more than this key that of these has had that had most."""
-        most = max(self._given.get(other_key, 0.0) for other_key in keys)
-        return (most - self._given.get(key, 0.0)) / self._weight
+        most = max(self._used.get(other_key, 0.0) for other_key in keys)
+        return (most - self._used.get(key, 0.0)) / self._weight
 
 
-class KeyTurns:
+class FairQueue:
     """Each of n keys moves on at least an nth as fast as it would alone, however many rows the
     others have.
 
@@ -90,8 +90,8 @@ class KeyTurns:
 
     def next(self, live: Sequence[KeyedRow]) -> str | None:
         """Return the key that is served next; None: all rows belong to one key."""
-        keys = dict.fromkeys(map(_whose, live))
-        return self._work.behind(keys) if len(keys) > 1 else None
+        keys = dict.fromkeys(map(_key_of, live))
+        return self._work.furthest_behind(keys) if len(keys) > 1 else None
 
     def rows(self, batch: Sequence[T], live: Sequence[KeyedRow]) -> tuple[T, ...]:
         """Return the rows of a batch that step now.
@@ -103,20 +103,20 @@ class KeyTurns:
         self._step += 1
         work_by_key: dict[str, float] = {}
         for ticket in live:
-            work_by_key[_whose(ticket)] = work_by_key.get(_whose(ticket), 0.0) + _work(ticket)
+            work_by_key[_key_of(ticket)] = work_by_key.get(_key_of(ticket), 0.0) + _work(ticket)
         shared = max(ticket.shared for ticket in live)
         if len(work_by_key) == 1:
             self._stepped = {}
-            self._work.add(_whose(batch[0]), sum(map(_work, batch)) + shared)
+            self._work.add(_key_of(batch[0]), sum(map(_work, batch)) + shared)
             return tuple(batch)
-        first = self._work.behind(work_by_key)
+        first = self._work.furthest_behind(work_by_key)
         steps_alone = self._work.lag(first, work_by_key) > _FAR * (work_by_key[first] + shared)
         free = shared * (1 - 1 / len(work_by_key))
         bound = min(work_by_key.values()) + free
         granted_work: dict[str, float] = {}
         chosen = set()
         for ticket in sorted(batch, key=lambda ticket: self._stepped.get(ticket.request_id, 0)):
-            key, work = _whose(ticket), _work(ticket)
+            key, work = _key_of(ticket), _work(ticket)
             joins = key not in granted_work and (key == first or not steps_alone)
             if joins or granted_work.get(key, 0.0) + work <= (
                 free if steps_alone and key != first else bound
@@ -131,7 +131,7 @@ class KeyTurns:
         return tuple(ticket for ticket in batch if ticket.request_id in chosen)
 
 
-def _whose(ticket: KeyedRow) -> str:
+def _key_of(ticket: KeyedRow) -> str:
     return scope_of(ticket.request_id)
 
 

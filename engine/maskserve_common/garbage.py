@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def what_stays() -> Iterator[None]:
+def without_collection_of_what_exists() -> Iterator[None]:
     """Around imports and loads: the collector leaves them alone. To look through them again and
     again meanwhile would take a good part of a start, and a full collection that did so later would
     hold up a step.

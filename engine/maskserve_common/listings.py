@@ -9,7 +9,7 @@ import msgspec
 
 from maskserve_common.contracts.status_record import TemplateChanges
 
-_KEPT = 16
+_MOST_VERSIONS = 16
 """Versions whose changes are remembered; readers of an older one get the whole listing."""
 _decode = msgspec.json.Decoder(dict[str, frozenset[str]]).decode
 _NOTHING: frozenset[str] = frozenset()
@@ -23,8 +23,8 @@ class TemplateListings:
         self._name = secrets.token_hex(4)
         self._number = 0
         self._raw = b""
-        self._kept: dict[str, Mapping[str, frozenset[str]]] = {}
-        self._told: dict[str, TemplateChanges] = {}
+        self._versions: dict[str, Mapping[str, frozenset[str]]] = {}
+        self._changes: dict[str, TemplateChanges] = {}
         """Changes up to the last version, by the version since which they are."""
 
     @property
@@ -38,10 +38,10 @@ class TemplateListings:
             return
         self._raw = bytes(raw)
         self._number += 1
-        self._kept[self.version] = _decode(self._raw)
-        for old in list(self._kept)[:-_KEPT]:
-            del self._kept[old]
-        self._told.clear()
+        self._versions[self.version] = _decode(self._raw)
+        for old in list(self._versions)[:-_MOST_VERSIONS]:
+            del self._versions[old]
+        self._changes.clear()
 
     def changes(self, since: str) -> TemplateChanges:
         """Return the changes since a version; all templates where that version is not known.
@@ -49,11 +49,11 @@ class TemplateListings:
         Args:
             since: version that the reader has; empty: none.
         """
-        since = since if since in self._kept else ""
-        if since not in self._told:
-            old_listing, new_listing = self._kept.get(since, {}), self._kept[self.version]
-            self._told[since] = changes_of(old_listing, new_listing, since, self.version)
-        return self._told[since]
+        since = since if since in self._versions else ""
+        if since not in self._changes:
+            old_listing, new_listing = self._versions.get(since, {}), self._versions[self.version]
+            self._changes[since] = changes_of(old_listing, new_listing, since, self.version)
+        return self._changes[since]
 
 
 def changes_of(
@@ -67,8 +67,8 @@ def changes_of(
 
 
 def _more(
-    these: Mapping[str, frozenset[str]], those: Mapping[str, frozenset[str]]
+    listing: Mapping[str, frozenset[str]], earlier: Mapping[str, frozenset[str]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the ids in the first listing that the second lacks, by tier."""
-    differences = {tier: ids - those.get(tier, _NOTHING) for tier, ids in these.items()}
+    differences = {tier: ids - earlier.get(tier, _NOTHING) for tier, ids in listing.items()}
     return {tier: tuple(sorted(ids)) for tier, ids in differences.items() if ids}

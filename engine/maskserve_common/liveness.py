@@ -58,7 +58,7 @@ class Silence:
             self._stamp, self._silent_s = stamp, 0.0
         return self._silent_s
 
-    def too_long(self, status: WorkerStatus, heartbeat_timeout_s: float) -> str | None:
+    def silence_fault(self, status: WorkerStatus, heartbeat_timeout_s: float) -> str | None:
         """Return why an engine counts as hung, in words; None: it does not.
 
         It writes its record before each step, so a step is a silence.
@@ -122,10 +122,10 @@ def end_when_stuck(limit_s: float = _STUCK_S) -> None:
     if the server was killed meanwhile. The end comes from a thread that needs no Python, and the
     stacks of those that do go to the log. Call it when all is loaded: an import may take long.
     """
-    threading.Thread(target=_put_off_the_end, args=(limit_s,), daemon=True).start()
+    threading.Thread(target=_end_at, args=(limit_s,), daemon=True).start()
 
 
-def _put_off_the_end(limit_s: float) -> None:
+def _end_at(limit_s: float) -> None:
     while True:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=_STANDARD_ERROR)
         time.sleep(limit_s / 10)

@@ -138,27 +138,30 @@ class Repeats(logging.Filter):
     how many were suppressed. Clients can cause any number of them.
     """
 
-    _SOME, _WHILE_S, _TEXTS = 20, 10.0, 1024
+    _FIRST_LINES, _WHILE_S, _TEXTS = 20, 10.0, 1024
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
+        self._lines: dict[tuple[str, int, str], tuple[float, int]] = {}
         """Text -> start of the period, and lines since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         text = (record.name, record.levelno, _VARYING.sub("", str(record.msg))[:200])
-        began, count = self._seen.get(text, (record.created, 0))
+        began, count = self._lines.get(text, (record.created, 0))
         if record.created - began > self._WHILE_S:
-            if count > self._SOME:
-                fields = {**getattr(record, "fields", _NO_FIELDS), "left_out": count - self._SOME}
+            if count > self._FIRST_LINES:
+                fields = {
+                    **getattr(record, "fields", _NO_FIELDS),
+                    "left_out": count - self._FIRST_LINES,
+                }
                 record.fields = fields
             began, count = record.created, 0
-        if len(self._seen) >= self._TEXTS and text not in self._seen:
-            self._seen.clear()
-        self._seen[text] = began, count + 1
-        return count < self._SOME
+        if len(self._lines) >= self._TEXTS and text not in self._lines:
+            self._lines.clear()
+        self._lines[text] = began, count + 1
+        return count < self._FIRST_LINES
 
 
 def _dropped_record(count: int) -> logging.LogRecord:

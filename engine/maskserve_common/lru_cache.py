@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Kept(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """Values by key; the least recently used go first. Used by one thread or event loop.
 
     Who reads a value keeps it, also when it has left this place.
@@ -26,7 +26,7 @@ class Kept(Generic[K, V]):
             own values once its share is used up, else of those of who has most.
         expires_s: after its last use a value goes.
         now: a clock, in seconds.
-        gone: told of each value that is kept no more, but for one that another replaces.
+        on_evict: told of each value that is kept no more, but for one that another replaces.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Kept(Generic[K, V]):
         owner: Callable[[K], Hashable] = lambda key: EVERYBODY,
         expires_s: float = math.inf,
         now: Callable[[], float] = time.monotonic,
-        gone: Callable[[K, V], None] = lambda key, value: None,
+        on_evict: Callable[[K, V], None] = lambda key, value: None,
     ) -> None:
         self._nbytes, self._owner, self._expires_s, self._now = nbytes, owner, expires_s, now
-        self._gone = gone
+        self._on_evict = on_evict
         self._shares = Shares(budget)
         self._values: OrderedDict[K, tuple[V, float]] = OrderedDict()
         """Values with the time of their last use, the oldest first."""
@@ -51,7 +51,7 @@ class Kept(Generic[K, V]):
         return key in self._values
 
     @property
-    def held_bytes(self) -> int:
+    def nbytes(self) -> int:
         return self._shares.total
 
     def get(self, key: K) -> V | None:
@@ -70,10 +70,10 @@ class Kept(Generic[K, V]):
         self.expire()
         shares, size, owner = self._shares, self._nbytes(value), self._owner(key)
         if size > shares.budget:
-            self._gone(key, value)
+            self._on_evict(key, value)
             return
         while size > (free := shares.budget - shares.total) or (
-            shares.held(owner) and size > shares.room(owner)
+            shares.in_use(owner) and size > shares.room(owner)
         ):
             victim_owner = owner if size <= free else shares.most()
             self.drop(
@@ -89,7 +89,7 @@ class Kept(Generic[K, V]):
     def drop(self, key: K) -> None:
         """Nothing happens where it is not kept."""
         for value in self._let_go(key):
-            self._gone(key, value)
+            self._on_evict(key, value)
 
     def expire(self) -> None:
         """Drop what has had its time; `get` and `put` do so, too."""

@@ -24,18 +24,18 @@ class Observations:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self.dropped = 0
         self._capacity = capacity
-        self._held: deque[Observation] = deque()
+        self._queue: deque[Observation] = deque()
 
     def add(self, metric: str, value: float = 1.0, *labels: str) -> None:
         """Add an observation, from any thread; several threads may exceed the capacity by one
         each.
         """
-        if len(self._held) < self._capacity:
-            self._held.append((metric, value, labels))
+        if len(self._queue) < self._capacity:
+            self._queue.append((metric, value, labels))
         else:
             self.dropped += 1
 
     def take(self) -> Iterator[Observation]:
         """Remove and yield the observations so far, oldest first; for one thread."""
-        for _ in range(len(self._held)):
-            yield self._held.popleft()
+        for _ in range(len(self._queue)):
+            yield self._queue.popleft()

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import inspect as kinds
 
 T = TypeVar("T")
-_SHOWN = 60
+_SHOWN_CHARACTERS = 60
 _PATH = re.compile(r" - at `\$(.*)`\Z", re.DOTALL)
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _TYPES = {
@@ -68,13 +68,13 @@ def read(value: Any, kind: type[T], *, strict: bool = True) -> T:
         raise _misread(value, kind, str(error), strict=strict) from None
 
 
-def given(value: Any, known: Collection[str]) -> Any:
+def require_known(value: Any, known: Collection[str]) -> Any:
     """Return a copy without those of the `known` keys that are null, which means "not given"."""
     if not isinstance(value, dict):
         return value
     items = [(k, item) for k, item in value.items() if item is not None or k not in known]
     return {
-        key: [given(element, known) for element in item] if isinstance(item, list) else item
+        key: [require_known(element, known) for element in item] if isinstance(item, list) else item
         for key, item in items
     }
 
@@ -94,7 +94,7 @@ def sentences(table: type) -> dict[str, str]:
 def show(value: Any) -> str:
     """A value as it may be repeated in a message: short, on one line."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -35,28 +35,28 @@ class Full(Exception):
     """There is no room.
 
     Args:
-        own: whether the key's own share is used up, and not the budget.
+        of_key: whether the key's own share is used up, and not the budget.
     """
 
-    def __init__(self, *, own: bool) -> None:
-        super().__init__("the key's share is used up" if own else "the budget is used up")
-        self.own = own
+    def __init__(self, *, of_key: bool) -> None:
+        super().__init__("the key's share is used up" if of_key else "the budget is used up")
+        self.of_key = of_key
 
 
-def room(budget: int, held: int, own: int, key: Hashable) -> int:
+def room(budget: int, in_use: int, of_key: int, key: Hashable) -> int:
     """Units that a key may take on now, by budget and share.
 
     Args:
         budget: of all.
-        held: by all.
-        own: of that, what the key holds.
+        in_use: by all.
+        of_key: of that, what the key holds.
         key: whose.
     """
-    free = max(budget - held, 0)
+    free = max(budget - in_use, 0)
     if key == EVERYBODY:
         return free
-    least = 0 if own else 1
-    return max((free - own) // 2, min(free, least))
+    least = 0 if of_key else 1
+    return max((free - of_key) // 2, min(free, least))
 
 
 class Shares:
@@ -69,27 +69,27 @@ class Shares:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.total = 0
-        self._held: Counter[Hashable] = Counter()
-        self._turns: OrderedDict[Hashable, int] = OrderedDict()
+        self._in_use: Counter[Hashable] = Counter()
+        self._served_at: OrderedDict[Hashable, int] = OrderedDict()
         """Key -> number of its last turn."""
-        self._turn = 0
+        self._served = 0
 
-    def held(self, key: Hashable) -> int:
+    def in_use(self, key: Hashable) -> int:
         """Units that the key holds."""
-        return self._held[key]
+        return self._in_use[key]
 
     @property
     def keys(self) -> int:
         """How many hold anything."""
-        return len(self._held)
+        return len(self._in_use)
 
     def room(self, key: Hashable) -> int:
         """Units that the key may take on now."""
-        return room(self.budget, self.total, self._held[key], key)
+        return room(self.budget, self.total, self._in_use[key], key)
 
     def most(self) -> Hashable:
         """The key that holds most: whose oldest goes where something has to go."""
-        return max(self._held, key=self._held.__getitem__, default=EVERYBODY)
+        return max(self._in_use, key=self._in_use.__getitem__, default=EVERYBODY)
 
     def take(self, key: Hashable, size: int = 1) -> None:
         """Take `size` more units for the key, which has had its turn.
@@ -98,25 +98,25 @@ class Shares:
             Full: there is no room for it.
         """
         if size > self.room(key):
-            raise Full(own=size <= self.budget - self.total)
+            raise Full(of_key=size <= self.budget - self.total)
         self.book(key, size)
 
     def book(self, key: Hashable, size: int = 1) -> None:
         """Record a use without a check, where keys share turns only."""
         self.total += size
-        self._held[key] += size
-        self._turn += 1
-        self._turns[key] = self._turn
-        self._turns.move_to_end(key)
-        if len(self._turns) > _REMEMBERED:
-            self._turns.popitem(last=False)
+        self._in_use[key] += size
+        self._served += 1
+        self._served_at[key] = self._served
+        self._served_at.move_to_end(key)
+        if len(self._served_at) > _REMEMBERED:
+            self._served_at.popitem(last=False)
 
     def give_back(self, key: Hashable, size: int = 1) -> None:
         """The key holds so much less."""
         self.total -= size
-        self._held[key] -= size
-        if self._held[key] <= 0:
-            del self._held[key]
+        self._in_use[key] -= size
+        if self._in_use[key] <= 0:
+            del self._in_use[key]
 
     @contextmanager
     def hold(self, key: Hashable, size: int = 1) -> Iterator[None]:
@@ -127,18 +127,18 @@ class Shares:
         finally:
             self.give_back(key, size)
 
-    def in_turn(self, waiting: Iterable[T], key_of: Callable[[T], Hashable]) -> list[T]:
+    def fair_order(self, waiting: Iterable[T], key_of: Callable[[T], Hashable]) -> list[T]:
         """Return the waiting in the order of their turns.
 
         Args:
             waiting: items, those of a key in the order in which to serve them.
             key_of: gives an item's key.
         """
-        ahead = Counter(self._held)
+        ahead = Counter(self._in_use)
         ranked = []
         for place, waiter in enumerate(waiting):
             key = key_of(waiter)
-            ranked.append((ahead[key], self._turns.get(key, 0), place, waiter))
+            ranked.append((ahead[key], self._served_at.get(key, 0), place, waiter))
             ahead[key] += 1
         ranked.sort(key=lambda rank: rank[:3])
         return [waiter for *_, waiter in ranked]

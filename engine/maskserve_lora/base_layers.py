@@ -173,7 +173,7 @@ _CLIP = re.compile(r"(text_model\.)?encoder\.layers\.\d+\.self_attn\.q_proj")
 _ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
-class Meant(NamedTuple):
+class NamedLayers(NamedTuple):
     """The layers that a name in a LoRA file stands for."""
 
     layers: tuple[str, ...]
@@ -208,7 +208,7 @@ class BaseLayers:
         self.published = published(shapes["denoiser"])
         """Layers by the names that the model's first publisher gave them."""
         for name, layers in self.published.items():
-            target = Meant(layers, published=True, swapped=self._is_swapped(name, layers))
+            target = NamedLayers(layers, published=True, swapped=self._is_swapped(name, layers))
             for spelled in (name, name.replace(".", "_")):
                 spellings.setdefault(spelled, target)
 
@@ -259,7 +259,7 @@ class BaseLayers:
         outputs, inputs, *_ = self._shapes["denoiser"][layers[0]]
         return layers[0].endswith(_SWAPPED[0]) or outputs == 2 * inputs
 
-    def meant(self, part: str, module: str) -> Meant | None:
+    def named_layers(self, part: str, module: str) -> NamedLayers | None:
         """The layers that a LoRA file spells in one of the usual ways; None: the model has none.
 
         Args:
@@ -272,7 +272,7 @@ class BaseLayers:
         """[out, in], or [out, in, kh, kw], of the weight of the layer of this dotted name."""
         return self._shapes[part][name]
 
-    def check_layer(self, part: str, meant: Meant, layer: Layer) -> None:
+    def check_layer(self, part: str, layers: NamedLayers, layer: Layer) -> None:
         """Refuse an update that does not fit the layers that it is meant for.
 
         FLUX's are also taken with fewer inputs, as diffusers takes them: others are 0 then. So
@@ -281,9 +281,9 @@ class BaseLayers:
         Raises:
             BadAdapter: naming the layer.
         """
-        first, *_ = shapes = [self._shapes[part][name] for name in meant.layers]
+        first, *_ = shapes = [self._shapes[part][name] for name in layers.layers]
         inputs, *kernel = first[1:]
-        outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(meant.layers)[:80]
+        outputs, layer_names = sum(shape[0] for shape in shapes), " and ".join(layers.layers)[:80]
         if layer.inputs > inputs and layer.outputs == outputs:
             raise BadAdapter(
                 f"widens the inputs of {layer_names} from {inputs} to {layer.inputs}, which is "
@@ -311,14 +311,14 @@ def _words(inputs: int, kernel: Sequence[int]) -> str:
     return f"{inputs} numbers" + (f" of {kernel[0]}x{kernel[1]} places" if kernel else "")
 
 
-def _spellings(layers: Iterable[str]) -> dict[str, Meant]:
+def _spellings(layers: Iterable[str]) -> dict[str, NamedLayers]:
     """Return layers by their spellings: kohya's files have underscores, and text models have lost
     the first part of their names over time.
     """
     spelled = {}
     for name in layers:
         for spelling in (name, name.removeprefix("text_model.")):
-            spelled[spelling] = spelled[spelling.replace(".", "_")] = Meant((name,))
+            spelled[spelling] = spelled[spelling.replace(".", "_")] = NamedLayers((name,))
     return spelled
 
 

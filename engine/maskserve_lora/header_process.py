@@ -38,7 +38,7 @@ class Bounds(msgspec.Struct, frozen=True):
     max_rank: int
 
 
-class _Asked(msgspec.Struct, frozen=True):
+class _HeaderRequest(msgspec.Struct, frozen=True):
     head: bytes
     nbytes: int
     config: bytes
@@ -82,7 +82,7 @@ class HeaderProcess:
         with self._door:
             _, pipe = self._running or self._started()
             try:
-                pipe.send_bytes(msgspec.msgpack.encode(_Asked(head, nbytes, config)))
+                pipe.send_bytes(msgspec.msgpack.encode(_HeaderRequest(head, nbytes, config)))
                 if pipe.poll(self._limit_s):
                     return msgspec.msgpack.decode(pipe.recv_bytes(), type=Described)
                 why = f"takes longer than {self._limit_s:g} s to read"
@@ -144,7 +144,7 @@ def main() -> None:
     pipe.send_bytes(b"ready")
     while True:
         try:
-            request = msgspec.msgpack.decode(pipe.recv_bytes(), type=_Asked)
+            request = msgspec.msgpack.decode(pipe.recv_bytes(), type=_HeaderRequest)
         except EOFError:
             return
         description = Described(problem=problem)

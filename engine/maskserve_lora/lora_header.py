@@ -113,7 +113,7 @@ class LoraHeader:
     """Layers by part (of PARTS) and by the layer's name there, as the file spells it without its
     prefix."""
     names: Mapping[tuple[str, str], Names]
-    others: Mapping[str, str]
+    other_tensors: Mapping[str, str]
     """Kinds of the tensors that are no matrices of an update, by name."""
     tensors: Mapping[str, TensorPlace]
     nbytes: int
@@ -208,13 +208,13 @@ def header_of_file(path: Path, **bounds: int) -> LoraHeader:
         BadAdapter: as `read_header`.
         OSError: it cannot be read.
     """
-    config = config_beside(path)
+    config = config_of(path)
     with path.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
         return read_header(reader_of(opened), nbytes, config=config, **bounds)
 
 
-def config_beside(path: Path) -> bytes:
+def config_of(path: Path) -> bytes:
     """PEFT's adapter_config.json beside its file; empty: there is none.
 
     Raises:
@@ -254,9 +254,9 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
     names_by_module: dict[str, Names] = {}
     other_tensors: dict[str, str] = {}
     for name in tensors:
-        module, role = _taken_apart(name)
+        module, role = _parts_of(name)
         if not role:
-            other_tensors[name] = _what_else(name)
+            other_tensors[name] = _kind_of(name)
             continue
         previous = names_by_module.get(module, Names())
         if getattr(previous, role):
@@ -277,7 +277,7 @@ def by_module(tensors: Iterable[str]) -> tuple[dict[tuple[str, str], Names], dic
     return parts, other_tensors
 
 
-def _taken_apart(name: str) -> tuple[str, str]:
+def _parts_of(name: str) -> tuple[str, str]:
     """Split a tensor's name into module and role (of `Names`); an empty role: it is no part of an
     update.
     """
@@ -294,7 +294,7 @@ def _taken_apart(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _what_else(name: str) -> str:
+def _kind_of(name: str) -> str:
     for description, mark in _OTHER_TENSORS.items():
         if name.endswith(mark):
             return description

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from maskserve_common.files.safetensors_header import short
-from maskserve_lora.base_layers import BaseLayers, Meant
+from maskserve_lora.base_layers import BaseLayers, NamedLayers
 from maskserve_lora.lora_header import (
     CONFIG_FILE,
     CONFIG_KEY,
@@ -92,10 +92,10 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
         return _unplaced(header)
     transformer, alphas = base.denoiser == "transformer", _Alphas(header)
     omitted: dict[str, list[str]] = {}
-    targets: dict[tuple[str, str], Meant] = {}
+    targets: dict[tuple[str, str], NamedLayers] = {}
     unknown: dict[str, list[str]] = {}
     for (part, module), names in header.names.items():
-        target = base.meant(part, module) if part in base.parts else None
+        target = base.named_layers(part, module) if part in base.parts else None
         if target is not None:
             targets[part, module] = target
         else:
@@ -128,13 +128,13 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
     for part, tensors in unknown.items():
         omitted[f"the served {part} has no such layer"] = tensors
     zeros = []
-    for name, description in header.others.items():
+    for name, description in header.other_tensors.items():
         if transformer and _dropped(name, description):
             omitted.setdefault(f"{description}; diffusers drops them", []).append(name)
         else:
             omitted.setdefault(f"{description}, all zero", []).append(name)
             zeros.append(name)
-    notes = [*_told(omitted), *alphas.notes]
+    notes = [*_notes(omitted), *alphas.notes]
     return LoraPlan(tuple(updates.values()), tuple(notes), tuple(zeros))
 
 
@@ -189,9 +189,9 @@ def _why_not(part: str, module: str, *, transformer: bool, known: bool, fixed: b
     return ""
 
 
-def _dropped(name: str, what: str) -> bool:
+def _dropped(name: str, reason: str) -> bool:
     """Return whether diffusers' loaders of transformers skip such a tensor."""
-    return what != "biases" and (what != "differences of weights" or "norm" in name)
+    return reason != "biases" and (reason != "differences of weights" or "norm" in name)
 
 
 def _refuse(unknown: Mapping[str, list[str]], left: Mapping[str, list[str]]) -> None:
@@ -199,10 +199,10 @@ def _refuse(unknown: Mapping[str, list[str]], left: Mapping[str, list[str]]) -> 
         raise BadAdapter(
             f"is for another model: the served one's {part} has no layer {short(name)}"
         )
-    raise BadAdapter(f"changes nothing that is served: it {'; '.join(_told(left))}")
+    raise BadAdapter(f"changes nothing that is served: it {'; '.join(_notes(left))}")
 
 
-def _told(left: Mapping[str, list[str]]) -> Iterator[str]:
+def _notes(left: Mapping[str, list[str]]) -> Iterator[str]:
     for reason, [name, *other_names] in left.items():
         more = f" and {len(other_names)} more" if other_names else ""
         yield f"leaves out {short(name)}{more} ({reason})"
@@ -211,22 +211,22 @@ def _told(left: Mapping[str, list[str]]) -> Iterator[str]:
 def _updates(
     part: str,
     module: str,
-    meant: Meant,
+    layers: NamedLayers,
     header: LoraHeader,
     base: BaseLayers,
     alphas: _Alphas,
 ) -> Iterator[LayerUpdate]:
     names, layer = header.names[part, module], header.layers[part, module]
     end = 0
-    for name in meant.layers:
+    for name in layers.layers:
         outputs, inputs, *_ = base.shape(part, name)
         begin, end = end, end + outputs
         rows: tuple[tuple[int, int], ...] = ()
-        if meant.swapped:
+        if layers.swapped:
             rows = (outputs // 2, outputs), (0, outputs // 2)
-        elif len(meant.layers) > 1:
+        elif len(layers.layers) > 1:
             rows = ((begin, end),)
-        scale = alphas.scale(part, module, layer.rank, own=bool(names.alpha))
+        scale = alphas.scale(part, module, layer.rank, of_module=bool(names.alpha))
         yield LayerUpdate(part, name, names, scale, rows, inputs)
 
 
@@ -267,14 +267,14 @@ class _Alphas:
                 "says its alpha"
             )
 
-    def scale(self, part: str, module: str, rank: int, *, own: bool) -> float | None:
+    def scale(self, part: str, module: str, rank: int, *, of_module: bool) -> float | None:
         """Return the factor of B A; None: the file gives none.
 
         Args:
             part: one of `lora_header.PARTS`.
             module: as the file spells it.
             rank: rank of the module's matrices.
-            own: whether a tensor gives the module's alpha.
+            of_module: whether a tensor gives the module's alpha.
 
         Raises:
             BadAdapter: what is said has another form, or is said twice.
@@ -287,7 +287,7 @@ class _Alphas:
             alpha = values.get(f"{prefix}lora_alpha")
             if alpha is None:
                 continue
-            if own:
+            if of_module:
                 raise BadAdapter(f"says the alpha of {short(module)} twice")
             try:
                 alpha = float(self._patterns(values, prefix).value(module, alpha))

@@ -29,10 +29,10 @@ class AdapterOperations:
             return {"adapters": [], "problem": ""}
         self._store.catalogue.scan(at_once=True, wait=False)
         pinned = self._store.host.pinned()
-        host_digests = self._held()
+        host_digests = self._loaded_states()
         return {
             "adapters": [
-                _shown(adapter, host_digests, name in pinned)
+                _description(adapter, host_digests, name in pinned)
                 for name, adapter in sorted(self._store.catalogue.all().items())
             ],
             "problem": self._store.catalogue.problem,
@@ -46,7 +46,7 @@ class AdapterOperations:
         """
         adapter = self._known(name)
         digest = self._store.checked(adapter, _FIELD)
-        about = _shown(adapter, self._held(), name in self._store.host.pinned())
+        about = _description(adapter, self._loaded_states(), name in self._store.host.pinned())
         return {**about, "digest": digest}
 
     def load(self, name: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class AdapterOperations:
         adapter = self._known(name)
         file = self._store.fetch(name, adapter.version, _FIELD)
         host_digests = {(name, adapter.version, "host"): file.digest}
-        return _shown(adapter, host_digests, name in self._store.host.pinned())
+        return _description(adapter, host_digests, name in self._store.host.pinned())
 
     def pin(self, name: str, *, pinned: bool) -> dict[str, Any]:
         """Bring an adapter to this host's memory and keep it there; or let it be evicted again.
@@ -80,14 +80,14 @@ class AdapterOperations:
         self._store.host.pin(name, pinned=False)
         return {"name": name, "freed_bytes": self._store.forget(name)}
 
-    def _held(self) -> dict[tuple[str, str, str], str]:
+    def _loaded_states(self) -> dict[tuple[str, str, str], str]:
         folders = {"host": self._store.host}
         if self._store.disk is not None:
             folders["disk"] = self._store.disk
         return {
             (file.name, file.version, tier): file.digest
             for tier, folder in folders.items()
-            for file in folder.held()
+            for file in folder.files()
         }
 
     def _known(self, name: str) -> KnownAdapter:
@@ -102,11 +102,11 @@ class AdapterOperations:
             raise InvalidRequest(_FIELD, "has another form", "the name of an adapter")
 
 
-def _shown(
-    adapter: KnownAdapter, held: dict[tuple[str, str, str], str], pinned: bool
+def _description(
+    adapter: KnownAdapter, states: dict[tuple[str, str, str], str], pinned: bool
 ) -> dict[str, Any]:
     digest_by_tier = {
-        tier: held.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")
+        tier: states.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")
     }
     digests = [digest for digest in digest_by_tier.values() if digest]
     return {

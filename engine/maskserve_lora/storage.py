@@ -210,15 +210,15 @@ def _precedence(path: str) -> tuple[int, str]:
     return -FOLDER_FILES.index(file) if file in FOLDER_FILES else 1, path
 
 
-def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Stored | None:
+def _stored(path: str, root: str, listing: Mapping[str, Mapping[str, Any]]) -> Stored | None:
     """The adapter that a file is; None: another file.
 
     Args:
-        path: one of `found`.
+        path: one of `listing`.
         root: of the storage.
-        found: what the file system says of its files.
+        listing: what the file system says of its files.
     """
-    about = found[path]
+    about = listing[path]
     inside = unquote(f"/{path.lstrip('/')}").removeprefix(f"/{root.strip('/')}").strip("/")
     *folders, file = inside.split("/")
     if about.get("type") == "directory" or any(part.startswith(".") for part in (*folders, file)):
@@ -229,10 +229,10 @@ def _stored(path: str, root: str, found: Mapping[str, Mapping[str, Any]]) -> Sto
     name = JOINT.join(folders if folders and file in FOLDER_FILES else (*folders, stem))
     nbytes, version_parts = int(about.get("size") or 0), [inside, *_stamps(about)]
     config_path = f"{path.rpartition('/')[0]}/{CONFIG_FILE}"
-    config = config_path if file == PEFT_FILE and config_path in found else ""
-    config_bytes = int(found[config].get("size") or 0) if config else 0
+    config = config_path if file == PEFT_FILE and config_path in listing else ""
+    config_bytes = int(listing[config].get("size") or 0) if config else 0
     if config:
-        version_parts += _stamps(found[config])
+        version_parts += _stamps(listing[config])
     problem = why_no_name(name) if ADAPTER_NAME.fullmatch(name) is None else ""
     if config_bytes > MAX_CONFIG_BYTES:
         problem = f"has an {CONFIG_FILE} of {config_bytes} bytes; at most {MAX_CONFIG_BYTES}"

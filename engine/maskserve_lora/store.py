@@ -24,7 +24,7 @@ from maskserve_common.files.adapter_folder import AdapterFile, AdapterFolder, No
 from maskserve_common.files.safetensors_header import reader_of
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.catalogue import Catalogue, KnownAdapter
-from maskserve_lora.lora_header import BadAdapter, config_beside, read_tensors, with_config
+from maskserve_lora.lora_header import BadAdapter, config_of, read_tensors, with_config
 from maskserve_lora.lora_plan import check_file
 from maskserve_lora.storage import (
     CHUNK_BYTES,
@@ -59,7 +59,7 @@ class AdapterStore:
         )
         self.catalogue = Catalogue(config, self.host.folder, self._storage)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "adapter-fetch")
-        self._under_way: set[str] = set()
+        self._fetching: set[str] = set()
         self._closing = threading.Event()
         self._scanner: threading.Thread | None = None
 
@@ -75,9 +75,9 @@ class AdapterStore:
 
     def begin(self, name: str, version: str) -> None:
         """Have an adapter fetched in the background, as `fetch`; who needs it asks for it there."""
-        if version not in self._under_way:
-            self._under_way.add(version)
-            self._pool.submit(self._fetch_ahead, name, version)
+        if version not in self._fetching:
+            self._fetching.add(version)
+            self._pool.submit(self._prefetch, name, version)
 
     def fetch(self, name: str, version: str, field: str = "SETTINGS.loras") -> AdapterFile:
         """The file of an adapter in the host's memory; blocks until it is there.
@@ -98,7 +98,7 @@ class AdapterStore:
             return file
         try:
             with self.host.bringing(name, version, self._patience_s(name)):
-                return self.host.find(name, version) or self._bring(name, version, field)
+                return self.host.find(name, version) or self._fetched(name, version, field)
         except TimeoutError:
             raise Overloaded(f"{field}: adapter {name} has been on its way for too long") from None
         except (StorageFailed, NoRoom) as error:
@@ -114,7 +114,7 @@ class AdapterStore:
         Raises:
             MaskserveError: as `fetch`.
         """
-        for file in self.host.held():
+        for file in self.host.files():
             if (file.name, file.version) == (adapter.name, adapter.version):
                 return file.digest  # looked at as it came
         digest = hashlib.sha256()
@@ -136,7 +136,7 @@ class AdapterStore:
         """Remove an adapter's files from this host; returns the bytes that were freed."""
         return self.host.remove(name) + (0 if self.disk is None else self.disk.remove(name))
 
-    def _bring(self, name: str, version: str, field: str) -> AdapterFile:
+    def _fetched(self, name: str, version: str, field: str) -> AdapterFile:
         """Copy a file from the disk, or else from the storage."""
         on_disk = None if self.disk is None else self.disk.find(name, version)
         if on_disk is not None:
@@ -207,7 +207,7 @@ class AdapterStore:
         pieces = 1 + (adapter.nbytes // CHUNK_BYTES if adapter else 0)
         return (pieces + 4) * self._config.adapters.timeout_s
 
-    def _fetch_ahead(self, name: str, version: str) -> None:
+    def _prefetch(self, name: str, version: str) -> None:
         try:
             self.fetch(name, version)
         except MaskserveError:
@@ -215,7 +215,7 @@ class AdapterStore:
         except Exception:
             log.exception("adapter %s could not be fetched", name)
         finally:
-            self._under_way.discard(version)
+            self._fetching.discard(version)
 
     def _scan(self) -> None:
         while not self._closing.is_set():
@@ -231,7 +231,7 @@ def host_folder(config: Config) -> Path:
     return Path(config.adapters.host_dir or Path(config.runtime_dir) / "adapters")
 
 
-def file_facts(path: Path, model: str | Path | None = None, gguf: str = "") -> dict[str, Any]:
+def describe_file(path: Path, model: str | Path | None = None, gguf: str = "") -> dict[str, Any]:
     """Check a LoRA that nobody serves yet down to its last weight, and describe it.
 
     Args:
@@ -260,7 +260,7 @@ def file_facts(path: Path, model: str | Path | None = None, gguf: str = "") -> d
         "rank": header.rank,
         "parts": list(plan.parts),
         "notes": list(plan.notes),
-        "digest": _digest_here(path),
+        "digest": _local_digest(path),
     }
 
 
@@ -284,9 +284,9 @@ def _file_in(folder: Path) -> Path:
     raise BadAdapter(f"is a folder of several files, each an adapter of its own: {listed_names}")
 
 
-def _digest_here(path: Path) -> str:
+def _local_digest(path: Path) -> str:
     """The sha256 that a file will have on a host (`Storage.whole`)."""
-    digest, config = hashlib.sha256(), config_beside(path)
+    digest, config = hashlib.sha256(), config_of(path)
     with path.open("rb") as opened:
         if config:
             header = read_tensors(reader_of(opened), path.stat().st_size)

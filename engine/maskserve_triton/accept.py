@@ -24,7 +24,7 @@ from maskserve_common.contracts.request import (
 from maskserve_common.contracts.settings import ControlSetting, EditSettings, LoraSetting
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.catalogue import Catalogue
 
 _SEED_BITS = 32
@@ -33,9 +33,9 @@ doubles."""
 
 
 def accept_edit(
-    asked: EditSettings,
+    requested: EditSettings,
     prompt: bytes,
-    facts: ModelFacts,
+    spec: ModelSpec,
     config: Config,
     catalogue: Catalogue | None = None,
     nets: ControlNets | None = None,
@@ -43,9 +43,9 @@ def accept_edit(
     """Check all of an edit but its pictures, fill in the worker's defaults, and note the time.
 
     Args:
-        asked: what the client's SETTINGS say (`parse_settings`).
+        requested: what the client's SETTINGS say (`parse_settings`).
         prompt: PROMPT.
-        facts: of the served model.
+        spec: of the served model.
         config: of this worker.
         catalogue: of the adapters; None where none are served.
         nets: ControlNets; None where none are served.
@@ -55,15 +55,15 @@ def accept_edit(
         AdapterNotFound: naming `SETTINGS.loras[i].name` or `SETTINGS.controls[i].name`.
         Overloaded: the adapters' storage does not answer.
     """
-    check_settings(asked, facts, config)
+    check_settings(requested, spec, config)
     text = check_prompt(prompt, config)
-    loras = _versions(asked.loras, catalogue) if asked.loras else ()
-    controls = _resolved(asked.controls, nets) if asked.controls else ()
-    settings = with_defaults(asked, facts, config)
+    loras = _versions(requested.loras, catalogue) if requested.loras else ()
+    controls = _resolved(requested.controls, nets) if requested.controls else ()
+    settings = with_defaults(requested, spec, config)
     return AcceptedEdit(text, settings, time.time_ns(), loras=loras, controls=controls)
 
 
-def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+def check_settings(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
     """Refuse what this model or worker cannot do.
 
     Raises:
@@ -75,10 +75,10 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     if settings.mask_from is not None:
         problem = "is given, and a worker finds no masks"
         raise InvalidRequest("SETTINGS.mask_from", problem, "a router with a node server that does")
-    _check_guidance(settings, facts, config)
-    _check_steps(settings, facts, config)
-    _check_skipping(settings, facts)
-    _check_reuse(settings, facts)
+    _check_guidance(settings, spec, config)
+    _check_steps(settings, spec, config)
+    _check_skipping(settings, spec)
+    _check_reuse(settings, spec)
     if settings.reproducible and settings.adapters == "fast":
         raise InvalidRequest(
             "SETTINGS.adapters", "is fast, and the edit is to be reproducible", "exact"
@@ -134,39 +134,39 @@ def _resolved(
     return tuple(resolved_controls)
 
 
-def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
-    if settings.guidance_scale is not None and facts.guidance == "none":
+def _check_guidance(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
+    if settings.guidance_scale is not None and spec.guidance == "none":
         raise InvalidRequest(
             "SETTINGS.guidance_scale", "is no input of this model", "no guidance_scale"
         )
-    if facts.guidance == "cfg":
-        _check_cfg(settings, facts, config)
+    if spec.guidance == "cfg":
+        _check_cfg(settings, spec, config)
     else:
-        _check_true_cfg(settings, facts, config)
+        _check_true_cfg(settings, spec, config)
 
 
-def _check_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+def _check_cfg(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
     """`guidance_scale` is the scale of classifier-free guidance."""
     if settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
         raise InvalidRequest(
             "SETTINGS.true_cfg_scale", "is called guidance_scale with this model", "1"
         )
     if settings.negative_prompt is not None:
-        if not facts.negative_prompts:
+        if not spec.negative_prompts:
             raise _no_negative_prompt()
         check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
-        if not _two_passes(settings, facts, config):
+        if not _two_passes(settings, spec, config):
             raise InvalidRequest(
                 "SETTINGS.negative_prompt",
                 "has no effect at this guidance_scale",
-                f"a guidance_scale above {facts.guides_above:g} beside it",
+                f"a guidance_scale above {spec.guides_above:g} beside it",
             )
 
 
-def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+def _check_true_cfg(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
     """Check the scale of true guidance, which may stand beside embedded guidance."""
     if settings.negative_prompt is not None:
-        if not facts.true_cfg:
+        if not spec.true_cfg:
             raise _no_negative_prompt()
         check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
         if settings.true_cfg_scale is None or settings.true_cfg_scale <= 1:
@@ -176,7 +176,7 @@ def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -
                 "a true_cfg_scale above 1 beside it",
             )
     elif settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
-        if not facts.true_cfg:
+        if not spec.true_cfg:
             raise InvalidRequest("SETTINGS.true_cfg_scale", "cannot be used by this model", "1")
         raise InvalidRequest(
             "SETTINGS.true_cfg_scale",
@@ -191,18 +191,18 @@ def _no_negative_prompt() -> InvalidRequest:
     )
 
 
-def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
-    steps = _steps(settings, facts, config)
-    least, most = facts.least_steps, config.limits.max_steps
+def _check_steps(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
+    steps = _steps(settings, spec, config)
+    least, most = spec.least_steps, config.limits.max_steps
     if not least <= steps <= most:
         raise InvalidRequest("SETTINGS.num_inference_steps", f"is {steps}", f"{least} to {most}")
-    if facts.sigmas and steps != len(facts.sigmas):
+    if spec.sigmas and steps != len(spec.sigmas):
         raise InvalidRequest(
             "SETTINGS.num_inference_steps",
             f"is {steps}, and this model has a schedule of its own",
-            f"{len(facts.sigmas)}",
+            f"{len(spec.sigmas)}",
         )
-    if steps_run(steps, settings.strength, rounds_up=facts.strength_rounds_up) < 1:
+    if steps_run(steps, settings.strength, rounds_up=spec.strength_rounds_up) < 1:
         raise InvalidRequest(
             "SETTINGS.strength",
             f"{settings.strength:g} of {steps} steps runs none of them",
@@ -210,10 +210,10 @@ def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> N
         )
 
 
-def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
+def _check_skipping(settings: EditSettings, spec: ModelSpec) -> None:
     if not settings.first_block_threshold:
         return
-    if not facts.skips_steps:
+    if not spec.skips_steps:
         raise InvalidRequest("SETTINGS.first_block_threshold", "is no setting of this model", "0")
     if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
         raise InvalidRequest(
@@ -221,14 +221,14 @@ def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
         )
 
 
-def _check_reuse(settings: EditSettings, facts: ModelFacts) -> None:
+def _check_reuse(settings: EditSettings, spec: ModelSpec) -> None:
     if settings.reuse != "elastic":
         if settings.reuse_floor is not None:
             raise InvalidRequest(
                 "SETTINGS.reuse_floor", "has no effect where reuse is exact", "reuse elastic"
             )
         return
-    if not facts.skips_steps:
+    if not spec.skips_steps:
         raise InvalidRequest("SETTINGS.reuse", "elastic is no setting of this model", "exact")
     if settings.reproducible:  # what is left out depends on the load
         raise InvalidRequest(
@@ -240,46 +240,46 @@ def _check_reuse(settings: EditSettings, facts: ModelFacts) -> None:
         )
 
 
-def _steps(settings: EditSettings, facts: ModelFacts, config: Config) -> int:
+def _steps(settings: EditSettings, spec: ModelSpec, config: Config) -> int:
     requested_steps = settings.num_inference_steps
     return (
-        facts.steps_default(config.model.num_inference_steps)
+        spec.steps_default(config.model.num_inference_steps)
         if requested_steps is None
         else requested_steps
     )
 
 
-def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> float:
+def _guidance(settings: EditSettings, spec: ModelSpec, config: Config) -> float:
     requested_scale = settings.guidance_scale
     return (
-        facts.guidance_default(config.model.guidance_scale)
+        spec.guidance_default(config.model.guidance_scale)
         if requested_scale is None
         else requested_scale
     )
 
 
-def _two_passes(settings: EditSettings, facts: ModelFacts, config: Config) -> bool:
+def _two_passes(settings: EditSettings, spec: ModelSpec, config: Config) -> bool:
     """Return whether classifier-free guidance runs the model twice, with a negative prompt."""
-    return _guidance(settings, facts, config) > facts.guides_above
+    return _guidance(settings, spec, config) > spec.guides_above
 
 
-def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> EditSettings:
+def with_defaults(settings: EditSettings, spec: ModelSpec, config: Config) -> EditSettings:
     """`settings` with every default that is the worker's to choose filled in.
 
     Steps, ring and threshold are never None afterwards, nor are the seed and the request id;
     guidance_scale is None only for models that have none.
     """
-    guidance = None if facts.guidance == "none" else _guidance(settings, facts, config)
+    guidance = None if spec.guidance == "none" else _guidance(settings, spec, config)
     threshold = settings.first_block_threshold
     if threshold is None:
         threshold = 0.0 if settings.reproducible else config.model.first_block_threshold
     negative = settings.negative_prompt
-    if negative is None and facts.guidance == "cfg" and _two_passes(settings, facts, config):
+    if negative is None and spec.guidance == "cfg" and _two_passes(settings, spec, config):
         negative = ""  # classifier-free guidance leads away from it
     return replace(
         settings,
         negative_prompt=negative,
-        num_inference_steps=_steps(settings, facts, config),
+        num_inference_steps=_steps(settings, spec, config),
         guidance_scale=guidance,
         mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
         first_block_threshold=threshold,

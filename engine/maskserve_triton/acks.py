@@ -56,7 +56,7 @@ class FlowControl:
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[str, Any]] = {}
         """Kind of event -> its newest one, in sending order."""
-        self._under_way = False
+        self._sending = False
         self._sealed = False
         """Whether the final event was given; no more events are accepted."""
         self._released = False
@@ -72,16 +72,16 @@ class FlowControl:
         """Send the final event; later ones are dropped."""
         self._put(_FINAL, outputs)
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         """The event under way has arrived: send the next."""
         with self._lock:
-            self._under_way = False
+            self._sending = False
         self._go_on()
 
     def waits_s(self) -> float:
         """Seconds for which the event under way has not been taken; 0 if there is none."""
         with self._lock:
-            waits = self._under_way and not self._released
+            waits = self._sending and not self._released
             return time.monotonic() - self._sent if waits else 0.0
 
     def release(self) -> None:
@@ -114,14 +114,14 @@ class FlowControl:
 
     def _next(self) -> tuple[str, dict[str, Any]] | None:
         with self._lock:
-            if not self._waiting or (self._under_way and not self._released):
+            if not self._waiting or (self._sending and not self._released):
                 return None
-            self._under_way, self._sent = True, time.monotonic()
+            self._sending, self._sent = True, time.monotonic()
             kind = next(iter(self._waiting))
             return kind, self._waiting.pop(kind)
 
     def _holds(self) -> bool:
-        return bool(self._waiting) or (self._under_way and not self._released)
+        return bool(self._waiting) or (self._sending and not self._released)
 
 
 class AckSender:
@@ -131,7 +131,7 @@ class AckSender:
         self.key = uuid.uuid4().hex
         self._pipe = Path(runtime_dir) / _NAME
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         """The newest event has arrived. Waits while the pipe is full."""
         self._write(self.key)
 
@@ -173,16 +173,16 @@ class AckReceiver:
         os.mkfifo(path, 0o600)
         # Open for both ways, it has no end when no front has it open.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._kept: dict[str, FlowControl] = {}
+        self._controls: dict[str, FlowControl] = {}
         self._thread = threading.Thread(target=self._run, name="acks", daemon=True)
         self._thread.start()
 
     def keep(self, key: str, call: FlowControl) -> None:
         """Tell `call` of each ack for `key`, until it is dropped."""
-        self._kept[key] = call
+        self._controls[key] = call
 
     def drop(self, key: str) -> None:
-        self._kept.pop(key, None)
+        self._controls.pop(key, None)
 
     def close(self) -> None:
         os.write(self._file, _CLOSE)
@@ -205,20 +205,20 @@ class AckReceiver:
 
     def _release_lost(self) -> None:
         """Stop waiting for an event that Triton lost: its edit would never end."""
-        for call in list(self._kept.values()):
+        for call in list(self._controls.values()):
             if call.waits_s() > _LOST_S:
                 log.warning("an event has not arrived for %g s; its edit goes on", _LOST_S)
-                _tell(call.release)
+                _run_safely(call.release)
 
     def _take(self, line: str) -> None:
-        call = self._kept.get(line.removesuffix(_OVER))
+        call = self._controls.get(line.removesuffix(_OVER))
         if call is not None:  # else it has ended
-            _tell(call.release if line.endswith(_OVER) else call.taken)
+            _run_safely(call.release if line.endswith(_OVER) else call.acknowledge)
 
 
-def _tell(what: Callable[[], None]) -> None:
+def _run_safely(report: Callable[[], None]) -> None:
     try:
-        what()
+        report()
     except Exception:
         # One call's trouble is no other call's.
         log.exception("an event could not be sent")

@@ -25,11 +25,11 @@ class AfterSteps:
         self.per_token_s = 0.0
         self._last: deque[float] = deque(maxlen=_LAST)
 
-    def learn(self, meta: Mapping[str, Any], taken_s: float) -> None:
+    def learn(self, meta: Mapping[str, Any], seconds: float) -> None:
         """Record an answered edit by its META and the seconds since its acceptance."""
         timings, tokens = meta.get("timings_ms"), meta.get("total_tokens")
         if not timings or not tokens:
             return
-        after_s = taken_s - sum(timings.get(stage, 0.0) for stage in _BEFORE) / 1e3
+        after_s = seconds - sum(timings.get(stage, 0.0) for stage in _BEFORE) / 1e3
         self._last.append(max(after_s, 0.0) / tokens)
         self.per_token_s = median(tuple(self._last))

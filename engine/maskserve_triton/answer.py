@@ -94,12 +94,12 @@ class Answer:
                     self._sender.send(message, flags=flags)
             except Exception as problem:
                 error = guarded("", problem)
-                self._told_instead(error)
+                self._send_failure(error)
         # Without the lock: whoever looks for cancels must not wait for a log's disk.
         self._on_end(error, outputs)
         return True
 
-    def _told_instead(self, error: MaskserveError) -> None:
+    def _send_failure(self, error: MaskserveError) -> None:
         """Send an error in place of an answer that found no room; an error needs almost none."""
         flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         try:
@@ -108,7 +108,7 @@ class Answer:
             log.exception("an answer could not be sent")
 
 
-def answer_each(api: Any, requests: Iterable[Any], take: Callable[[Any, Answer], object]) -> None:
+def answer_all(api: Any, requests: Iterable[Any], take: Callable[[Any, Answer], object]) -> None:
     """Take requests in, each with its Answer; one that cannot be taken is answered by its error.
 
     Args:

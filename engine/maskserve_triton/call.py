@@ -116,25 +116,25 @@ class Bounded:
     """Milliseconds after which the client wants the answer."""
 
 
-def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> Bounded:
+def bounded(settings: EditSettings, request: Any, *, streaming: bool) -> Bounded:
     """A client's settings as a front takes them: with an id, the nearer of both time limits, and
     no events that the client would not see.
 
     Args:
-        asked: as the client gave them.
+        settings: as the client gave them.
         request: Triton's; its parameter `timeout` comes in microseconds, 0 if there is none.
         streaming: whether the front sends progress and previews on.
     """
-    limit_ms, limit_name = asked.limit_ms, "SETTINGS.deadline_ms"
+    limit_ms, limit_name = settings.limit_ms, "SETTINGS.deadline_ms"
     timeout_ms = -(-request.timeout() // 1000)
     if 0 < timeout_ms <= MAX_DEADLINE_MS and (limit_ms is None or timeout_ms < limit_ms):
         limit_ms, limit_name = timeout_ms, "timeout"
     front_settings = structs.replace(
-        asked,
-        request_id=asked.request_id or uuid.uuid4().hex,
+        settings,
+        request_id=settings.request_id or uuid.uuid4().hex,
         deadline_ms=limit_ms,
-        progress=asked.progress and streaming,
-        preview_every=asked.preview_every if streaming else 0,
+        progress=settings.progress and streaming,
+        preview_every=settings.preview_every if streaming else 0,
     )
-    limits_ms = [ms for ms in (asked.deadline_ms, limit_ms) if ms is not None]
+    limits_ms = [ms for ms in (settings.deadline_ms, limit_ms) if ms is not None]
     return Bounded(front_settings, limit_name, min(limits_ms, default=None))

@@ -171,10 +171,10 @@ class CancelListener:
                     # No surprise is a reason to answer nobody any more.
                     log.error("a cancel could not be answered: %s", error, exc_info=error)
 
-    def _answer(self, asked: socket.socket) -> None:
-        asked.settimeout(_TIMEOUT_S)
-        request_id = asked.recv(_MAX_ID_BYTES).decode("utf-8", "replace")
-        asked.send(_WITHDRAWN if self._withdraw(request_id) else _UNKNOWN)
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_TIMEOUT_S)
+        request_id = connection.recv(_MAX_ID_BYTES).decode("utf-8", "replace")
+        connection.send(_WITHDRAWN if self._withdraw(request_id) else _UNKNOWN)
 
 
 def _socket() -> socket.socket:

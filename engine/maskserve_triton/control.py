@@ -30,18 +30,18 @@ from maskserve_common.errors import (
     TemplateNotFound,
     guarded,
 )
-from maskserve_common.files.stages import StagesAway
+from maskserve_common.files.stages import StageOutages
 from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import decode_image
 from maskserve_common.listings import TemplateListings
 from maskserve_common.liveness import silence_limit_s, unwell
 from maskserve_common.shares import Full
 from maskserve_common.status import StatusReader
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_lora.operations import AdapterOperations
 from maskserve_triton.admission import OPEN, Gate
-from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.cancels import cancel_edit
 from maskserve_triton.fair_threads import FairThreads
 from maskserve_triton.pipeline import ask_denoiser, prime_template
@@ -77,7 +77,7 @@ class WorkerControl:
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
-        self._stages = StagesAway(config)
+        self._stages = StageOutages(config)
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
@@ -90,7 +90,7 @@ class WorkerControl:
 
     def execute(self, requests: list[Any]) -> None:
         """Take operations in; each is answered exactly once."""
-        answer_each(self._api, requests, self._take)
+        answer_all(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
         if _of_a_page(request):
@@ -152,7 +152,7 @@ class WorkerControl:
         if not self._config.controls.folder:
             return []
         model = self._config.model
-        facts = load_facts(model.path, model.native_resolution)
+        facts = load_spec(model.path, model.native_resolution)
         status = self._status.read()
         tiers = (
             {}
@@ -188,7 +188,7 @@ class WorkerControl:
             status.templates = {}
             more = {"template_changes": to_builtins(self._listings.changes(known))}
         nodes = (*status.nodes, *self._stages.nodes(status.model))
-        stored_values = self._values.held()
+        stored_values = self._values.stored()
         values: dict[str, Any] = json.loads(
             replace(status, nodes=nodes, values=stored_values).to_json()
         )
@@ -272,7 +272,7 @@ class WorkerControl:
         if not self._config.cache.enabled:
             return {"template_id": name, "state": "absent"}
         model = self._config.model
-        facts = load_facts(model.path, model.native_resolution)
+        facts = load_spec(model.path, model.native_resolution)
         state = prime_template(self._api, encoded, facts, self._config)
         return {"template_id": name, **state}
 

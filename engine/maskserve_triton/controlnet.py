@@ -25,7 +25,7 @@ from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_common.resources.loading import Loaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_service.service import ControlNetService
-from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.tensor_io import read_array_or_none, read_bytes
 
 _OPS = "attach, close, drop, health, load, open"
@@ -43,7 +43,7 @@ class ControlNetFrontend:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered once."""
-        answer_each(self._api, requests, self._operate)
+        answer_all(self._api, requests, self._operate)
 
     def _operate(self, request: Any, answer: Answer) -> None:
         service, sessions = self._service, self._service.sessions
@@ -99,5 +99,5 @@ def _operation(raw: bytes) -> Any:
         raise InvalidRequest("OP", "is not valid JSON", _OPS) from None
 
 
-def _reply(answer: Answer, said: dict[str, Any]) -> None:
-    answer.finish({"RESULT": json.dumps(said).encode()})
+def _reply(answer: Answer, reply: dict[str, Any]) -> None:
+    answer.finish({"RESULT": json.dumps(reply).encode()})

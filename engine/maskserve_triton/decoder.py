@@ -21,8 +21,8 @@ from maskserve_common.contracts.meta import with_decoded
 from maskserve_common.contracts.postprocess_context import request_in
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.errors import EngineFailed
-from maskserve_common.lru_cache import Kept
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_common.lru_cache import LruCache
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.latents import to_model
 from maskserve_engine.stages.moments_folder import MomentsFolder
@@ -74,11 +74,13 @@ class _InPieces(NamedTuple):
 class EditDecoder:
     """Decoder of a worker. One thread decodes at a time."""
 
-    def __init__(self, decoder: Decoder, facts: ModelFacts, config: Config) -> None:
-        self._decoder, self._facts, self._stages = decoder, facts, config.stages
+    def __init__(self, decoder: Decoder, spec: ModelSpec, config: Config) -> None:
+        self._decoder, self._spec, self._stages = decoder, spec, config.stages
         self._shares_calls = shares_calls(config.stages, decoder.vae.device.type)
         self._moments = MomentsFolder(config.runtime_dir)
-        self._sums: Kept[str, CellSums] = Kept(config.stages.decode_bytes, lambda sums: sums.nbytes)
+        self._sums: LruCache[str, CellSums] = LruCache(
+            config.stages.decode_bytes, lambda sums: sums.nbytes
+        )
 
     def decode(
         self, latents: NDArray[np.float32], meta: bytes, context: NDArray[np.uint8]
@@ -104,7 +106,7 @@ class EditDecoder:
             for number, (event, plan) in enumerate(zip(events, plans, strict=True))
             if isinstance(plan, _Whole) and not plan.alone and self._shares_calls
         }
-        factor = self._facts.latents.pixels
+        factor = self._spec.latents.pixels
         batches = vae_batches({n: (h * factor, w * factor) for n, (h, w) in sharing.items()})
         pixels_by_number: dict[int, NDArray[np.uint8] | EngineFailed] = {}
         for number, (event, plan) in enumerate(zip(events, plans, strict=True)):
@@ -151,9 +153,9 @@ class EditDecoder:
             return None
         ring = settings.mask_ring if event.mask_ring is None else event.mask_ring
         assert ring is not None
-        patch = self._facts.patch
+        patch = self._spec.patch
         pieces = self._decoder.pieces(
-            _latent_boxes(edit, self._facts.vae_scale_factor),
+            _latent_boxes(edit, self._spec.vae_scale_factor),
             size,
             halo=self._stages.decode_halo,
             spread=patch * ring + patch - 1,
@@ -174,7 +176,7 @@ class EditDecoder:
         moments = self._moments.read(pixels_id)
         if moments is None:
             return None
-        space = self._facts.latents
+        space = self._spec.latents
         mean = torch.from_numpy(moments[: len(moments) // 2])
         sums = self._decoder.sums(to_model(mean, space).numpy())
         self._sums.put(pixels_id, sums)
@@ -188,6 +190,6 @@ def _latent_boxes(edit: EditRequest, factor: int) -> list[PixelBox]:
         edit: the request.
         factor: pixels per latent, along one side.
     """
-    margin = 0 if edit.seen_size == edit.model_size else _FILTER
+    margin = 0 if edit.view_size == edit.model_size else _FILTER
     grown = (PixelBox(*box).grown(margin, edit.model_size) for box in edit.edit_boxes)
     return [box.shrunk(factor) for box in grown]

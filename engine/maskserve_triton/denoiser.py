@@ -37,7 +37,7 @@ from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.doings import Doings
 from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning
 from maskserve_triton.acks import ACKS, AckReceiver, FlowControl
-from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.tensor_io import read_array, read_array_or_none, read_bytes
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class DenoiserFrontend:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, its final answer exactly once."""
-        answer_each(self._api, requests, self._take)
+        answer_all(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
         received = time.monotonic()
@@ -203,21 +203,21 @@ class DenoiserFrontend:
 
 
 def _control(
-    asked: ResolvedControl,
+    control: ResolvedControl,
     pictures: NDArray[np.uint8] | None,
     moments: NDArray[np.float32] | None,
 ) -> ControlInput:
     """Return a control with its picture, of CONTROLS and CONTROL_MOMENTS."""
-    if pictures is None or asked.image is None:
+    if pictures is None or control.image is None:
         raise EngineFailed("an edit with controls came without its control pictures")
-    encoded = None if moments is None or not len(moments) else moments[asked.image]
+    encoded = None if moments is None or not len(moments) else moments[control.image]
     return ControlInput(
-        net=asked.version,
-        picture=pictures[asked.image],
-        scale=asked.scale,
-        start=asked.start,
-        end=asked.end,
-        mode=asked.mode,
+        net=control.version,
+        picture=pictures[control.image],
+        scale=control.scale,
+        start=control.start,
+        end=control.end,
+        mode=control.mode,
         moments=encoded,
     )
 

@@ -28,12 +28,12 @@ from maskserve_common.contracts.parameters import parameters
 from maskserve_common.contracts.settings import parse_settings
 from maskserve_common.contracts.tensors import PICTURES
 from maskserve_common.errors import EngineFailed, Overloaded, guarded
-from maskserve_common.files.stages import NO_ANSWER, StagesAway
+from maskserve_common.files.stages import NO_ANSWER, StageOutages
 from maskserve_common.files.values import RUN
 from maskserve_common.observations import Observations
 from maskserve_common.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_lora.store import AdapterStore
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.acks import AckSender
@@ -57,7 +57,7 @@ class EditFront:
     Args:
         api: triton_python_backend_utils.
         config: configuration of this worker.
-        facts: spec of the served model.
+        spec: spec of the served model.
         name: name of the front.
         streaming: whether progress and previews are sent on.
         tracer: by default, as the configuration says.
@@ -68,7 +68,7 @@ class EditFront:
         self,
         api: Any,
         config: Config,
-        facts: ModelFacts,
+        spec: ModelSpec,
         name: str,
         *,
         streaming: bool,
@@ -77,20 +77,20 @@ class EditFront:
     ) -> None:
         self._api = api
         self._config = config
-        self._facts = facts
+        self._spec = spec
         self._name = name
         self._streaming = streaming
         self._admission = Gate(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
-        self._stages = StagesAway(config)
+        self._stages = StageOutages(config)
         self._tracer = tracer or make_tracer(config, name)
         self._observations = Observations()
         metrics = FrontMetrics(api, config.worker, name, self._observations)
         self._metrics = MetricsThread(metrics)
         self._adapters = AdapterStore(config)
         self._adapters.start()
-        self._nets = ControlNets(config, facts)
-        self._results = Results(api, config, facts)
+        self._nets = ControlNets(config, spec)
+        self._results = Results(api, config, spec)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._calls = Calls()
         self._after_steps = AfterSteps()
@@ -134,7 +134,7 @@ class EditFront:
         request_log.due = bounded_request.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
         edit = accept_edit(
-            bounded_request.settings, prompt, self._facts, self._config, catalogue, self._nets
+            bounded_request.settings, prompt, self._spec, self._config, catalogue, self._nets
         )
         after_token_s = self._after_steps.per_token_s
         edit = replace(edit, due_ms=bounded_request.due_ms, after_token_s=after_token_s)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import scope_of, template_id
 from maskserve_common.contracts.request import EditRequest
-from maskserve_common.lru_cache import Kept
+from maskserve_common.lru_cache import LruCache
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
@@ -87,7 +87,7 @@ class _Prompts(NamedTuple):
 
     prompt: Conditioning
     negative: Conditioning | None
-    kept: bool
+    from_cache: bool
     """Whether all came from the cache."""
     batch: int
     """Prompts in the call of the text encoders."""
@@ -102,7 +102,7 @@ class _Pictures(NamedTuple):
 
     moments: NDArray[np.float32]
     masked: NDArray[np.float32]
-    kept: bool
+    from_cache: bool
     """Whether the template's moments came from the cache."""
     whole: bool
     """Whether the masked picture was encoded whole."""
@@ -130,11 +130,11 @@ class EditEncoder:
         self._texts = _Aside(device) if aside else None
         self._adapters = TextAdapters(config, encoder.text_models)
         self._stages = stages = config.stages
-        self._prompts: Kept[PromptKey, Conditioning] = Kept(stages.prompt_bytes, _nbytes)
-        self._templates: Kept[str, TemplateEncoding] = Kept(
+        self._prompts: LruCache[PromptKey, Conditioning] = LruCache(stages.prompt_bytes, _nbytes)
+        self._templates: LruCache[str, TemplateEncoding] = LruCache(
             stages.template_bytes,
             lambda encoding: encoding.nbytes,
-            gone=lambda pixels_id, encoding: self._for_decoder.drop(pixels_id),
+            on_evict=lambda pixels_id, encoding: self._for_decoder.drop(pixels_id),
         )
         self._read = lru_cache(_COUNTED)(self._read_of)
         self._for_decoder = MomentsFolder(config.runtime_dir)
@@ -204,8 +204,8 @@ class EditEncoder:
                 )
                 report = EncodeReport(
                     ms=1e3 * (shared_s + time.perf_counter() - begin),
-                    prompt="kept" if text.kept else "made",
-                    template="kept" if pictures.kept else "made",
+                    prompt="kept" if text.from_cache else "made",
+                    template="kept" if pictures.from_cache else "made",
                     masked="whole" if pictures.whole else "pieces",
                     batch=max(text.batch, pictures.batch),
                     tokens=text.tokens,
@@ -231,11 +231,11 @@ class EditEncoder:
         texts = {"prompt": edit.prompt, "negative_prompt": edit.settings.negative_prompt}
         return {name: self._read(text) for name, text in texts.items() if text is not None}
 
-    def _keys(self, each: ToEncode) -> list[PromptKey]:
+    def _keys(self, request: ToEncode) -> list[PromptKey]:
         """Return the keys of the prompt and, where there is one, of the negative prompt."""
-        edit, settings, picture = each.edit, each.edit.settings, ""
-        if self._encoder.facts.shown:
-            picture = edit.pixels_id or template_id(each.pixels)
+        edit, settings, picture = request.edit, request.edit.settings, ""
+        if self._encoder.spec.encoder_picture:
+            picture = edit.pixels_id or template_id(request.pixels)
         loras = tuple((lora.version, lora.scale) for lora in edit.loras if lora.text and lora.scale)
         keys = [self._key(edit.prompt, loras)]
         if settings.negative_prompt is not None:
@@ -257,7 +257,7 @@ class EditEncoder:
         `shared`, with the number of prompts in it. A lone edit's prompt and negative prompt go one
         by one, as in diffusers' pipelines: then the bits do not depend on the load.
         """
-        if len(edits) < 2 or self._encoder.facts.shown:
+        if len(edits) < 2 or self._encoder.spec.encoder_picture:
             return
         required_keys = dict.fromkeys(
             key
@@ -277,9 +277,9 @@ class EditEncoder:
             shared[key] = self._keep(key, encoded[key.text]), len(texts)
 
     def _prompts_of(
-        self, each: ToEncode, shared: dict[PromptKey, tuple[Conditioning, int]]
+        self, request: ToEncode, shared: dict[PromptKey, tuple[Conditioning, int]]
     ) -> _Prompts:
-        edit, keys = each.edit, self._keys(each)
+        edit, keys = request.edit, self._keys(request)
         embeddings = {key: shared[key][0] for key in keys if key in shared}
         batch = max((shared[key][1] for key in embeddings), default=1)
         cached = {
@@ -289,7 +289,7 @@ class EditEncoder:
         is_computed = bool(missing or embeddings)
         if missing:
             with self._adapters.applied(edit.loras):
-                embeddings |= {key: self._embeddings(key, each.pixels) for key in missing}
+                embeddings |= {key: self._embeddings(key, request.pixels) for key in missing}
         embeddings = cached | embeddings
         negative = embeddings[keys[1]] if len(keys) == 2 else None
         return _Prompts(embeddings[keys[0]], negative, not is_computed, batch, self._tokens(edit))
@@ -306,24 +306,26 @@ class EditEncoder:
 
     # Pictures
 
-    def _pictures(self, number: int, each: ToEncode, masked: _MaskedPictures) -> _Pictures:
-        template, is_cached = self._template(each.edit, each.pixels)
-        if not self._encoder.facts.semantics.masked_picture:
+    def _pictures(self, number: int, request: ToEncode, masked: _MaskedPictures) -> _Pictures:
+        template, is_cached = self._template(request.edit, request.pixels)
+        if not self._encoder.spec.semantics.masked_picture:
             return _Pictures(template.moments, NO_MOMENTS, is_cached, True, 1)
-        if not each.edit_mask.any():  # a template that is primed
+        if not request.edit_mask.any():  # a template that is primed
             return _Pictures(template.moments, template.moments, is_cached, True, 1)
-        pieces = self._pieces(each.edit, template) if is_cached and number not in masked else None
+        pieces = (
+            self._pieces(request.edit, template) if is_cached and number not in masked else None
+        )
         if pieces is None:
             moments, batch = masked.take(number)
             return _Pictures(template.moments, moments, is_cached, True, batch)
-        moments = self._encoder.masked_pieces(each.pixels, each.edit_mask, pieces, template)
+        moments = self._encoder.masked_pieces(request.pixels, request.edit_mask, pieces, template)
         return _Pictures(template.moments, moments, is_cached, False, 1)
 
     def _whole_masks(self, edits: Sequence[ToEncode]) -> list[int]:
         """Return the edits whose masked pictures may share a call: none is known to go in
         pieces.
         """
-        if not self._shares_calls or not self._encoder.facts.semantics.masked_picture:
+        if not self._shares_calls or not self._encoder.spec.semantics.masked_picture:
             return []
         numbers = []
         for number, (edit, _, edit_mask, _) in enumerate(edits):
@@ -352,7 +354,7 @@ class EditEncoder:
         halo = self._stages.encode_halo
         if exact or not halo or not edit.edit_boxes or template.sums is None:
             return None
-        factor = self._encoder.facts.vae_scale_factor
+        factor = self._encoder.spec.vae_scale_factor
         boxes = [PixelBox(*box).shrunk(factor) for box in edit.edit_boxes]
         _, height, width = template.moments.shape
         pieces = self._encoder.pieces(boxes, (height, width), halo)
@@ -360,7 +362,7 @@ class EditEncoder:
 
     def _control_moments(self, controls: NDArray[np.uint8] | None) -> NDArray[np.float32]:
         """Encode control pictures, [pictures, 2C, h, w], for ControlNets that read latents."""
-        takes = self._encoder.facts.control
+        takes = self._encoder.spec.control
         if takes is None or not takes.latents or controls is None or not len(controls):
             return NO_CONTROLS
         return np.stack([self._encoder.moments(picture) for picture in controls])
@@ -380,7 +382,7 @@ class _MaskedPictures:
         self._encoder, self._edits = encoder, edits
         shapes = {number: edits[number].edit_mask.shape for number in sharing}
         self._batches = vae_batches({number: (h, w) for number, (h, w) in shapes.items()})
-        self._made: dict[int, tuple[NDArray[np.float32], int]] = {}
+        self._encoded: dict[int, tuple[NDArray[np.float32], int]] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._batches
@@ -388,20 +390,20 @@ class _MaskedPictures:
     def take(self, number: int) -> tuple[NDArray[np.float32], int]:
         """One edit's moments, and how many were computed with them."""
         batch = self._batches.get(number, (number,))
-        if number not in self._made and len(batch) > 1:
+        if number not in self._encoded and len(batch) > 1:
             try:
                 self._compute(batch)
             except Exception:
                 log.exception("%d pictures were not encoded together; each goes alone", len(batch))
                 self._batches |= {member: (member,) for member in batch}
-        if number not in self._made:
+        if number not in self._encoded:
             self._compute((number,))
-        return self._made.pop(number)
+        return self._encoded.pop(number)
 
     def _compute(self, batch: Sequence[int]) -> None:
         pictures = [(self._edits[member].pixels, self._edits[member].edit_mask) for member in batch]
         moments = self._encoder.all_masked_moments(pictures)
-        self._made |= {member: (m, len(batch)) for member, m in zip(batch, moments, strict=True)}
+        self._encoded |= {member: (m, len(batch)) for member, m in zip(batch, moments, strict=True)}
 
 
 class _Aside:

@@ -51,7 +51,7 @@ class FairThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _dispatch(self) -> None:
-        for queued_job in self._busy.in_turn(self._waiting, lambda waiting: waiting[0]):
+        for queued_job in self._busy.fair_order(self._waiting, lambda waiting: waiting[0]):
             key, job = queued_job
             try:
                 self._busy.take(key)

@@ -30,10 +30,10 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.contracts.tensors import CONTRACTS
 from maskserve_common.errors import MaskserveError, Overloaded, guarded, has_code
-from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
+from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.files.store import FileStore
 from maskserve_common.tracing import TRACEPARENT, parent_of
-from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.stage_requests import NO_PIXELS, PRIMING_PROMPT, REVISION
 from maskserve_triton.sync_execute import Outputs, failed_event
 from maskserve_triton.tensor_io import relayed, view_array
@@ -49,11 +49,11 @@ _NO_EDIT = {
 _DTYPES: dict[str, type[np.generic]] = {"UINT8": np.uint8, "FP32": np.float32, "BYTES": np.object_}
 _THREADS = 16
 """Most requests at the service at once: twice what it takes together."""
-_AGAIN_S = 0.1
+_RETRY_S = 0.1
 _PING_EVERY_S = 0.5
 _PING_S = 2.0
-_SAY_EVERY_S = 10.0
-_NOT_THERE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+_LOG_EVERY_S = 10.0
+_NO_SERVICE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 """Status codes of a server that is no stage service."""
 
 
@@ -72,9 +72,9 @@ class StageService:
         self._patience_s, self._limit_s = stages.service_timeout_s, config.engine.stuck_timeout_s
         self._channel = grpc.insecure_channel(self._url, transport.SERVICE)
         self._stub = GRPCInferenceServiceStub(self._channel)
-        self._away = StagesAway(config)
-        self._away.say(stage, away=False)
-        self._is_away = False
+        self._outages = StageOutages(config)
+        self._outages.mark(stage, lost=False)
+        self._is_lost = False
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name=f"{stage}-service", daemon=True)
 
@@ -119,7 +119,7 @@ class StageService:
             MaskserveError: what the model answered; Overloaded: nobody answers any more.
             ConfigError: whoever answers has no such model.
         """
-        begin, warned_at_s = 0.0, -_SAY_EVERY_S
+        begin, warned_at_s = 0.0, -_LOG_EVERY_S
         while not self._closing.is_set():
             try:
                 return _outputs(self._stub.ModelInfer(request, timeout=self._limit_s))
@@ -127,23 +127,23 @@ class StageService:
                 code, details = error.code(), error.details() or ""
                 if has_code(details):
                     raise relayed(details, "") from None
-                if code in _NOT_THERE:
+                if code in _NO_SERVICE:
                     problem = f"[stages] service: {self._url} has no {self._stage} ({details})"
                     raise ConfigError(problem) from None
                 if self._closing.is_set():
                     break
                 now_s = time.monotonic()
                 begin = begin or now_s
-                if patiently and now_s - warned_at_s > _SAY_EVERY_S:
+                if patiently and now_s - warned_at_s > _LOG_EVERY_S:
                     warned_at_s = now_s
                     log.warning("waiting for the stage service at %s: %s", self._url, code.name)
-                given_up = self._is_away or now_s - begin > self._patience_s
+                given_up = self._is_lost or now_s - begin > self._patience_s
                 if not patiently and (given_up or code is grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise Overloaded(NO_ANSWER) from None
             except ValueError:  # the channel was closed
                 if not self._closing.is_set():
                     raise
-            self._closing.wait(_AGAIN_S)
+            self._closing.wait(_RETRY_S)
         raise Overloaded("the worker is stopping")
 
     def _watch(self) -> None:
@@ -164,9 +164,9 @@ class StageService:
             now_s = time.monotonic()
             well = now_s if is_ready else well
             away = now_s - well > self._patience_s
-            if away != self._is_away:
-                self._is_away = away
-                self._away.say(self._stage, away=away)
+            if away != self._is_lost:
+                self._is_lost = away
+                self._outages.mark(self._stage, lost=away)
 
 
 class ForwardedStage(ABC):
@@ -195,7 +195,7 @@ class ForwardedStage(ABC):
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered when the service has."""
-        answer_each(self._api, requests, self._take)
+        answer_all(self._api, requests, self._take)
 
     def close(self) -> None:
         """Stop; requests under way are answered by an error."""
@@ -278,8 +278,8 @@ class ForwardedDecoder(ForwardedStage):
             request_in(context[0]), b"", b"", decoded=False
         ).pack()
 
-        def finish(made: Outputs) -> None:
-            answer.finish({**made, "CONTEXT": context})
+        def finish(outputs: Outputs) -> None:
+            answer.finish({**outputs, "CONTEXT": context})
 
         def fail(error: MaskserveError) -> None:
             outputs = {"PIXELS": NO_PIXELS, "META": failed_event(meta, error), "CONTEXT": NOTHING}

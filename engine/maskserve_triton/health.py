@@ -30,7 +30,7 @@ class Health:
         """Mean seconds of a step so far."""
         self.silence_limit_s = 0.0
         """Seconds for which the engine, and all that waits for a step, may be silent."""
-        self.held: frozenset[str] = frozenset()
+        self.in_engine: frozenset[str] = frozenset()
         """Ids of the edits in the engine."""
         self._unwell: str | None = None
         self._lock = threading.Lock()
@@ -52,10 +52,10 @@ class Health:
         if status is None:
             return EngineFailed("the engine has not started")
         self.step_s = mean_step_s(status)
-        self.held = frozenset(row.request_id for row in (*status.running, *status.waiting))
+        self.in_engine = frozenset(row.request_id for row in (*status.running, *status.waiting))
         timeout_s = self._config.engine.heartbeat_timeout_s
         self.silence_limit_s = silence_limit_s(status, timeout_s)
-        hung = self._silence.too_long(status, timeout_s)
+        hung = self._silence.silence_fault(status, timeout_s)
         if hung is not None:
             return EngineFailed(f"the {hung}")
         if status.ended is not None:

@@ -11,10 +11,10 @@ from maskserve_common.contracts.tensors import SERVICES
 from maskserve_common.errors import InvalidRequest, guarded
 from maskserve_common.files.values import Values
 from maskserve_common.reading import Misread
-from maskserve_triton.answer import Answer, answer_each
+from maskserve_triton.answer import Answer, answer_all
 from maskserve_triton.tensor_io import read_bytes, read_elements
 from maskserve_workflows.node_models import NodeModels
-from maskserve_workflows.node_request import AskedNode
+from maskserve_workflows.node_request import NodeRequest
 from maskserve_workflows.node_types import NodeType
 from maskserve_workflows.nodes import NODE_TYPES
 from maskserve_workflows.wire import (
@@ -44,7 +44,7 @@ class NodeFront:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in."""
-        answer_each(self._api, requests, self._take)
+        answer_all(self._api, requests, self._take)
 
     def _take(self, request: Any, answer: Answer) -> None:
         raw = read_bytes(self._api, request, "TASK")
@@ -57,7 +57,7 @@ class NodeFront:
         if task.node == RECORD:
             if PLACED in task.settings:
                 self._models.place(_names(task.settings[PLACED]))
-            record = {**self._models.record(), "values": self._values.held()}
+            record = {**self._models.record(), "values": self._values.stored()}
             answer.finish({"RESULT": msgspec.json.encode(record), "MADE": [b""]})
             return
         kind = NODE_TYPES.get(task.node)
@@ -73,25 +73,25 @@ class NodeFront:
         all_settings = {name: getattr(settings, name) for name in kind.settings.__struct_fields__}
         inputs = read_all(inputs, self._values, task.scope)
         put = partial(self._values.put, scope=task.scope, run=task.run)
-        node_request = AskedNode(task.node, inputs, all_settings)
+        node_request = NodeRequest(task.node, inputs, all_settings)
         self._models.call(kind.model, node_request, partial(_answer, answer, kind, put))
 
 
-def _names(told: Any) -> list[str]:
+def _names(names: Any) -> list[str]:
     try:
-        return msgspec.convert(told, list[str])
+        return msgspec.convert(names, list[str])
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"TASK.{PLACED}", str(error), "names of models") from None
 
 
 def _answer(
-    answer: Answer, kind: NodeType, put: Put, made: dict[str, Any] | Exception, seconds: float
+    answer: Answer, kind: NodeType, put: Put, outputs: dict[str, Any] | Exception, seconds: float
 ) -> None:
-    if isinstance(made, Exception):
-        answer.fail(guarded("", made))  # raised here it would hold itself, and the call's values
+    if isinstance(outputs, Exception):
+        answer.fail(guarded("", outputs))  # raised here it would hold itself, and the call's values
         return
     try:
-        layout, parts = laid_out(made, kind.outputs, put)
+        layout, parts = laid_out(outputs, kind.outputs, put)
         result = msgspec.json.encode(NodeResult(layout, round(seconds, 6)))
         answer.finish({"RESULT": result, "MADE": parts})
     except Exception as error:

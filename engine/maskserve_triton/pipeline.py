@@ -14,7 +14,7 @@ import numpy as np
 
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.acks import ACKS, AckSender
 from maskserve_triton.preprocess import PreparedTemplate, prepare_template
 from maskserve_triton.tensor_io import named_tensors, output, relayed, tensor
@@ -68,7 +68,7 @@ def run_edit(
     try:
         for answer in answers:
             if acks is not None:
-                acks.taken()
+                acks.acknowledge()
             if answer.has_error():
                 raise relayed(answer.error().message(), request_id)
             meta = output(api, answer, "META")
@@ -119,7 +119,7 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
     return [tensor(api, "EDIT_MASK", prepared.edit_mask), *encoded]
 
 
-def prime_template(api: Any, encoded: bytes, facts: ModelFacts, config: Config) -> dict[str, Any]:
+def prime_template(api: Any, encoded: bytes, spec: ModelSpec, config: Config) -> dict[str, Any]:
     """Have a registered image primed in the background. Blocks until that is queued.
 
     Returns:
@@ -129,7 +129,7 @@ def prime_template(api: Any, encoded: bytes, facts: ModelFacts, config: Config) 
         MaskserveError: the image cannot be used, or what encoder or denoiser answered.
         ConfigError: the configuration's defaults do not go with the model.
     """
-    prepared = prepare_template(encoded, facts, config)
+    prepared = prepare_template(encoded, spec, config)
     operation = {"op": "prime", "request": prepared.request.to_json().decode()}
     return ask_denoiser(api, operation, encode_template(api, prepared))
 
@@ -163,7 +163,7 @@ def ask_denoiser(
     return result
 
 
-_KEPT_S = 2.0
+_KEEP_ALIVE_S = 2.0
 """Seconds that responses are kept: the stub's thread needs milliseconds; on a busy machine it may
 be hundreds."""
 
@@ -177,17 +177,17 @@ class KeepAlive:
     corrupted heap. So Python's reference is made the last: responses are kept for some time.
 
     Args:
-        kept_s: seconds.
+        seconds: seconds.
     """
 
-    def __init__(self, kept_s: float) -> None:
-        self._kept_s = kept_s
-        self._held: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._responses: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def keep(self, thing: Any) -> None:
-        self._held.put((time.monotonic() + self._kept_s, thing))
+        self._responses.put((time.monotonic() + self._seconds, thing))
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
@@ -195,12 +195,12 @@ class KeepAlive:
 
     def _run(self) -> None:
         while True:
-            release_at_s, thing = self._held.get()
+            release_at_s, thing = self._responses.get()
             time.sleep(max(0.0, release_at_s - time.monotonic()))
             del thing
 
 
-_KEEPER = KeepAlive(_KEPT_S)
+_KEEPER = KeepAlive(_KEEP_ALIVE_S)
 """One keeper for the process, as it has one stub."""
 
 

@@ -67,7 +67,7 @@ def finish_edit(
         inside = left - x, top - y, right - x, bottom - y
 
         def drawn(channels: npt.NDArray[np.uint8]) -> Image.Image:
-            return resize_part(Image.fromarray(channels), request.seen_size, inside)
+            return resize_part(Image.fromarray(channels), request.view_size, inside)
 
         edited = as_mode(colour.painted(drawn(pixels[..., :3])), out.mode)
         part = np.asarray(weights)[top:bottom, left:right]

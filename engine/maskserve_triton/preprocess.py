@@ -26,9 +26,9 @@ from maskserve_common.imaging.images import (
     MAX_OUTPUT_SIDE,
     Decoded,
     Size,
-    came_as_text,
     decode_image,
     encode_png,
+    is_base64_text,
     model_size,
     resize,
 )
@@ -42,7 +42,7 @@ from maskserve_common.imaging.masks import (
 from maskserve_common.imaging.provenance import has_manifest
 from maskserve_common.imaging.view import View, see
 from maskserve_engine.spec.encoder_picture import LONGEST
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
 
 DECODED_PIXELS = 1_500_000
@@ -75,7 +75,7 @@ def prepare_edit(
     image: bytes | memoryview,
     mask: bytes | memoryview,
     accepted: AcceptedEdit,
-    facts: ModelFacts,
+    spec: ModelSpec,
     config: Config,
     find_template: FindTemplate | None = None,
     control: Sequence[bytes | memoryview] = (),
@@ -88,7 +88,7 @@ def prepare_edit(
         image: the IMAGE tensor's bytes; empty when SETTINGS.template_id names a template.
         mask: MASK.
         accepted: all else that was asked.
-        facts: of the served model.
+        spec: of the served model.
         config: of this worker.
         find_template: reads a registered template; None when the worker keeps none.
         control: the elements of CONTROL.
@@ -102,27 +102,27 @@ def prepare_edit(
     source, source_id = _source(image, settings, config, find_template)
     canvas = _answer_size(settings, source, config)
     selection = select(mask, settings, config.limits, source.size)
-    view = see(selection.pixels, settings, facts.native_resolution, facts.size_multiple)
-    _check_shape(view.size, facts)
+    view = see(selection.pixels, settings, spec.native_resolution, spec.size_multiple)
+    _check_shape(view.size, spec)
     paste = paste_weights(selection.pixels, settings.mask_dilate, settings.mask_feather)
     assert paste is not None, "something is selected"
     if selection.strength is None:
         edit = edit_mask(view.window.of(paste), view.size)
     else:
         edit = strongest(view.window.of(selection.strength), view.size)
-    edit = mask_for_model(edit, facts)
-    pixels = _seen(source, settings, view)
+    edit = mask_for_model(edit, spec)
+    pixels = _view_of(source, settings, view)
     controls = _control_pictures(control, accepted.controls, view, config)
     if settings.output_encoding == "auto":
         input_bytes = mask or image
-        encoding = "base64" if input_bytes and came_as_text(input_bytes) else "raw"
+        encoding = "base64" if input_bytes and is_base64_text(input_bytes) else "raw"
         settings = structs.replace(settings, output_encoding=encoding)
     request = replace(
         _request(replace(accepted, settings=settings), source, source_id, pixels),
         source_size=canvas,
         window=view.window if view.is_part else None,
         alpha=_keeps_alpha(settings, source, paste),
-        edit_boxes=component_boxes(edit, facts.token_pixels),
+        edit_boxes=component_boxes(edit, spec.token_pixels),
         warnings=(*source.warnings, *selection.warnings),
     )
     fine = source.low is not None and settings.output_format == "png"
@@ -151,28 +151,28 @@ class PreparedTemplate:
     """REQUEST of an edit with the worker's default settings and an empty prompt."""
 
 
-def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> PreparedTemplate:
+def prepare_template(encoded: bytes, spec: ModelSpec, config: Config) -> PreparedTemplate:
     """A registered image as its edits will see it, so that it can be primed ahead of them.
 
     Raises:
         InvalidRequest: the image cannot be used.
     """
     source = decode_image(encoded, "OP.image", config.limits)
-    size = model_size(source.size, facts.native_resolution, facts.size_multiple)
-    _check_shape(size, facts)
+    size = model_size(source.size, spec.native_resolution, spec.size_multiple)
+    _check_shape(size, spec)
     pixels = _at(source.pixels, source.colour, size)
-    accepted = accept_edit(EditSettings(), b"", facts, config)
+    accepted = accept_edit(EditSettings(), b"", spec, config)
     request = _request(accepted, source, source.template_id, pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 
-def _check_shape(size: Size, facts: ModelFacts) -> None:
+def _check_shape(size: Size, spec: ModelSpec) -> None:
     """See that the text encoder can be shown a picture that the model sees at this size.
 
     Raises:
         InvalidRequest: it is too long.
     """
-    if facts.shown is not None and max(size) > LONGEST * min(size):
+    if spec.encoder_picture is not None and max(size) > LONGEST * min(size):
         raise InvalidRequest(
             "IMAGE",
             f"is {size[1]}x{size[0]} pixels to the model",
@@ -301,27 +301,27 @@ def _request(
     )
 
 
-def _seen(source: Decoded, asked: EditSettings, view: View) -> npt.NDArray[np.uint8]:
+def _view_of(source: Decoded, settings: EditSettings, view: View) -> npt.NDArray[np.uint8]:
     """Return the source as the model sees it, RGB [h, w, 3]."""
-    return _at(view.window.of(grown(source.pixels, asked.expand)), source.colour, view.size)
+    return _at(view.window.of(grown(source.pixels, settings.expand)), source.colour, view.size)
 
 
 def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArray[np.uint8]:
     """Resize a picture and convert it to sRGB, RGB [h, w, 3]."""
     if pixels.shape[:2] == size and colour == SRGB:
         return pixels
-    return np.asarray(colour.shown(resize(Image.fromarray(pixels), size)))
+    return np.asarray(colour.to_display(resize(Image.fromarray(pixels), size)))
 
 
-def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
+def mask_for_model(edit: npt.NDArray[np.uint8], spec: ModelSpec) -> npt.NDArray[np.uint8]:
     """The edit mask as the model should be given it.
 
     Models that blend sample the mask once per latent or token, and would lose what is thinner than
     one. Theirs is grown to whole ones. What is pasted stays as the client drew it.
     """
-    if not facts.semantics.blends:
+    if not spec.semantics.blends:
         return edit
-    side = facts.vae_scale_factor * facts.mask_latents
+    side = spec.vae_scale_factor * spec.mask_latents
     height, width = edit.shape
     cells = edit.reshape(height // side, side, width // side, side).max(axis=(1, 3))
     return np.repeat(np.repeat(cells, side, axis=0), side, axis=1)

@@ -16,7 +16,7 @@ from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import decode_image
 from maskserve_common.logs import about
 from maskserve_common.shares import Full
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.fair_threads import FairThreads
 from maskserve_triton.pipeline import prime_template
 from maskserve_triton.templates import templates_of
@@ -31,8 +31,8 @@ _NICE = 5
 class Results:
     """Results of one front's edits."""
 
-    def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
-        self._api, self._config, self._facts = api, config, facts
+    def __init__(self, api: Any, config: Config, spec: ModelSpec) -> None:
+        self._api, self._config, self._spec = api, config, spec
         self._templates = templates_of(config, Values(config.values))
         self._threads = FairThreads(1, _MAX_QUEUED, "results", _NICE)
 
@@ -68,6 +68,6 @@ class Results:
         try:
             encoded = self._templates.get(name)
             if encoded is not None:
-                prime_template(self._api, encoded, self._facts, self._config)
+                prime_template(self._api, encoded, self._spec, self._config)
         except (MaskserveError, ConfigError, OSError) as error:
             log.warning("template %s, a result, is not primed: %s", name, error)

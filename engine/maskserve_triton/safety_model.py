@@ -19,11 +19,11 @@ def check_by_model(api: Any, name: str) -> Check:
     its REASON (BYTES [1]) is empty where the picture may pass.
     """
 
-    def check(source: Image.Image, prompt: str, made: Image.Image) -> str | None:
+    def check(source: Image.Image, prompt: str, result: Image.Image) -> str | None:
         inputs: dict[str, npt.NDArray[np.uint8] | bytes] = {
             "SOURCE": np.asarray(as_mode(source, "RGB")),
             "PROMPT": prompt.encode(),
-            "MADE": np.asarray(as_mode(made, "RGB")),
+            "MADE": np.asarray(as_mode(result, "RGB")),
         }
         call = api.InferenceRequest(
             model_name=name,

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_common.config import Config, beside_denoiser
+from maskserve_common.config import Config, sharing_the_device
 from maskserve_common.contracts.meta import with_timing
 from maskserve_common.contracts.postprocess_context import NOTHING
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.files.stages import PRIMING_PROMPT_FILE
 from maskserve_common.tracing import make_tracer
 from maskserve_engine.families.registry import load_decoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, pack_conditioning
 from maskserve_engine.stages.revision import stages_revision
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
@@ -41,7 +41,7 @@ class EncoderStage:
     def __init__(self, api: Any, config: Config) -> None:
         hide_unused_libraries(config)
         self._api, self._config = api, config
-        self._encoder = EditEncoder.load(beside_denoiser(config, "encoder"))
+        self._encoder = EditEncoder.load(sharing_the_device(config, "encoder"))
         self._tracer = make_tracer(config, "encoder")
         self._revision = cache(lambda: stages_revision(config))
         self._requests = Together(api, self._tracer, "encode", self._read, self._encode)
@@ -66,9 +66,9 @@ class EncoderStage:
             view_item(self._api, request, "CONTROLS", np.uint8, ndim=4),
         )
 
-    def _encode(self, asked: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:
-        encoded = self._encoder.encode_all([edit for edit in asked if edit is not None])
-        for edit in asked:
+    def _encode(self, requests: Sequence[ToEncode | None]) -> Iterator[Outputs | Exception]:
+        encoded = self._encoder.encode_all([edit for edit in requests if edit is not None])
+        for edit in requests:
             outcome = self._priming_prompt() if edit is None else next(encoded)
             if isinstance(outcome, dict | Exception):
                 yield outcome
@@ -102,8 +102,8 @@ class DecoderStage:
 
     def __init__(self, api: Any, config: Config) -> None:
         hide_unused_libraries(config, text=False)
-        config = beside_denoiser(config, "decoder")
-        facts = load_facts(config.model.path, config.model.native_resolution)
+        config = sharing_the_device(config, "decoder")
+        facts = load_spec(config.model.path, config.model.native_resolution)
         self._api = api
         self._decoder = EditDecoder(load_decoder(config), facts, config)
         self._tracer = make_tracer(config, "decoder")

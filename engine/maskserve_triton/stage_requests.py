@@ -19,12 +19,12 @@ no pixels."""
 NO_PIXELS: NDArray[np.uint8] = np.zeros((0, 0, 3), np.uint8)
 
 
-def check_revision(request: Any, own: Callable[[], str]) -> None:
+def check_revision(request: Any, revision: Callable[[], str]) -> None:
     """Refuse a request of a worker whose model has other stages; a worker's own ask nothing.
 
     Raises:
         EngineFailed: it is one.
     """
     requested_revision = parameters(request).get(REVISION)
-    if requested_revision is not None and requested_revision != own():
+    if requested_revision is not None and requested_revision != revision():
         raise EngineFailed("the stage service has the encoder and decoder of another model")

@@ -22,12 +22,12 @@ from maskserve_common.shares import EVERYBODY, room
 _RESULTS = "results"
 
 
-def templates_of(config: Config, values: Values) -> KeptTemplates:
+def templates_of(config: Config, values: Values) -> StoredTemplates:
     """Return a worker's templates; where the host has a folder of values, results lie there, for
     all workers of the host.
     """
     limits = config.limits
-    return KeptTemplates(
+    return StoredTemplates(
         templates_folder(config),
         limits.max_template_bytes,
         results=Path(config.values.folder) / _RESULTS if values.host else None,
@@ -36,7 +36,7 @@ def templates_of(config: Config, values: Values) -> KeptTemplates:
     )
 
 
-class KeptTemplates:
+class StoredTemplates:
     """RegisteredImages images and results. What is both is a result for its owners' sake alone, and
     registered for those who registered it.
 
@@ -59,8 +59,8 @@ class KeptTemplates:
     ) -> None:
         self._registered = RegisteredImages(path, max_bytes)
         results = results or Path(path) / _RESULTS
-        self._results = KeptResults(results, max_result_bytes, result_expires_s)
-        self._both = self._registered, self._results
+        self._results = StoredResults(results, max_result_bytes, result_expires_s)
+        self._stores = self._registered, self._results
 
     def get(self, template_id: str, scope: str = NO_SCOPE) -> bytes | None:
         """The encoded image; None if there is none, or none that a client of `scope` may see. A
@@ -71,22 +71,22 @@ class KeptTemplates:
 
     def ids(self) -> list[str]:
         """Names of all, sorted."""
-        return sorted({name for store in self._both for name in store.ids()})
+        return sorted({name for store in self._stores for name in store.ids()})
 
     def has(self, template_id: str) -> bool:
-        return any(each.has(template_id) for each in self._both)
+        return any(each.has(template_id) for each in self._stores)
 
     def sharing(self, template_id: str) -> bool:
         """Whether there is a template, it itself or another, that has its entries."""
-        return any(each.sharing(template_id) for each in self._both)
+        return any(each.sharing(template_id) for each in self._stores)
 
     def shows(self, template_id: str, scope: str) -> bool:
         """Whether a client of `scope` may see the template, if it is there."""
-        return any(store.shows(template_id, scope) for store in self._both)
+        return any(store.shows(template_id, scope) for store in self._stores)
 
     def owners(self, template_id: str) -> list[str]:
         """Scopes of those whose it is, SHARED among them if it is for every client; sorted."""
-        return sorted({o for store in self._both for o in store.owners(template_id)} - {UNSCOPED})
+        return sorted({o for store in self._stores for o in store.owners(template_id)} - {UNSCOPED})
 
     def expires_s(self, template_id: str, scope: str = NO_SCOPE) -> float | None:
         """Seconds until a result goes if it is not used; None of what a client of `scope` sees
@@ -133,14 +133,14 @@ class KeptTemplates:
 
     def remove(self, template_id: str) -> bool:
         """Forget a template, whoever owns it; False when there was none."""
-        removed = [store.remove(template_id) for store in self._both]
+        removed = [store.remove(template_id) for store in self._stores]
         return any(removed)
 
     def disown(self, template_id: str, owner: str) -> bool | None:
         """An owner gives a template up; whether that was the last one, with whom it has gone. None:
         it was none of that owner's.
         """
-        results = [store.disown(template_id, owner) for store in self._both]
+        results = [store.disown(template_id, owner) for store in self._stores]
         if results == [None, None]:
             return None
         return not self.has(template_id)
@@ -171,7 +171,7 @@ class _Pictures(NamedFiles):
         nameless = (exists and not self._marks(template_id)) or not owners - {SHARED}
         owners = owners | {UNSCOPED} if nameless else owners
         if exists:
-            self._own(template_id, owners)
+            self._add_owners(template_id, owners)
             return
         with self._store.aside() as new:
             new.file.write(encoded)
@@ -181,11 +181,11 @@ class _Pictures(NamedFiles):
 class RegisteredImages(_Pictures):
     """Registered images, which stay until they are evicted."""
 
-    what, setting = "registered images", "[limits] max_template_bytes"
+    kind, setting = "registered images", "[limits] max_template_bytes"
     advice = "; evict templates first"
 
     def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
-        """Store a template, as `KeptTemplates.put` does."""
+        """Store a template, as `StoredTemplates.put` does."""
         scopes = frozenset(owners)
         with self._alone():
             if not self.has(template_id):
@@ -193,7 +193,7 @@ class RegisteredImages(_Pictures):
             self._add(template_id, encoded, scopes)
 
 
-class KeptResults(_Pictures):
+class StoredResults(_Pictures):
     """Results, which expire some time after their last use (their file's time of change). Several
     workers may share the folder.
     """
@@ -221,7 +221,7 @@ class KeptResults(_Pictures):
         return encoded
 
     def put(self, template_id: str, encoded: bytes, owners: Iterable[str]) -> None:
-        """Store a result, as `KeptTemplates.put_result` does."""
+        """Store a result, as `StoredTemplates.put_result` does."""
         if len(encoded) > self._max_bytes:
             raise Overloaded(
                 f"{len(encoded)} bytes exceed [limits] max_result_bytes, {self._max_bytes}"
@@ -266,13 +266,13 @@ class KeptResults(_Pictures):
             holder = owner if more <= free else max(sums.of, key=sums.of.__getitem__)
             self._remove(self._oldest(holder))
 
-    def _oldest(self, whose: str) -> str:
+    def _oldest(self, scope: str) -> str:
         """Return the owner's least recently used image; there is one."""
         while True:
-            queue = self._queues.get(whose, ())
+            queue = self._queues.get(scope, ())
             while queue:
                 used, name = queue.popleft()
-                if self._store.marked(name) == used and whose in self._booked_on(name):
+                if self._store.marked(name) == used and scope in self._booked_on(name):
                     return name
             self._list()
 

@@ -74,18 +74,18 @@ class Together(Generic[T]):
         while True:
             yield end
 
-    def _answer(self, request: Any, made: Outputs | Exception, begin: int) -> None:
+    def _answer(self, request: Any, outputs: Outputs | Exception, begin: int) -> None:
         api = self._api
-        if not isinstance(made, Exception):
-            answer = response(api, batched(made))
+        if not isinstance(outputs, Exception):
+            answer = response(api, batched(outputs))
         elif self._failed is None:
-            answer = error_response(api, guarded("", made))
+            answer = error_response(api, guarded("", outputs))
         else:
-            answer = response(api, batched(self._failed(request, made)))
+            answer = response(api, batched(self._failed(request, outputs)))
         request.get_response_sender().send(answer, flags=api.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        if isinstance(made, Exception):
-            stage = Stage(self._name, begin, time.time_ns(), error=made)
-        elif self._output and not len(made[self._output]):
+        if isinstance(outputs, Exception):
+            stage = Stage(self._name, begin, time.time_ns(), error=outputs)
+        elif self._output and not len(outputs[self._output]):
             return
         else:
             stage = Stage(self._name, begin, time.time_ns())

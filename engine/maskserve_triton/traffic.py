@@ -52,39 +52,40 @@ class Traffic:
     """The edits of one front on their way to the engine, and on their way back."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._there, self._back = Passage(clock), Passage(clock)
+        self._requests, self._responses = Passage(clock), Passage(clock)
 
     def arrived(self) -> None:
         """The engine holds an edit that it did not hold before."""
-        self._there.left()
+        self._requests.left()
 
     def returned(self) -> None:
         """An event has come back."""
-        self._back.left()
+        self._responses.left()
 
     def ended(self) -> None:
         """The pipeline has let go of an edit, wherever it was."""
-        self._there.left()
-        self._back.left()
+        self._requests.left()
+        self._responses.left()
 
     def stuck(
-        self, calls: Collection[Call], held: Collection[str], limit_s: float
+        self, calls: Collection[Call], in_engine: Collection[str], limit_s: float
     ) -> EngineFailed | None:
         """Return an error if calls are stuck; must be called again and again.
 
         Args:
             calls: calls that the pipeline still has, answered or not.
-            held: ids of the edits that the engine holds.
+            in_engine: ids of the edits that the engine holds.
             limit_s: seconds after which a call counts as stuck.
         """
         is_inbound = any(call.sent and not call.heard for call in calls)
         # One alone may be lost by itself (the watcher says so to its client); more of them follow
         # where all are.
         is_outbound = any(
-            call.heard and not call.answer.done and call.request_id not in held for call in calls
+            call.heard and not call.answer.done and call.request_id not in in_engine
+            for call in calls
         )
-        inbound_s = self._there.stuck_s(entered=is_inbound)
-        outbound_s = self._back.stuck_s(entered=is_outbound)
+        inbound_s = self._requests.stuck_s(entered=is_inbound)
+        outbound_s = self._responses.stuck_s(entered=is_outbound)
         if inbound_s > limit_s:
             return EngineFailed(f"edits are stuck before the engine, for {inbound_s:.1f} s")
         if outbound_s > limit_s:

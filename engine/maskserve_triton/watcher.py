@@ -116,11 +116,11 @@ class Watcher:
 
     def _look_at_traffic(self) -> MaskserveError | None:
         limit_s = max(self._engine.stuck_timeout_s, self._health.silence_limit_s)
-        self._stuck = self._traffic.stuck(self._calls.all(), self._health.held, limit_s)
+        self._stuck = self._traffic.stuck(self._calls.all(), self._health.in_engine, limit_s)
         return self._stuck
 
     def _look_at(self, call: Call, now: float) -> None:
-        if call.request_id in self._health.held:
+        if call.request_id in self._health.in_engine:
             if not call.heard:
                 self._traffic.arrived()
             call.heard = now

@@ -124,7 +124,7 @@ class Workflow:
         kind: NodeType,
         signature: inspect.Signature,
         args: Sequence[Any],
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Any:
         """Record a call of a node in the open body.
 
@@ -136,7 +136,7 @@ class Workflow:
         """
         name = self.fresh(kind.name)
         try:
-            bound = signature.bind(*args, **given).arguments
+            bound = signature.bind(*args, **arguments).arguments
         except TypeError as error:
             raise WorkflowError(f"{name}: {error}; accepted: {kind.name}{signature}") from None
         more = next((p for p, x in signature.parameters.items() if x.kind is x.VAR_KEYWORD), None)
@@ -182,7 +182,7 @@ class _Loop:
             )
         self._flow = flow
         self._id = self._flow.fresh(name)
-        self._gives: dict[str, str] = {}
+        self._outputs: dict[str, str] = {}
 
     def __enter__(self) -> Any:
         self._flow.enter()
@@ -204,14 +204,14 @@ class _Loop:
     def _step(self, body: tuple[Step, ...]) -> Step:
         raise NotImplementedError
 
-    def _given(self, port: Any) -> str:
+    def _reference(self, port: Any) -> str:
         """Return the name under which the loop gives a value of its body."""
         ref = _ref(f"{self._id}.gives", port)
-        for name, known_ref in self._gives.items():
+        for name, known_ref in self._outputs.items():
             if known_ref == ref:
                 return f"{self._id}.{name}"
-        name = f"{port.kind}-{len(self._gives) + 1}"
-        self._gives[name] = ref
+        name = f"{port.kind}-{len(self._outputs) + 1}"
+        self._outputs[name] = ref
         return f"{self._id}.{name}"
 
 
@@ -270,7 +270,7 @@ class each(_Loop):  # noqa: N801  it reads as a statement
     def all(self, port: Verdict) -> Verdicts: ...
     def all(self, port: Picture | Mask | Verdict) -> Port:
         """Return the list of all rounds' values of a value of the block; call it in the block."""
-        ref = self._given(port)
+        ref = self._reference(port)
         if port.kind not in MANY:
             raise WorkflowError(
                 f"{self._id}.all: {port.ref} is {port.kind}; accepted: " + ", ".join(MANY)
@@ -285,7 +285,7 @@ class each(_Loop):  # noqa: N801  it reads as a statement
             over=self._over,
             carry=self._carry,
             carried=self._carried,
-            gives=self._gives,
+            gives=self._outputs,
         )
 
     def __enter__(self) -> each:
@@ -315,12 +315,14 @@ class repeat(_Loop):  # noqa: N801
     def best(self, port: Verdict) -> Verdict: ...
     def best(self, port: Picture | Mask | Verdict) -> Port:
         """Return a value of the block, from the round that counts; call it in the block."""
-        return type(port)(self._given(port))
+        return type(port)(self._reference(port))
 
     def _step(self, body: tuple[Step, ...]) -> Step:
         if self._until is None:
             raise WorkflowError(f"{self._id}.until: is missing; accepted: until(verdict)")
-        return Repeat(id=self._id, body=body, most=self._most, until=self._until, gives=self._gives)
+        return Repeat(
+            id=self._id, body=body, most=self._most, until=self._until, gives=self._outputs
+        )
 
     def __enter__(self) -> repeat:
         super().__enter__()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, taken
+from maskserve_workflows.plan import Each, NodeCall, Repeat, Step, references_of
 
 Price = Callable[[NodeCall], float]
 """Function from a call to its seconds on an idle device."""
@@ -22,7 +22,7 @@ def tails(steps: Sequence[Step], price: Price) -> dict[str, float]:
     tail_s: dict[str, float] = dict.fromkeys((step.id for step in steps), 0.0)
     for step in reversed(steps):
         with_it = span(step, price) + tail_s[step.id]
-        for owner in {ref.partition(".")[0] for ref in taken(step)}:
+        for owner in {ref.partition(".")[0] for ref in references_of(step)}:
             if owner in tail_s:
                 tail_s[owner] = max(tail_s[owner], with_it)
     return tail_s
@@ -38,7 +38,7 @@ def span(step: Step, price: Price) -> float:
     """Return the seconds from a step's begin to its end."""
     if isinstance(step, NodeCall):
         return price(step)
-    return _in_turn(step) * length(step.body, price)
+    return _rounds(step) * length(step.body, price)
 
 
 def work(step: Step, price: Price) -> float:
@@ -49,7 +49,7 @@ def work(step: Step, price: Price) -> float:
     return rounds * sum(work(substep, price) for substep in step.body)
 
 
-def _in_turn(step: Each | Repeat) -> int:
+def _rounds(step: Each | Repeat) -> int:
     """Return the least number of rounds that run one after the other."""
     is_single = isinstance(step, Repeat) or step.over is not None or step.carry is None
     return 1 if is_single else step.most

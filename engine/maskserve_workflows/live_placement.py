@@ -26,14 +26,14 @@ _IDLE: Final = 1e-3
 """Load below which a model counts as idle."""
 Record: TypeAlias = Mapping[str, Any]
 """The type of `NodeModels.record`."""
-_Told: TypeAlias = Mapping[str, Mapping[str, Any]]
+_Telemetry: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Telemetry of one server, by model."""
 
 
 class _Lying(NamedTuple):
     """Current placement, as the servers that answer report it."""
 
-    told: Mapping[str, _Told]
+    telemetry: Mapping[str, _Telemetry]
     rooms: Mapping[str, int]
     placed: Placed
     """Models with weights on each server, or about to be loaded there."""
@@ -42,7 +42,7 @@ class _Lying(NamedTuple):
 
 
 class LivePlacement:
-    """Placement that follows the load. All methods but `seen` may be called from another thread."""
+    """Placement that follows the load. Any thread may call its methods, but for `observe`."""
 
     def __init__(self) -> None:
         self._lying = _Lying({}, {}, {}, {})
@@ -51,7 +51,7 @@ class LivePlacement:
         self._counted_at = 0.0
         self._busy: dict[str, float] = {}
         """Model -> seconds that its calls ran in the window."""
-        self._seen_s = 0.0
+        self._observed_s = 0.0
         """Seconds of the window that have been observed."""
 
     def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
@@ -68,7 +68,7 @@ class LivePlacement:
         """
         models, rooms, placed, _ = self._lying
         record = models.get(server, {}).get(model)
-        if record is None or not _can_be_had(record, rooms[server]):
+        if record is None or not _is_available(record, rooms[server]):
             return 3, queue_s
         load_s = 0.0 if record["state"] == "here" else record.get("load_s", 0.0)
         free_bytes = rooms[server] - sum(models[server][name]["bytes"] for name in placed[server])
@@ -80,14 +80,16 @@ class LivePlacement:
         """Return how many servers the calls of each model kept busy lately, over all routers."""
         return self._lying.busy
 
-    def goes(self, model: str, server: str) -> None:
+    def count_call(self, model: str, server: str) -> None:
         """Note that a call goes to a server and so loads its model; the next calls follow it."""
         models, _, placed, _ = self._lying
         if model in models.get(server, {}) and model not in placed[server]:
             placed = {**placed, server: placed[server] | {model}}
             self._lying = self._lying._replace(placed=placed)
 
-    def seen(self, records: Mapping[str, Record | None], now: float) -> dict[str, frozenset[str]]:
+    def observe(
+        self, records: Mapping[str, Record | None], now: float
+    ) -> dict[str, frozenset[str]]:
         """Read the servers' records; return the models to load, for each server that has to change.
 
         Args:
@@ -114,25 +116,25 @@ class LivePlacement:
         self._lying = _Lying(model_records, rooms, placed, busy)
         return {name: names for name, names in placed.items() if names != loaded[name]}
 
-    def _count(self, told: Mapping[str, _Told], now: float) -> dict[str, float]:
+    def _count(self, telemetry: Mapping[str, _Telemetry], now: float) -> dict[str, float]:
         """Return the number of servers that each model keeps busy."""
         passed = now - self._counted_at if self._ended else 0.0
         self._counted_at, decay = now, math.exp(-passed / _WINDOW_S)
-        self._seen_s = self._seen_s * decay + passed
+        self._observed_s = self._observed_s * decay + passed
         self._busy = {name: seconds * decay for name, seconds in self._busy.items()}
         old_counts, self._ended = self._ended, {}
-        for server, models in told.items():
+        for server, models in telemetry.items():
             for name, record in models.items():
                 ended: int = record["ended"]
                 new = ended - old_counts.get((server, name), ended)
                 new = new if new >= 0 else ended  # the server was restarted
                 self._busy[name] = self._busy.get(name, 0.0) + new * record["seconds"]
                 self._ended[server, name] = ended
-        return {name: seconds / (self._seen_s or 1.0) for name, seconds in self._busy.items()}
+        return {name: seconds / (self._observed_s or 1.0) for name, seconds in self._busy.items()}
 
 
 def _loads(
-    told: Mapping[str, _Told], rooms: Mapping[str, int], busy: Mapping[str, float]
+    telemetry: Mapping[str, _Telemetry], rooms: Mapping[str, int], busy: Mapping[str, float]
 ) -> list[ModelLoad]:
     """Return the loads of models with weights that some server can hold.
 
@@ -141,9 +143,9 @@ def _loads(
     """
     sizes: dict[str, int] = {}
     only: dict[str, set[str]] = {}
-    for server, models in told.items():
+    for server, models in telemetry.items():
         for name, record in models.items():
-            if record["bytes"] and _can_be_had(record, rooms[server]):
+            if record["bytes"] and _is_available(record, rooms[server]):
                 sizes[name] = max(sizes.get(name, 0), _needed(record))
                 only.setdefault(name, set()).add(server)
     return [
@@ -152,37 +154,40 @@ def _loads(
     ]
 
 
-def _can_be_had(told: Mapping[str, Any], room: int) -> bool:
+def _is_available(telemetry: Mapping[str, Any], room: int) -> bool:
     """Return True if a server has room for a model and no load of it failed there."""
-    return told["state"] != "failed" and _needed(told) <= room
+    return telemetry["state"] != "failed" and _needed(telemetry) <= room
 
 
-def _needed(told: Mapping[str, Any]) -> int:
-    nbytes: int = told.get("needs_bytes", told["bytes"])
+def _needed(telemetry: Mapping[str, Any]) -> int:
+    nbytes: int = telemetry.get("needs_bytes", telemetry["bytes"])
     return nbytes
 
 
 def _better(
-    loads: Sequence[ModelLoad], rooms: Mapping[str, int], here: Placed, told: Mapping[str, _Told]
+    loads: Sequence[ModelLoad],
+    rooms: Mapping[str, int],
+    current: Placed,
+    telemetry: Mapping[str, _Telemetry],
 ) -> Placed:
     """Return a placement that is worth its loads, or the current one."""
-    current_score = sustained(loads, here)
-    if len(here) < 2 or current_score >= _ENOUGH:
-        return here
+    current_score = sustained(loads, current)
+    if len(current) < 2 or current_score >= _ENOUGH:
+        return current
 
     def worth(placed: Placed) -> float:
         """Return `sustained`, reduced by the share of the window that loads take."""
         load_s: float = sum(
-            told[server][model].get("load_s", 0.0)
+            telemetry[server][model].get("load_s", 0.0)
             for server, model_names in placed.items()
-            for model in model_names - here[server]
+            for model in model_names - current[server]
         )
         return sustained(loads, placed) * max(1.0 - load_s / (len(placed) * _WINDOW_S), 0.0)
 
     for models in (loads, [model_load for model_load in loads if model_load.load]):
         names = {model_load.name for model_load in models}
         best: Placed = grown(
-            models, rooms, {name: model_names & names for name, model_names in here.items()}
+            models, rooms, {name: model_names & names for name, model_names in current.items()}
         )
         if worth(best) < _ENOUGH:
             try:
@@ -191,4 +196,4 @@ def _better(
                 continue  # not all fit: consider only models with calls
         if worth(best) >= _GAIN * current_score:
             return best
-    return here
+    return current

@@ -33,7 +33,7 @@ class NodeFolder(NamedTuple):
 
     @property
     def version(self) -> str:
-        """Version for `Holdings`: a name has one version while its server runs."""
+        """Version for `ResourceCache`: a name has one version while its server runs."""
         return self.name
 
     @classmethod

@@ -28,9 +28,9 @@ from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_common.resources.residency import Residency, Resource
-from maskserve_common.resources.resource_cache import Holdings
+from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_workflows.node_folders import NodeFolder, node_folders
-from maskserve_workflows.node_request import AskedNode, Nodes
+from maskserve_workflows.node_request import NodeRequest, Nodes
 from maskserve_workflows.nodes import LIGHT
 from maskserve_workflows.pictures import PictureNodes
 
@@ -42,7 +42,7 @@ NODE_MODELS: Final = Kind(
     "node",
     MappingProxyType({"storage": LoadCost(5.0, 1e-9)}),
 )
-_THERE: Final = ("here", "coming")
+_PRESENT: Final = ("here", "coming")
 _TOGETHER: Final = 8
 _MOST_WAITING: Final = 10_000
 """Most calls that wait for a load; routers send no more than keep a server busy."""
@@ -64,7 +64,7 @@ class NodeWork:
     """A call and its callback."""
 
     model: str
-    asked: AskedNode | None
+    request: NodeRequest | None
     """The call; None: only load its model."""
     done: Done
     id: str
@@ -82,17 +82,17 @@ class NodeLoader(ResourceLoader[NodeFolder]):
     def typical_bytes(self) -> float:
         return 0.0
 
-    def _brought(self, wanted: NodeFolder, begin: float) -> Loaded:
+    def _load_now(self, folder: NodeFolder, begin: float) -> Loaded:
         try:
-            self.opened[wanted.name] = self._open(wanted.kind, self._config, self.opened)
+            self.opened[folder.name] = self._open(folder.kind, self._config, self.opened)
         except ValueError as error:  # no call's fault
-            raise EngineFailed(f"nodes: model {wanted.name} {error}") from None
-        return Loaded(wanted.version, wanted.nbytes, time.monotonic() - begin, wanted.nbytes)
+            raise EngineFailed(f"nodes: model {folder.name} {error}") from None
+        return Loaded(folder.version, folder.nbytes, time.monotonic() - begin, folder.nbytes)
 
 
-class _Held(Holdings[NodeFolder]):
-    def _bytes(self, wanted: NodeFolder) -> tuple[int, int]:
-        return wanted.nbytes, wanted.nbytes
+class _ModelCache(ResourceCache[NodeFolder]):
+    def _bytes(self, folder: NodeFolder) -> tuple[int, int]:
+        return folder.nbytes, folder.nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -132,11 +132,13 @@ class NodeModels:
         self._budget = config.nodes.device_bytes
         self._residency = Residency(_MOST_WAITING, {NODE_MODELS.name: self._budget}, self._evicted)
         self._loader = NodeLoader(config, open_nodes)
-        self._held = _Held(NODE_MODELS, self._residency, self._loader, self._came, Observations())
+        self._models = _ModelCache(
+            NODE_MODELS, self._residency, self._loader, self._on_loaded, Observations()
+        )
         self._line: deque[NodeWork] = deque()
         self._waiting: dict[str, NodeWork] = {}
         """Calls that wait for a load, by id."""
-        self._holding: set[str] = set()
+        self._calls: set[str] = set()
         """Ids of calls that hold, or wait for, a model."""
         self._queues: dict[str, _Queue] = {}
         self._ids = itertools.count()
@@ -154,9 +156,9 @@ class NodeModels:
         """Return True if the model's nodes run here."""
         return model in self._light or model in self._needed
 
-    def call(self, model: str, asked: AskedNode, done: Done) -> None:
+    def call(self, model: str, request: NodeRequest, done: Done) -> None:
         """Run a node whose model this server hosts."""
-        self._submit(model, asked, done)
+        self._submit(model, request, done)
 
     def place(self, models: Collection[str]) -> None:
         """Load these models where room is free; evict models that neither these nor calls need."""
@@ -172,7 +174,7 @@ class NodeModels:
             free_bytes = self._budget - self._residency.nbytes(NODE_MODELS.name)
             queued_models = {work.model for work in self._line}
             for name, needed in requested.items():
-                missing = [x for x in needed if self._residency.state(_resource(x)) not in _THERE]
+                missing = [x for x in needed if self._residency.state(_resource(x)) not in _PRESENT]
                 nbytes = sum(folder.nbytes for folder in missing)
                 if missing and nbytes <= free_bytes and name not in queued_models:
                     free_bytes -= nbytes
@@ -187,7 +189,7 @@ class NodeModels:
         """
         with self._door:
             waiting = [*self._line, *self._waiting.values()]
-            records, load = [], self._held.costs.published["storage"]
+            records, load = [], self._models.costs.published["storage"]
             for name in (*self._light, *self._needed):
                 queue, needed = self._queues.get(name), self._needed.get(name, ())
                 folder, nbytes = next(iter(needed), None), sum(part.nbytes for part in needed)
@@ -207,8 +209,8 @@ class NodeModels:
                 )
             return {"device_bytes": self._budget, "models": records}
 
-    def _submit(self, model: str, asked: AskedNode | None, done: Done) -> None:
-        work = NodeWork(model, asked, done, str(next(self._ids)))
+    def _submit(self, model: str, request: NodeRequest | None, done: Done) -> None:
+        work = NodeWork(model, request, done, str(next(self._ids)))
         with self._door:
             if model in self._light:
                 self._enqueue(work)
@@ -225,15 +227,15 @@ class NodeModels:
             needed = self._needed[work.model]
             try:
                 _check_fits(needed, self._budget)
-                missing = self._held.hold(work.id, needed)
+                missing = self._models.hold(work.id, needed)
             except MaskserveError as error:
-                if isinstance(error, Overloaded) and self._holding:
+                if isinstance(error, Overloaded) and self._calls:
                     return  # the models to evict are still needed
                 self._line.popleft()
                 self._end(work, error)
                 continue
             self._line.popleft()
-            self._holding.add(work.id)
+            self._calls.add(work.id)
             if self._residency.wait(work.id, missing):
                 self._waiting[work.id] = work
             else:
@@ -255,28 +257,28 @@ class NodeModels:
         self._queue(LIGHT).thread.submit(work.done, error, 0.0)  # runs without `_door`
 
     def _evicted(self, resource: Resource) -> None:
-        self._held.dropped(resource)
+        self._models.dropped(resource)
         for folder, *_ in self._needed.values():
             if folder.version == resource.name:
                 self._loader.opened.pop(folder.name, None)
 
-    def _let_go(self, work: NodeWork) -> None:
-        if work.id in self._holding:
-            self._holding.discard(work.id)
-            self._held.let_go(work.id)
+    def _release(self, work: NodeWork) -> None:
+        if work.id in self._calls:
+            self._calls.discard(work.id)
+            self._models.release(work.id)
 
     # In other threads.
 
-    def _came(self, wanted: NodeFolder, outcome: Loaded | MaskserveError) -> None:
+    def _on_loaded(self, folder: NodeFolder, outcome: Loaded | MaskserveError) -> None:
         """Handle the end of a load, in the loader's thread."""
         with self._door:
             if isinstance(outcome, Loaded):
-                for name in self._held.arrived(wanted, outcome):
+                for name in self._models.arrived(folder, outcome):
                     self._enqueue(self._waiting.pop(name))
             else:
-                for name in self._held.failed(wanted, outcome):
+                for name in self._models.failed(folder, outcome):
                     work = self._waiting.pop(name)
-                    self._let_go(work)
+                    self._release(work)
                     self._end(work, outcome)
             self._advance()
 
@@ -286,11 +288,11 @@ class NodeModels:
             queue = self._queues[model]
             works = queue.calls[:_TOGETHER]
             nodes = self._light.get(model) or self._loader.opened[model]
-        requests = [work.asked for work in works if work.asked is not None]
+        requests = [work.request for work in works if work.request is not None]
         begin = time.perf_counter()
-        outcomes = iter(_each(nodes, requests))
+        outcomes = iter(_run_all(nodes, requests))
         for work in works:
-            if work.asked is not None:
+            if work.request is not None:
                 outcome = next(outcomes)
                 seconds = time.perf_counter() - begin
                 begin = time.perf_counter()
@@ -301,13 +303,13 @@ class NodeModels:
         with self._door:
             del queue.calls[: len(works)]
             for work in works:
-                self._let_go(work)
+                self._release(work)
             if queue.calls:
                 queue.thread.submit(self._run, model)
             self._advance()
 
 
-def _unheard(made: dict[str, Any] | Exception, seconds: float) -> None:
+def _unheard(outputs: dict[str, Any] | Exception, seconds: float) -> None:
     """Ignore the outcome: nobody waits for it."""
 
 
@@ -324,12 +326,12 @@ def _check_fits(needed: Sequence[NodeFolder], budget: int) -> None:
         raise EngineFailed(f"{problem} ({NODE_MODELS.budget})")
 
 
-def _each(nodes: Nodes, asked: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+def _run_all(nodes: Nodes, request: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
     """Yield the outcome of each call, and an exception for each that the nodes leave unanswered."""
     end: Exception = RuntimeError("not all calls were answered")
-    remaining = len(asked)
+    remaining = len(request)
     try:
-        for outcome in nodes.run(asked):
+        for outcome in nodes.run(request):
             remaining -= 1
             yield outcome
     except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-class AskedNode(NamedTuple):
+class NodeRequest(NamedTuple):
     """One call of a node."""
 
     node: str
@@ -17,12 +17,12 @@ class AskedNode(NamedTuple):
 class Nodes(Protocol):
     """Runner of one model's nodes."""
 
-    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         """Yield each call's outputs by name, or the exception that it raised, in order."""
 
 
 def one_by_one(
-    run: Callable[[AskedNode], dict[str, Any]], calls: Sequence[AskedNode]
+    run: Callable[[NodeRequest], dict[str, Any]], calls: Sequence[NodeRequest]
 ) -> Iterable[dict[str, Any] | Exception]:
     """Run each call by itself, for nodes that share nothing."""
     for request in calls:

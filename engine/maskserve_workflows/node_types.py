@@ -31,7 +31,7 @@ from typing import (
 
 import msgspec
 
-from maskserve_common.reading import Misread, Table, given, read
+from maskserve_common.reading import Misread, Table, read, require_known
 from maskserve_workflows.ports import Port, WorkflowError
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ class NodeType:
         """
         setting_names = frozenset(self.settings.__struct_fields__)
         plain = msgspec.to_builtins(dict(values))
-        read(given(plain, setting_names), self.settings)
+        read(require_known(plain, setting_names), self.settings)
         return {name: value for name, value in plain.items() if value is not None}
 
 
@@ -80,7 +80,7 @@ class Definition(Protocol):
         kind: NodeType,
         signature: inspect.Signature,
         args: Sequence[Any],
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Any:
         """Add a call of a node, and return what its function declares to return."""
 

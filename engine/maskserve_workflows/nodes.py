@@ -21,7 +21,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Pixels = Annotated[int, Meta(ge=0, le=512)]
 
 
-class Found(NamedTuple):
+class MaskMatch(NamedTuple):
     """A mask, and the model's verdict on it."""
 
     mask: Mask
@@ -82,7 +82,7 @@ def agrees(picture: Picture, statement: Words | str, *, enough: Share = 0.7) -> 
 @node(model="segment", price_s=0.3)
 def segment(
     picture: Picture, *, points: tuple[Click, ...] = (), box: tuple[float, ...] = ()
-) -> Found:
+) -> MaskMatch:
     """Select the region under clicks (x, y, and 1, or 0 for a point outside of it) and in a box
     (left, top, right, bottom). The verdict is the model's own estimate of the fit. An empty region
     is an error.

@@ -47,12 +47,12 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Drop nodes whose outputs nothing uses."""
     notes: list[str] = []
 
-    def alive(steps: Sequence[Step], wanted: set[str]) -> tuple[Step, ...]:
-        """Return the steps whose values are required, and add their inputs to `wanted`."""
+    def alive(steps: Sequence[Step], needed: set[str]) -> tuple[Step, ...]:
+        """Return the steps whose values are required, and add their inputs to `needed`."""
         live_steps: list[Step] = []
         for step in reversed(steps):
             required_names = {
-                ref.partition(".")[2] for ref in wanted if ref.partition(".")[0] == step.id
+                ref.partition(".")[2] for ref in needed if ref.partition(".")[0] == step.id
             }
             if not required_names:
                 notes.append(f"{step.id} is left out: nobody takes what it gives")
@@ -62,7 +62,7 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
                 ends = [step.until] if isinstance(step, Repeat) else [step.carried]
                 inner = {ref for ref in (*ends, *gives.values()) if ref is not None}
                 step = structs.replace(step, gives=gives, body=alive(step.body, inner))
-            wanted |= set(references(step))
+            needed |= set(references(step))
             live_steps.append(step)
         return tuple(reversed(live_steps))
 
@@ -133,19 +133,19 @@ def side_by_side(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """
     notes: list[str] = []
 
-    def beside(step: Step) -> Step:
+    def parallel(step: Step) -> Step:
         if isinstance(step, NodeCall):
             return step
-        step = structs.replace(step, body=tuple(map(beside, step.body)))
+        step = structs.replace(step, body=tuple(map(parallel, step.body)))
         if isinstance(step, Each) and step.carry is not None and step.over is not None:
             notes.append(f"rounds of {step.id} whose regions stay apart share their picture")
             return structs.replace(step, side_by_side=True)
         return step
 
-    return structs.replace(plan, steps=tuple(map(beside, plan.steps))), notes
+    return structs.replace(plan, steps=tuple(map(parallel, plan.steps))), notes
 
 
-def bring_early(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
+def hoist_edits(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
     """Load LoRAs that edits of later nodes name as the run begins."""
     first = {f"inputs.{workflow_input.name}" for workflow_input in plan.inputs}
     later = [
@@ -165,7 +165,7 @@ PASSES: Final[dict[str, Callable[[WorkflowPlan], tuple[WorkflowPlan, list[str]]]
     "merge": merge_equal,
     "beside": side_by_side,
     "prime": prime_first,
-    "early": bring_early,
+    "early": hoist_edits,
 }
 """Passes in the order in which they run."""
 

@@ -13,7 +13,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import decode_image, decode_mask, encode_png
 from maskserve_common.imaging.masks import bounding_box
-from maskserve_workflows.node_request import AskedNode, one_by_one
+from maskserve_workflows.node_request import NodeRequest, one_by_one
 from maskserve_workflows.nodes import LIGHT, NODE_TYPES
 from maskserve_workflows.plan import MOST
 from maskserve_workflows.values import Areas, Judgement
@@ -41,13 +41,13 @@ class PictureNodes:
             if kind.model == LIGHT
         }
 
-    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         """Yield each call's outputs."""
         return one_by_one(self._run, calls)
 
-    def _run(self, asked: AskedNode) -> dict[str, Any]:
-        kind = NODE_TYPES[asked.node]
-        outputs = self._nodes[asked.node](**asked.inputs, **asked.settings)
+    def _run(self, request: NodeRequest) -> dict[str, Any]:
+        kind = NODE_TYPES[request.node]
+        outputs = self._nodes[request.node](**request.inputs, **request.settings)
         return dict(outputs) if isinstance(outputs, dict) else {next(iter(kind.outputs)): outputs}
 
     def _picture(self, encoded: Encoded) -> Pixels:
@@ -226,7 +226,7 @@ def _window(white: Grey, around: int) -> tuple[slice, slice]:
     return window
 
 
-def _same_size(what: str, given: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
-    if given.shape[:2] != wanted.shape[:2]:
-        (h, w), (height, width) = given.shape[:2], wanted.shape[:2]
-        raise InvalidRequest(what, f"is {w}x{h}", f"{width}x{height}, as the picture")
+def _same_size(port: str, array: npt.NDArray[Any], reference: npt.NDArray[Any]) -> None:
+    if array.shape[:2] != reference.shape[:2]:
+        (h, w), (height, width) = array.shape[:2], reference.shape[:2]
+        raise InvalidRequest(port, f"is {w}x{h}", f"{width}x{height}, as the picture")

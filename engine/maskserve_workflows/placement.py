@@ -59,7 +59,7 @@ def place(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> dict[str, fr
     worth = -1.0
     for spread in (True, False):
         for weigh in (_by_bytes, _by_load, _by_load_of_a_byte):
-            first = _each_once(sorted(models, key=weigh), rooms, spread=spread)
+            first = _one_copy_of_all(sorted(models, key=weigh), rooms, spread=spread)
             if first is None:
                 continue
             placement = grown(models, rooms, first)
@@ -88,7 +88,7 @@ def _by_load_of_a_byte(model: ModelLoad) -> float:
     return -model.load / max(1, model.nbytes)
 
 
-def _each_once(
+def _one_copy_of_all(
     models: Sequence[ModelLoad], rooms: Mapping[str, int], *, spread: bool
 ) -> dict[str, frozenset[str]] | None:
     """Place each model on the device with most (or, without `spread`, least) room, with
@@ -205,11 +205,11 @@ def _changes(
 
 
 def _sets(
-    held: Iterable[str], over: int, by_name: Mapping[str, ModelLoad]
+    names: Iterable[str], over: int, by_name: Mapping[str, ModelLoad]
 ) -> Iterator[frozenset[str]]:
     """Yield sets of one or two of the placed models that free enough bytes."""
     for count in (1, 2):
-        for subset in itertools.combinations(sorted(held), count):
+        for subset in itertools.combinations(sorted(names), count):
             if _size(by_name, subset) >= over:
                 yield frozenset(subset)
 
@@ -257,8 +257,8 @@ def _most(models: Sequence[ModelLoad], rooms: Mapping[str, int]) -> float:
     return (1.0 - _LEAST_GAIN) * len(rooms) / total if total else math.inf
 
 
-def _size(by_name: Mapping[str, ModelLoad], held: Iterable[str]) -> int:
-    return sum(by_name[model].nbytes for model in held)
+def _size(by_name: Mapping[str, ModelLoad], names: Iterable[str]) -> int:
+    return sum(by_name[model].nbytes for model in names)
 
 
 def _tight(models: Sequence[ModelLoad], placed: Placed) -> tuple[float, frozenset[str]]:

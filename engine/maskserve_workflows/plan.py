@@ -147,7 +147,7 @@ def references(step: Step) -> Iterator[str]:
         yield from references(substep)
 
 
-def taken(step: Step) -> list[str]:
+def references_of(step: Step) -> list[str]:
     """Return the references of a step to values outside of it."""
     inner_ids = {step.id}
     if not isinstance(step, NodeCall):
@@ -220,41 +220,41 @@ def check_plan(plan: WorkflowPlan) -> None:
     for name in ids:
         if ids.count(name) > 1 or name == INPUTS:
             raise WorkflowError(f"{name}: names two steps; accepted: each name once")
-    _check_steps(plan.steps, kinds, _where_made(plan.steps))
+    _check_steps(plan.steps, kinds, _sources(plan.steps))
     if not plan.outputs:
         raise WorkflowError(f"{plan.name}: gives nothing; accepted: at least one output")
     if "meta" in plan.outputs:
         raise WorkflowError(f"{plan.name}.meta: is there in any case; accepted: another name")
     for name, ref in plan.outputs.items():
-        kind = _kind(f"{plan.name}.{name}", ref, kinds, _where_made(plan.steps))
+        kind = _kind(f"{plan.name}.{name}", ref, kinds, _sources(plan.steps))
         if kind not in (*INPUT_KINDS, "verdict"):
             raise WorkflowError(
                 f"{plan.name}.{name}: {ref} is {kind}; accepted: a picture, mask, text or verdict"
             )
 
 
-def _where_made(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
+def _sources(steps: Sequence[Step], inside: str = "") -> dict[str, str]:
     """Return for each step the loop that contains it."""
     loop_by_step = {}
     for step in steps:
         loop_by_step[step.id] = inside
         if not isinstance(step, NodeCall):
-            loop_by_step |= _where_made(step.body, step.id)
+            loop_by_step |= _sources(step.body, step.id)
     return loop_by_step
 
 
-def _check_steps(steps: Sequence[Step], known: dict[str, str], made: Mapping[str, str]) -> None:
+def _check_steps(steps: Sequence[Step], known: dict[str, str], sources: Mapping[str, str]) -> None:
     """Check steps that may refer to `known`, and add their outputs to it."""
     for step in steps:
         if isinstance(step, NodeCall):
-            _check_call(step, known, made)
+            _check_call(step, known, sources)
             inner: dict[str, str] = {}
         else:
-            inner = _check_loop(step, known, made)
+            inner = _check_loop(step, known, sources)
         known |= {f"{step.id}.{name}": kind for name, kind in kinds_of(step, inner).items()}
 
 
-def _check_call(step: NodeCall, known: Mapping[str, str], made: Mapping[str, str]) -> None:
+def _check_call(step: NodeCall, known: Mapping[str, str], sources: Mapping[str, str]) -> None:
     kind = NODE_TYPES.get(step.node)
     if kind is None:
         raise WorkflowError(
@@ -278,7 +278,7 @@ def _check_call(step: NodeCall, known: Mapping[str, str], made: Mapping[str, str
             if name not in kind.optional:
                 raise WorkflowError(f"{step.id}.{name}: is missing; accepted: a {expected_kind}")
             continue
-        _fits(f"{step.id}.{name}", step.inputs[name], expected_kind, known, made)
+        _fits(f"{step.id}.{name}", step.inputs[name], expected_kind, known, sources)
     try:
         kind.checked(step.settings)
     except Misread as error:
@@ -286,14 +286,14 @@ def _check_call(step: NodeCall, known: Mapping[str, str], made: Mapping[str, str
 
 
 def _check_loop(
-    step: Each | Repeat, known: Mapping[str, str], made: Mapping[str, str]
+    step: Each | Repeat, known: Mapping[str, str], sources: Mapping[str, str]
 ) -> dict[str, str]:
     """Check a loop's inputs and body; return the kinds of the body's values, by reference."""
     if isinstance(step, Each):
         if step.over is not None:
-            _fits(f"{step.id}.over", step.over, "regions", known, made)
+            _fits(f"{step.id}.over", step.over, "regions", known, sources)
         if step.carry is not None:
-            _fits(f"{step.id}.carry", step.carry, "picture", known, made)
+            _fits(f"{step.id}.carry", step.carry, "picture", known, sources)
         if (step.carry is None) != (step.carried is None):
             raise WorkflowError(
                 f"{step.id}.carried: stands alone; accepted: both carry and carried, or neither"
@@ -303,13 +303,13 @@ def _check_loop(
                 f"{step.id}.side_by_side: is for regions of one picture; accepted: over and carry"
             )
     inner = {**known, **round_kinds(step)}
-    _check_steps(step.body, inner, made)
+    _check_steps(step.body, inner, sources)
     if isinstance(step, Repeat):
-        _fits(f"{step.id}.until", step.until, "verdict", inner, made)
+        _fits(f"{step.id}.until", step.until, "verdict", inner, sources)
     elif step.carried is not None:
-        _fits(f"{step.id}.carried", step.carried, "picture", inner, made)
+        _fits(f"{step.id}.carried", step.carried, "picture", inner, sources)
     for name, ref in step.gives.items():
-        kind = _kind(f"{step.id}.{name}", ref, inner, made)
+        kind = _kind(f"{step.id}.{name}", ref, inner, sources)
         if isinstance(step, Each) and (kind not in MANY or name == "carried"):
             raise WorkflowError(
                 f"{step.id}.{name}: several of kind {kind} are no list; accepted: "
@@ -318,16 +318,16 @@ def _check_loop(
     return inner
 
 
-def _kind(where: str, ref: str, known: Mapping[str, str], made: Mapping[str, str]) -> str:
+def _kind(where: str, ref: str, known: Mapping[str, str], sources: Mapping[str, str]) -> str:
     """Return the kind of a referenced value. Raises WorkflowError: the value does not exist."""
     if ref in known:
         return known[ref]
     owner = ref.partition(".")[0]
-    if made.get(owner):
+    if sources.get(owner):
         raise WorkflowError(
-            f"{where}: takes {ref}, which is inside of {made[owner]}; accepted: what that gives"
+            f"{where}: takes {ref}, which is inside of {sources[owner]}; accepted: what that gives"
         )
-    if owner in made and not any(known_ref.startswith(f"{owner}.") for known_ref in known):
+    if owner in sources and not any(known_ref.startswith(f"{owner}.") for known_ref in known):
         raise WorkflowError(
             f"{where}: takes {ref}, which comes later or goes in a circle; accepted: what is "
             "before it"
@@ -339,14 +339,14 @@ def _kind(where: str, ref: str, known: Mapping[str, str], made: Mapping[str, str
 
 
 def _fits(
-    where: str, ref: str, wanted: str, known: Mapping[str, str], made: Mapping[str, str]
+    where: str, ref: str, port_kind: str, known: Mapping[str, str], sources: Mapping[str, str]
 ) -> None:
-    kind = _kind(where, ref, known, made)
-    if kind != wanted:
-        fitting = [name for name, known_kind in known.items() if known_kind == wanted]
+    kind = _kind(where, ref, known, sources)
+    if kind != port_kind:
+        fitting = [name for name, known_kind in known.items() if known_kind == port_kind]
         raise WorkflowError(
-            f"{where}: takes a {wanted}, and {ref} is {kind}; accepted: "
-            + (", ".join(fitting) or f"a {wanted}")
+            f"{where}: takes a {port_kind}, and {ref} is {kind}; accepted: "
+            + (", ".join(fitting) or f"a {port_kind}")
         )
 
 

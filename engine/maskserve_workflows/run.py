@@ -29,7 +29,7 @@ from maskserve_workflows.plan import (
     Step,
     WorkflowPlan,
     all_kinds,
-    taken,
+    references_of,
 )
 from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.values import Areas, Judgement, NamedValue, named_in, parts_of
@@ -72,7 +72,9 @@ class _Scope:
 
     def read(self, more: Iterable[str]) -> Iterator[Any]:
         """Yield the known values that unfinished steps take, and those of the references `more`."""
-        taking = (ref for step in self.steps if step.id not in self.ended for ref in taken(step))
+        taking = (
+            ref for step in self.steps if step.id not in self.ended for ref in references_of(step)
+        )
         return (self.value(ref) for ref in (*taking, *more) if self.knows(ref))
 
     def to_begin(self, price: Price) -> float:
@@ -93,12 +95,12 @@ class _Rounds:
     """Rounds of `each` that are still to begin, by number; rounds of one wave run together."""
     current: Any = None
     """Picture that rounds pass on."""
-    under_way: list[int] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
     rounds: dict[int, _Scope] = field(default_factory=dict)
     left: int = 0
     """Running rounds that have not ended."""
 
-    def later(self, price: Price) -> float:
+    def remaining_s(self, price: Price) -> float:
         """Return the seconds of the rounds that have not begun, one wave after the other."""
         body = length(self.step.body, price)
         return sum(body + self.composing(wave, price) for wave in self.waves)
@@ -106,7 +108,7 @@ class _Rounds:
     def to_begin(self, price: Price) -> float:
         """Return the seconds of all calls of the rounds that have not begun."""
         body = sum(work(step, price) for step in self.step.body)
-        waves = (self.under_way, *self.waves)
+        waves = (self.running, *self.waves)
         composes = sum(self.composing(wave, price) for wave in waves)
         return composes + body * sum(map(len, self.waves))
 
@@ -122,7 +124,7 @@ class WorkflowRun:
     Args:
         plan: a plan that passed `check_plan`.
         inputs: inputs of the workflow, name → value.
-        there: returns whether a value's file still exists; always True for the workflow's own
+        exists: returns whether a value's file still exists; always True for the workflow's own
             inputs.
     """
 
@@ -130,15 +132,15 @@ class WorkflowRun:
         self,
         plan: WorkflowPlan,
         inputs: Mapping[str, Any],
-        there: Callable[[NamedValue], bool] = lambda value: True,
+        exists: Callable[[NamedValue], bool] = lambda value: True,
     ) -> None:
-        self._plan, self._there = plan, there
+        self._plan, self._exists = plan, exists
         self._kinds = all_kinds(plan)
         self._ready: list[Task] = []
-        self._under_way: dict[str, tuple[Task, _Scope | _Rounds]] = {}
+        self._running: dict[str, tuple[Task, _Scope | _Rounds]] = {}
         self.tries: dict[str, int] = {}
         """Number of tries of each task."""
-        self._made: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
+        self._answered: dict[str, tuple[Task, _Scope | _Rounds, Mapping[str, Any]]] = {}
         """Answered tasks, with their scopes and outputs."""
         self._maker: dict[NamedValue, str] = {}
         """Value -> key of the task that made it."""
@@ -159,29 +161,29 @@ class WorkflowRun:
 
     def lost(self, key: str) -> None:
         """Make a task ready again that will not be answered, once all of its inputs exist."""
-        self._begin(self._under_way[key][0])
+        self._begin(self._running[key][0])
 
-    def again(self, values: Iterable[NamedValue]) -> None:
+    def rerun_sources_of(self, values: Iterable[NamedValue]) -> None:
         """Have lost values made again."""
         for value in values:
             key = self._maker[value]
-            if key not in self._under_way:  # otherwise it is being made
-                task, place, _ = self._made[key]
-                self._under_way[key] = (task, place)
+            if key not in self._running:  # otherwise it is being made
+                task, place, _ = self._answered[key]
+                self._running[key] = (task, place)
                 self._begin(task)
 
     def _begin(self, task: Task) -> None:
         missing = [
-            value for value in named_in(list(task.inputs.values())) if not self._there(value)
+            value for value in named_in(list(task.inputs.values())) if not self._exists(value)
         ]
         if missing:
             self._blocked[task.key] = task
-            self.again(missing)
+            self.rerun_sources_of(missing)
         else:
             self._ready.append(task)
 
-    def _made_again(self, key: str, outputs: Mapping[str, Any]) -> None:
-        for name, old_value in self._made[key][2].items():
+    def _reopen(self, key: str, outputs: Mapping[str, Any]) -> None:
+        for name, old_value in self._answered[key][2].items():
             old, new = list(parts_of(old_value)), list(parts_of(outputs[name]))
             if len(old) != len(new):
                 raise EngineFailed(f"{key}: gave {len(old)} values, and now {len(new)}")
@@ -199,11 +201,11 @@ class WorkflowRun:
             WorkflowError: the run cannot continue.
             EngineFailed: a repeated task gave another number of values.
         """
-        task, place = self._under_way.pop(key)
-        if key in self._made:
-            self._made_again(key, outputs)
+        task, place = self._running.pop(key)
+        if key in self._answered:
+            self._reopen(key, outputs)
             return
-        self._made[key] = task, place, outputs
+        self._answered[key] = task, place, outputs
         for value in named_in(list(outputs.values())):
             self._maker.setdefault(value, key)
         if isinstance(place, _Rounds):
@@ -217,7 +219,7 @@ class WorkflowRun:
     @property
     def ended(self) -> bool:
         """True if all tasks are done."""
-        return len(self._top.ended) == len(self._plan.steps) and not self._under_way
+        return len(self._top.ended) == len(self._plan.steps) and not self._running
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -226,7 +228,7 @@ class WorkflowRun:
 
     def needed(self) -> Iterator[Any]:
         """Yield all values that the run still needs."""
-        for task, _ in self._under_way.values():
+        for task, _ in self._running.values():
             yield from task.inputs.values()
         outputs = self._plan.outputs.values()
         yield from self._top.read(outputs)
@@ -239,30 +241,30 @@ class WorkflowRun:
             if isinstance(step, Each) and step.carried is not None and loop.left:
                 ahead = [step.carried]
             for number, scope in loop.rounds.items():
-                carried = ahead if number in loop.under_way else []
+                carried = ahead if number in loop.running else []
                 yield from scope.read([*step.gives.values(), *carried])
 
-    def behind(self, key: str, price: Price) -> float:
+    def chain_s(self, key: str, price: Price) -> float:
         """Return the seconds of the longest chain after a task that has not ended."""
-        task, place = self._under_way[key]
+        task, place = self._running[key]
         if isinstance(place, _Rounds):
-            return place.later(price) + _behind(place.scope, place.step.id, price)
-        return _behind(place, task.call.id, price)
+            return place.remaining_s(price) + _chain_s(place.scope, place.step.id, price)
+        return _chain_s(place, task.call.id, price)
 
     def left(
-        self, price: Price, rest: Callable[[Task], float] | None = None
+        self, price: Price, remaining: Callable[[Task], float] | None = None
     ) -> tuple[float, float]:
         """Return the seconds of the longest unfinished chain, and of all unfinished calls.
 
         Args:
             price: seconds of a call.
-            rest: remaining seconds of a task under way; None: its call's price.
+            remaining: remaining seconds of a task under way; None: its call's price.
         """
         path, calls = 0.0, 0.0
         visited: set[_Scope | _Rounds] = set()
-        for task, place in self._under_way.values():
-            task_s = price(task.call) if rest is None else rest(task)
-            path = max(path, task_s + self.behind(task.key, price))
+        for task, place in self._running.values():
+            task_s = price(task.call) if remaining is None else remaining(task)
+            path = max(path, task_s + self.chain_s(task.key, price))
             calls += task_s
             above: _Scope | _Rounds | None = place
             while above is not None and above not in visited:
@@ -274,7 +276,7 @@ class WorkflowRun:
     def _advance(self, scope: _Scope) -> None:
         """Begin all steps whose inputs are complete."""
         for step in scope.steps:
-            if step.id in scope.begun or not all(map(scope.knows, taken(step))):
+            if step.id in scope.begun or not all(map(scope.knows, references_of(step))):
                 continue
             scope.begun.add(step.id)
             key = f"{scope.path}{step.id}"
@@ -283,13 +285,13 @@ class WorkflowRun:
                 self._start(Task(key, step, inputs | step.texts), scope)
             elif isinstance(step, Each):
                 self._loops.append(rounds := _Rounds(step, scope, key))
-                self._begin_each(rounds, step)
+                self._begin_rounds(rounds, step)
             else:
                 self._loops.append(rounds := _Rounds(step, scope, key))
                 self._open(rounds, [0])
 
     def _start(self, task: Task, place: _Scope | _Rounds) -> None:
-        self._under_way[task.key] = (task, place)
+        self._running[task.key] = (task, place)
         self._ready.append(task)
 
     def _step_ended(self, scope: _Scope, step: str) -> None:
@@ -307,7 +309,7 @@ class WorkflowRun:
 
     def _open(self, rounds: _Rounds, numbers: list[int]) -> None:
         """Begin these rounds."""
-        rounds.under_way, rounds.left = numbers, len(numbers)
+        rounds.running, rounds.left = numbers, len(numbers)
         name = rounds.step.id
         opened = []
         for number in numbers:
@@ -324,7 +326,7 @@ class WorkflowRun:
             self._advance(scope)
             self._settle(scope)  # a pass may have left it without steps
 
-    def _begin_each(self, rounds: _Rounds, step: Each) -> None:
+    def _begin_rounds(self, rounds: _Rounds, step: Each) -> None:
         count = step.most
         if step.over is not None:
             areas = rounds.scope.value(step.over)
@@ -358,7 +360,7 @@ class WorkflowRun:
             return
         step = rounds.step
         if isinstance(step, Repeat):
-            number = rounds.under_way[0]
+            number = rounds.running[0]
             verdict = rounds.rounds[number].value(step.until)
             if verdict.passed or number + 1 == step.most:
                 self._loop_ended(rounds, self._best(rounds, step))
@@ -366,7 +368,7 @@ class WorkflowRun:
                 self._open(rounds, [number + 1])
             return
         if step.carried is not None:
-            parts = [rounds.rounds[number].value(step.carried) for number in rounds.under_way]
+            parts = [rounds.rounds[number].value(step.carried) for number in rounds.running]
             if len(parts) > 1:
                 self._compose(rounds, parts)
                 return
@@ -376,8 +378,8 @@ class WorkflowRun:
     def _compose(self, rounds: _Rounds, parts: list[Any]) -> None:
         """Compose the pictures of a wave."""
         inputs = {"picture": rounds.current, "parts": tuple(parts)}
-        key = f"{rounds.key}/compose[{rounds.under_way[0]}]"
-        rounds.under_way = []
+        key = f"{rounds.key}/compose[{rounds.running[0]}]"
+        rounds.running = []
         self._start(Task(key, COMPOSE, inputs), rounds)
 
     def _best(self, rounds: _Rounds, step: Repeat) -> _Scope:
@@ -401,17 +403,17 @@ class WorkflowRun:
             round_values = [rounds.rounds[number].value(ref) for number in sorted(rounds.rounds)]
             mask = self._kinds[ref] == "mask"
             values[f"{step.id}.{name}"] = (
-                Areas.in_turn(round_values) if mask else tuple(round_values)
+                Areas.of_masks(round_values) if mask else tuple(round_values)
             )
         if isinstance(step, Each) and step.carry is not None:
             values[f"{step.id}.carried"] = rounds.current
         self._step_ended(rounds.scope, step.id)
 
 
-def _behind(scope: _Scope, step: str, price: Price) -> float:
+def _chain_s(scope: _Scope, step: str, price: Price) -> float:
     """Return the seconds of the longest chain after a step of the scope."""
     seconds, loop = tails(scope.steps, price)[step], scope.loop
     if loop is None:
         return seconds
-    seconds += loop.composing(loop.under_way, price) + loop.later(price)
-    return seconds + _behind(loop.scope, loop.step.id, price)
+    seconds += loop.composing(loop.running, price) + loop.remaining_s(price)
+    return seconds + _chain_s(loop.scope, loop.step.id, price)

@@ -34,7 +34,7 @@ class ReadyNode:
     """Due time of the plan; infinite: none."""
     run_s: tuple[float, ...]
     """Seconds on one device, on two, and so on."""
-    behind_s: float = 0.0
+    chain_s: float = 0.0
     """Seconds of the longest chain of nodes after this one."""
     models: frozenset[str] = frozenset()
     inputs: Mapping[str, int] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class ReadyNode:
     @property
     def latest_start(self) -> float:
         """The latest time to begin on one device so that the plan is in time."""
-        return self.due - self.behind_s - self.run_s[0]
+        return self.due - self.chain_s - self.run_s[0]
 
     def in_time(self, start: float, degree: int) -> bool:
         """Return True if the plan can be in time when the node begins at `start`."""
-        return start + self.run_s[degree - 1] + self.behind_s <= self.due + TOLERANCE_S
+        return start + self.run_s[degree - 1] + self.chain_s <= self.due + TOLERANCE_S
 
 
 def in_pieces(key: str, arrival: float, due: float, path_s: float, work_s: float) -> ReadyNode:
@@ -119,15 +119,15 @@ Order = Callable[[ReadyNode], tuple[float | str, ...]]
 
 def least_slack(node: ReadyNode) -> tuple[float | str, ...]:
     """Order by the latest start; nodes without a due time come last, by arrival."""
-    return (node.latest_start, *first_come(node))
+    return (node.latest_start, *arrival_order(node))
 
 
-def first_come(node: ReadyNode) -> tuple[float | str, ...]:
+def arrival_order(node: ReadyNode) -> tuple[float | str, ...]:
     """Order by the plan's arrival, then by depth."""
     return (node.arrival, node.depth, node.key)
 
 
-ORDERS: Final[Mapping[str, Order]] = MappingProxyType({"slack": least_slack, "fcfs": first_come})
+ORDERS: Final[Mapping[str, Order]] = MappingProxyType({"slack": least_slack, "fcfs": arrival_order})
 
 
 def decide(
@@ -168,7 +168,7 @@ def _chosen(
     node: ReadyNode,
     places: Iterable[NodePlace],
     idle: Sequence[NodePlace],
-    behind: int,
+    position: int,
     prices: Prices,
     now: float,
 ) -> list[NodePlace]:
@@ -182,7 +182,7 @@ def _chosen(
     most = min(len(ranked), len(node.run_s))
     start = now + prices.before_s(node, ranked[0])
     degree = next((k for k in range(1, most + 1) if node.in_time(start, k)), most)
-    spare = len(idle) - behind
+    spare = len(idle) - position
     if degree < most <= spare and 2 * len(idle) > len(list(places)):
         degree = most
     return ranked[:degree]
@@ -197,7 +197,7 @@ def algorithm_1(
     devices as it can use, those with the lowest scores. None: nothing is ready, or no device is
     idle.
     """
-    waiting = sorted(ready, key=first_come)
+    waiting = sorted(ready, key=arrival_order)
     idle = [place for place in places if place.free_at <= now]
     if not waiting or not idle:
         return None
@@ -240,7 +240,7 @@ def predicted(
     free = {place.name: max(place.free_at, now) for place in places}
     loaded = {place.name: place.models for place in places}
     for node in nodes:
-        end = now + node.behind_s
+        end = now + node.chain_s
         able = [name for name in free if node.only is None or name in node.only]
         for _ in range(node.at_once):
             starts = [
@@ -259,7 +259,7 @@ def predicted(
             end_s = start + node.run_s[degree - 1]
             for helper in (name, *helpers[: degree - 1]):
                 free[helper], loaded[helper] = end_s, loaded[helper] | node.models
-            end = max(end, end_s + node.behind_s)
+            end = max(end, end_s + node.chain_s)
         ends[node.key] = end
     return ends
 
@@ -278,7 +278,7 @@ def _listed(nodes: Sequence[ReadyNode], free: Iterable[float], now: float) -> di
     heap = [max(at, now) for at in free]
     heapq.heapify(heap)
     for node in nodes:
-        end = now + node.behind_s
+        end = now + node.chain_s
         for _ in range(node.at_once):
             start, gang = heapq.heappop(heap), 1
             while gang < len(node.run_s) and not node.in_time(start, gang):
@@ -289,7 +289,7 @@ def _listed(nodes: Sequence[ReadyNode], free: Iterable[float], now: float) -> di
             end_s = start + node.run_s[gang - 1]
             for _ in range(gang):
                 heapq.heappush(heap, end_s)
-            end = max(end, end_s + node.behind_s)
+            end = max(end, end_s + node.chain_s)
         ends[node.key] = end
     return ends
 

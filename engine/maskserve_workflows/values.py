@@ -20,7 +20,7 @@ class Areas:
     earlier regions that it touches."""
 
     @classmethod
-    def in_turn(cls, masks: Sequence[Any]) -> Areas:
+    def of_masks(cls, masks: Sequence[Any]) -> Areas:
         """Return regions that may all touch: each has a wave of its own."""
         return cls(tuple(masks), tuple(range(len(masks))))
 
@@ -38,12 +38,12 @@ class NamedValue:
         """The bytes that represent it in a tensor."""
         return self.reference if self.data is None else self.data
 
-    def is_now(self, made: Any) -> None:
+    def is_now(self, value: Any) -> None:
         """Replace the value by one that was made again, with the same or another name."""
-        if isinstance(made, NamedValue):
-            self.reference, self.data = made.reference, made.data
+        if isinstance(value, NamedValue):
+            self.reference, self.data = value.reference, value.data
         else:
-            self.data = bytes(made)
+            self.data = bytes(value)
 
 
 def parts_of(value: Any) -> Iterator[Any]:

@@ -60,7 +60,7 @@ class NodeResult(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, Any]:
+def read_all(elements: Mapping[str, Any], values: Values, scope: str) -> dict[str, Any]:
     """Return values by name, with references to files replaced by the files' data.
 
     Raises:
@@ -70,7 +70,7 @@ def read_all(given: Mapping[str, Any], values: Values, scope: str) -> dict[str, 
     def read(part: Any) -> Any:
         return values.read(part.element, scope) if isinstance(part, NamedValue) else part
 
-    return {name: changed(value, read) for name, value in given.items()}
+    return {name: changed(value, read) for name, value in elements.items()}
 
 
 def nbytes(value: Any) -> int:

@@ -41,7 +41,7 @@ one."""
 T = TypeVar("T")
 
 
-class InTurn:
+class FairPlaces:
     """Places that keys take in turn. Use it from the event loop only.
 
     Args:
@@ -50,7 +50,7 @@ class InTurn:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._held = Shares(places)
+        self._in_use = Shares(places)
         self._waiting: list[tuple[float, str, asyncio.Future[None]]] = []
 
     def resize(self, places: int) -> None:
@@ -70,12 +70,12 @@ class InTurn:
             await place
         except asyncio.CancelledError:
             if not place.cancelled():  # it was handed out just now
-                self._held.give_back(key)
+                self._in_use.give_back(key)
             self._hand_out()
             raise
 
     def leave(self, key: str) -> None:
-        self._held.give_back(key)
+        self._in_use.give_back(key)
         self._hand_out()
 
     @asynccontextmanager
@@ -89,11 +89,11 @@ class InTurn:
 
     def _hand_out(self) -> None:
         self._waiting = [waiter for waiter in self._waiting if not waiter[2].cancelled()]
-        while self._waiting and self._held.total < self._places:
-            chosen = self._held.in_turn(self._waiting, lambda each: each[1])[0]
+        while self._waiting and self._in_use.total < self._places:
+            chosen = self._in_use.fair_order(self._waiting, lambda each: each[1])[0]
             _, key, place = chosen
             self._waiting.remove(chosen)
-            self._held.book(key)
+            self._in_use.book(key)
             place.set_result(None)
 
 
@@ -101,10 +101,10 @@ class _Threads:
     """Threads that keys take in turn."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self.pool, self.places = ThreadPoolExecutor(threads, name), InTurn(threads)
+        self.pool, self.places = ThreadPoolExecutor(threads, name), FairPlaces(threads)
 
 
-class Turns:
+class FairShare:
     """Runs work in threads, in turn by key. Use it from the event loop only.
 
     Args:
@@ -127,19 +127,19 @@ class Turns:
         """
         key, waited = client.scope, False
         self._last[key] = time.monotonic()
-        while key != NO_SCOPE and self._is_ahead(key):
+        while key != NO_SCOPE and self._is_over_its_share(key):
             waited = True
             await asyncio.sleep(_STEP_S)
         if waited:
             self._spent(key, _ENTRY_S)
 
-    def came(self, client: KeyHolder, size: int) -> None:
+    def received(self, client: KeyHolder, size: int) -> None:
         """Book `size` received bytes of a client."""
         self._spent(client.scope, size / _BYTES_PER_S)
 
-    def _is_ahead(self, key: str) -> bool:
+    def _is_over_its_share(self, key: str) -> bool:
         self._spent(key, 0.0)
-        if self._used.had(key) <= _MOST_S:
+        if self._used.used(key) <= _MOST_S:
             return False
         late = self._at - 64 * _STEP_S
         self._last = {other_key: at for other_key, at in self._last.items() if at > late}
@@ -155,45 +155,47 @@ class Turns:
             threads.pool.shutdown(wait=False, cancel_futures=True)
         self._locked.shutdown(wait=False)
 
-    async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *given: Any) -> T:
+    async def run(self, client: KeyHolder, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """Return `work(*given)`, run in a thread if it is long.
 
         Args:
             client: holder of the key that the work is for.
             size: bytes of the input; small work runs at once on the loop.
             work: function that touches no state of the loop.
-            given: its arguments.
+            arguments: its arguments.
         """
         if size <= _SMALL:
-            return work(*given)
-        return await self._threaded(self._work, client, work, *given)
+            return work(*arguments)
+        return await self._threaded(self._work, client, work, *arguments)
 
-    async def ask(self, client: KeyHolder, work: Callable[..., T], *given: Any) -> T:
+    async def ask(self, client: KeyHolder, work: Callable[..., T], *arguments: Any) -> T:
         """Return `work(*given)`, which queries a database for a client.
 
         It may wait for the disk. A client that asks for much waits behind its own calls.
         """
         await self.may_read(client)
         self._spent(client.scope, _CALL_S)
-        return await self._threaded(self._statements, client, work, *given)
+        return await self._threaded(self._statements, client, work, *arguments)
 
-    def later(self, work: Callable[..., object], *given: Any) -> None:
+    def later(self, work: Callable[..., object], *arguments: Any) -> None:
         """Run `work(*given)` later, in the one thread for work that may wait for a file lock.
 
         Calls run in order, whether or not the client stays.
         """
-        self._locked.submit(work, *given)
+        self._locked.submit(work, *arguments)
 
-    async def locked(self, work: Callable[..., T], *given: Any) -> T:
+    async def locked(self, work: Callable[..., T], *arguments: Any) -> T:
         """Return `work(*given)`, run in the thread of `later`."""
-        return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *given)))
+        return await asyncio.shield(asyncio.wrap_future(self._locked.submit(work, *arguments)))
 
     async def _threaded(
-        self, threads: _Threads, client: KeyHolder, work: Callable[..., T], *given: Any
+        self, threads: _Threads, client: KeyHolder, work: Callable[..., T], *arguments: Any
     ) -> T:
         await threads.places.enter(client.scope)
         spent = [0.0]
-        task = asyncio.get_running_loop().run_in_executor(threads.pool, _timed, spent, work, *given)
+        task = asyncio.get_running_loop().run_in_executor(
+            threads.pool, _timed, spent, work, *arguments
+        )
         # A thread cannot be stopped: its place is free when it is done, not when the client leaves.
         task.add_done_callback(lambda done: self._over(threads, client.scope, done, spent[0]))
         return await asyncio.shield(task)
@@ -205,10 +207,10 @@ class Turns:
         threads.places.leave(key)
 
 
-def _timed(spent: list[float], work: Callable[..., T], *given: Any) -> T:
+def _timed(spent: list[float], work: Callable[..., T], *arguments: Any) -> T:
     """Return `work(*given)`; store its processor seconds in the one element of `spent`."""
     began = time.thread_time()
     try:
-        return work(*given)
+        return work(*arguments)
     finally:
         spent[0] = time.thread_time() - began

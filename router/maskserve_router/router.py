@@ -26,7 +26,7 @@ from maskserve_router.api.outputs import Outputs
 from maskserve_router.api.server_calls import ServerCalls
 from maskserve_router.api.workflow_routes import workflow_routes
 from maskserve_router.config import RouterConfig, check_change
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.jobs.jobs import Jobs
 from maskserve_router.jobs.routes import job_routes
 from maskserve_router.jobs.webhooks import Webhooks
@@ -84,7 +84,7 @@ class Router:
             self.metrics.route_seconds.observe,
         )
         self.admission = Admission(config.admission, self.metrics)
-        self._turns = turns = Turns(config.routing.decoding_threads)
+        self._fair_share = turns = FairShare(config.routing.decoding_threads)
         values = Values(config.values, _LOCK_S)
         self._dispatcher = Dispatcher(
             config, self.pool, self.pending, self.admission, turns, self.metrics, values
@@ -276,7 +276,7 @@ class Router:
             await asyncio.gather(self._watching, return_exceptions=True)
         await self.pool.close()
         await self._nodes.close()
-        self._turns.close()
+        self._fair_share.close()
         self._tracing.close()
 
 

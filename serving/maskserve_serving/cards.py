@@ -13,7 +13,7 @@ import tomli_w
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
-from maskserve_serving.source import with_its_cache, with_model
+from maskserve_serving.source import with_model, with_model_cache
 from maskserve_serving.spec import with_controlnets, with_stages
 
 _SHAPES = ["*.json"]
@@ -27,7 +27,7 @@ def print_cards(options: ServeOptions) -> int:
         tables = read_tables(options.config)
         options.check_tables(tables)
         named = with_model(tables, options.model, _SHAPES)
-        tables = with_its_cache(named, partial(print, file=sys.stderr))
+        tables = with_model_cache(named, partial(print, file=sys.stderr))
         tables = with_controlnets(options, with_values(tables, "model", **options.of_model))
         tables = with_stages(options, tables)
         checked(tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maskserve_common.config import ConfigError
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_serving.command import visible_gpus
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values
@@ -14,28 +14,28 @@ from maskserve_serving.options import ServeOptions
 _CPU = "cpu"
 
 
-def pair_of(given: str) -> tuple[str, str]:
+def pair_of(text: str) -> tuple[str, str]:
     """Return the two devices: numbers of the host's GPUs, or `cpu` twice.
 
     Raises:
         ServeError: they are not two such devices.
     """
-    names = [name.strip().removeprefix("cuda:") for name in given.split(",")]
+    names = [name.strip().removeprefix("cuda:") for name in text.split(",")]
     gpus = all(name.isdecimal() for name in names) and len(set(map(int, names))) == 2
     if len(names) != 2 or not (gpus or names == [_CPU, _CPU]):
         raise ServeError(
-            f"--cfg-devices: {given!r} is not two different GPUs, as 0,1, or {_CPU},{_CPU}"
+            f"--cfg-devices: {text!r} is not two different GPUs, as 0,1, or {_CPU},{_CPU}"
         )
     return names[0], names[1]
 
 
-def gpus_of_pair(given: str) -> str | None:
+def gpus_of_pair(text: str) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of the worker; None: it uses no GPU.
 
     Raises:
         ServeError: a named GPU does not exist.
     """
-    names = pair_of(given)
+    names = pair_of(text)
     if _CPU in names:
         return None
     gpus = visible_gpus()
@@ -62,7 +62,7 @@ def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
     gpus_of_pair(options.cfg_devices)
     model = tables["model"]
     try:
-        facts = load_facts(model["path"], model.get("native_resolution", 0))
+        facts = load_spec(model["path"], model.get("native_resolution", 0))
     except ConfigError as error:
         raise ServeError(str(error)) from error
     if not facts.two_passes:

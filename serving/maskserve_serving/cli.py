@@ -48,22 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def serve(given: argparse.Namespace) -> int:
+def serve(flags: argparse.Namespace) -> int:
     """Serve until a signal and return the exit code."""
     os.umask(0o077)  # entries, templates and logs are private
     try:
-        check_packages(router=given.router)
+        check_packages(router=flags.router)
     except ServeError as error:
         print(f"maskserve serve: {error}", file=sys.stderr)
         return 1
-    if given.plan:
+    if flags.plan:
         from maskserve_serving.cards import print_cards
 
-        return print_cards(ServeOptions.given(given))
+        return print_cards(ServeOptions.of_flags(flags))
     # Imported late: other commands of `maskserve` do not need it, nor its imports.
     from maskserve_serving.supervisor import Supervisor
 
-    supervisor = Supervisor(ServeOptions.given(given))
+    supervisor = Supervisor(ServeOptions.of_flags(flags))
 
     def at_once() -> None:
         # Not print: the signal may have come in the middle of one.

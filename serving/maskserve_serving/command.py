@@ -116,7 +116,7 @@ def environment(
     runtime: Runtime,
     config: Path,
     gpus: str | None,
-    kept: Path | None = None,
+    cache: Path | None = None,
 ) -> dict[str, str]:
     """Return the environment of a worker and its models.
 
@@ -124,11 +124,11 @@ def environment(
         runtime: the Triton server.
         config: configuration file of the worker.
         gpus: CUDA_VISIBLE_DEVICES; None keeps the host's.
-        kept: folder for compiled kernels, which outlive the worker; None: none.
+        cache: folder for compiled kernels, which outlive the worker; None: none.
     """
     env = {**TUNING, **os.environ}
-    if kept is not None:  # machine code of our own kernels
-        env.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
+    if cache is not None:  # machine code of our own kernels
+        env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if "PYTORCH_CUDA_ALLOC_CONF" in env and "PYTORCH_ALLOC_CONF" not in os.environ:
         del env["PYTORCH_ALLOC_CONF"]  # an older name of the variable
     env.update(
@@ -154,13 +154,15 @@ def environment(
     return env
 
 
-def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = False) -> str | None:
+def gpus_of_worker(
+    index: int, workers: int, *, per_worker: int = 1, share: bool = False
+) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of a worker; None: there are no GPUs.
 
     Args:
         index: index of the worker.
         workers: number of workers on this host.
-        each: devices that a worker uses.
+        per_worker: devices that a worker uses.
         share: True if workers may share devices.
 
     Raises:
@@ -168,17 +170,21 @@ def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = Fal
             sharing.
     """
     devices = visible_gpus()
-    if devices and each > len(devices):
+    if devices and per_worker > len(devices):
         raise ServeError(
-            f"--devices-per-worker: {each} GPUs are more than a worker can see; {len(devices)} are "
-            "here"
+            f"--devices-per-worker: {per_worker} GPUs are more than a worker can see; "
+            f"{len(devices)} are here"
         )
-    if devices and workers * each > len(devices) and not share:
+    if devices and workers * per_worker > len(devices) and not share:
         raise ServeError(
-            f"--workers: {workers} workers of {each} GPU(s) on {len(devices)} GPU(s) would load "
-            "models on the same ones; say --share-gpus if that is meant"
+            f"--workers: {workers} workers of {per_worker} GPU(s) on {len(devices)} GPU(s) would "
+            "load models on the same ones; say --share-gpus if that is meant"
         )
-    gpus = [devices[(index * each + i) % len(devices)] for i in range(each)] if devices else []
+    gpus = (
+        [devices[(index * per_worker + i) % len(devices)] for i in range(per_worker)]
+        if devices
+        else []
+    )
     return ",".join(gpus) or None
 
 

@@ -63,7 +63,7 @@ def tried_devices(
     trial = json.loads(last)
     devices = int(trial["processes"])
     rates = ", ".join(f"{count}: {rate:g}" for count, rate in trial["rows_per_s"].items())
-    options.say(
+    options.report(
         f"devices per worker: {devices}"
         + (f" (rows stepped per second by processes: {rates})" if rates else ", as it has GPUs")
     )

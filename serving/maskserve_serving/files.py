@@ -125,24 +125,24 @@ def hold(files: list[WorkerFiles]) -> list[int]:
 
 
 def remove_stale(
-    base_port: int, own: list[WorkerFiles], say: Callable[[str], None] = print
+    base_port: int, current: list[WorkerFiles], report: Callable[[str], None] = print
 ) -> None:
     """Remove files of killed supervisors at this base port, once their processes have ended.
 
     Raises:
         ServeError: another supervisor runs there; its ports are free until its models are loaded.
     """
-    spared = folders_of(own)
+    spared = folders_of(current)
     for parent in {_memory(), _disk()}:
         for folder in Path(parent).glob(_prefix(base_port) + "*"):
-            if folder not in spared and not _removed_unless_held(folder, say):
+            if folder not in spared and not _removed_unless_locked(folder, report):
                 raise ServeError(
                     f"another maskserve serve runs at port {base_port}; "
                     "stop it or choose another --base-port"
                 )
 
 
-def _removed_unless_held(folder: Path, say: Callable[[str], None]) -> bool:
+def _removed_unless_locked(folder: Path, report: Callable[[str], None]) -> bool:
     """Return False if a running supervisor holds the folder; leave other users' folders."""
     try:
         opened = os.open(folder, os.O_RDONLY)
@@ -150,7 +150,7 @@ def _removed_unless_held(folder: Path, say: Callable[[str], None]) -> bool:
         return True
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        end_orphans(folder, say)
+        end_orphans(folder, report)
         shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
         return False

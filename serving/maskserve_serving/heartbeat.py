@@ -35,7 +35,7 @@ class Heartbeat:
             self._stop.wait(_EVERY_S)
 
 
-def says_ready(http_url: str, timeout_s: float = 2.0) -> bool:
+def is_ready(http_url: str, timeout_s: float = 2.0) -> bool:
     """Return True if the server there answers that it is ready."""
     return _status(f"{http_url}/v2/health/ready", timeout_s) == 200
 

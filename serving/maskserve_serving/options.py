@@ -40,7 +40,7 @@ def default_entries() -> Path:
     return default_cache_dir() / "entries"
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(line, flush=True)
 
 
@@ -224,7 +224,7 @@ class ServeOptions:
     """Seconds for which Triton may not know of a loaded model. A model's process signs in at the
     very end of its load, and Triton normally hears of it at once."""
     repositories: tuple[Path, ...] = (MODELS, ENSEMBLE)
-    say: Callable[[str], None] = _say
+    report: Callable[[str], None] = _report
     """Receives progress, a line at a time."""
 
     @classmethod
@@ -243,7 +243,7 @@ class ServeOptions:
             parser.add_argument(name, **arguments, **more)
 
     @classmethod
-    def given(cls, flags: argparse.Namespace) -> ServeOptions:
+    def of_flags(cls, flags: argparse.Namespace) -> ServeOptions:
         """Return the options from the parsed command line."""
         values: dict[str, Any] = {
             flag_field.name: getattr(flags, flag_field.name) for flag_field in _flags()

@@ -31,11 +31,13 @@ def orphans_of(folder: Path) -> list[int]:
     return pids
 
 
-def end_orphans(folder: Path, say: Callable[[str], None], patience_s: float = _PATIENCE_S) -> None:
+def end_orphans(
+    folder: Path, report: Callable[[str], None], patience_s: float = _PATIENCE_S
+) -> None:
     """Wait until the processes of a dead supervisor have ended; kill them after `patience_s`."""
     pids = orphans_of(folder)
     if pids:
-        say(f"waiting for {len(pids)} processes of a killed supervisor to end")
+        report(f"waiting for {len(pids)} processes of a killed supervisor to end")
     for pid in _left_after(patience_s, folder):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)

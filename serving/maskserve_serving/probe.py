@@ -40,7 +40,7 @@ class Probe:
         """Number of rounds in which both fronts answered."""
         self.problem: str | None = None
         """The error that a front reported."""
-        self.asked = ""
+        self.last_front = ""
         """Front that was asked last."""
         self._url = grpc_url
         self._every_s, self._timeout_s = min(_EVERY_S, limit_s / 10), limit_s / _TRIES
@@ -63,11 +63,11 @@ class Probe:
                     self.rounds += 1
 
     def _answers(
-        self, front: str, way: Callable[[GRPCInferenceServiceStub], str], stub: Any
+        self, front: str, method: Callable[[GRPCInferenceServiceStub], str], stub: Any
     ) -> bool:
-        self.asked = front
+        self.last_front = front
         try:
-            reply = way(stub)
+            reply = method(stub)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return False

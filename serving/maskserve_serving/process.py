@@ -14,7 +14,7 @@ from pathlib import Path
 from maskserve_common.liveness import Silence, process_unwell
 from maskserve_serving.command import EXIT_TIMEOUT_S
 from maskserve_serving.errors import ServeError
-from maskserve_serving.heartbeat import Heartbeat, says_ready
+from maskserve_serving.heartbeat import Heartbeat, is_ready
 from maskserve_serving.orphans import RUN_DIR
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.triton_log import TritonLog, failure, refusal
@@ -29,7 +29,7 @@ class Process(ABC):
         http_url: URL for its health and readiness.
         output: file of its output.
         run_dir: folder of the supervisor, by which its processes are found if it is killed.
-        say: receives progress, a line at a time.
+        report: receives progress, a line at a time.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Process(ABC):
         http_url: str,
         output: Path,
         run_dir: Path,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.name, self.http_url, self.output = name, http_url, output
         self.log = SupervisorLog()
@@ -47,9 +47,9 @@ class Process(ABC):
         """Restarts since it was first ready."""
         self.loaded_in_s = 0.0
         """Seconds of the newest start until it was ready."""
-        self._program, self._run_dir, self._say = program, run_dir, say
+        self._program, self._run_dir, self._report = program, run_dir, report
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: TritonLog | None = None
+        self._log: TritonLog | None = None
         self._started = 0.0
         self._heartbeat = Heartbeat(http_url)
         self._no_beat = Silence()
@@ -59,10 +59,10 @@ class Process(ABC):
         """Its process id while it runs. For any thread."""
         return None if self._process is None else self._process.pid
 
-    def say(self, what: str) -> None:
+    def report(self, message: str) -> None:
         """Write a line at the terminal. For any thread."""
         try:
-            self._say(f"{self.name}: {what}")
+            self._report(f"{self.name}: {message}")
         except OSError:
             pass  # a full disk, or a closed pipe
 
@@ -102,16 +102,16 @@ class Process(ABC):
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        self._said = TritonLog(self.output, self._process.stdout, self.say)
+        self._log = TritonLog(self.output, self._process.stdout, self.report)
         self._started = time.monotonic()
 
     @property
     def loading_s(self) -> float:
         return time.monotonic() - self._started
 
-    def said(self) -> str:
+    def last_words(self) -> str:
         """Return its output since it was started."""
-        return "" if self._said is None else self._said.text()
+        return "" if self._log is None else self._log.text()
 
     @abstractmethod
     def progress(self) -> str:
@@ -119,11 +119,11 @@ class Process(ABC):
 
     def ready(self) -> bool:
         """Return True if it reports that it is ready."""
-        return says_ready(self.http_url)
+        return is_ready(self.http_url)
 
     def refused(self) -> str | None:
         """Return which of its models does not load, and why, in words; None: no such report."""
-        why = refusal(self.said())
+        why = refusal(self.last_words())
         return None if why is None else f"{why}; the log is {self.output}"
 
     def stalled(self) -> str | None:
@@ -144,7 +144,7 @@ class Process(ABC):
             return None
         code = self._process.returncode
         by = f"signal {-code}" if code < 0 else f"exit code {code}"
-        why = None if self._said is None else failure(self._said.whole_text())
+        why = None if self._log is None else failure(self._log.whole_text())
         return f"{why or f'{self._program} ended ({by})'}; the log is {self.output}"
 
     def aborted(self) -> bool:

@@ -34,7 +34,7 @@ class RouterProcess(Process):
         host = reachable(options.host)
         url = f"http://{host}:{self.ports.http}"
         output = options.log_dir / "router.log"
-        super().__init__("router", "maskserve-router", url, output, run_dir, options.say)
+        super().__init__("router", "maskserve-router", url, output, run_dir, options.report)
         self.grpc_url = f"{host}:{self.ports.grpc}"
         self.metrics_url = f"http://127.0.0.1:{self.ports.metrics}/metrics"
 

@@ -52,7 +52,7 @@ class ServiceProcess(Process):
         output = spec.options.log_dir / f"{name}.log"
         run_dir = spec.files.root.parent
         url = f"http://{reachable(host)}:{self.ports.http}"
-        super().__init__(name, "tritonserver", url, output, run_dir, spec.options.say)
+        super().__init__(name, "tritonserver", url, output, run_dir, spec.options.report)
         self._processes = Processes(self._files.runtime)
         self.config = Config()
 

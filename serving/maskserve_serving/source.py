@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_common.config import ConfigError
-from maskserve_engine.families.specs import DENSE_ONLY, load_facts
+from maskserve_engine.families.specs import DENSE_ONLY, load_spec
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values
 
@@ -25,11 +25,11 @@ _TRANSFORMER = ["transformer/*.safetensors"]
 """Files that a GGUF file replaces."""
 
 
-def from_hub(model: str, **wanted: Any) -> str:
+def from_hub(model: str, **options: Any) -> str:
     """Return the folder of a hub model, downloaded if necessary."""
     from huggingface_hub import snapshot_download
 
-    return str(snapshot_download(model, **wanted))
+    return str(snapshot_download(model, **options))
 
 
 def with_model(
@@ -59,18 +59,18 @@ def with_model(
     return tables
 
 
-def with_its_cache(tables: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def with_model_cache(tables: dict[str, Any], report: Callable[[str], None]) -> dict[str, Any]:
     """Return tables with the cache off if the model supports none and they do not set it.
 
     Args:
         tables: tables with the model's folder.
-        say: receives a line about it.
+        report: receives a line about it.
     """
     model = tables["model"]
-    facts = load_facts(model["path"], model.get("native_resolution", 0))
+    facts = load_spec(model["path"], model.get("native_resolution", 0))
     if facts.caches or "enabled" in tables.get("cache", {}):
         return tables
-    say(f"[cache] enabled is false: {DENSE_ONLY}")
+    report(f"[cache] enabled is false: {DENSE_ONLY}")
     return with_values(tables, "cache", enabled=False)
 
 
@@ -116,7 +116,7 @@ def resolve_model(
     """
     folder = _local(model, "--model", revision or None, files or _SERVED, without, fetch)
     try:
-        load_facts(folder)
+        load_spec(folder)
     except ConfigError as error:
         raise ServeError(f"--model: {str(error).removeprefix('[model] path: ')}") from error
     except (KeyError, TypeError, ValueError) as error:

@@ -25,21 +25,21 @@ class StopSignals:
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
         self._at_once = at_once
-        self._asked = False
+        self._received = False
         for number in _NUMBERS:
             signal.signal(number, self._on_signal)
 
     def is_set(self) -> bool:
-        return self._asked
+        return self._received
 
     def wait(self, limit_s: float = float("inf")) -> bool:
         """Wait for a signal, at most `limit_s`. Return True if one has come."""
         end = time.monotonic() + limit_s
-        while not self._asked and (remaining_s := end - time.monotonic()) > 0:
+        while not self._received and (remaining_s := end - time.monotonic()) > 0:
             time.sleep(min(_LOOK_S, remaining_s))
-        return self._asked
+        return self._received
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._received:
             self._at_once()
-        self._asked = True
+        self._received = True

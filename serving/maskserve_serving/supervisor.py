@@ -34,7 +34,7 @@ from maskserve_serving.service import (
     ServiceProcess,
     StagesProcess,
 )
-from maskserve_serving.source import with_its_cache, with_model
+from maskserve_serving.source import with_model, with_model_cache
 from maskserve_serving.spec import Spec
 from maskserve_serving.tracing import with_trace
 from maskserve_serving.watch import Watch
@@ -77,7 +77,7 @@ class Supervisor:
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._failure: ServeError | None = None
-        self._held: list[int] = []
+        self._locks: list[int] = []
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Supervisor:
@@ -103,7 +103,7 @@ class Supervisor:
         tables = with_values(read_tables(options.config), "model", **options.of_model)
         options.check_tables(tables)
         if options.model:
-            tables = with_its_cache(with_model(tables, options.model), options.say)
+            tables = with_model_cache(with_model(tables, options.model), options.report)
         tables = with_trace(tables, options)
         if options.cfg_devices:
             tables = with_pair(options, tables)
@@ -125,8 +125,8 @@ class Supervisor:
             self.router = RouterProcess(first.options, addresses, first.files.root.parent)
         self._watches = [Watch(process, start_at=1e-9) for process in self._processes()]
         try:
-            self._held = hold(self._files())
-            remove_stale(options.base_port, self._files(), options.say)
+            self._locks = hold(self._files())
+            remove_stale(options.base_port, self._files(), options.report)
             for process in self._processes():
                 process.check_ports()
                 process.check_log()
@@ -193,7 +193,7 @@ class Supervisor:
                 except Exception:
                     # Without this thread nothing is restarted or stopped: it must survive
                     # unexpected errors.
-                    self._say_once(watch, traceback.format_exc())
+                    self._report_once(watch, traceback.format_exc())
             self._closing.wait(_TICK_S)
         self._looking_away.set()
         # If this thread ended before the workers, the kernel would kill them.
@@ -214,7 +214,7 @@ class Supervisor:
             if now_s >= watch.start_at:
                 watch.start_at = 0.0
                 watch.process.start()
-                watch.said_at = now_s
+                watch.reported_at = now_s
             return
         reason = watch.process.exit_reason()
         if reason is not None:
@@ -230,10 +230,10 @@ class Supervisor:
         elif watch.process.loading_s > self.options.load_timeout_s:
             limit = self.options.load_timeout_s
             self._restart(watch, f"not ready after {limit:g} s; the log is {watch.process.output}")
-        elif now_s - watch.said_at >= _PROGRESS_S:
-            watch.said_at = now_s
+        elif now_s - watch.reported_at >= _PROGRESS_S:
+            watch.reported_at = now_s
             progress = watch.process.progress()
-            self._say(watch, f"loading for {watch.process.loading_s:.0f} s; {progress}")
+            self._report(watch, f"loading for {watch.process.loading_s:.0f} s; {progress}")
 
     def _look_after(self, watch: Watch, now: float) -> None:
         if watch.failures and now - watch.ready_since > STEADY_S:
@@ -250,8 +250,8 @@ class Supervisor:
         after_s = watch.process.loaded_in_s = watch.process.loading_s
         problem = watch.process.settle()
         if problem is not None:
-            self._say(watch, problem)
-        self._say(watch, f"ready after {after_s:.0f} s")
+            self._report(watch, problem)
+        self._report(watch, f"ready after {after_s:.0f} s")
         watch.process.log.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
         with self._changed:
             watch.ready = True
@@ -280,7 +280,7 @@ class Supervisor:
         if given_up:
             log.write(logging.ERROR, "failed to start", "failed", reason=reason)
         else:
-            self._say(watch, f"failed: {reason}; restarting in {pause:g} s")
+            self._report(watch, f"failed: {reason}; restarting in {pause:g} s")
             fields = {"reason": reason, "restart_in_s": pause}
             log.write(logging.ERROR, "failed; restarting", "failed", **fields)
 
@@ -318,7 +318,7 @@ class Supervisor:
             except OSError:
                 pass  # `stop` or `kill` is removing a worker's folder
         with self._changed:
-            locks, self._held = self._held, []
+            locks, self._locks = self._locks, []
         for file in locks:
             os.close(file)
 
@@ -329,10 +329,10 @@ class Supervisor:
     def _files(self) -> list[WorkerFiles]:
         return [spec.files for spec in self._specs]
 
-    def _say_once(self, watch: Watch, surprise: str) -> None:
+    def _report_once(self, watch: Watch, surprise: str) -> None:
         if surprise != watch.surprise:
             watch.surprise = surprise
-            self._say(watch, surprise)
+            self._report(watch, surprise)
 
-    def _say(self, watch: Watch, what: str) -> None:
-        watch.process.say(what)
+    def _report(self, watch: Watch, message: str) -> None:
+        watch.process.report(message)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-_KEPT_BYTES = 4 * 2**20
+_TAIL_BYTES = 4 * 2**20
 _READ_BYTES = 65536
 _LAST_WORDS_S = 0.5
 
@@ -37,14 +37,14 @@ def refusal(text: str) -> str | None:
     count: it may take a process for dead.
     """
     raised = _RAISED.search(text)
-    return None if raised is None else _told(raised)
+    return None if raised is None else _reason(raised)
 
 
 def failure(text: str) -> str | None:
     """Return why the server did not start, as one sentence; None: the log does not tell."""
     failed = _FAILED.search(text)
     if failed is not None:
-        return _told(failed)
+        return _reason(failed)
     aborted = _ABORTED.search(text)
     if aborted is not None:
         return f"tritonserver aborted ({aborted.group(1)})"
@@ -53,7 +53,7 @@ def failure(text: str) -> str | None:
     return _clean(errors[0]) if errors else None
 
 
-def _told(failed: re.Match[str]) -> str:
+def _reason(failed: re.Match[str]) -> str:
     return f"model {failed.group(1)} failed to load: {_clean(failed.group(3))}"
 
 
@@ -65,23 +65,23 @@ class TritonLog:
     """The output of one start of a worker, read from a pipe in a thread.
 
     A full or read-only disk does not stop the worker: output that cannot be written is dropped.
-    `say` gets one line about it, and the log gets the number of dropped bytes once it can be
+    `report` gets one line about it, and the log gets the number of dropped bytes once it can be
     written.
     """
 
-    def __init__(self, path: Path, pipe: IO[bytes], say: Callable[[str], None]) -> None:
-        self._path, self._pipe, self._say = path, pipe, say
+    def __init__(self, path: Path, pipe: IO[bytes], report: Callable[[str], None]) -> None:
+        self._path, self._pipe, self._report = path, pipe, report
         self._file: int | None = None
         self._dropped = 0
-        self._kept = bytearray()
+        self._tail = bytearray()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="triton-log", daemon=True)
         self._thread.start()
 
     def text(self) -> str:
-        """Return the output so far, at most the newest `_KEPT_BYTES`."""
+        """Return the output so far, at most the newest `_TAIL_BYTES`."""
         with self._lock:
-            return self._kept.decode("utf-8", errors="replace")
+            return self._tail.decode("utf-8", errors="replace")
 
     def whole_text(self) -> str:
         """Return `text` after the server has ended, with its last output."""
@@ -92,13 +92,13 @@ class TritonLog:
         with self._pipe:
             while chunk := os.read(self._pipe.fileno(), _READ_BYTES):
                 with self._lock:
-                    self._kept += chunk
-                    del self._kept[:-_KEPT_BYTES]
+                    self._tail += chunk
+                    del self._tail[:-_TAIL_BYTES]
                 self._write(chunk)
         if self._file is not None:
             os.close(self._file)
 
-    def _write(self, said: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         try:
             if self._file is None:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -106,8 +106,8 @@ class TritonLog:
             if self._dropped:
                 os.write(self._file, f"\n[{self._dropped} bytes could not be written]\n".encode())
                 self._dropped = 0
-            os.write(self._file, said)
+            os.write(self._file, data)
         except OSError as error:
             if not self._dropped:
-                self._say(f"cannot write {self._path}: {error.strerror}; it goes on without")
-            self._dropped += len(said)
+                self._report(f"cannot write {self._path}: {error.strerror}; it goes on without")
+            self._dropped += len(data)

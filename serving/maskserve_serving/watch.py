@@ -17,6 +17,6 @@ class Watch:
     failures: int = 0
     start_at: float = 0.0
     """When to start the process; 0 while it runs."""
-    said_at: float = 0.0
+    reported_at: float = 0.0
     surprise: str = ""
     """Traceback of the newest unexpected exception."""

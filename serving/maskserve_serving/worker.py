@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from maskserve_common.config import Config, gpus_wanted
+from maskserve_common.config import Config, gpus_required
 from maskserve_common.liveness import Processes, Silence, signed_in, signed_in_for_s
 from maskserve_common.status import StatusReader
 from maskserve_serving.cfg_pair import gpus_of_pair
@@ -35,7 +35,7 @@ class WorkerProcess(Process):
         options = spec.options
         url = f"http://{reachable(options.host)}:{spec.ports.http}"
         run_dir = spec.files.root.parent
-        super().__init__(spec.name, "tritonserver", url, spec.log, run_dir, options.say)
+        super().__init__(spec.name, "tritonserver", url, spec.log, run_dir, options.report)
         self.spec = spec
         self.config = Config()
         self._status = StatusReader(spec.files.status)
@@ -93,9 +93,9 @@ class WorkerProcess(Process):
         if options.cfg_devices:
             gpus = gpus_of_pair(options.cfg_devices)
         else:
-            gpu_count = gpus_wanted(self.config)
+            gpu_count = gpus_required(self.config)
             gpus = gpus_of_worker(
-                spec.index, options.workers, each=gpu_count, share=options.share_gpus
+                spec.index, options.workers, per_worker=gpu_count, share=options.share_gpus
             )
         trace = trace_arguments(self.config.trace, self.name)
         trace += forwarded_headers(self.config.trace)
@@ -111,7 +111,7 @@ class WorkerProcess(Process):
         )
 
     def progress(self) -> str:
-        return f"models ready: {', '.join(sorted(loaded_models(self.said()))) or 'none yet'}"
+        return f"models ready: {', '.join(sorted(loaded_models(self.last_words()))) or 'none yet'}"
 
     def stalled(self) -> str | None:
         """Return the loaded model that Triton waits for in vain, in words; None: there is none.
@@ -119,7 +119,7 @@ class WorkerProcess(Process):
         TRITON-2.51: if the machine stalls for a second while models load, Triton takes a process
         for dead. It then reads nothing more from it and waits for its end.
         """
-        loaded = loaded_models(self.said())
+        loaded = loaded_models(self.last_words())
         for model, age_s in signed_in_for_s(self.spec.files.runtime).items():
             if age_s > self.spec.options.unheard_s and model not in loaded:
                 return f"tritonserver does not notice that {model} is loaded"
@@ -143,7 +143,7 @@ class WorkerProcess(Process):
         status = self._status.read()
         if status is None:
             return "it has no status record"
-        hung = self._silence.too_long(status, limit_s)
+        hung = self._silence.silence_fault(status, limit_s)
         if hung is not None:
             return f"its {hung}"
         if status.ended is not None:
@@ -156,7 +156,7 @@ class WorkerProcess(Process):
             return self._probe.problem
         silent_s = self._no_answer.silent_s(self._probe.rounds)
         if silent_s > self.config.engine.stuck_timeout_s:
-            return f"its {self._probe.asked} has not answered for {silent_s:.1f} s"
+            return f"its {self._probe.last_front} has not answered for {silent_s:.1f} s"
         return None
 
     def in_flight(self) -> int:

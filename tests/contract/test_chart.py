@@ -263,7 +263,7 @@ def test_services_run_what_serve_takes_and_are_found(helm: Path) -> None:
         of = one(resources, "Deployment", f"-{part}")
         (container,) = of["spec"]["template"]["spec"]["containers"]
         assert container["command"][:2] == ["maskserve", "serve"]
-        options = ServeOptions.given(parser.parse_args(container["command"][2:]))
+        options = ServeOptions.of_flags(parser.parse_args(container["command"][2:]))
         options.check_flags()
         assert (options.workers, options.host) == (0, "0.0.0.0")
         ports = of_part(DEFAULT_BASE_PORT)

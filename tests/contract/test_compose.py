@@ -91,7 +91,7 @@ def served(name: str) -> ServeOptions:
     assert (program, command) == ("maskserve", "serve")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = ServeOptions.given(parser.parse_args(arguments))
+    options = ServeOptions.of_flags(parser.parse_args(arguments))
     options.check_flags()
     return options
 

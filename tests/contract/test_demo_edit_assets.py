@@ -13,7 +13,7 @@ from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.reference_edits import MAX_LENGTH, named_edits
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.latents import to_model
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case
@@ -28,7 +28,7 @@ def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
 
 
 def test_it_is_a_distilled_klein_with_its_source_as_reference() -> None:
-    facts = load_facts(MODEL)
+    facts = load_spec(MODEL)
     assert (facts.family, facts.guidance, facts.native_resolution) == ("flux2", "none", 128)
 
 
@@ -36,7 +36,7 @@ def test_the_engine_and_diffusers_make_the_same_edit() -> None:
     (edit,) = named_edits(1)
     config = config_of(MODEL, model={"outside_noise": "edit"})
     adapter = load_adapter(config)
-    mask = mask_for_model(edit.mask * np.uint8(255), adapter.facts)
+    mask = mask_for_model(edit.mask * np.uint8(255), adapter.spec)
     settings = EditSettings(num_inference_steps=4, mask_ring=0)
     case = Case(edit.source, mask, edit.prompt, settings, 3)
     row = adapter.dense_row(encode_case(load_encoder(config), case, "one"))
@@ -54,5 +54,5 @@ def test_the_engine_and_diffusers_make_the_same_edit() -> None:
         max_sequence_length=MAX_LENGTH,
         output_type="latent",
     ).images
-    expected = to_model(latents, adapter.facts.latents)[0].numpy()
+    expected = to_model(latents, adapter.spec.latents)[0].numpy()
     assert np.abs(row.result().array() - expected).max() <= 1e-3

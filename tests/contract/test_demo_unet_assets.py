@@ -8,7 +8,7 @@ from diffusers import StableDiffusionInpaintPipeline
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_benchmarks.demo_model.scenes import held_out_edits
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from tests.fakes.jobs import Case, config_of, encode_case
 from tests.fakes.pipelines import diffusers_edit
 
@@ -22,7 +22,7 @@ def test_the_folder_is_small_and_names_no_place_of_its_making() -> None:
 
 
 def test_it_is_an_inpainting_model_of_the_unet_family() -> None:
-    facts = load_facts(MODEL)
+    facts = load_spec(MODEL)
     assert (facts.family, facts.semantics.name) == ("unet", "fill")
     assert (facts.vae_scale_factor, facts.native_resolution) == (4, 128)
 

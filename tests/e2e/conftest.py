@@ -116,7 +116,7 @@ def supervisor(
         log_dir=logs,
         otlp_url=kept.url,
         trace_rate=10**9,
-        say=messages.append,
+        report=messages.append,
     )
     running = Supervisor(options)
     running.start()
@@ -236,7 +236,7 @@ def pair(
         router_config=router_config,
         entries=folder / "entries",
         log_dir=folder / "logs",
-        say=print,
+        report=print,
     )
     with Supervisor(options) as running:
         yield running

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_grpc
 from maskserve_benchmarks.probing.calls import tensors
 from maskserve_common.config import Config
 from maskserve_serving.command import command, environment
-from maskserve_serving.heartbeat import says_ready
+from maskserve_serving.heartbeat import is_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.runtime import find_runtime
@@ -47,7 +47,7 @@ def url(tmp_path: Path) -> Iterator[str]:
         )
     try:
         end = time.monotonic() + LOADING_S
-        while not says_ready(f"http://127.0.0.1:{ports.http}"):
+        while not is_ready(f"http://127.0.0.1:{ports.http}"):
             assert time.monotonic() < end, (tmp_path / "triton.log").read_text(encoding="utf-8")
             time.sleep(0.1)
         yield f"127.0.0.1:{ports.grpc}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, pixels, plain_edit
 from tests.support.eventually import eventually
@@ -34,7 +34,7 @@ def test_a_registered_template_is_edited_by_name_from_its_cache(model: Path, grp
     assert meta["cache"] == "hit"
     # Nothing but K and V is kept: a plan may compute blocks before it loads the rest, and none
     # that a step ran is left out or lost.
-    sizes = load_facts(model).denoiser
+    sizes = load_spec(model).denoiser
     blocks = sizes["num_layers"] + sizes["num_single_layers"]
     assert sum(meta["kinds"].values()) == blocks * meta["steps"]
     assert set(meta["kinds"]) <= {"kv", "dense"}

@@ -80,7 +80,7 @@ def test_a_worker_with_a_certificate_signs_and_one_with_a_model_that_checks_asks
         base_port=free_base_port(),
         config=config,
         log_dir=tmp_path / "logs",
-        say=lambda _: None,
+        report=lambda _: None,
     )
     with Supervisor(options) as running, closing(Grpc(running.workers[0].grpc_url)) as grpc:
         with pytest.raises(InferenceServerException, match=r"\[REFUSED\] no stars today"):

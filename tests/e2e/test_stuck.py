@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_benchmarks.router_site import RouterSite
-from maskserve_serving.heartbeat import says_ready
+from maskserve_serving.heartbeat import is_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -55,7 +55,7 @@ def workers(
         base_port=free_base_port(),
         config=config,
         log_dir=folder / "logs",
-        say=said.append,
+        report=said.append,
     )
     with Supervisor(options) as supervisor:
         all_workers = [*supervisor.workers, worker]
@@ -81,7 +81,7 @@ def told(url: str, **settings: object) -> str:
 
 def came_back(worker: WorkerProcess, restarts: int) -> None:
     eventually("it is restarted", lambda: worker.restarts == restarts, RESTARTED_S)
-    eventually("it is ready", lambda: says_ready(worker.http_url), RESTARTED_S)
+    eventually("it is ready", lambda: is_ready(worker.http_url), RESTARTED_S)
     edited(worker.grpc_url)
 
 
@@ -113,7 +113,7 @@ def test_edits_that_do_not_reach_the_engine(
         with closing(Grpc(worker.grpc_url)) as client:
             doomed = [client.begin(named) for _ in range(PREPROCESSES)]
             eventually("they have come in", lambda: worker.in_flight() == PREPROCESSES)
-            assert says_ready(worker.http_url)
+            assert is_ready(worker.http_url)
             futures = [pool.submit(edited, router.grpc_url) for _ in range(CLIENTS)]
             for item in doomed:
                 with pytest.raises(InferenceServerException, match="edits are stuck before the"):
@@ -133,7 +133,7 @@ def test_a_front_that_takes_no_edits(workers: list[WorkerProcess], said: list[st
     os.mkfifo(worker.spec.files.runtime / "admission")
     with stream(worker.grpc_url) as opened:
         opened.send(plain_edit(progress=True))
-        assert says_ready(worker.http_url)
+        assert is_ready(worker.http_url)
         assert told(worker.grpc_url) != "done"
         with pytest.raises(InferenceServerException):
             opened.next()

@@ -38,7 +38,7 @@ def serving(form: str, folder: Path) -> Iterator[Grpc]:
         **weight_settings,
         base_port=free_base_port(),
         log_dir=folder,
-        say=lambda _: None,
+        report=lambda _: None,
     )
     with Supervisor(options) as running, closing(Grpc(running.workers[0].grpc_url)) as grpc:
         yield grpc

@@ -341,7 +341,7 @@ def test_a_sam_2_masks_what_is_clicked_on(site: Site, folder: Path) -> None:
         config_of({"model": {"device": "cpu"}, "nodes": {"segment": str(folder / "segment")}})
     )
     mask_result = Masks(url).find(SOURCE, **clicked)
-    mask, score = nodes.found(scene(SIDE, SIDE), clicked["points"], clicked["box"])
+    mask, score = nodes.find_mask(scene(SIDE, SIDE), clicked["points"], clicked["box"])
     # White in the answer, where its alpha is 0, too.
     white, alpha = (
         np.asarray(Image.open(io.BytesIO(mask_result.mask)).getchannel(n)) for n in "LA"

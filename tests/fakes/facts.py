@@ -5,9 +5,9 @@ from __future__ import annotations
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.spec.latents import LatentSpace
 from maskserve_engine.spec.mmdit import CONTROL
-from maskserve_engine.spec.model_spec import ALL_STEPS, EditDefaults, ModelFacts
+from maskserve_engine.spec.model_spec import ALL_STEPS, EditDefaults, ModelSpec
 
-FILL_FACTS = ModelFacts(
+FILL_FACTS = ModelSpec(
     family="flux",
     semantics=FILL,
     latents=LatentSpace(pixels=4, channels=4),

@@ -19,8 +19,13 @@ from maskserve_benchmarks.steps.service_process import PATIENCE_S, PipeCalls, se
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
-from maskserve_engine.control_link.served import ControlService, RowAsk, ServedRow, ask_service
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
+from maskserve_engine.control_link.served import (
+    ControlService,
+    RowRequest,
+    ServedRow,
+    request_residuals,
+)
 from maskserve_engine.control_link.transport import SocketMessages
 from maskserve_engine.stages.loader import dtype_of
 from tests.fakes.multiplying_net import PLACES, MultiplyingNet, residual
@@ -60,14 +65,14 @@ def denoiser(calls: PipeCalls, device: torch.device, *, lent: bool) -> ControlSe
 def opened(service: ControlService) -> ServedRow:
     control = OpenedControl.of(ControlInput(NET, np.zeros((0, 0, 3), np.uint8)))
     plan = refreshed_every(1, STEPS)
-    return service.open(Opening(OpeningFacts((control,), tuple(range(STEPS)), plan), {}))
+    return service.open(Opening(OpeningMessage((control,), tuple(range(STEPS)), plan), {}))
 
 
 def ask(rows: list[ServedRow], step: int, device: torch.device) -> list[Tensor]:
     """Begin a step of rows; what they are of."""
     samples = [torch.randn(SHAPE, device=device, dtype=torch.bfloat16) for _ in rows]
-    asks = [RowAsk(row, step, x) for row, x in zip(rows, samples, strict=True)]
-    ask_service(asks, batch=1)
+    asks = [RowRequest(row, step, x) for row, x in zip(rows, samples, strict=True)]
+    request_residuals(asks, batch=1)
     return samples
 
 

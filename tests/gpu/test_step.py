@@ -177,7 +177,7 @@ def assert_recorded_alike(
             bench.step(rows, "kv")
         answers.append([row.latents.float().cpu() for row in rows])
     assert recorder._capture is not None, "recording was turned off"
-    assert any(recorder._seen.values())
+    assert any(recorder._steps.values())
     for tensor, other_tensor in zip(*answers, strict=True):
         torch.testing.assert_close(tensor, other_tensor, rtol=2e-2, atol=2e-2)
 

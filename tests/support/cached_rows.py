@@ -38,9 +38,9 @@ class Primed:
         anchors = adapter.anchors(adapter.tokens(job).total, 4, stride)
         _, height, width = job.moments.shape
         work, fmt = adapter.work(height, width), FORMATS["float32"]
-        kind = "kv" if adapter.facts.shown else kind  # such models keep nothing else
+        kind = "kv" if adapter.spec.encoder_picture else kind  # such models keep nothing else
         kinds = choose_kinds(kind, work, fmt, _ANY_COSTS, 12.0)
-        prompt = job.conditioning if adapter.facts.shown else encoder.priming_prompt()
+        prompt = job.conditioning if adapter.spec.encoder_picture else encoder.priming_prompt()
         self.row: Any = adapter.priming_row(job, anchors, prompt, NOISE_SEED, kinds, format)
         self.entries: list[AnchorEntry] = []
         while self.row.step < self.row.steps:

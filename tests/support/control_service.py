@@ -16,7 +16,7 @@ from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded, sp
 from maskserve_engine.control_link.network import NetworkMessages
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Attached, Messages, SocketMessages
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.control_nets import ControlNets, content_of
 from maskserve_triton.controlnet import ControlNetFrontend
 from tests.fakes.jobs import config_of
@@ -74,7 +74,7 @@ class Service:
         self.config: Config = replace(config, runtime_dir=str(self.folder))
         self.triton = FakeTriton()
         self.front = ControlNetFrontend(self.triton, self.config)
-        control_nets = ControlNets(self.config, load_facts(str(model)))
+        control_nets = ControlNets(self.config, load_spec(str(model)))
         finds = [control_nets.find(name, "x") for name in nets]
         self.versions = {each.name: each.version for each in finds}
         self.contents = {each.name: content_of(each.path) for each in finds}

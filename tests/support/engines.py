@@ -18,7 +18,7 @@ from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.spec.estimate import pricing_of
-from maskserve_engine.spec.model_spec import own_rule, text_shares
+from maskserve_engine.spec.model_spec import refresh_rule, text_shares
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink
@@ -75,6 +75,6 @@ def priced_by_flops(engine: Engine, asked: EditJob, steps: int) -> Pricing:
         FORMATS["int4"],
         text=len(asked.conditioning["prompt_embeds"]),
         anchors=1,
-        text_shares=text_shares(config, adapter.facts, steps, shared=False),
-        leaves_ring=own_rule(config, adapter.facts).ring,
+        text_shares=text_shares(config, adapter.spec, steps, shared=False),
+        leaves_ring=refresh_rule(config, adapter.spec).ring,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
 
@@ -131,9 +131,11 @@ class ForetoldFlux:
         own: its anchors.
     """
 
-    def __init__(self, pipeline: Any, adapter: FluxAdapter, job: EditJob, own: OwnPlan) -> None:
+    def __init__(
+        self, pipeline: Any, adapter: FluxAdapter, job: EditJob, own: RefreshSchedule
+    ) -> None:
         self.row, self.own = adapter.anchored_row(job, own), own
-        self.state = State(own.power, bends=own.bends)
+        self.state = State(own.power, bends=own.second_order)
         self.sigmas = [timestep / 1000 for _, timestep in adapter.sigmas(job)]
         prepared: Any = adapter.prepare(job).prepared
         self.active = torch.from_numpy(prepared.inner if own.ring else prepared.active)
@@ -194,8 +196,8 @@ class ForetoldFlux:
 
     def _foreseen(self, given: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
         """What is given instead where an anchor is computed ahead."""
-        step, at = self.step, self.own.behind(self.step)
-        if not (self.own.foresees and step and step in self.own.computed_at and at is not None):
+        step, at = self.step, self.own.refresh_before(self.step)
+        if not (self.own.looks_ahead and step and step in self.own.computed_at and at is not None):
             return None
         moved, self.state.sigma, self.state.anchor = self.answers[-1].clone(), self.sigmas[at], True
         moved[:, idle] = self.velocities[-1][1][:, idle]

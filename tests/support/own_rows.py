@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.layers.scatter_kv import KvSource
@@ -27,17 +27,19 @@ def plan(
     foresees: bool = False,
     bends: bool = False,
     power: float = 1.0,
-) -> OwnPlan:
-    return OwnPlan(frozenset(anchors), format, text, ring, power, bends=bends, foresees=foresees)
+) -> RefreshSchedule:
+    return RefreshSchedule(
+        frozenset(anchors), format, text, ring, power, second_order=bends, looks_ahead=foresees
+    )
 
 
-def row_of(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:
+def row_of(adapter: Adapter, job: EditJob, own: RefreshSchedule | None) -> Any:
     return adapter.dense_row(job) if own is None else adapter.anchored_row(job, own)
 
 
-def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[OwnPlan | None]) -> None:
+def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[RefreshSchedule | None]) -> None:
     """All steps of rows, together; those without a plan are dense."""
-    readers = [own and OwnReader(row, adapter.entry_blocks)
+    readers = [own and StepCacheReader(row, adapter.entry_blocks)
                for row, own in zip(rows, plans, strict=True)]  # fmt: skip
     kinds = plan_of_kinds(("kv",) * adapter.blocks)
     while any(row.step < row.steps for row in rows):
@@ -49,7 +51,7 @@ def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[OwnPlan | None]) 
 
 
 def assert_as_alone(
-    rows: Sequence[Any], plans: Sequence[OwnPlan | None], alone: Callable[[int, Any], Any]
+    rows: Sequence[Any], plans: Sequence[RefreshSchedule | None], alone: Callable[[int, Any], Any]
 ) -> None:
     """Rows that have run together are what each is alone.
 
@@ -71,12 +73,12 @@ def assert_as_alone(
         assert np.abs(row.result().array() - expected).max() <= room, own
 
 
-class Straight(OwnAnchors):
+class Straight(StepCache):
     """Keeps all that every anchor shows as it is, and draws each line when it is read: through the
     two anchors that a step lies between, or behind the last one through the last two.
     """
 
-    def __init__(self, plan: OwnPlan) -> None:
+    def __init__(self, plan: RefreshSchedule) -> None:
         super().__init__(plan)
         self._shown: dict[int, dict[float, list[Tensor]]] = {}
         """By block, then by the anchor's sigma: [tokens, width] of keys and of values."""
@@ -84,7 +86,7 @@ class Straight(OwnAnchors):
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
         super().keys_values(block, keys, values)
         shown = self._shown.setdefault(block, {})
-        shown[self._at] = [self._others(block, x.flatten(1)).clone() for x in (keys, values)]
+        shown[self._at] = [self._cached_of(block, x.flatten(1)).clone() for x in (keys, values)]
 
     def weight(self, sigma: float) -> float:
         last, before = self._ends(self._line.sigmas, sigma)
@@ -143,7 +145,7 @@ def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> Non
         assert 0 < maximum < np.abs(dense).max()
 
 
-def result(adapter: Adapter, job: EditJob, own: OwnPlan | None) -> Any:
+def result(adapter: Adapter, job: EditJob, own: RefreshSchedule | None) -> Any:
     """[C, h, w] latents of a row run alone."""
     row = row_of(adapter, job, own)
     run(adapter, [row], [own])

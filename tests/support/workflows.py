@@ -15,7 +15,7 @@ from msgspec import structs
 
 from maskserve_common.imaging.images import encode_png
 from maskserve_workflows.definition import Workflow, each, repeat
-from maskserve_workflows.node_request import AskedNode, Nodes
+from maskserve_workflows.node_request import NodeRequest, Nodes
 from maskserve_workflows.nodes import (
     best,
     compose,
@@ -42,7 +42,7 @@ def run_one(
     nodes: Nodes, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What one call gives, its pictures as files; raises what it refuses."""
-    (made,) = nodes.run([AskedNode(node, inputs, settings)])
+    (made,) = nodes.run([NodeRequest(node, inputs, settings)])
     if isinstance(made, Exception):
         raise made
 
@@ -101,7 +101,7 @@ def _each(step: Each, values: Mapping[str, Any], key: str, node: Node) -> dict[s
     made: dict[str, Any] = {} if step.carry is None else {"carried": current}
     for name, ref in step.gives.items():
         every = tuple(seen[i][ref] for i in range(rounds))
-        made[name] = Areas.in_turn(every) if name.startswith("mask") else every
+        made[name] = Areas.of_masks(every) if name.startswith("mask") else every
     return made
 
 

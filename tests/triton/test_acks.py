@@ -61,10 +61,10 @@ def test_each_receipt_arrives_where_it_belongs(
     for name, sender in zip("ab", acks, strict=True):
         receiver.keep(sender.key, Call(name, told))
     a, b = acks
-    a.taken()
-    b.taken()
+    a.acknowledge()
+    b.acknowledge()
     b.over()
-    a.taken()
+    a.acknowledge()
     messages = [told.get(timeout=5) for _ in range(4)]
     assert messages == ["a taken", "b taken", "b over", "a taken"]
 
@@ -77,7 +77,7 @@ def test_a_dropped_key_is_forgotten(
     receiver.keep(new.key, Call("new", told))
     receiver.drop(old.key)
     for sender in (old, new):
-        sender.taken()
+        sender.acknowledge()
     assert told.get(timeout=5) == "new taken"
     assert told.empty()
 
@@ -87,7 +87,7 @@ def test_more_than_a_pipe_holds(
 ) -> None:
     receiver.keep(acks[0].key, Call("a", told))
     for _ in range(5000):
-        acks[0].taken()
+        acks[0].acknowledge()
     for _ in range(5000):
         told.get(timeout=5)
 
@@ -102,25 +102,25 @@ def test_a_call_that_fails_is_nobody_elses_trouble(
     receiver.keep(broken.key, Broken())
     receiver.keep(good.key, Call("good", told))
     with caplog.at_level(logging.ERROR):
-        broken.taken()
-        good.taken()
+        broken.acknowledge()
+        good.acknowledge()
         told.get(timeout=5)
     assert "an event could not be sent" in caplog.text
 
 
 def test_a_receipt_without_a_denoiser_is_lost(tmp_path: Path) -> None:
     acks = AckSender(tmp_path)
-    acks.taken()  # there is no pipe
+    acks.acknowledge()  # there is no pipe
     receiver = AckReceiver(tmp_path)
     receiver.close()
-    acks.taken()  # nobody reads it
+    acks.acknowledge()  # nobody reads it
 
 
 def test_a_killed_denoisers_pipe_is_replaced(tmp_path: Path, told: queue.SimpleQueue[str]) -> None:
     (tmp_path / "acks").write_text("left behind", encoding="ascii")
     receiver, acks = AckReceiver(tmp_path), AckSender(tmp_path)
     receiver.keep(acks.key, Call("a", told))
-    acks.taken()
+    acks.acknowledge()
     told.get(timeout=5)
     receiver.close()
 

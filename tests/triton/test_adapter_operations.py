@@ -119,9 +119,11 @@ def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
         eventually("the storage is listed", lambda: "still being listed" not in told("x"))
         assert told("x").startswith("[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name")
         assert told("good", "other").startswith("[INVALID_REQUEST] SETTINGS.loras[1].name")
-        assert not front._adapters.host.held()
+        assert not front._adapters.host.files()
         told("good")
-        eventually("it is there", lambda: [adapter.name for adapter in front._adapters.host.held()])
+        eventually(
+            "it is there", lambda: [adapter.name for adapter in front._adapters.host.files()]
+        )
     finally:
         front.close()
 
@@ -141,7 +143,7 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
     front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
 
     def pipeline(call: Call) -> list[InferenceResponse]:
-        adapter_names.append([adapter.name for adapter in front._adapters.host.held()])
+        adapter_names.append([adapter.name for adapter in front._adapters.host.files()])
         assert call.accepted().loras[0].text
         return [reply(EDITED=b"picture", META=b'{"event": "final", "step": 1}')]
 

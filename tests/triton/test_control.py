@@ -19,12 +19,12 @@ from maskserve_common.config import Config, StagesConfig, templates_folder
 from maskserve_common.contracts.operations import OPERATIONS
 from maskserve_common.contracts.status_record import NodeStatus, WorkerStatus
 from maskserve_common.errors import EngineFailed
-from maskserve_common.files.stages import StagesAway
+from maskserve_common.files.stages import StageOutages
 from maskserve_common.imaging.images import encode_image
 from maskserve_triton.admission import Gate
 from maskserve_triton.cancels import CancelListener, cancel_edit
 from maskserve_triton.control import WorkerControl
-from maskserve_triton.templates import KeptTemplates
+from maskserve_triton.templates import StoredTemplates
 from maskserve_triton.together import batched
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 from tests.support.eventually import eventually
@@ -180,7 +180,7 @@ def test_status_says_which_stages_are_away(
     control = WorkerControl(api, served)
     try:
         for away in (True, False):
-            StagesAway(served).say("decoder", away=away)
+            StageOutages(served).mark("decoder", lost=away)
             status = ask(api, control, {"op": "status"})
             states = {node["name"]: node["state"] for node in status["nodes"]}
             decoder = "loading" if away else "ready"
@@ -256,7 +256,7 @@ def test_pictures_of_equal_pixels_share_entries_and_keep_their_own_transparency(
         image = base64.b64encode(files[-1]).decode()
         names.append(ask(api, control, {"op": "register", "image": image})["template_id"])
     first, second = names
-    template_store = KeptTemplates(templates_folder(config))
+    template_store = StoredTemplates(templates_folder(config))
     assert [template_store.get(name) for name in names] == files
 
     def listed_now() -> dict[str, Any]:

@@ -173,7 +173,7 @@ def test_with_receipts_an_event_waits_for_that_of_the_last(
     assert len(request.sender.sent) == 1
     for _ in range(2):
         assert not request.sender.finished.is_set()
-        acks.taken()
+        acks.acknowledge()
         eventually("it is sent", lambda: len(request.sender.sent) == 2)
     request.sender.wait()
     events = [json.loads(response.text("META"))["event"] for response in request.sender.sent]

@@ -49,9 +49,9 @@ def show(flow: FlowControl, *events: str) -> None:
 def test_the_next_goes_when_the_last_was_taken(flow: FlowControl, sender: Sender) -> None:
     show(flow, "progress 1", "preview 1", "progress 2")
     assert said(sender) == ["progress 1"]
-    flow.taken()
+    flow.acknowledge()
     assert said(sender) == ["progress 1", "preview 1"]
-    flow.taken()
+    flow.acknowledge()
     assert said(sender) == ["progress 1", "preview 1", "progress 2"]
 
 
@@ -60,7 +60,7 @@ def test_a_newer_event_replaces_one_of_its_kind_that_waits(
 ) -> None:
     show(flow, "progress 1", "progress 2", "preview 2", "progress 3", "preview 4", "progress 5")
     for _ in range(5):
-        flow.taken()
+        flow.acknowledge()
     assert said(sender) == ["progress 1", "preview 4", "progress 5"]
 
 
@@ -69,11 +69,11 @@ def test_the_final_event_replaces_all_and_the_end_comes_after_it(
 ) -> None:
     show(flow, "progress 1", "preview 2", "progress 2")
     flow.finish({"META": b"final"})
-    flow.taken()
+    flow.acknowledge()
     assert said(sender) == ["progress 1", "final"]
     # Triton would send the end right behind it.
     assert not sender.finished.is_set()
-    flow.taken()
+    flow.acknowledge()
     assert sender.finished.is_set()
     assert ends.count == 1
 
@@ -83,7 +83,7 @@ def test_an_edit_without_events_ends_like_one_with(
 ) -> None:
     flow.finish({"META": b"final"})
     assert said(sender) == ["final"]
-    flow.taken()
+    flow.acknowledge()
     assert sender.finished.is_set()
     assert ends.count == 1
 
@@ -93,16 +93,16 @@ def test_nothing_follows_the_final_event(flow: FlowControl, sender: Sender, ends
     show(flow, "progress 9")
     flow.finish({"META": b"another"})
     for _ in range(4):
-        flow.taken()
+        flow.acknowledge()
     assert said(sender) == ["final"]
     assert ends.count == 1
 
 
 def test_a_receipt_for_nothing_is_ignored(flow: FlowControl, sender: Sender) -> None:
-    flow.taken()
+    flow.acknowledge()
     show(flow, "progress 1")
-    flow.taken()
-    flow.taken()
+    flow.acknowledge()
+    flow.acknowledge()
     show(flow, "progress 2", "progress 3")
     assert said(sender) == ["progress 1", "progress 2"]
 
@@ -113,7 +113,7 @@ def test_how_long_an_event_was_not_taken(flow: FlowControl) -> None:
     show(flow, "progress 1")
     time.sleep(0.02)
     assert 0.02 <= flow.waits_s() <= time.monotonic() - begin
-    flow.taken()
+    flow.acknowledge()
     assert flow.waits_s() == 0.0
     show(flow, "progress 2")
     flow.release()
@@ -135,7 +135,7 @@ def test_once_released_nothing_waits(
         flow.finish({"META": b"final"})
         assert said(sender)[2:] == ["progress 3", "progress 4", "final"]
     assert sender.finished.is_set()
-    flow.taken()
+    flow.acknowledge()
     flow.release()
     assert ends.count == 1
 
@@ -160,7 +160,7 @@ def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
             sends.acquire()
             time.sleep(dice.random() * 1e-3)
             received_count += 1
-            flow.taken()
+            flow.acknowledge()
 
     thread = threading.Thread(target=front)
     thread.start()

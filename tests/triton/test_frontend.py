@@ -20,7 +20,7 @@ from maskserve_common.contracts.request import AcceptedEdit
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.contracts.status_record import NodeStatus, RowStatus
 from maskserve_common.errors import Cancelled
-from maskserve_common.files.stages import NO_ANSWER, StagesAway
+from maskserve_common.files.stages import NO_ANSWER, StageOutages
 from maskserve_common.files.values import NO_VALUES
 from maskserve_common.imaging.images import to_base64
 from maskserve_triton import call as calls_module
@@ -584,15 +584,15 @@ def test_no_edit_is_taken_while_the_stage_service_is_away(
     api: FakeTriton, config: Config, beat: Callable[..., None]
 ) -> None:
     served = structs.replace(config, stages=StagesConfig(service="127.0.0.1:1"))
-    away = StagesAway(served)
+    away = StageOutages(served)
     front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
     try:
-        away.say("encoder", away=True)
+        away.mark("encoder", lost=True)
         refused, accepted = edit(api), edit(api)
         front.execute([refused])
         text, code = error_of(refused)
         assert (text, code) == (f"[OVERLOADED] {NO_ANSWER}", api.TritonError.UNAVAILABLE)
-        away.say("encoder", away=False)
+        away.mark("encoder", lost=False)
         api.models["edit_pipeline"] = final
         front.execute([accepted])
         assert accepted.sender.wait().text("IMAGE") == b"picture"
@@ -876,7 +876,7 @@ def test_an_answer_says_how_it_stands_to_its_due_time(api: FakeTriton, front: Ed
     assert 0 < met["slack_ms"] < 60_000
     assert late["slack_ms"] < 0
     assert not {"due_ms", "slack_ms", "slo"} & set(free)
-    eventually("they are counted", lambda: len(front._observations._held) >= 8)
+    eventually("they are counted", lambda: len(front._observations._queue) >= 8)
     assert slo_counts(front) == {"met": 1, "late": 1}
     # The next edit is told how long the last ones took behind their steps.
     assert accepted_edits[0].after_token_s == 0.0 < accepted_edits[2].after_token_s
@@ -900,5 +900,5 @@ def test_a_refusal_is_a_miss_and_a_mistake_is_not(
     front.execute([drained])
     error_of(drained)
     assert becomes_idle(config)
-    eventually("all are counted", lambda: len(front._observations._held) >= 8 + 5)
+    eventually("all are counted", lambda: len(front._observations._queue) >= 8 + 5)
     assert slo_counts(front) == {"refused": 2, "deadline": 1, "failed": 2}

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from maskserve_common.config import Config, ConfigError, StagesConfig
 from maskserve_common.contracts.postprocess_context import NOTHING, PostprocessContext, request_in
 from maskserve_common.errors import InvalidRequest
-from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StagesAway
+from maskserve_common.files.stages import NO_ANSWER, PRIMING_PROMPT_FILE, StageOutages
 from maskserve_common.tracing import make_tracer
 from maskserve_triton import forwarded_stages as stages
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder, ForwardedStage
@@ -267,7 +267,7 @@ def test_what_a_killed_service_had_is_asked_again(api: FakeTriton, site: Site) -
 def test_a_service_gone_for_good_is_told_and_found_again(api: FakeTriton, site: Site) -> None:
     config = site.worker(service_timeout_s=0.2)
     encoder, decoder = site.open(ForwardedEncoder, config), site.open(ForwardedDecoder, config)
-    away = StagesAway(config)
+    away = StageOutages(config)
     assert [node.state for node in away.nodes("m")] == ["ready", "ready"]
     site.server.kill()
     # More than are with the service at a time.
@@ -295,7 +295,7 @@ def test_a_worker_waits_for_its_service_to_start(
 
     def wait(event: threading.Event, timeout: float | None = None) -> bool:
         """The service starts once it was asked in vain for longer than edits would wait."""
-        if timeout == stages._AGAIN_S:
+        if timeout == stages._RETRY_S:
             tries.append(timeout)
             if len(tries) == 5:
                 opened.enter_context(StageServer(api, site.made(), port))

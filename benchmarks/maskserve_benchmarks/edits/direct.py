@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_common.config import Config, beside_denoiser
+from maskserve_common.config import Config, sharing_the_device
 from maskserve_common.contracts.keys import template_id
 from maskserve_common.contracts.request import EditRequest
 from maskserve_common.contracts.settings import EditSettings, parse_settings
@@ -21,7 +21,7 @@ from maskserve_engine.base.job import EditJob, EngineEvent, Failed, FinalEvent, 
 from maskserve_engine.cache.priming_prompt import write_priming_prompt
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.scheduling.step_scheduler import MakePolicy
 from maskserve_engine.start.assembly import load_engine
 from maskserve_lora.store import AdapterStore
@@ -47,8 +47,8 @@ class Direct:
 
     def __init__(self, config: Config, policy: MakePolicy | None = None) -> None:
         self.config = config
-        self.facts = load_facts(config.model.path, config.model.native_resolution)
-        stage_config = beside_denoiser(config, "encoder")
+        self.facts = load_spec(config.model.path, config.model.native_resolution)
+        stage_config = sharing_the_device(config, "encoder")
         self.encoder, self.decoder = load_encoder(stage_config), load_decoder(stage_config)
         self._status = tempfile.TemporaryDirectory()
         config = structs.replace(config, runtime_dir=self._status.name)

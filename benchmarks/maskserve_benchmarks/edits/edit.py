@@ -52,7 +52,7 @@ from maskserve_common.contracts.tensors import ensemble_steps
 from maskserve_common.imaging.images import encode_image
 from maskserve_common.liveness import signed_in
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_serving.command import TUNING
 from maskserve_serving.options import ServeOptions
@@ -183,7 +183,7 @@ def worker_of(
         config=config,
         devices_per_worker=processes,
         log_dir=folder / "logs",
-        say=lambda line: None,
+        report=lambda line: None,
     )
     with Supervisor(options) as supervisor:
         site = Site(supervisor)
@@ -226,7 +226,7 @@ def handed_over(model: Path, edit: Edit) -> Figures:
     written into shared memory once and read from there by each model that takes it.
     """
     config = config_of({"model": {"path": str(model)}})
-    facts = load_facts(config.model.path)
+    facts = load_spec(config.model.path)
     edit_settings = parse_settings(json.dumps(edit.settings).encode())
     accepted = accept_edit(edit_settings, edit.prompt.encode(), facts, config)
     ready = prepare_edit(edit.image, edit.mask, accepted, facts, config)
@@ -257,7 +257,7 @@ def flop_limit(model: Path, size: int, active: float) -> float:
     """FLOPs of a dense step over those of a cached one that computes so many image tokens: what the
     steps alone can gain.
     """
-    facts = load_facts(str(model))
+    facts = load_spec(str(model))
     side = size // facts.vae_scale_factor
     length = config_of({"model": {"path": str(model)}}).model.max_sequence_length
     work = counted_work(facts, side, side)

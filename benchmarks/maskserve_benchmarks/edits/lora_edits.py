@@ -100,7 +100,7 @@ def _counted(worker: Direct, job: EditJob, file: Path) -> float:
             for (_, module), names in by_module(opened.keys())[0].items()
         }
     without = EditWork.of(job, adapter)
-    with_lora = without.with_loras([lora_work(adapter.facts, work, layers)], work)
+    with_lora = without.with_loras([lora_work(adapter.spec, work, layers)], work)
     return without.cached_flops / with_lora.cached_flops
 
 

@@ -56,7 +56,7 @@ from maskserve_engine.families.flux import adapter as adapter_module
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.mmdit import batch as flow_module
 from maskserve_engine.families.mmdit.blocks import FluxStep
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_serving.command import TUNING
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -189,7 +189,7 @@ def measure_throughput(
 
 def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
     """Edits per second if the denoiser ran at a large float32 matrix product's rate."""
-    facts = load_facts(config.model.path)
+    facts = load_spec(config.model.path)
     h = min(side, facts.native_resolution) // facts.vae_scale_factor
     work = flux_work(facts.denoiser, h, h)
     row = work.row_at(1.0, config.model.max_sequence_length)

@@ -21,7 +21,7 @@ from maskserve_benchmarks.perf.results import (
     parse_stamps,
 )
 from maskserve_benchmarks.perf.tool import Tool
-from maskserve_client.interrupts import held_back
+from maskserve_client.interrupts import deferred
 
 _AGAIN = 2
 
@@ -148,7 +148,7 @@ def measure_once(
         written = ["--verbose-csv", "-f", str(report), "--profile-export-file", str(export)]
         process: subprocess.Popen[str] | None = None
         try:
-            with held_back():
+            with deferred():
                 process = started(tool, [*arguments, *written])
             output, _ = process.communicate(timeout=measurement.limit_s)
         except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from maskserve_benchmarks.perf.errors import PerfError
 from maskserve_benchmarks.perf.inputs import Edit
 from maskserve_client import Client, MaskserveError
-from maskserve_serving.heartbeat import says_ready
+from maskserve_serving.heartbeat import is_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -66,7 +66,7 @@ class Server:
         One that stays away is not an error here; perf_analyzer then says what it meets.
         """
         end = time.monotonic() + self.patience_s
-        while not says_ready(f"http://{self.http}", 5.0) and time.monotonic() < end:
+        while not is_ready(f"http://{self.http}", 5.0) and time.monotonic() < end:
             time.sleep(0.5)
 
     def warm(self, edits: list[Edit]) -> None:

@@ -91,7 +91,7 @@ class AdapterRig(Rig):
         self.net: FluxControlNet | None = None
         self.path = path
         if path.is_dir():
-            unet = self.adapter.facts.family == "unet"
+            unet = self.adapter.spec.family == "unet"
             kind = ControlNetModel if unet else FluxControlNetModel
             self.net = self.adapter.control_net(kind.from_pretrained(path).eval())
         else:
@@ -103,7 +103,7 @@ class AdapterRig(Rig):
         """The job with its control picture, if it has one."""
         if control is None:
             return job
-        takes = self.adapter.facts.control
+        takes = self.adapter.spec.control
         latents = takes is not None and takes.latents
         moments = self.encoder.moments(control) if latents else None
         return replace(job, controls=(ControlInput("net", control, moments=moments),))
@@ -133,7 +133,7 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
     controls: Sequence[Picture | None] = asked.controls or [None] * len(edits)
     jobs = [rig.given(job, control) for job, control in zip(plain, controls, strict=True)]
     dense = rig.dense(edits, jobs)
-    choice = default(rig.adapter.facts, rig.steps)
+    choice = default(rig.adapter.spec, rig.steps)
     entries = rig.entries(jobs)
     cached = rig.cached(edits, jobs, entries, choice)
     pictures = {"dense": dense, "cached": cached, "without": without.dense(edits, plain)}

@@ -13,7 +13,7 @@ from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.flux2 import spec as flux2
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.planning.flops import ModelWork, RowTokens
-from maskserve_engine.spec.model_spec import ALL_STEPS, ModelFacts, anchor_stride
+from maskserve_engine.spec.model_spec import ALL_STEPS, ModelSpec, anchor_stride
 
 FLUX_STEPS = 28
 FLUX_TEXT = 512
@@ -121,14 +121,14 @@ def flux() -> ModelWork:
     return flux_work(FLUX_DEV, 128, 128)
 
 
-def published(facts: ModelFacts) -> ModelWork:
+def published(facts: ModelSpec) -> ModelWork:
     """Of the published model at 1024x1024 that stands for models like this one."""
     if not facts.semantics.context:
         return flux()
     return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
 
 
-def schedule(facts: ModelFacts, steps: int) -> int:
+def schedule(facts: ModelSpec, steps: int) -> int:
     """Steps of the schedule from which a template's anchors are taken, for edits of `steps` steps:
     those of a distilled model come from the few that it is made for.
     """
@@ -136,7 +136,7 @@ def schedule(facts: ModelFacts, steps: int) -> int:
     return facts.defaults.num_inference_steps if few else steps
 
 
-def default(facts: ModelFacts, steps: int) -> CacheChoice:
+def default(facts: ModelSpec, steps: int) -> CacheChoice:
     """As `[cache]` and `[model] mask_ring` have it, with as many anchors as 28 steps would have."""
     config = Config()
     cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
@@ -149,7 +149,7 @@ def of_schedule(stride: int, steps: int) -> int:
     return stride if stride >= FLUX_STEPS else max(1, round(stride * steps / FLUX_STEPS))
 
 
-def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[CacheChoice]:
+def first_looks(chosen: CacheChoice, facts: ModelSpec, steps: int) -> list[CacheChoice]:
     """The default, and the few others that are compared on all classes."""
     denser = replace(chosen, dense_steps=1)
     if facts.semantics.masked_picture:

@@ -70,7 +70,7 @@ from maskserve_benchmarks.reports import about, write_json
 from maskserve_benchmarks.timing import hardware
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 CROP_MARGIN = 2
 """Tokens round the mask's bounding box that a crop holds."""
@@ -118,8 +118,8 @@ class Run:
 
     def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
         self.rig, self.classes = rig, classes
-        self.default = default(rig.adapter.facts, rig.steps)
-        self.work = published_work(rig.adapter.facts)
+        self.default = default(rig.adapter.spec, rig.steps)
+        self.work = published_work(rig.adapter.spec)
         self.pictures: dict[str, ByClass] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -230,7 +230,7 @@ def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
     }
 
 
-def classes_of(facts: ModelFacts, args: argparse.Namespace) -> dict[str, list[Edit]]:
+def classes_of(facts: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edit]]:
     """Edits of the classes that a model is asked for; all that it knows if none is named.
 
     Raises:
@@ -281,7 +281,7 @@ def compare_own(folder: Path, args: argparse.Namespace) -> int:
             jobs.setdefault(str(edit.shape), []).append(controlled.given(job, control))
     else:
         rig = Rig(folder, args.steps)
-        classes = classes_of(rig.adapter.facts, args)
+        classes = classes_of(rig.adapter.spec, args)
         jobs = {name: rig.jobs(edits) for name, edits in classes.items()}
     rows = []
     for row in own_table(rig, classes, jobs, args.choices):
@@ -306,11 +306,11 @@ def main() -> int:
     if args.own:
         return compare_own(args.model, args)
     rig = Rig(args.model, args.steps, wordless=args.wordless)
-    classes = classes_of(rig.adapter.facts, args)
-    if args.frontier and rig.adapter.facts.semantics.reference:
+    classes = classes_of(rig.adapter.spec, args)
+    if args.frontier and rig.adapter.spec.semantics.reference:
         raise SystemExit("eval_quality: --frontier: not of models that see the source as reference")
     run = Run(rig, classes)
-    few = first_looks(run.default, rig.adapter.facts, args.steps)
+    few = first_looks(run.default, rig.adapter.spec, args.steps)
     looks = frontier(run.default, args.steps) if args.frontier else few
     if args.choices:  # and what a worker serves
         served = [look for look in looks if replace(look, dense_steps=0) == run.default]
@@ -318,7 +318,7 @@ def main() -> int:
             look for look in looks if look.name in args.choices and look not in served
         ]
     run.make(looks)
-    semantics = rig.adapter.facts.semantics
+    semantics = rig.adapter.spec.semantics
     reference = "dense" if args.frontier or semantics.blends else "diffusers"
     if reference == "diffusers":
         from diffusers import FluxFillPipeline

@@ -19,13 +19,13 @@ from maskserve_benchmarks.quality.metrics import by_class, compare
 from maskserve_benchmarks.quality.systems import BATCH, Picture, Rig
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import Config
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import AnchorLine, OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import AnchorLine, RefreshSchedule, StepCacheReader
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.planning.flops import RowTokens
-from maskserve_engine.planning.refresh_steps import own_steps
-from maskserve_engine.spec.model_spec import ModelFacts, own_stride
+from maskserve_engine.planning.refresh_steps import refresh_steps
+from maskserve_engine.spec.model_spec import ModelSpec, refresh_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,15 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> 
         count: of the anchors.
         foresees: whether all but the first are computed ahead.
     """
-    facts, sigmas = rig.adapter.facts, [sigma for sigma, _ in rig.adapter.sigmas(job)]
-    count = count or own_count(len(sigmas), own_stride(Config(), facts))
+    facts, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
+    count = count or refresh_count(len(sigmas), refresh_stride(Config(), facts))
     ahead = foresees and count > 1
-    growth = ahead * facts.own_growth
-    anchors = own_steps(count, sigmas, facts.own_evenly_over, growth=growth)
+    growth = ahead * facts.refresh_growth
+    anchors = refresh_steps(count, sigmas, facts.refresh_evenly_over, growth=growth)
     return OwnChoice(
         tuple(sorted(anchors)),
         text=facts.leaves_text or facts.family == "unet",  # which has none among its tokens
-        leaves_ring=facts.leaves_text and facts.own_ring is not None,
+        leaves_ring=facts.leaves_text and facts.refresh_ring is not None,
         foresees=ahead,
     )
 
@@ -94,11 +94,13 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         job: any edit.
     """
     # Where text is in the image's attention it can be left out.
-    facts, steps = rig.adapter.facts, rig.steps
+    facts, steps = rig.adapter.spec, rig.steps
     joint = facts.family != "unet"
     most = 2 if steps <= 4 else 4 if steps <= 8 else 5
     way = served(rig, job)
-    even = replace(way, dense=tuple(sorted(own_steps(len(way.dense), range(steps, 0, -1), 0.0))))
+    even = replace(
+        way, dense=tuple(sorted(refresh_steps(len(way.dense), range(steps, 0, -1), 0.0)))
+    )
     counts = range(most, 0, -1)
     candidates = [
         way,
@@ -109,7 +111,7 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
         *([replace(way, text=False)] if joint and facts.leaves_text else []),
         *([] if joint else [replace(way, halo=halo) for halo in (64, 4)]),
         *[replace(way, power=power) for power in (1.0, 1.5, 2.0, 3.0)],
-        replace(way, bends=not facts.own_bends),
+        replace(way, bends=not facts.second_order_refresh),
         *[replace(way, format=format) for format in ("model", "int4")],
     ]
     return list(dict.fromkeys(candidates))
@@ -133,19 +135,19 @@ def edited(
     rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
 ) -> list[Picture]:
     """Edits by rows with anchors of their own."""
-    facts, power, bends = rig.adapter.facts, choice.power, choice.bends
+    facts, power, bends = rig.adapter.spec, choice.power, choice.bends
     if power is None:
-        power = facts.own_evenly_over if choice.foresees else _power_behind(facts)
+        power = facts.refresh_evenly_over if choice.foresees else _power_behind(facts)
     if bends is None:
-        bends = choice.foresees and facts.own_bends
-    plan = OwnPlan(
+        bends = choice.foresees and facts.second_order_refresh
+    plan = RefreshSchedule(
         frozenset(choice.dense),
         choice.format,
         choice.text,
         choice.leaves_ring,
         power,
-        bends=bends,
-        foresees=choice.foresees,
+        second_order=bends,
+        looks_ahead=choice.foresees,
     )
     rows: list[Any] = []
     for job in jobs:
@@ -157,7 +159,7 @@ def edited(
     with _reaching(choice.reach):
         for first in range(0, len(rows), BATCH):
             batch = rows[first : first + BATCH]
-            readers = [OwnReader(row, rig.adapter.entry_blocks) for row in batch]
+            readers = [StepCacheReader(row, rig.adapter.entry_blocks) for row in batch]
             while batch[0].step < batch[0].steps:
                 step = batch[0].step
                 reads: Any = [None if step in plan.dense else r.turn_to(step) for r in readers]
@@ -171,7 +173,7 @@ def beside_template(
     jobs: Sequence[EditJob],
     entries: Sequence[tuple[AnchorEntry, ...]],
     choice: CacheChoice,
-    own: OwnPlan | None,
+    own: RefreshSchedule | None,
 ) -> list[Picture]:
     """Edits that read a template, and what they keep of their own beside it: they leave their text
     out between its anchors, or their first step, where `choice` has a dense one, lifts the entries.
@@ -201,7 +203,7 @@ def table(
         wanted: names of the choices; None: all.
     """
     dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
-    joint = rig.adapter.facts.family != "unet"
+    joint = rig.adapter.spec.family != "unet"
     for choice in choices(rig, next(iter(jobs.values()))[0]):
         if wanted is not None and choice.name not in wanted:
             continue
@@ -216,7 +218,7 @@ def table(
         yield {**facts, **by_class(qualities)}
 
 
-def _power_behind(facts: ModelFacts) -> float:
+def _power_behind(facts: ModelSpec) -> float:
     """Of sigma, over which a line leads farthest behind its anchors."""
     if facts.family == "unet":
         return 1.0

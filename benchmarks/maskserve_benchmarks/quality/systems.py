@@ -27,13 +27,13 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.imaging.masks import active_tokens, cover_a_side
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.loader import device_of
 from maskserve_triton.preprocess import mask_for_model
 
@@ -68,7 +68,7 @@ class Rig:
         halo: int = 0,
         wordless: bool = False,
     ) -> None:
-        sigma_count = len(load_facts(folder).sigmas)
+        sigma_count = len(load_spec(folder).sigmas)
         if sigma_count and steps != sigma_count:
             raise SystemExit(f"--steps: this model has {sigma_count} of its own")
         tables: dict[str, Any] = {"model": {"path": str(folder), "weights": weights}}
@@ -79,8 +79,8 @@ class Rig:
         self.folder, self.steps = folder, steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = cast(FluxAdapter, load_adapter(self.config))
-        self.schedule = schedule(self.adapter.facts, steps)
-        self._by_prompt = self.adapter.facts.primed_by_prompt and not wordless
+        self.schedule = schedule(self.adapter.spec, steps)
+        self._by_prompt = self.adapter.spec.primed_by_prompt and not wordless
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.priming_prompt()
         self.served: ControlService | None = None
@@ -93,10 +93,10 @@ class Rig:
         return [self._job(edit, seed) for seed, edit in enumerate(edits)]
 
     def _job(self, edit: Edit, seed: int) -> EditJob:
-        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
+        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.spec)
         settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
-        if self.adapter.facts.guidance != "none":
-            scale = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
+        if self.adapter.spec.guidance != "none":
+            scale = self.adapter.spec.guidance_default(self.config.model.guidance_scale)
             settings = structs.replace(settings, guidance_scale=scale)
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
         return job_of(self.encoder, request, edit.source, mask)
@@ -156,7 +156,7 @@ class Rig:
     def _primed_with(self, job: EditJob) -> Conditioning:
         if self._by_prompt:
             return job.conditioning
-        image_tokens = self.adapter.facts.shown_tokens(*job.moments.shape[1:])
+        image_tokens = self.adapter.spec.encoder_picture_tokens(*job.moments.shape[1:])
         image_prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:image_tokens]}
         return image_prompt if image_tokens else self.prompt
 
@@ -184,7 +184,7 @@ class Rig:
         jobs: Sequence[EditJob],
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
-        own: OwnPlan | None = None,
+        own: RefreshSchedule | None = None,
     ) -> list[FlowRow]:
         """Rows that have taken no step yet; `own` says what they keep beside the entries."""
         coded = [_kept(entry_list, choice) for entry_list in entries]
@@ -198,7 +198,11 @@ class Rig:
         return self._steps_skipped[choice] / self._steps_taken[choice]
 
     def _row(
-        self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice, own: OwnPlan | None
+        self,
+        job: EditJob,
+        coded: Sequence[AnchorEntry],
+        choice: CacheChoice,
+        own: RefreshSchedule | None,
     ) -> FlowRow:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         job = replace(job, request=replace(job.request, settings=settings))
@@ -207,9 +211,9 @@ class Rig:
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        if own is None and choice.dense_steps and self.adapter.facts.lifts_entries:
-            format = self.config.cache.own_format_on(device_of(self.config).type)
-            own = OwnPlan(frozenset(), format, text=False, lifts=True)
+        if own is None and choice.dense_steps and self.adapter.spec.corrects_residuals:
+            format = self.config.cache.refresh_format_on(device_of(self.config).type)
+            own = RefreshSchedule(frozenset(), format, text=False, corrects_residuals=True)
         seed = job.request.template_noise_seed
         row = cast(FlowRow, self.replay.cached_row(job, per_step, seed, own))
         self.attach(row, job)
@@ -230,24 +234,24 @@ class Rig:
 
     def tokens_of(self, job: EditJob, ring: int = 0) -> TokenIds:
         """Active tokens of the edit."""
-        return active_tokens(job.edit_mask, self.adapter.facts.token_pixels, ring)
+        return active_tokens(job.edit_mask, self.adapter.spec.token_pixels, ring)
 
     def too_large(self, job: EditJob, ring: int) -> bool:
         """Whether a worker runs the edit dense for its mask's size."""
-        total = job.edit_mask.size // self.adapter.facts.token_pixels**2
+        total = job.edit_mask.size // self.adapter.spec.token_pixels**2
         return len(self.tokens_of(job, ring)) >= self.config.cache.dense_above_ratio * total
 
     def dense_steps(self, job: EditJob, ring: int) -> int:
         """First steps of the edit that compute all tokens on a worker."""
-        down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
+        down, across = (side // self.adapter.spec.token_pixels for side in job.edit_mask.shape)
         side = cover_a_side(self.tokens_of(job, ring), down, across)
-        return self.adapter.facts.dense_steps.of(
+        return self.adapter.spec.dense_steps.of(
             self.steps, prompt=job.request.prompt != "", side=side
         )
 
     def window_of(self, job: EditJob, margin: int) -> TokenIds:
         """Tokens of the mask's bounding box, grown by `margin` tokens."""
-        down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
+        down, across = (side // self.adapter.spec.token_pixels for side in job.edit_mask.shape)
         ys, xs = np.divmod(self.tokens_of(job), across)
         window = np.zeros((down, across), np.bool_)
         window[

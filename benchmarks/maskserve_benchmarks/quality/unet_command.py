@@ -40,7 +40,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.registry import load_decoder, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetPrimingRow
 from maskserve_engine.spec.model_spec import ALL_STEPS
@@ -110,10 +110,10 @@ class Rig:
         self.config = config_of(sections)
         self.steps = steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
-        self.adapter = UnetAdapter.load(load_facts(folder), self.config)
+        self.adapter = UnetAdapter.load(load_spec(folder), self.config)
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
-        default_guidance = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
+        default_guidance = self.adapter.spec.guidance_default(self.config.model.guidance_scale)
         self.guidance = guidance or default_guidance
 
     def job(self, edit: Edit, seed: int, ring: int = 0) -> EditJob:
@@ -124,7 +124,7 @@ class Rig:
             mask_ring=ring,
         )
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
-        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
+        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.spec)
         return job_of(self.encoder, request, edit.source, mask)
 
     def runs_dense(self, edit: Edit) -> bool:
@@ -211,7 +211,7 @@ def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
     def coded(part: Coded) -> Coded:
         return encode(part.data, format)
 
-    return AnchorEntry(entry.anchor, tuple(block.each(coded) for block in entry.blocks))
+    return AnchorEntry(entry.anchor, tuple(block.map_coded(coded) for block in entry.blocks))
 
 
 def measure(

@@ -60,7 +60,7 @@ from maskserve_benchmarks.rivals.measuring import (
 from maskserve_benchmarks.rivals.page import write_page
 from maskserve_benchmarks.rivals.server import Rival, rival_server
 from maskserve_common.config import cores
-from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.layers import onednn
 
 BARS = {
@@ -311,7 +311,7 @@ def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[An
 
 def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
     """Dense FLOPs of steps over those of cached ones, for these masks without a ring."""
-    facts = load_facts(model)
+    facts = load_spec(model)
     side = decode(edits[0].image).shape[0] // facts.vae_scale_factor
     work = counted_work(facts, side, side)
     rows = [work.row_at(edit.mask_ratio, 16) for edit in edits]

@@ -200,8 +200,8 @@ def simulate(
         while ends and ends[0][0] <= now_s:
             at, _, name = heapq.heappop(ends)
             work = works[name]
-            work.remaining -= work.under_way
-            work.until, work.under_way, work.idle_since = None, 0, at
+            work.remaining -= work.running_steps
+            work.until, work.running_steps, work.idle_since = None, 0, at
             used &= ~work.gang
             if not work.remaining:
                 outcome.ended[name] = at
@@ -219,7 +219,7 @@ def simulate(
             outcome.device_seconds += lasts * len(run.devices)
             for ticket in run.rows:
                 work = works[ticket.request_id]
-                work.gang, work.under_way, work.until = gang, run.steps, now_s + lasts
+                work.gang, work.running_steps, work.until = gang, run.steps, now_s + lasts
                 number += 1
                 heapq.heappush(ends, (work.until, number, ticket.request_id))
     return outcome

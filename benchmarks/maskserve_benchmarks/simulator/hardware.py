@@ -10,7 +10,7 @@ from maskserve_benchmarks.counted import tile_bytes
 from maskserve_benchmarks.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
 from maskserve_common.config import CacheConfig, Config, ModelConfig
 from maskserve_common.contracts.keys import anchor_steps
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.line_fit import Line
 from maskserve_common.routing import Pricing
 from maskserve_engine.families.specs import control_work, counted_work, typical_lora
@@ -26,15 +26,15 @@ from maskserve_engine.planning.cost_model import (
 from maskserve_engine.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
 from maskserve_engine.planning.flops import Floats, ModelWork, RowTokens
 from maskserve_engine.planning.planner import plan
-from maskserve_engine.planning.refresh_steps import clock_steps, foreseen_at, own_steps
+from maskserve_engine.planning.refresh_steps import clock_steps, lookahead_steps_of, refresh_steps
 from maskserve_engine.planning.two_stream import evaluate, step_costs
 from maskserve_engine.spec.estimate import pricing_of
 from maskserve_engine.spec.model_spec import (
-    ModelFacts,
+    ModelSpec,
     TextShares,
     anchor_stride,
-    own_rule,
-    own_stride,
+    refresh_rule,
+    refresh_stride,
     text_shares,
 )
 
@@ -106,10 +106,10 @@ class Hardware:
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
-            anchored=len(clock_steps(STEPS, own_rule(self.config, facts).stride)) / STEPS,
+            anchored=len(clock_steps(STEPS, refresh_rule(self.config, facts).stride)) / STEPS,
             lora=typical_lora(facts, work),
             text_shares=self.text_shares,
-            leaves_ring=own_rule(self.config, facts).ring,
+            leaves_ring=refresh_rule(self.config, facts).ring,
         )
         fields = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
         for name, value in fields.items():
@@ -133,7 +133,7 @@ class Hardware:
         return Config(cache=CacheConfig(own_text=self.own_text))
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelSpec:
         return MODELS[self.model]
 
     @property
@@ -176,16 +176,16 @@ class Hardware:
 
     def ring_tokens(self, masked: int) -> int:
         """Of the ring that some steps leave out, round a square mask of so many tokens."""
-        side = math.sqrt(masked) + 2 * (self.facts.own_ring or 0)
+        side = math.sqrt(masked) + 2 * (self.facts.refresh_ring or 0)
         return min(round(side**2), self.tokens) - masked
 
     def own_steps(self, steps: int) -> frozenset[int]:
         """Steps that compute anchors of an edit of so many whose template is not at hand."""
-        count = own_count(steps, own_stride(self.config, self.facts))
+        count = refresh_count(steps, refresh_stride(self.config, self.facts))
         if not count:
             return frozenset()
-        growth = self.facts.own_growth
-        return foreseen_at(own_steps(count, range(steps, 0, -1), 0.0, growth=growth))
+        growth = self.facts.refresh_growth
+        return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 0.0, growth=growth))
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
         """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.
@@ -218,7 +218,7 @@ class Hardware:
         costs = step_costs(
             self.work,
             self.work.totals(
-                [self._row(active / cached, self.text_shares.own)] * own
+                [self._row(active / cached, self.text_shares.refresh)] * own
                 + [self._row(active / cached, self.text_shares.template)] * (cached - own)
             ),
             self.costs,

@@ -65,7 +65,7 @@ class Host:
             tier.put(template, _entry(self.hardware.template_bytes), note)
         for name, tier in (("host", self.memory), ("disk", self.disk)):
             self._names[name].clear()
-            self._names[name].update(tier.held())
+            self._names[name].update(tier.entries())
 
     def fetch(self, template: str, now: float) -> float:
         """Bring a template from disk, which serves one at a time; when it will be in memory."""

@@ -41,7 +41,7 @@ from maskserve_benchmarks.soaking import attacks
 from maskserve_benchmarks.soaking.pictures import Album, Pixels
 from maskserve_benchmarks.soaking.run import SoakOptions, write_config
 from maskserve_benchmarks.soaking.visitor import Unexpected, check
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import STRIDE, free_base_port
 from maskserve_serving.stop_signals import StopSignals
@@ -206,14 +206,14 @@ def hostile_soak(
         controlnet_device="cpu",
         workflows=CHECKOUT / "assets" / "workflows",
         log_dir=options.out / "logs",
-        say=options.say,
+        report=options.say,
     )
     with Supervisor(serve) as supervisor, ExitStack() as opened:
         worker, router, (service,) = supervisor.workers[0], supervisor.router, supervisor.services
         assert router is not None
         page_port = free_base_port(1)
         page = opened.enter_context(_page(router.grpc_url, page_port, options.out / "page.log"))
-        native = load_facts(options.model, worker.config.model.native_resolution).native_resolution
+        native = load_spec(options.model, worker.config.model.native_resolution).native_resolution
         album = Album(options.seed, native, warm=1)
         firsts: dict[int, Pixels] = {}
         clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]

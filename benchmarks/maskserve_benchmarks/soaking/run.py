@@ -30,7 +30,7 @@ from maskserve_benchmarks.soaking.pictures import Album
 from maskserve_benchmarks.soaking.sampler import Sample, Sampler
 from maskserve_benchmarks.soaking.visitor import Keepsakes, Visitor
 from maskserve_common.config import Config, cores
-from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.spec.model_spec import anchor_stride
 from maskserve_serving.errors import ServeError
@@ -123,7 +123,7 @@ def soak(options: SoakOptions, stop: StopSignals | threading.Event) -> Report:
         base_port=free_base_port(),
         config=write_config(options),
         log_dir=options.out / "logs",
-        say=options.say,
+        report=options.say,
     )
     ledger = Ledger()
     supervisor = Supervisor(serve)
@@ -167,7 +167,7 @@ def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
 
 def template_bytes(config: Config) -> int:
     """Bytes that a template of the model's full size takes, about."""
-    facts = load_facts(config.model.path, config.model.native_resolution)
+    facts = load_spec(config.model.path, config.model.native_resolution)
     side = facts.native_resolution // facts.vae_scale_factor
     stored: str = config.cache.entry_format
     if stored == "model":
@@ -189,7 +189,7 @@ def _load_worker(
 ) -> None:
     """Visitors come and go until the time is over."""
     config = worker.config
-    native = load_facts(config.model.path, config.model.native_resolution).native_resolution
+    native = load_spec(config.model.path, config.model.native_resolution).native_resolution
     album = Album(options.seed, native, warm=3 * options.templates)
     steps = min(_LONG_STEPS, config.limits.max_steps)
     crowd_s = min(_CROWD_S, 60 * options.minutes * WARM_UP_SHARE / 2)

@@ -19,8 +19,8 @@ from maskserve_benchmarks.steps.step_rig import Bench, build_model
 from maskserve_benchmarks.steps.unet_rig import UnetBench, build_unet
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import sparse_layout
-from maskserve_engine.batch.step_cache import OwnPlan
-from maskserve_engine.families.mmdit.blocks import steps_ahead
+from maskserve_engine.batch.step_cache import RefreshSchedule
+from maskserve_engine.families.mmdit.blocks import precomputed_steps
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
@@ -168,7 +168,7 @@ def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
 def steps_of(case: Case) -> int:
     """For how many steps of an edit vectors are computed at once."""
     passes = len(case.ratios) * (2 if case.guided else 1) + case.primes
-    return min(STEPS, steps_ahead(passes))
+    return min(STEPS, precomputed_steps(passes))
 
 
 GROUPS = {
@@ -278,7 +278,9 @@ def unet_turn(case: UnetCase) -> tuple[Log, Log]:
 
 def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
     model = fake_weights(build_unet(case.preset, torch.bfloat16, torch.device("meta")))
-    steps, plan = (9, OwnPlan(frozenset({0}), case.format, text=False)) if case.own else (1, None)
+    steps, plan = (
+        (9, RefreshSchedule(frozenset({0}), case.format, text=False)) if case.own else (1, None)
+    )
     bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model, steps)
     if case.recorded:
         recorder = Graphs.on(DEVICE, torch.bfloat16)

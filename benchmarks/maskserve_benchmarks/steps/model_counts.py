@@ -27,13 +27,13 @@ from maskserve_benchmarks.checkout import CHECKOUT
 from maskserve_benchmarks.reports import table
 from maskserve_common.config import Config
 from maskserve_common.config_file import config_of, read_json
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.families.flux2.encode import first_layers
-from maskserve_engine.families.specs import counted_work, load_facts
+from maskserve_engine.families.specs import counted_work, load_spec
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes, still_bytes
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.planning.refresh_steps import OWN_RULE, own_bytes
-from maskserve_engine.spec.model_spec import ModelFacts, anchor_stride
+from maskserve_engine.planning.refresh_steps import REFRESH_RULE, step_cache_bytes
+from maskserve_engine.spec.model_spec import ModelSpec, anchor_stride
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 
@@ -79,8 +79,8 @@ class Counted:
     asked: Asked
 
     @cached_property
-    def facts(self) -> ModelFacts:
-        return load_facts(self.asked.folder)
+    def facts(self) -> ModelSpec:
+        return load_spec(self.asked.folder)
 
     @property
     def latents(self) -> int:
@@ -129,7 +129,7 @@ class Counted:
     @property
     def _shown(self) -> int:
         """Tokens of the source among a prompt's."""
-        return self.facts.shown_tokens(self.latents, self.latents)
+        return self.facts.encoder_picture_tokens(self.latents, self.latents)
 
     def entry(self, *, shown: bool = True, outside: bool = True) -> float:
         """Bytes of an anchor in int4, of as much as `cached` reads."""
@@ -145,7 +145,7 @@ class Counted:
     @property
     def own(self) -> int:
         """Anchors of an edit's own, where it has them."""
-        return own_count(self.steps, self.facts.own_stride or OWN_RULE.stride)
+        return refresh_count(self.steps, self.facts.refresh_stride or REFRESH_RULE.stride)
 
     @cached_property
     def beside(self) -> float:
@@ -179,8 +179,11 @@ class Counted:
         """Bytes that own anchors leave of one pass."""
         stored_tokens = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
         stored_tokens += self.asked.words * self.facts.leaves_text
-        return own_bytes(
-            self.work, [(stored_tokens,)], FORMATS[OWN_RULE.format], 1 + self.facts.own_bends
+        return step_cache_bytes(
+            self.work,
+            [(stored_tokens,)],
+            FORMATS[REFRESH_RULE.format],
+            1 + self.facts.second_order_refresh,
         )
 
     @property
@@ -189,7 +192,7 @@ class Counted:
 
     def _text_encoders(self) -> Iterator[float]:
         """FLOPs of each, a vision model's apart."""
-        side, image_view = self.facts.native_resolution, self.facts.shown
+        side, image_view = self.facts.native_resolution, self.facts.encoder_picture
         for name, part in read_json(self.asked.folder / "model_index.json").items():
             if not name.startswith("text_encoder") or part[1] is None:
                 continue

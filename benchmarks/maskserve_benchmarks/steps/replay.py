@@ -9,7 +9,7 @@ import numpy as np
 
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.store import Handle
@@ -40,7 +40,7 @@ class Replay:
         job: EditJob,
         entries: Sequence[AnchorEntry | None],
         noise_seed: int,
-        own: OwnPlan | None = None,
+        own: RefreshSchedule | None = None,
     ) -> EditRow:
         """A cached row that reads `entries`, per step."""
         row = self.adapter.cached_row(job, noise_seed, own)
@@ -94,6 +94,6 @@ def plan_of_kinds(kinds: Sequence[str]) -> Plan:
     return evaluate(costs, kinds, lead=0.0)
 
 
-def refreshed_every(every: int, steps: int) -> OwnPlan:
+def refreshed_every(every: int, steps: int) -> RefreshSchedule:
     """Of a row whose ControlNets compute all tokens at one of so many steps."""
-    return OwnPlan(frozenset(range(0, steps, every)), "model", text=False)
+    return RefreshSchedule(frozenset(range(0, steps, every)), "model", text=False)

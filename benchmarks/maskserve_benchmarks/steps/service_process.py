@@ -28,7 +28,7 @@ from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.transport import Connection as Denoiser
 from maskserve_engine.control_service.service import ControlNetService
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.spec.control_nets import ControlNets, content_of
 from maskserve_engine.stages.loader import dtype_of
 
@@ -204,7 +204,7 @@ class ServiceHere:
         self._name = net.name
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
         self._service = ControlNetService(self._config, Path(self._folder.name) / "controls")
-        facts = load_facts(config.model.path)
+        facts = load_spec(config.model.path)
         self.version = ControlNets(self._config, facts).find(net.name, "").version
         self._content = content_of(net)
 

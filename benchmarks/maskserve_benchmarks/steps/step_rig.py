@@ -25,7 +25,7 @@ from maskserve_benchmarks.steps.replay import in_memory
 from maskserve_common.config import CacheConfig
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache, StepCacheReader
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.adapter import FluxBatch
@@ -33,14 +33,14 @@ from maskserve_engine.families.flux2.adapter import ids_of
 from maskserve_engine.families.flux2.weights import places_of as flux2_places
 from maskserve_engine.families.flux2.weights import weights_of as flux2_weights
 from maskserve_engine.families.mmdit.batch import FlowBatch
-from maskserve_engine.families.mmdit.blocks import AHEAD, FluxStep
+from maskserve_engine.families.mmdit.blocks import LEAST_PRECOMPUTED_STEPS, FluxStep
 from maskserve_engine.families.mmdit.preparation import FlowTemplate
 from maskserve_engine.families.mmdit.rows import (
+    ExtrapolatedOutside,
     FlowInactive,
     FlowPrimingRow,
     FlowRow,
     Negative,
-    OwnOutside,
     References,
 )
 from maskserve_engine.families.mmdit.schedule import Schedule, Walk
@@ -200,7 +200,7 @@ class Bench:
         device: torch.device,
         format: str,
         model: Any = None,
-        steps: int = AHEAD,
+        steps: int = LEAST_PRECOMPUTED_STEPS,
     ) -> None:
         preset_options = PRESETS[preset]
         self.grid, self.text, name = (
@@ -318,20 +318,22 @@ class Bench:
         cached_count = len(row.inactive.index) - self.shown
         row.inactive = replace(
             row.inactive,
-            outside=OwnOutside(
+            outside=ExtrapolatedOutside(
                 outside.clean, outside.condition, None, outside.clean, outside.context
             ),
             index=row.inactive.index[:cached_count],
             cis=row.inactive.cis[:cached_count],
-            shown=0,
+            picture_words=0,
         )
         sigmas = torch.linspace(1.0, 0.0, self.steps + 1)
         walk = [Walk(1000.0 * s, s, -1.0 / self.steps) for s in sigmas.tolist()[:-1]]
         row.schedule = Schedule(sigmas.to(self.device), tuple(walk))
-        row.own = OwnAnchors(OwnPlan(frozenset({0, 2}), self.format, self.family.leaves_text))
+        row.step_cache = StepCache(
+            RefreshSchedule(frozenset({0, 2}), self.format, self.family.leaves_text)
+        )
         for step in (0, 2):
             self.at_anchor(row, step)
-        row.entry = OwnReader(row, self.blocks).turn_to(3)
+        row.entry = StepCacheReader(row, self.blocks).turn_to(3)
         self.between([row], 3)
         return row
 
@@ -379,7 +381,7 @@ class Bench:
             kinds=(frozenset({"kv"} if self.shown else {"h", "kv"}),) * self.blocks,
             format=self.format,
             references=row.references,
-            shown=self.shown,
+            picture_words=self.shown,
             timeless=row.timeless,
         )
 

@@ -21,7 +21,7 @@ from maskserve_benchmarks.timing import Timer
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.control import RowControl
@@ -126,7 +126,7 @@ class UnetBench:
         seed: int,
         *,
         guided: bool = False,
-        own: OwnPlan | None = None,
+        own: RefreshSchedule | None = None,
     ) -> UnetRow:
         """A dense row (None), or a cached one whose mask is a square of that share.
 
@@ -154,9 +154,9 @@ class UnetBench:
                 mask=mask.to(self.device),
                 template=template,
                 selection=active.selection(self.work, 1),
-                tile=moved(active.tile if own is None else active.own_tile, self.device),
+                tile=moved(active.tile if own is None else active.refresh_tile, self.device),
                 maps=range(self.blocks, self.blocks + len(self.work.maps)),
-                kept=self.work.maps if own is None else self.own_maps,
+                feature_maps=self.work.maps if own is None else self.own_maps,
             )
         prompt = UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added)
         row = UnetRow(
@@ -185,7 +185,7 @@ class UnetBench:
     def turn_between(self, rows: Sequence[UnetRow]) -> None:
         """Have the next steps of rows, which have taken an anchor, be between anchors."""
         for row in rows:
-            row.entry = OwnReader(row, self.blocks).turn_to(row.step)
+            row.entry = StepCacheReader(row, self.blocks).turn_to(row.step)
 
     def lora(self, rank: int) -> LowRankSet:
         """A random one of every layer that one may change, convolutions too."""
@@ -218,7 +218,7 @@ class UnetBench:
             ]
         device_ids = tuple([ids.to(self.device) for ids in cached_ids])
         row.control = RowControl(
-            (net_input._replace(others=device_ids),), refreshed_every(refresh, self.steps)
+            (net_input._replace(cached_ids=device_ids),), refreshed_every(refresh, self.steps)
         )
 
     def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:

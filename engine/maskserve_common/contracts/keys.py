@@ -23,7 +23,7 @@ import numpy.typing as npt
 TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 
 
-_SEEN_DIGITS = 32
+_SIGHT_DIGITS = 32
 
 
 def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"", unseen: bytes = b"") -> str:
@@ -49,7 +49,7 @@ def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"", unseen: byte
 
 def entries_id(template: str) -> str:
     """Return the prefix that names of templates with the same entries share."""
-    return template[:_SEEN_DIGITS]
+    return template[:_SIGHT_DIGITS]
 
 
 def sharing(template: str, names: Iterable[str]) -> list[str]:

@@ -33,7 +33,7 @@ SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
 """Operations that may have a `scope` (`contracts.keys.SCOPE`): the scope of the client that they
 act for."""
 _FLAGS = ("shared", "prime")
-_MAY_SAY = {"status": ("templates",)}
+_OPTIONAL_FIELDS = {"status": ("templates",)}
 ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
 """Operations that change the adapters of a host, for all its clients."""
 PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
@@ -78,7 +78,7 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
         raise InvalidRequest("OP.op", message, ", ".join(OPERATIONS))
     required_keys = OPERATIONS[name]
     flags = _FLAGS if name == "register" else ()
-    optional = (*(("scope",) if name in SCOPED else ()), *flags, *_MAY_SAY.get(name, ()))
+    optional = (*(("scope",) if name in SCOPED else ()), *flags, *_OPTIONAL_FIELDS.get(name, ()))
     keys = ("op", *required_keys, *optional)
     if unknown_keys := sorted(values.keys() - set(keys)):
         key = unknown_keys[0][:40]
@@ -88,7 +88,7 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
     scope = values.get("scope", NO_SCOPE)
     if not isinstance(scope, str) or (scope and SCOPE.fullmatch(scope) is None):
         raise InvalidRequest("OP.scope", "has another form", "up to 32 of a-z and 0-9")
-    for key in _MAY_SAY.get(name, ()):
+    for key in _OPTIONAL_FIELDS.get(name, ()):
         if not isinstance(values.get(key, ""), str):
             raise InvalidRequest(f"OP.{key}", "is not a string", "a version, or an empty string")
     for flag in flags:

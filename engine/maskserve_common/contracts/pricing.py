@@ -48,9 +48,9 @@ class RingShares(NamedTuple):
     """
 
     template: float | None
-    own: float | None
+    refresh: float | None
     """Share for the steps between two refresh steps."""
-    ahead: float = 0.0
+    lookahead: float = 0.0
     """How often per step a row that reads a template computes the mask's tokens once more for the
     lookahead."""
 
@@ -154,7 +154,9 @@ class Pricing:
         row_s = self.cached_row + self.active_token * active
         return (self.whole.cached_row + self.whole.active_token * whole) / row_s if row_s else 1.0
 
-    def own_row(self, active: float, total: float, dense_share: float, first: float) -> float:
+    def refreshing_row(
+        self, active: float, total: float, dense_share: float, first: float
+    ) -> float:
         """Return the price per step of a row with refresh steps, which loads nothing.
 
         Args:

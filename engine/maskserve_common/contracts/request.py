@@ -94,7 +94,7 @@ class EditRequest:
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property
-    def seen_size(self) -> tuple[int, int]:
+    def view_size(self) -> tuple[int, int]:
         """(height, width) of what the model sees, in the source's pixels."""
         return self.source_size if self.window is None else self.window[2:]
 

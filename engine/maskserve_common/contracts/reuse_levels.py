@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
 
-Way = Literal["cached", "own", "dense"]
+Execution = Literal["cached", "own", "dense"]
 """Execution plan: from a template, by refresh steps, or dense."""
 
 
@@ -54,11 +54,11 @@ _FILL_DENSE = (
     ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
     ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
 )
-_FILL_OWN = (
+_FILL_REFRESH = (
     ReuseLevel("{0,8} foreseen, int8, ring left out", None, 0.0, 47.92, 0.821, anchors=2),
     ReuseLevel("{0}, int8, ring left out", None, 0.0, 33.68, 0.642, anchors=1),
 )
-_INPAINT_OWN = (ReuseLevel("{0,3,9} foreseen, int8", None, 0.0, 41.35, 0.859, anchors=3),)
+_INPAINT_REFRESH = (ReuseLevel("{0,3,9} foreseen, int8", None, 0.0, 41.35, 0.859, anchors=3),)
 _INPAINT = (
     ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),
     ReuseLevel("kv-int4-stride3-ring1-skip0.2", None, 0.2, 27.27, 0.304),
@@ -67,12 +67,12 @@ _INPAINT_DENSE = (
     ReuseLevel("first_block_cache-0.1", None, 0.1, 31.55, 0.509),
     ReuseLevel("first_block_cache-0.2", None, 0.2, 26.98, 0.345),
 )
-LEVELS: dict[tuple[Semantics, Way], tuple[ReuseLevel, ...]] = {
+LEVELS: dict[tuple[Semantics, Execution], tuple[ReuseLevel, ...]] = {
     (FILL, "cached"): _FILL,
-    (FILL, "own"): _FILL_OWN,
+    (FILL, "own"): _FILL_REFRESH,
     (FILL, "dense"): _FILL_DENSE,
     (INPAINT, "cached"): _INPAINT,
-    (INPAINT, "own"): _INPAINT_OWN,
+    (INPAINT, "own"): _INPAINT_REFRESH,
     (INPAINT, "dense"): _INPAINT_DENSE,
 }
 """Levels by what the model takes and by execution plan; the nearest to the unchanged edit first.
@@ -81,7 +81,7 @@ _BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()
 
 
 def levels_of(
-    settings: EditSettings, skipping: str, way: Way, own_steps: int = 0
+    settings: EditSettings, skipping: str, plan: Execution, refresh_steps: int = 0
 ) -> tuple[ReuseLevel, ...]:
     """Those that the edit may step down to, the nearest first; none unless it asked for any.
 
@@ -89,9 +89,9 @@ def levels_of(
 
     Args:
         settings: of the edit, with its ring.
-        skipping: of the model (`ModelFacts.skipping`).
-        way: execution plan of the edit.
-        own_steps: number of its refresh steps, if it has any.
+        skipping: of the model (`ModelSpec.skipping`).
+        plan: execution plan of the edit.
+        refresh_steps: number of its refresh steps, if it has any.
     """
     if settings.reuse != "elastic":
         return ()
@@ -99,14 +99,14 @@ def levels_of(
     any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
     return tuple(
         level
-        for level in _BY_NAME.get((skipping, way), ())
+        for level in _BY_NAME.get((skipping, plan), ())
         if level.psnr >= floor
-        and (level.first_block_threshold > begin or 0 < level.anchors < own_steps)
+        and (level.first_block_threshold > begin or 0 < level.anchors < refresh_steps)
         and (any_ring or level.ring is None)
     )
 
 
-def beside_entries(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
+def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
     """Levels of an edit that reads a template, as shares of its own work; without those that are
     more work than it is.
 
@@ -122,7 +122,7 @@ def beside_entries(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLev
 _LEAST_STEPS = 4
 
 
-def own_count(steps: int, stride: float) -> int:
+def refresh_count(steps: int, stride: float) -> int:
     """Anchors of an edit that reads no template: one for every `stride` of the schedule, half of
     all steps at most; none of fewer than four: one dense step alone foretells too little of so
     short a schedule.

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from maskserve_common.contracts.keys import ADAPTER_NAME, SCOPE, TEMPLATE_ID
 from maskserve_common.errors import InvalidRequest
-from maskserve_common.reading import Misread, Table, given, read
+from maskserve_common.reading import Misread, Table, read, require_known
 
 MaskMode = Literal["auto", "white", "alpha", "strength"]
 CropMode = Literal["auto", "on", "off"]
@@ -313,7 +313,7 @@ def parse_settings(raw: bytes) -> EditSettings:
     if not isinstance(values, dict):
         raise InvalidRequest("SETTINGS", f"is a JSON {type(values).__name__}", "a JSON object")
     try:
-        settings = read(given(values, _KEYS), EditSettings)
+        settings = read(require_known(values, _KEYS), EditSettings)
     except Misread as error:
         raise InvalidRequest(f"SETTINGS.{error.path}", error.problem, error.accepted) from None
     _once("loras", [lora.name for lora in settings.loras])

@@ -79,7 +79,7 @@ class Served:
     """Share of its steps from one refresh step to the next, for an edit whose template is not at
     hand; 0: all steps compute all tokens."""
     own_ring: int = 0
-    """`ModelFacts.own_ring`; 0 where no steps leave a ring out."""
+    """`ModelSpec.refresh_ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
     """Whether an edit that has such steps reads no template, also where it is at hand."""
     due_ms: tuple[int, ...] = ()

@@ -61,7 +61,7 @@ class AdapterFolder:
                 return _described(path)
         return None
 
-    def held(self) -> list[AdapterFile]:
+    def files(self) -> list[AdapterFile]:
         """All files, the least recently used first."""
         files = (_described(path) for path in self.folder.glob("*@*.safetensors"))
         return sorted((file for file in files if file is not None), key=lambda each: each.used)
@@ -110,7 +110,7 @@ class AdapterFolder:
     def remove(self, name: str) -> int:
         """Forget all versions of an adapter; returns the bytes that were freed."""
         freed = 0
-        for file in self.held():
+        for file in self.files():
             if file.name == name:
                 file.path.unlink(missing_ok=True)
                 freed += file.nbytes
@@ -119,7 +119,7 @@ class AdapterFolder:
     def pin(self, name: str, *, pinned: bool) -> None:
         """Keep an adapter from eviction, in all its versions; or no longer."""
         make_private(self.folder)
-        self._store.mark(f".pin-{name}", there=pinned)
+        self._store.mark(f".pin-{name}", present=pinned)
 
     def pinned(self) -> frozenset[str]:
         """The names that are pinned."""
@@ -132,7 +132,7 @@ class AdapterFolder:
 
     def _make_room(self, nbytes: int) -> None:
         """Evict the least recently used files to make room; only within `alone`."""
-        pins, files = self.pinned(), self.held()
+        pins, files = self.pinned(), self.files()
         used_bytes = self._store.arriving() + sum(file.nbytes for file in files)
         free = {file: file.nbytes for file in files if file.name not in pins}
         chosen = chosen_victims(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-_KEPT = ".maskserve-digests.json"
+_DIGESTS_FILE = ".maskserve-digests.json"
 """File of digests: name -> size, time of change, digest."""
 _CHUNK = 2**24
 
@@ -52,14 +52,14 @@ def _digest(path: Path) -> str:
 
 def _read(folder: Path) -> dict[str, list[int | str]]:
     try:
-        records = json.loads((folder / _KEPT).read_text(encoding="utf-8"))
+        records = json.loads((folder / _DIGESTS_FILE).read_text(encoding="utf-8"))
         return {str(name): [int(a), int(b), str(c)] for name, (a, b, c) in records.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _write(folder: Path, kept: dict[str, list[int | str]]) -> None:
-    aside = folder / f"{_KEPT}.{os.getpid()}"
+def _write(folder: Path, digests: dict[str, list[int | str]]) -> None:
+    aside = folder / f"{_DIGESTS_FILE}.{os.getpid()}"
     with suppress(OSError):
-        aside.write_text(json.dumps(kept), encoding="utf-8")
-        aside.replace(folder / _KEPT)
+        aside.write_text(json.dumps(digests), encoding="utf-8")
+        aside.replace(folder / _DIGESTS_FILE)

@@ -62,7 +62,7 @@ class NamedFiles:
         wait_s: how long another may have the folder's lock.
     """
 
-    what, setting, advice = "files", "", ""
+    kind, setting, advice = "files", "", ""
     """Words of a refusal: the kind of files, the setting that bounds them, and the advice."""
 
     def __init__(
@@ -115,13 +115,13 @@ class NamedFiles:
         if self._store.marked(owned) is None:
             return None
         with self._booked_anew(name):
-            self._store.mark(owned, there=False)
+            self._store.mark(owned, present=False)
             if self._marks(name) - {SHARED}:
                 return False
             self._drop(name)
         return True
 
-    def _own(self, name: str, owners: Iterable[str]) -> None:
+    def _add_owners(self, name: str, owners: Iterable[str]) -> None:
         missing = [o for o in owners if self._store.marked(_owned(name, o)) is None]
         if missing:
             with self._booked_anew(name):
@@ -150,11 +150,11 @@ class NamedFiles:
 
     def _drop(self, name: str) -> None:
         for owner in self._marks(name):
-            self._store.mark(_owned(name, owner), there=False)
+            self._store.mark(_owned(name, owner), present=False)
         with suppress(OSError):  # it has none, or others share its entries
             self._owners_of(name).rmdir()
             self._owners_of(name).parent.rmdir()
-        self._store.mark(checked(name), there=False)
+        self._store.mark(checked(name), present=False)
 
     def _booked_on(self, name: str) -> set[str]:
         """Return the scopes that a file's bytes count for."""
@@ -165,7 +165,7 @@ class NamedFiles:
         """Update the sums for a change of a file or its owners; delete them if it fails."""
         sums = self._sums()
         self._book(sums, name, -1)
-        self._store.mark(_SUMS, there=False)
+        self._store.mark(_SUMS, present=False)
         yield
         self._book(sums, name, 1)
         with suppress(OSError):  # a full disk keeps nothing from going
@@ -176,14 +176,14 @@ class NamedFiles:
             sums.book(self._booked_on(name), self._size(name), count)
 
     def _sums(self) -> Sums:
-        found = self._sums_there()
+        found = self._stored_sums()
         if found is None:
             found = Sums()
             for name in self.ids():
                 self._book(found, name, 1)
         return found
 
-    def _sums_there(self) -> Sums | None:
+    def _stored_sums(self) -> Sums | None:
         """Return the sums as they are recorded; None: there is no valid record now."""
         try:
             return msgspec.json.decode((self._store.folder / _SUMS).read_bytes(), type=Sums)
@@ -195,14 +195,14 @@ class NamedFiles:
         sums = self._sums()
         if sums.bytes + more > self._max_bytes:
             raise Overloaded(
-                f"{self.what} take {sums.bytes} bytes, and {more} more exceed "
+                f"{self.kind} take {sums.bytes} bytes, and {more} more exceed "
                 f"{self.setting}, {self._max_bytes}{self.advice}"
             )
         for scope in scopes - {SHARED, UNSCOPED}:
             scope_bytes = sums.of.get(scope, 0)
             if scope_bytes and more > room(self._max_bytes, sums.bytes, scope_bytes, scope):
                 raise Overloaded(
-                    f"{self.what} of this key take {scope_bytes} bytes, and {more} more exceed its "
+                    f"{self.kind} of this key take {scope_bytes} bytes, and {more} more exceed its "
                     f"share of {self.setting}{self.advice}"
                 )
 

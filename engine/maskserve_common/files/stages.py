@@ -18,16 +18,16 @@ NO_ANSWER = "the stage service does not answer; try again later"
 """Error message for clients while the service does not answer."""
 
 
-class StagesAway:
+class StageOutages:
     """The stages of a worker whose service does not answer."""
 
     def __init__(self, config: Config) -> None:
         self._files = FileStore(Path(config.runtime_dir) / "away")
         self._forwards = bool(config.stages.service)
 
-    def say(self, stage: Stage, *, away: bool) -> None:
+    def mark(self, stage: Stage, *, lost: bool) -> None:
         """Tell the worker's other processes."""
-        if away:
+        if lost:
             self._files.write(stage, b"")
         else:
             (self._files.folder / stage).unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from typing import BinaryIO, TypeVar
 
 _K = TypeVar("_K")
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
-_NEW, _GONE, _LOCK = ".new", ".gone", ".lock"
+_NEW, _REMOVED, _LOCK = ".new", ".gone", ".lock"
 _POLL_S = 0.01
 
 
@@ -136,22 +136,22 @@ class FileStore:
 
     def drop(self, name: str) -> None:
         """Remove a folder of files, at once for all who look; only `alone`."""
-        trash_path = self.folder / _GONE / str(os.getpid())
+        trash_path = self.folder / _REMOVED / str(os.getpid())
         make_private(trash_path.parent)
         with contextlib.suppress(FileNotFoundError):
             (self.folder / name).rename(trash_path)
             shutil.rmtree(trash_path)
 
-    def mark(self, name: str, *, there: bool = True, time_s: float | None = None) -> None:
+    def mark(self, name: str, *, present: bool = True, time_s: float | None = None) -> None:
         """Have an empty file that says something by being there, or by its time; or have it gone.
 
         Args:
             name: of it.
-            there: whether it is to be there.
+            present: whether it is to be there.
             time_s: seconds since 1970; None: now.
         """
         path = self.folder / name
-        if there:
+        if present:
             path.touch(_PRIVATE_FILE)
             os.utime(path, None if time_s is None else (time_s, time_s))
         else:
@@ -164,16 +164,16 @@ class FileStore:
         except OSError:
             return None
 
-    def left_behind(self) -> list[str]:
+    def abandoned_files(self) -> list[str]:
         """Names of what is on its way in or out."""
-        return [path.name for each in (_NEW, _GONE) for path in listed(self.folder / each)]
+        return [path.name for each in (_NEW, _REMOVED) for path in listed(self.folder / each)]
 
     def _sweep(self) -> None:
         for path in listed(self.folder / _NEW):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else its writer is at it
                 path.unlink(missing_ok=True)
-        for path in listed(self.folder / _GONE):
+        for path in listed(self.folder / _REMOVED):
             shutil.rmtree(path, ignore_errors=True)
 
 

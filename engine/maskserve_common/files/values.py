@@ -47,13 +47,13 @@ class Values(NamedFiles):
             second there is no folder.
     """
 
-    what, setting = "values", "[values] max_bytes"
+    kind, setting = "values", "[values] max_bytes"
 
     def __init__(self, config: ValuesConfig, wait_s: float = math.inf) -> None:
         self._config = config
         self._closed_until = -math.inf
-        self._told = False
-        self._held = ValuesHeld()
+        self._has_warned = False
+        self._stored = ValuesHeld()
         self._expires_at = -math.inf
         """Time of time.monotonic() before which nothing expires."""
         self.host = ""
@@ -63,7 +63,7 @@ class Values(NamedFiles):
                 super().__init__(config.folder, config.max_bytes, wait_s)
                 self.host = self._named_host()
             except OSError as error:
-                self._tell(error)
+                self._warn(error)
 
     def begin(self, scope: str, run: str) -> None:
         """Values may be put for a run of a client of `scope`."""
@@ -93,13 +93,13 @@ class Values(NamedFiles):
             digest.update(part)
         name, owner = digest.hexdigest(), _owner(scope, run)
         try:
-            if self.own([name], scope, run) or self._add(name, parts, nbytes, owner):
+            if self.share([name], scope, run) or self._add(name, parts, nbytes, owner):
                 return b"%s%s:%d" % (PREFIX, name.encode(), nbytes)
         except (OSError, Overloaded) as error:
-            self._tell(error)
+            self._warn(error)
         return None
 
-    def own(self, names: Iterable[str], scope: str, run: str) -> bool:
+    def share(self, names: Iterable[str], scope: str, run: str) -> bool:
         """Values that others have are this run's, too; False: the run is over, or not all are there
         or the client's.
         """
@@ -113,7 +113,7 @@ class Values(NamedFiles):
             for name in names:
                 if not (self._file(name).exists() and self.shows(name, scope)):
                     return False
-                self._own(name, [owner])
+                self._add_owners(name, [owner])
             self._open(owner)  # its time begins anew
             return True
         return False
@@ -154,7 +154,7 @@ class Values(NamedFiles):
                     return mapped
         raise TemplateNotFound(f"value {name[:12]} is not known here")
 
-    def held(self) -> ValuesHeld:
+    def stored(self) -> ValuesHeld:
         """How many there are, and their bytes. What has expired goes, if no run saw to that."""
         if not self.host:
             return ValuesHeld()
@@ -162,12 +162,12 @@ class Values(NamedFiles):
             if time.monotonic() >= self._expires_at:
                 with self._alone():
                     self._expire()
-            sums = self._sums_there()
+            sums = self._stored_sums()
             if sums is None:  # another is at it, or was killed
                 with self._alone():
                     sums = self._sums()
-            self._held = ValuesHeld(self.host, sums.count, sums.bytes)
-        return self._held
+            self._stored = ValuesHeld(self.host, sums.count, sums.bytes)
+        return self._stored
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Values(NamedFiles):
                 locked.enter_context(super()._alone())
             except TimeoutError as error:
                 self._closed_until = time.monotonic() + _CLOSED_S
-                self._tell(error)
+                self._warn(error)
                 raise
             yield
 
@@ -191,7 +191,7 @@ class Values(NamedFiles):
                 if not self._is_open(owner):
                     return False
                 if self._file(name).exists():
-                    self._own(name, [owner])
+                    self._add_owners(name, [owner])
                 else:
                     self._check_room(nbytes, {scope_of_owner(owner)})
                     self._keep(new, name, [owner])
@@ -207,7 +207,7 @@ class Values(NamedFiles):
 
     def _disown(self, name: str, owner: str) -> bool | None:
         gone = super()._disown(name, owner)
-        self._store.mark(f"{_OPEN}/{owner}/{name}", there=False)
+        self._store.mark(f"{_OPEN}/{owner}/{name}", present=False)
         return gone
 
     def _folder(self, owner: str) -> Path:
@@ -248,9 +248,9 @@ class Values(NamedFiles):
                 self._store.write(_HOST, secrets.token_hex(8).encode())
             return file.read_text()
 
-    def _tell(self, error: MaskserveError | OSError) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, error: MaskserveError | OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             why = error.message if isinstance(error, MaskserveError) else str(error) or _LOCKED
             log.warning("values go as bytes where they find no room in their folder: %s", why)
 

@@ -62,14 +62,14 @@ class Colour:
             return self.chunks
         return chunk(PROFILE, b"ICC profile\0\0" + zlib.compress(self.profile))
 
-    def shown(self, image: Image.Image) -> Image.Image:
+    def to_display(self, image: Image.Image) -> Image.Image:
         """An RGB image of these colours, in sRGB."""
-        ways = _ways(self.profile) if self.profile else None
+        ways = _transforms(self.profile) if self.profile else None
         return image if ways is None else _applied(image, ways[0])
 
     def painted(self, image: Image.Image) -> Image.Image:
         """An RGB image in sRGB, in these colours."""
-        ways = _ways(self.profile) if self.profile else None
+        ways = _transforms(self.profile) if self.profile else None
         return image if ways is None else _applied(image, ways[1])
 
     def pack(self) -> bytes:
@@ -168,7 +168,7 @@ def _stays(profile: bytes, mode: str) -> bool:
             raise ImageCms.PyCMSError("it is of another space")
         return False
     try:
-        _ways(profile)
+        _transforms(profile)
     except (ImageCms.PyCMSError, OSError):
         return False
     return True
@@ -202,7 +202,7 @@ def _transform(profile: bytes, mode: str, *, to_srgb: bool) -> Transform:
 
 
 @lru_cache(32)
-def _ways(profile: bytes) -> tuple[Transform, Transform] | None:
+def _transforms(profile: bytes) -> tuple[Transform, Transform] | None:
     """Return the transforms to sRGB and from it; None where both give the same colours but for
     rounding.
     """

@@ -97,7 +97,7 @@ class Container:
     """Bytes of the file that belong to the picture."""
     metadata: Metadata = NOTHING
     """Metadata that answers keep."""
-    told: str = ""
+    warning: str = ""
     """Warning for the client about the file; continues "<field>: "."""
 
     @property
@@ -421,7 +421,7 @@ def _read_gif(data: bytes) -> Container:
     told = "is an animation; its first picture is taken" if found.animated else ""
     return Container(
         "gif", found.size, 1, found.payload, colour_type=3, transparency=table, end=len(data),
-        told=told,
+        warning=told,
     )  # fmt: skip
 
 
@@ -432,7 +432,7 @@ def _read_tiff(data: bytes) -> Container:
     told = "has several pages; the first is taken" if found.pages else ""
     return Container(
         "tiff", found.size, found.orientation, found.payload, words=words, end=len(data),
-        metadata=metadata, told=told,
+        metadata=metadata, warning=told,
     )  # fmt: skip
 
 
@@ -448,7 +448,7 @@ def _read_boxes(data: bytes) -> Container:
         size, turned = size[::-1] if turned >= 5 else size, 1
     told = "is an animation; its first picture is taken" if found.sequence else ""
     return Container(
-        found.kind, size, turned, data, words=words, end=len(data), metadata=metadata, told=told
+        found.kind, size, turned, data, words=words, end=len(data), metadata=metadata, warning=told
     )
 
 

@@ -34,7 +34,7 @@ def first_picture(data: bytes) -> FirstPicture:
     kept, control, clear = [data[:at]], b"", None
     blocks = 0
 
-    def behind(begin: int) -> int:
+    def end_of_blocks(begin: int) -> int:
         """Where blocks that begin there end."""
         nonlocal blocks
         while begin < len(data):
@@ -51,7 +51,7 @@ def first_picture(data: bytes) -> FirstPicture:
         """Where something else than an extension begins."""
         nonlocal control
         while data[begin : begin + 1] == bytes([_EXTENSION]):
-            end = behind(begin + 2)
+            end = end_of_blocks(begin + 2)
             if data[begin + 1 : begin + 3] == bytes([_CONTROL, 4]):
                 control = data[begin:end]
             begin = end
@@ -68,7 +68,7 @@ def first_picture(data: bytes) -> FirstPicture:
     )
     if left + across > width or top + down > height:
         raise ValueError("a GIF whose picture is larger than its canvas")
-    end = behind(at + 11 + _table(data[at + 9]))
+    end = end_of_blocks(at + 11 + _table(data[at + 9]))
     kept += [data[at:end], bytes([_END])]
     try:
         animated = data[(next_ := extensions(end)) : next_ + 1] == bytes([_IMAGE])

@@ -462,7 +462,7 @@ def decode_raster(
         straight = straight.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
         fine = fine.transpose(turn) if fine is not None else None
-    warnings = tuple([f"{field}: {each}" for each in (container.told, warning) if each])
+    warnings = tuple([f"{field}: {each}" for each in (container.warning, warning) if each])
     return Raster(straight, alpha, encoded, colour, warnings, fine, container.metadata)
 
 
@@ -528,7 +528,7 @@ def encode_image(
     return out.getvalue()
 
 
-def came_as_text(raw: bytes | memoryview) -> bool:
+def is_base64_text(raw: bytes | memoryview) -> bool:
     """Whether an image that was decoded came as base64 or a data: URI."""
     return not is_container(bytes(raw[:16]))
 
@@ -596,9 +596,9 @@ def _from_text(text: bytes, field: str) -> bytes:
         return text  # not base64: let the container check name what it is
 
 
-def wrong_size(field: str, found: Size, image: Size) -> InvalidRequest:
+def wrong_size(field: str, size: Size, image: Size) -> InvalidRequest:
     """The refusal of a mask of another (height, width) than the image's."""
-    problem = f"is {found[1]}x{found[0]} pixels"
+    problem = f"is {size[1]}x{size[0]} pixels"
     return InvalidRequest(field, problem, f"the image's size, {image[1]}x{image[0]}")
 
 

@@ -14,8 +14,9 @@ _MOST_ITEMS: Final = 4096
 _MOST_BORDER: Final = 256
 _AVIF: Final = (b"avif", b"avis")
 _HEIC: Final = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
-_TURNS: Final = {(0, None): 1, (1, None): 8, (2, None): 3, (3, None): 6, (0, 0): 4, (0, 1): 2,
-                 (1, 0): 5, (1, 1): 7, (2, 0): 2, (2, 1): 4, (3, 0): 7, (3, 1): 5}  # fmt: skip
+_ORIENTATIONS: Final = {(0, None): 1, (1, None): 8, (2, None): 3, (3, None): 6, (0, 0): 4,
+                        (0, 1): 2, (1, 0): 5, (1, 1): 7, (2, 0): 2, (2, 1): 4, (3, 0): 7,
+                        (3, 1): 5}  # fmt: skip
 """EXIF's orientation, by quarter turns anticlockwise and the axis of the mirror that follows."""
 _SEQUENCE_HEADER: Final = 1
 
@@ -38,7 +39,7 @@ class BoxedPicture(NamedTuple):
 
 class _Item(NamedTuple):
     kind: bytes
-    beside: bytes
+    content_type: bytes
     """Type of an item that is no picture."""
     parts: list[tuple[int, int]]
     """Offset and length in the file of each part."""
@@ -55,7 +56,7 @@ def brand_of(data: bytes) -> str:
     return "heic" if any(each in _HEIC for each in brands) else ""
 
 
-def boxed_picture(data: bytes, most_beside: int, most_profile: int) -> BoxedPicture:
+def boxed_picture(data: bytes, most_metadata: int, most_profile: int) -> BoxedPicture:
     """Read the picture's properties from the boxes.
 
     Raises:
@@ -63,7 +64,7 @@ def boxed_picture(data: bytes, most_beside: int, most_profile: int) -> BoxedPict
     """
     kind = brand_of(data)
     try:
-        found = _read(data, kind, most_beside, most_profile)
+        found = _read(data, kind, most_metadata, most_profile)
     except IndexError:
         found = None
     if found is None:
@@ -71,7 +72,7 @@ def boxed_picture(data: bytes, most_beside: int, most_profile: int) -> BoxedPict
     return found
 
 
-def _read(data: bytes, kind: str, most_beside: int, most_profile: int) -> BoxedPicture | None:
+def _read(data: bytes, kind: str, most_metadata: int, most_profile: int) -> BoxedPicture | None:
     top = dict(_boxes(data, 0, len(data)))
     if b"meta" not in top:
         return None
@@ -104,12 +105,13 @@ def _read(data: bytes, kind: str, most_beside: int, most_profile: int) -> BoxedP
     profile = next(profiles, b"")
     beside = {b"Exif": b"", b"application/rdf+xml": b""}
     for item in items.values():
-        name = item.kind if item.kind == b"Exif" else item.beside
-        if name in beside and sum(n for _, n in item.parts) <= most_beside:
+        name = item.kind if item.kind == b"Exif" else item.content_type
+        if name in beside and sum(n for _, n in item.parts) <= most_metadata:
             beside[name] = b"".join(data[a : a + n] for a, n in item.parts)
     exif = beside[b"Exif"][4:]  # behind where in it the header lies
     return BoxedPicture(
-        kind, size, _TURNS[turns, axis], profile if len(profile) <= most_profile else b"", exif,
+        kind, size, _ORIENTATIONS[turns, axis],
+        profile if len(profile) <= most_profile else b"", exif,
         beside[b"application/rdf+xml"], b"moov" in top,
     )  # fmt: skip
 

@@ -114,7 +114,7 @@ def window_sum(
 
 
 def cover(
-    values: Bytes2D, size: int, axis: int, *, of: int | None = None, each: int = 1
+    values: Bytes2D, size: int, axis: int, *, of: int | None = None, spacing: int = 1
 ) -> Bytes2D:
     """Resample one axis to `size` places, each the maximum of all that it overlaps.
 
@@ -123,13 +123,13 @@ def cover(
         size: places.
         axis: of `values`.
         of: pixels that `values` stands for; None: one per value.
-        each: pixels per value; the last may stand for fewer.
+        spacing: pixels per value; the last may stand for fewer.
     """
     source = values.shape[axis] if of is None else of
-    if source == size and each == 1:
+    if source == size and spacing == 1:
         return values
     # Place j covers [j·source/size, (j+1)·source/size); integers keep the edges exact.
-    edges, step = np.arange(size + 1, dtype=np.int64) * source, size * each
+    edges, step = np.arange(size + 1, dtype=np.int64) * source, size * spacing
     first, last = edges[:-1] // step, -(-edges[1:] // step) - 1
     covered: Bytes2D = np.take(values, first, axis=axis)
     for offset in range(1, int((last - first).max()) + 1):
@@ -164,36 +164,36 @@ class Selected:
 
 
 def select(
-    raw: bytes | memoryview, asked: EditSettings, limits: LimitsConfig, size: Size
+    raw: bytes | memoryview, settings: EditSettings, limits: LimitsConfig, size: Size
 ) -> Selected:
     """Return the pixels that a mask selects, including those that the canvas grows by.
 
     Args:
         raw: bytes of MASK; they may be empty where the canvas grows.
-        asked: settings of the edit.
+        settings: settings of the edit.
         limits: bounds, checked before decoding.
         size: (height, width) of the image, which the mask must have too.
 
     Raises:
         InvalidRequest: naming MASK, or the setting.
     """
-    expands = any(asked.expand)
-    canvas_size(size, asked.expand, limits)
+    expands = any(settings.expand)
+    canvas_size(size, settings.expand, limits)
     if expands and not raw:
-        return Selected(grown(np.zeros(size, np.bool_), asked.expand, constant_values=True))
+        return Selected(grown(np.zeros(size, np.bool_), settings.expand, constant_values=True))
     mask, strength = decode_mask(raw, "MASK", limits, size), None
-    if asked.mask_mode == "strength":
+    if settings.mask_mode == "strength":
         for name in ("mask_dilate", "mask_feather"):
-            if getattr(asked, name):
+            if getattr(settings, name):
                 problem = "is given with mask_mode strength"
                 raise InvalidRequest(f"SETTINGS.{name}", problem, "0: grey fades out by itself")
-        strength = grown(mask.luminance, asked.expand, constant_values=255)
-    chosen = selected(mask, asked.mask_mode)
-    warnings = _looked_at(mask, asked.mask_mode, chosen)
+        strength = grown(mask.luminance, settings.expand, constant_values=255)
+    chosen = selected(mask, settings.mask_mode)
+    warnings = _looked_at(mask, settings.mask_mode, chosen)
     if expands:
-        chosen = grown(chosen, asked.expand, constant_values=True)
+        chosen = grown(chosen, settings.expand, constant_values=True)
     elif not chosen.any():
-        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, asked.mask_mode))
+        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, settings.mask_mode))
     return Selected(chosen, warnings, strength)
 
 
@@ -240,7 +240,7 @@ def edit_region(part: Bools, model_size: Size, dilate: int = 0, feather: int = 0
         part = grow(part, margin, margin, axis)
     region = part.view(np.uint8)
     for axis, (side, to) in enumerate(zip(source, model_size, strict=True)):
-        region = cover(region, to, axis, of=side, each=factor)
+        region = cover(region, to, axis, of=side, spacing=factor)
     return _full(region)
 
 

@@ -95,15 +95,15 @@ def make_mark(config: Config) -> Mark:
 
 
 class _Signed:
-    def __init__(self, asked: ProvenanceConfig, model: str) -> None:
+    def __init__(self, config: ProvenanceConfig, model: str) -> None:
         try:
             import c2pa
         except ImportError:
             raise ConfigError(
                 "provenance.certificate needs the package c2pa-python (the extra `provenance`)"
             ) from None
-        self.xmp = XMP if asked.mark else b""
-        self._c2pa, self._model, self._asked = c2pa, model, asked
+        self.xmp = XMP if config.mark else b""
+        self._c2pa, self._model, self._config = c2pa, model, config
         self._agent = {"name": "maskserve", "version": importlib.metadata.version("maskserve")}
         # A thumbnail would be larger than the picture. A source's file sends nobody anywhere.
         plain = {
@@ -114,10 +114,10 @@ class _Signed:
         try:
             self._signer = c2pa.Signer.from_info(
                 c2pa.C2paSignerInfo(
-                    asked.algorithm.encode(),
-                    Path(asked.certificate).read_bytes(),
-                    Path(asked.private_key).read_bytes(),
-                    asked.timestamp_url.encode() or None,
+                    config.algorithm.encode(),
+                    Path(config.certificate).read_bytes(),
+                    Path(config.private_key).read_bytes(),
+                    config.timestamp_url.encode() or None,
                 )
             )
             self.sign(encode_png(np.zeros((8, 8, 3), np.uint8)), "png", (0, 0, 8, 8))
@@ -126,7 +126,7 @@ class _Signed:
 
     def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
         try:
-            if not self._asked.timestamp_url:
+            if not self._config.timestamp_url:
                 return self._signed(encoded, output_format, box, source)
             return self._in_time(encoded, output_format, box, source)
         except self._c2pa.C2paError as error:
@@ -163,21 +163,21 @@ class _Signed:
         builder.add_ingredient(_SOURCE, kind, io.BytesIO(source))
         return builder
 
-    def _in_time(self, *asked: Any) -> bytes:
+    def _in_time(self, *arguments: Any) -> bytes:
         """Sign in a thread: the library waits for the time-stamp authority without limit."""
         results: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
         def work() -> None:
             try:
-                results.put(self._signed(*asked))
+                results.put(self._signed(*arguments))
             except Exception as error:
                 results.put(error)
 
         threading.Thread(target=work, name="timestamp", daemon=True).start()
         try:
-            result = results.get(timeout=self._asked.timestamp_s)
+            result = results.get(timeout=self._config.timestamp_s)
         except queue.Empty:
-            problem = f"no time stamp came within {self._asked.timestamp_s:g} s"
+            problem = f"no time stamp came within {self._config.timestamp_s:g} s"
             raise EngineFailed(f"the picture could not be signed: {problem}") from None
         if isinstance(result, Exception):
             raise result

@@ -53,7 +53,7 @@ def _module(place: str) -> ModuleType:
     return module
 
 
-def let_pass(check: Check, source: Image.Image, prompt: str, made: Image.Image) -> None:
+def let_pass(check: Check, source: Image.Image, prompt: str, result: Image.Image) -> None:
     """Raise unless the check accepts a picture.
 
     Raises:
@@ -61,7 +61,7 @@ def let_pass(check: Check, source: Image.Image, prompt: str, made: Image.Image) 
         EngineFailed: the check itself failed.
     """
     try:
-        reason = check(source, prompt, made)
+        reason = check(source, prompt, result)
     except Exception as error:
         log.exception("the operator's check of pictures failed")
         raise EngineFailed("the operator's check of pictures failed") from error

@@ -41,13 +41,13 @@ class FirstPage(NamedTuple):
     """Whether further pages follow."""
 
 
-def first_page(data: bytes, most_profile: int, most_beside: int) -> FirstPage:
+def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     """Read the first directory.
 
     Args:
         data: bytes of the file.
         most_profile: most bytes of a profile that is read.
-        most_beside: most bytes of XMP, and of IPTC, that are read.
+        most_metadata: most bytes of XMP, and of IPTC, that are read.
 
     Raises:
         ValueError: it is cut short or damaged, or of a kind that is not read; continues "is ".
@@ -75,7 +75,7 @@ def first_page(data: bytes, most_profile: int, most_beside: int) -> FirstPage:
         if where + nbytes > len(data):
             raise ValueError("a truncated TIFF")
         needed += nbytes if tag in _NEEDED else 0
-        most = {_PROFILE: most_profile, _XMP: most_beside, _IPTC: most_beside}.get(tag, 64)
+        most = {_PROFILE: most_profile, _XMP: most_metadata, _IPTC: most_metadata}.get(tag, 64)
         told = data[where : where + nbytes] if nbytes <= most else b""
         entries.setdefault(tag, (data[begin : begin + 12], told))
     if needed > len(data):

@@ -70,21 +70,21 @@ class View:
         return self.window.size != self.canvas
 
 
-def see(selected: Bools, asked: EditSettings, native_resolution: int, multiple: int) -> View:
+def see(selected: Bools, settings: EditSettings, native_resolution: int, multiple: int) -> View:
     """Choose the window that a model sees of an edit.
 
     Args:
         selected: bool [H, W], the selected pixels of the canvas; at least one is set.
-        asked: settings of the edit.
+        settings: settings of the edit.
         native_resolution: side in pixels of the square that the model was trained for.
         multiple: number of pixels that the model's sides are multiples of.
     """
-    box = bounding_box(selected, asked.mask_dilate + asked.mask_feather)
+    box = bounding_box(selected, settings.mask_dilate + settings.mask_feather)
     assert box is not None, "something is selected"
     rows, columns = ((part.start, part.stop) for part in box)
     canvas = selected.shape[0], selected.shape[1]
     window = window_round(
-        rows, columns, canvas, native_resolution, asked.crop_to_mask, asked.crop_padding
+        rows, columns, canvas, native_resolution, settings.crop_to_mask, settings.crop_padding
     )
     return View(canvas, window, model_size(window.size, native_resolution, multiple))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from maskserve_common.contracts.status_record import LoadCost
 from maskserve_common.line_fit import fit
 
-_LOADS_KEPT = 64
+_MOST_LOADS = 64
 """Latest loads of each source that costs are fitted to."""
 
 
@@ -25,7 +25,7 @@ class LoadCosts:
 
     def add(self, source: str, nbytes: int, seconds: float) -> None:
         """A load of so many bytes took so long."""
-        samples = self._samples.setdefault(source, deque(maxlen=_LOADS_KEPT))
+        samples = self._samples.setdefault(source, deque(maxlen=_MOST_LOADS))
         samples.append((nbytes, seconds))
         if len(samples) > 1:
             sizes, times = zip(*samples, strict=True)

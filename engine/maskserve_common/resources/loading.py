@@ -83,7 +83,7 @@ class Source(Protocol[W_contra]):
         """
         ...
 
-    def load(self, wanted: W_contra, done: Done) -> None: ...
+    def load(self, item: W_contra, done: Done) -> None: ...
 
     def close(self) -> None: ...
 
@@ -103,16 +103,16 @@ class ResourceLoader(ABC, Generic[W]):
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def load(self, wanted: W, done: Done) -> None:
+    def load(self, item: W, done: Done) -> None:
         """Start a load; `done` is called in another thread with its outcome."""
-        self._pool.submit(self._load, wanted, done, time.monotonic())
+        self._pool.submit(self._load, item, done, time.monotonic())
 
     @abstractmethod
-    def _brought(self, wanted: W, begin: float) -> Loaded:
+    def _load_now(self, item: W, begin: float) -> Loaded:
         """Bring it to the device.
 
         Args:
-            wanted: what.
+            item: what.
             begin: when it was asked for, on time.monotonic's clock.
 
         Raises:
@@ -122,11 +122,11 @@ class ResourceLoader(ABC, Generic[W]):
             MemoryError: there is no room.
         """
 
-    def _load(self, wanted: W, done: Done, begin: float) -> None:
+    def _load(self, item: W, done: Done, begin: float) -> None:
         kind = self._kind
-        description = f"{kind.noun} {wanted.name}"
+        description = f"{kind.noun} {item.name}"
         try:
-            outcome: Loaded | MaskserveError = self._brought(wanted, begin)
+            outcome: Loaded | MaskserveError = self._load_now(item, begin)
         except MaskserveError as error:
             outcome = error
         except ValueError as error:

@@ -30,7 +30,7 @@ Residence = Literal["absent", "coming", "here", "failed"]
 
 
 @dataclass(slots=True)
-class _Held:
+class _Resident:
     state: Residence
     nbytes: int
     score: float
@@ -53,30 +53,30 @@ class Residency:
         evict: Callable[[Resource], None] = lambda resource: None,
     ) -> None:
         self._most, self._budgets, self._evict = most_waiting, dict(budgets or {}), evict
-        self._held: dict[Resource, _Held] = {}
+        self._resident: dict[Resource, _Resident] = {}
         self._pins: Counter[Resource] = Counter()
         self._missing: dict[str, set[Resource]] = {}
         """Request id → resources that it waits for, in order of arrival."""
 
     def state(self, resource: Resource) -> Residence:
-        record = self._held.get(resource)
+        record = self._resident.get(resource)
         return "absent" if record is None else record.state
 
     def error(self, resource: Resource) -> MaskserveError | None:
         """Why it failed, where it did."""
-        record = self._held.get(resource)
+        record = self._resident.get(resource)
         return None if record is None else record.error
 
     def nbytes(self, kind: str) -> int:
         """Return the bytes of a kind's loaded and loading resources."""
-        return sum(h.nbytes for resource, h in self._held.items() if resource.kind == kind)
+        return sum(h.nbytes for resource, h in self._resident.items() if resource.kind == kind)
 
     def nbytes_of(self, resource: Resource) -> int:
         """Return the bytes that are reserved for a resource."""
-        record = self._held.get(resource)
+        record = self._resident.get(resource)
         return 0 if record is None else record.nbytes
 
-    def coming(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
+    def reserve(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
         """Book its bytes and say that it is on its way; False: there is no room for it.
 
         What is here of its kind with the lowest score goes first; nothing of a higher score goes
@@ -84,21 +84,21 @@ class Residency:
         """
         if self.state(resource) in ("coming", "here"):
             return True
-        victims = self._to_go(resource, nbytes, score)
+        victims = self._victims(resource, nbytes, score)
         if victims is None:
             return False
         for victim in victims:
             self.drop(victim)
-        self._held[resource] = _Held("coming", nbytes, score)
+        self._resident[resource] = _Resident("coming", nbytes, score)
         return True
 
     def arrived(self, resource: Resource) -> list[str]:
         """It can be used; the edits that wait for nothing more, in the order in which they came."""
         if resource.kind in self._budgets:
-            record = self._held.setdefault(resource, _Held("coming", 0, 0.0))
+            record = self._resident.setdefault(resource, _Resident("coming", 0, 0.0))
             record.state, record.error = "here", None
         else:
-            self._held.pop(resource, None)
+            self._resident.pop(resource, None)
         ready = []
         for request_id, missing in self._missing.items():
             missing.discard(resource)
@@ -110,7 +110,7 @@ class Residency:
 
     def failed(self, resource: Resource, error: MaskserveError) -> list[str]:
         """It will not come: the edits that waited for it, which wait no longer."""
-        self._held[resource] = _Held("failed", 0, 0.0, error)
+        self._resident[resource] = _Resident("failed", 0, 0.0, error)
         hurt = [name for name, missing in self._missing.items() if resource in missing]
         for request_id in hurt:
             del self._missing[request_id]
@@ -158,12 +158,12 @@ class Residency:
 
     def touch(self, resource: Resource, score: float) -> None:
         """Set the score of a loaded or loading resource."""
-        self._held[resource].score = score
+        self._resident[resource].score = score
 
     def drop(self, resource: Resource) -> None:
         """It goes, if it is here."""
         if self.state(resource) == "here":
-            del self._held[resource]
+            del self._resident[resource]
             self._evict(resource)
 
     def check_integrity(self) -> None:
@@ -172,7 +172,7 @@ class Residency:
             assert self.nbytes(kind) <= budget, f"{kind}: {self.nbytes(kind)} of {budget} bytes"
         assert all(self._missing.values()), "an edit waits for nothing"
 
-    def _to_go(self, resource: Resource, nbytes: int, score: float) -> list[Resource] | None:
+    def _victims(self, resource: Resource, nbytes: int, score: float) -> list[Resource] | None:
         """Return the resources to evict for a new one; None: it does not fit."""
         budget = self._budgets.get(resource.kind)
         if budget is None:
@@ -180,7 +180,7 @@ class Residency:
         over = self.nbytes(resource.kind) + nbytes - budget
         candidates = [
             (record.score, candidate)
-            for candidate, record in self._held.items()
+            for candidate, record in self._resident.items()
             if candidate.kind == resource.kind
             and record.state == "here"
             and record.score <= score
@@ -191,5 +191,5 @@ class Residency:
             if over <= 0:
                 break
             victims.append(candidate)
-            over -= self._held[candidate].nbytes
+            over -= self._resident[candidate].nbytes
         return victims if over <= 0 else None

@@ -22,14 +22,14 @@ from maskserve_common.resources.popularity import Popularity
 from maskserve_common.resources.residency import Residency, Resource
 
 
-class Holdings(ABC, Generic[W]):
+class ResourceCache(ABC, Generic[W]):
     """Resource cache of one kind.
 
     Args:
         kind: kind of the resources.
         residency: states of all resources, with budgets and waiting edits.
         source: loader of the files.
-        came: hands its news to this object's thread, which passes them to `arrived` or `failed`.
+        on_loaded: hands a load's end to this object's thread, which calls `arrived` or `failed`.
         observations: observations of the worker.
     """
 
@@ -38,31 +38,36 @@ class Holdings(ABC, Generic[W]):
         kind: Kind,
         residency: Residency,
         source: Source[W],
-        came: Callable[[W, Loaded | MaskserveError], None],
+        on_loaded: Callable[[W, Loaded | MaskserveError], None],
         observations: Observations,
     ) -> None:
-        self.kind, self._residency, self._source, self._came = kind, residency, source, came
+        self.kind, self._residency, self._source, self._on_loaded = (
+            kind,
+            residency,
+            source,
+            on_loaded,
+        )
         self._observations, self._popularity = observations, Popularity()
         self.costs, self.counters = LoadCosts(kind.estimates), kind.counters()
         self._loaded: dict[str, tuple[str, Loaded]] = {}
         """Version → name and loaded resource."""
-        self._coming: dict[str, tuple[str, int]] = {}
+        self._loading: dict[str, tuple[str, int]] = {}
         """Version → name and bytes of each loading resource, as records list them."""
         self._owners: dict[str, tuple[Resource, ...]] = {}
         """Resources that each owner needs."""
         self._listed: tuple[AdapterStatus, ...] | None = None
         self._listed_host: tuple[AdapterFile, ...] = ()
 
-    def resource(self, wanted: W) -> Resource:
-        return Resource(self.kind.name, wanted.version)
+    def resource(self, item: W) -> Resource:
+        return Resource(self.kind.name, item.version)
 
-    def hold(self, owner: str, wanted: Sequence[W]) -> tuple[Resource, ...]:
+    def hold(self, owner: str, items: Sequence[W]) -> tuple[Resource, ...]:
         """Keep these for an owner, and have brought what is not here; the latter.
 
         Raises:
             MaskserveError: one of them cannot be had; nothing is kept then.
         """
-        resources = {self.resource(item): item for item in wanted}
+        resources = {self.resource(item): item for item in items}
         if owner not in self._owners:
             self._book(owner, resources)
             self._owners[owner] = tuple(resources)
@@ -71,33 +76,33 @@ class Holdings(ABC, Generic[W]):
                 self._popularity.used(resource.name)
         try:
             for resource, item in resources.items():
-                self._bring(resource, item)
+                self._request(resource, item)
         except MaskserveError:
-            self.let_go(owner)
+            self.release(owner)
             raise
         return tuple([item for item in resources if self._residency.state(item) != "here"])
 
-    def let_go(self, owner: str) -> None:
+    def release(self, owner: str) -> None:
         """It has ended, or goes on without any."""
         for resource in self._owners.pop(owner, ()):
             self._residency.unpin(resource)
-            self._give_back(owner, resource)
+            self._release(owner, resource)
 
-    def arrived(self, wanted: W, loaded: Loaded) -> list[str]:
+    def arrived(self, item: W, loaded: Loaded) -> list[str]:
         """It can be used; the edits that wait for nothing more."""
         labels = (loaded.source,) if len(self.kind.estimates) > 1 else ()
         self._observations.add(f"{self.kind.metrics}_load_seconds", loaded.seconds, *labels)
         self.costs.add(loaded.source, loaded.file_bytes, loaded.seconds)
-        self._coming.pop(wanted.version, None)
-        self._loaded[wanted.version], self._listed = (wanted.name, loaded), None
-        return self._residency.arrived(self.resource(wanted))
+        self._loading.pop(item.version, None)
+        self._loaded[item.version], self._listed = (item.name, loaded), None
+        return self._residency.arrived(self.resource(item))
 
-    def failed(self, wanted: W, error: MaskserveError) -> list[str]:
+    def failed(self, item: W, error: MaskserveError) -> list[str]:
         """It will not come; the edits that waited for it."""
         self.counters[f"{self.kind.metrics}_load_failures_total"] += 1
-        self._coming.pop(wanted.version, None)
+        self._loading.pop(item.version, None)
         self._listed = None
-        return self._residency.failed(self.resource(wanted), error)
+        return self._residency.failed(self.resource(item), error)
 
     def dropped(self, resource: Resource) -> None:
         """It has made room for another, or is lost."""
@@ -109,13 +114,13 @@ class Holdings(ABC, Generic[W]):
         """Record the seconds that an edit has waited for resources."""
         self._observations.add(f"{self.kind.metrics}_wait_seconds", seconds)
 
-    def loaded(self, wanted: W) -> Loaded:
+    def loaded(self, item: W) -> Loaded:
         """One that is here."""
-        return self._loaded[wanted.version][1]
+        return self._loaded[item.version][1]
 
-    def digest(self, wanted: W) -> str:
+    def digest(self, item: W) -> str:
         """sha256 of the files of one that is here."""
-        return self.loaded(wanted).digest
+        return self.loaded(item).digest
 
     def names(self) -> tuple[str, ...]:
         """Names of the resources on the device."""
@@ -140,7 +145,7 @@ class Holdings(ABC, Generic[W]):
                 file.name: AdapterStatus(file.name, "host", file.nbytes, file.digest)
                 for file in host
             }
-            for name, nbytes in self._coming.values():
+            for name, nbytes in self._loading.values():
                 statuses[name] = AdapterStatus(name, "coming", nbytes)
             for name, loaded in self._loaded.values():
                 statuses.pop(name, None)  # else it would keep its place among those on the host
@@ -148,10 +153,10 @@ class Holdings(ABC, Generic[W]):
             self._listed = tuple(statuses.values())[-ADAPTERS_LISTED:]
         return self._listed
 
-    def _book(self, owner: str, wanted: Mapping[Resource, W]) -> None:
+    def _book(self, owner: str, item: Mapping[Resource, W]) -> None:
         """An owner begins to hold these. Raises Overloaded: they are not for it to hold."""
 
-    def _give_back(self, owner: str, resource: Resource) -> None:
+    def _release(self, owner: str, resource: Resource) -> None:
         """It holds this one no more."""
 
     def _on_host(self) -> tuple[AdapterFile, ...]:
@@ -160,32 +165,32 @@ class Holdings(ABC, Generic[W]):
         """
         return ()
 
-    def _bring(self, resource: Resource, wanted: W) -> None:
+    def _request(self, resource: Resource, item: W) -> None:
         if self._residency.state(resource) in ("here", "coming"):
             self._value(resource)
             return
         # It is asked for now, so all that nobody holds may go for it, whatever its worth.
-        if not self._load(resource, wanted, math.inf):
+        if not self._load(resource, item, math.inf):
             kind = self.kind
             raise Overloaded(
-                f"{kind.setting}: there is no room for {kind.noun} {wanted.name} beside those of "
+                f"{kind.setting}: there is no room for {kind.noun} {item.name} beside those of "
                 f"the edits under way ({kind.budget}); try again later"
             )
 
-    def _load(self, resource: Resource, wanted: W, worth: float) -> bool:
+    def _load(self, resource: Resource, item: W, worth: float) -> bool:
         """Load a resource if there is room, or if less valuable ones can be evicted; return whether
         it loads.
         """
-        device_bytes, record_bytes = self._bytes(wanted)
-        if not self._residency.coming(resource, device_bytes, worth):
+        device_bytes, record_bytes = self._bytes(item)
+        if not self._residency.reserve(resource, device_bytes, worth):
             return False
         self._value(resource)
-        self._coming[wanted.version], self._listed = (wanted.name, record_bytes), None
-        self._source.load(wanted, lambda outcome: self._came(wanted, outcome))
+        self._loading[item.version], self._listed = (item.name, record_bytes), None
+        self._source.load(item, lambda outcome: self._on_loaded(item, outcome))
         return True
 
     @abstractmethod
-    def _bytes(self, wanted: W) -> tuple[int, int]:
+    def _bytes(self, item: W) -> tuple[int, int]:
         """That it will take on the device, and as records say.
 
         Raises:

@@ -21,7 +21,7 @@ from maskserve_common.routing.policies import (
     RoundRobin,
     make_policy,
 )
-from maskserve_common.routing.predict import dealt, predicted_seconds
+from maskserve_common.routing.predict import assign, predicted_seconds
 from maskserve_common.routing.profile import RowLoad
 from maskserve_common.routing.view import Edit, WorkerView
 
@@ -39,7 +39,7 @@ __all__ = [
     "RoundRobin",
     "RowLoad",
     "WorkerView",
-    "dealt",
+    "assign",
     "make_policy",
     "predicted_seconds",
 ]

@@ -15,12 +15,12 @@ _LEFT = 0.5
 class AdapterView:
     """LoRAs, or ControlNets, by name, as a worker's record lists them. Immutable."""
 
-    held: Mapping[str, AdapterStatus]
+    loaded: Mapping[str, AdapterStatus]
     loads: Mapping[str, LoadCost]
     """Cost of a load from `host` and from `storage`."""
     typical_bytes: float
     """Bytes of an adapter that the worker does not have."""
-    coming: frozenset[str] = frozenset()
+    loading: frozenset[str] = frozenset()
     """Adapters of edits on their way to the worker."""
 
     @classmethod
@@ -47,13 +47,13 @@ class AdapterView:
         """Return the bytes of the files of all named adapters."""
         return sum(map(self._nbytes, names))
 
-    def asked(self, names: Iterable[str]) -> AdapterView:
+    def with_requested(self, names: Iterable[str]) -> AdapterView:
         """The same, with edits on their way that need these."""
-        more = self.coming.union(names)
-        return self if more == self.coming else replace(self, coming=more)
+        more = self.loading.union(names)
+        return self if more == self.loading else replace(self, loading=more)
 
     def _seconds(self, name: str) -> float:
-        status = self.held.get(name)
+        status = self.loaded.get(name)
         if status is not None and status.tier == "device":
             return 0.0
         source = "host" if status is not None and status.tier == "host" else "storage"
@@ -61,9 +61,9 @@ class AdapterView:
         if cost is None:
             return 0.0
         whole = cost.seconds(self._nbytes(name))
-        begun = name in self.coming or (status is not None and status.tier == "coming")
+        begun = name in self.loading or (status is not None and status.tier == "coming")
         return whole * (_LEFT if begun else 1.0)
 
     def _nbytes(self, name: str) -> float:
-        status = self.held.get(name)
+        status = self.loaded.get(name)
         return self.typical_bytes if status is None else status.nbytes

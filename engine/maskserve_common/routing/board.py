@@ -39,8 +39,8 @@ _COLUMNS = (
     "active_token",
     "spare_token",
     "ring_template",
-    "ring_own",
-    "ahead",
+    "ring_refresh",
+    "lookahead",
     "between_row",
     "between_token",
     "whole_row",
@@ -49,7 +49,7 @@ _COLUMNS = (
     "waits",
     "degree",
     "slowdown",
-    "rest",
+    "remainder_s",
     *(f"fetch_{tier}" for tier in _TIERS),
 )
 _AT = {name: number for number, name in enumerate(_COLUMNS)}
@@ -63,7 +63,7 @@ _FEW = 12
 """Number of workers that are predicted one by one in less time."""
 _BELOW = 1.0 - 1e-9
 """Slack of a bound that was summed in another order."""
-_MOST_ASKED = 64
+_MOST_PREDICTED = 64
 """Most workers that are predicted one by one where arrays give only bounds."""
 
 
@@ -109,9 +109,9 @@ class Board:
         number: int,
         view: WorkerView,
         slowdown: float = 1.0,
-        rest: float = 0.0,
+        remainder_s: float = 0.0,
         *,
-        there: bool | None = None,
+        accepts: bool | None = None,
     ) -> None:
         """Write a worker's row anew.
 
@@ -119,9 +119,9 @@ class Board:
             number: of the worker.
             view: as it is now.
             slowdown: how many times its denoising an edit takes there to be answered.
-            rest: and seconds per token.
-            there: whether it says that it takes edits, if they are sent to it now or not; None: as
-                its view.
+            remainder_s: and seconds per token.
+            accepts: whether it says that it takes edits, if they are sent to it now or not;
+                None: as its view.
         """
         while number >= len(self._costs):
             self._size(2 * len(self._costs))
@@ -138,8 +138,8 @@ class Board:
             pricing.active_token,
             pricing.spare_token,
             math.nan if rings.template is None else rings.template,
-            math.nan if rings.own is None else rings.own,
-            rings.ahead,
+            math.nan if rings.refresh is None else rings.refresh,
+            rings.lookahead,
             math.nan if between is None else between.cached_row,
             math.nan if between is None else between.active_token,
             math.nan if whole is None else whole.cached_row,
@@ -148,7 +148,7 @@ class Board:
             profile.free_at * pricing.step + profile.until(profile.free_at)[0],
             min([1.0, *(min(degree.dense, degree.cached) for degree in pricing.degrees)]),
             slowdown,
-            rest,
+            remainder_s,
             *(pricing.fetch_s(tier) for tier in _TIERS),
         )
         fits = len(profile.knots) <= _KNOTS
@@ -157,7 +157,7 @@ class Board:
             view.ready and len(view.waiting) < (view.max_waiting or view.free_rows),
             fits and not pricing.degrees,
             view.templates is None,
-            view.ready if there is None else there,
+            view.ready if accepts is None else accepts,
         )
         self._model[number] = self._models.setdefault(view.model, len(self._models))
         self._urgency[number] = view.lowest_priority, view.latest_due
@@ -189,7 +189,7 @@ class Board:
         """Who takes edits like this one, now or once there is a place."""
         return self._of_model(edit, self._flags[:, 0])
 
-    def there(self, edit: Edit) -> Rows:
+    def accepting(self, edit: Edit) -> Rows:
         """Return the workers that report that they serve the edit, even if nothing is sent to them
         for a time.
         """
@@ -199,10 +199,10 @@ class Board:
         """Who has a place for it."""
         return self._of_model(edit, self._flags[:, 1])
 
-    def _of_model(self, edit: Edit, those: Flags) -> Rows:
+    def _of_model(self, edit: Edit, flags: Flags) -> Rows:
         if edit.model:
-            those = those & (self._model == self._models.get(edit.model, -1))
-        return np.flatnonzero(those)
+            flags = flags & (self._model == self._models.get(edit.model, -1))
+        return np.flatnonzero(flags)
 
     def choose(self, edit: Edit, now: float, without: Collection[int] = ()) -> int | None:
         """Return the number of the worker that would finish first, as `MaskAware` chooses: the
@@ -221,7 +221,7 @@ class Board:
             rows = rows[~np.isin(rows, list(without))]
         best: tuple[float, str, int] | None = None
 
-        def ask(number: int) -> None:
+        def predict(number: int) -> None:
             nonlocal best
             view = self.view(number)
             candidate = (predicted_seconds(edit, view, now), view.worker, number)
@@ -229,7 +229,7 @@ class Board:
 
         if len(rows) <= _FEW:
             for number in rows.tolist():
-                ask(number)
+                predict(number)
             return best[2] if best else None
         scores, exact = self._scores(edit, now, rows)
         if exact.any():
@@ -239,7 +239,7 @@ class Board:
         for floor, number in _ascending(scores[~exact], rows[~exact]):
             if best is not None and floor * _BELOW > best[0]:
                 break
-            ask(number)
+            predict(number)
         return best[2] if best else None
 
     def least_s(
@@ -247,7 +247,7 @@ class Board:
         edit: Edit,
         now: float,
         rows: Rows,
-        ask: Callable[[int], float],
+        predict: Callable[[int], float],
         *,
         alone: bool = False,
         primed: bool = False,
@@ -258,7 +258,7 @@ class Board:
             edit: the edit; it may step down where it has levels.
             now: seconds, by the clock of `predicted_seconds`.
             rows: numbers of workers.
-            ask: predicts the seconds at one worker; called for the most promising ones whose
+            predict: predicts the seconds at one worker; called for the most promising ones whose
                 scores are only bounds.
             alone: whether to assume idle workers.
             primed: whether to assume that the workers have the template.
@@ -267,17 +267,19 @@ class Board:
             None: there are no such workers.
         """
         if len(rows) <= _FEW:
-            return min(map(ask, rows.tolist()), default=None)
+            return min(map(predict, rows.tolist()), default=None)
         scores, exact = self._scores(edit, now, rows, alone=alone, primed=primed)
         costs = self._costs[rows]
-        scores = costs[:, _AT["slowdown"]] * scores + costs[:, _AT["rest"]] * edit.total_tokens
-        if edit.cached_levels or edit.own_levels or edit.dense_levels:
+        scores = (
+            costs[:, _AT["slowdown"]] * scores + costs[:, _AT["remainder_s"]] * edit.total_tokens
+        )
+        if edit.cached_levels or edit.refresh_levels or edit.dense_levels:
             exact = np.zeros_like(exact)
         best = float(scores[exact].min()) if exact.any() else math.inf
         for count, (floor, number) in enumerate(_ascending(scores[~exact], rows[~exact])):
-            if floor * _BELOW > best or count == _MOST_ASKED:
+            if floor * _BELOW > best or count == _MOST_PREDICTED:
                 break
-            best = min(best, ask(number))
+            best = min(best, predict(number))
         return best
 
     def earliest(self, rows: Rows, count: int) -> list[int]:
@@ -330,9 +332,9 @@ class Board:
         size = np.where(tokens > 0.0, total / np.where(tokens > 0.0, tokens, 1.0), 1.0)
         dense = costs[:, _AT["dense_row"]] * size
 
-        def tokens_of(ring: Floats, ahead: Floats | float) -> Floats:
-            with_ring = (1.0 + ahead) * edit.inner_tokens + ring * edit.ring_tokens
-            return np.where(np.isnan(ring), (1.0 + ahead) * edit.active_tokens, with_ring)
+        def tokens_of(ring: Floats, lookahead: Floats | float) -> Floats:
+            with_ring = (1.0 + lookahead) * edit.inner_tokens + ring * edit.ring_tokens
+            return np.where(np.isnan(ring), (1.0 + lookahead) * edit.active_tokens, with_ring)
 
         def row(base: str, token: str, active: Floats | float) -> tuple[Floats, Floats]:
             """Compute and load seconds of a cached row, as `Pricing.row` gives them; NaN where a
@@ -343,21 +345,21 @@ class Board:
             dear = (compute >= dense) | (load >= dense)
             return np.where(dear, dense, compute), np.where(dear, 0.0, load)
 
-        ring = tokens_of(costs[:, _AT["ring_template"]], costs[:, _AT["ahead"]])
+        ring = tokens_of(costs[:, _AT["ring_template"]], costs[:, _AT["lookahead"]])
         read = active_tokens if edit.controls else ring
         cached, load = row("cached_row", "active_token", read)
         whole, whole_load = row("whole_row", "whole_token", active_tokens)
         # Without a template: with anchors of its own, or dense.
         compute = dense
-        if edit.own_steps:
-            active = tokens_of(costs[:, _AT["ring_own"]], 0.0)
+        if edit.refresh_steps:
+            active = tokens_of(costs[:, _AT["ring_refresh"]], 0.0)
             added = costs[:, _AT["between_row"]] * size + costs[:, _AT["between_token"]] * active
             between = np.where(
                 np.isnan(added),
                 row("cached_row", "active_token", active)[0],
                 np.minimum(dense, added),
             )
-            share, first = edit.own_steps / steps, 1.0 / steps
+            share, first = edit.refresh_steps / steps, 1.0 / steps
             compute = np.minimum(dense, share * dense + (1.0 - first) * between)
         nothing = np.zeros(len(rows))
         tiers = self._tiers(edit, rows, primed=primed)
@@ -386,7 +388,7 @@ class Board:
         -1: none.
         """
         nearest_tiers = np.full(len(rows), -1, np.intp)
-        if not edit.cache or edit.own:
+        if not edit.cache or edit.always_refreshes:
             return nearest_tiers
         if primed:
             nearest_tiers[:] = _HOST

@@ -50,7 +50,7 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
     return total
 
 
-class Dealt(NamedTuple):
+class Assignment(NamedTuple):
     """Waiting edits, as they would be dealt to workers."""
 
     edits: dict[str, list[Edit]]
@@ -59,7 +59,7 @@ class Dealt(NamedTuple):
     """Seconds until each worker has a place behind them."""
 
 
-def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Dealt:
+def assign(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Assignment:
     """Deal the edits that wait in front of all workers: each goes to the first free place, computed
     with the edits before it. So one prediction per worker serves every edit behind them.
 
@@ -83,4 +83,6 @@ def dealt(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Dealt:
         step_s = max(compute + worker.pricing.step / worker.max_rows, load)
         heapq.heapreplace(free, (free_at_s + edit.steps * step_s / worker.devices, number))
         edits_by_worker[worker.worker].append(edit)
-    return Dealt(edits_by_worker, {workers[number].worker: free_at_s for free_at_s, number in free})
+    return Assignment(
+        edits_by_worker, {workers[number].worker: free_at_s for free_at_s, number in free}
+    )

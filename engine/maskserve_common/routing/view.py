@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from maskserve_common.contracts.keys import entries_id
 from maskserve_common.contracts.pricing import Pricing
-from maskserve_common.contracts.reuse_levels import ReuseLevel, beside_entries
+from maskserve_common.contracts.reuse_levels import ReuseLevel, with_template
 from maskserve_common.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
 from maskserve_common.routing.adapters import AdapterView
@@ -31,9 +31,9 @@ class Edit:
     """Whether it may use cached activations."""
     dense_steps: int = 0
     """First steps that compute all tokens in any case."""
-    own_steps: int = 0
+    refresh_steps: int = 0
     """Refresh steps where its template is not at hand; 0: all steps are dense."""
-    own: bool = False
+    always_refreshes: bool = False
     """Whether it uses refresh steps even where its template is at hand."""
     inner_tokens: int = 0
     """Computed tokens that lie inside the mask: steps that leave out its ring compute only
@@ -46,7 +46,7 @@ class Edit:
     cached_levels: tuple[ReuseLevel, ...] = ()
     """Levels that it may step down to when it would be late and reads a template (`reuse:
     elastic`)."""
-    own_levels: tuple[ReuseLevel, ...] = ()
+    refresh_levels: tuple[ReuseLevel, ...] = ()
     """Levels that it may step down to with refresh steps of its own."""
     dense_levels: tuple[ReuseLevel, ...] = ()
     """Levels that it may step down to when it runs dense."""
@@ -54,14 +54,14 @@ class Edit:
     """Due time on the policies' clock; workers give rows to the most urgent first. Infinite: none,
     and it comes after all others."""
 
-    def active(self, ring_share: float | None, ahead: float = 0.0) -> float:
+    def active(self, ring_share: float | None, lookahead: float = 0.0) -> float:
         """Tokens that a step of a cached row computes, on average: of `Pricing.rings`."""
         if ring_share is None:
-            return (1.0 + ahead) * self.active_tokens
-        return (1.0 + ahead) * self.inner_tokens + ring_share * self.ring_tokens
+            return (1.0 + lookahead) * self.active_tokens
+        return (1.0 + lookahead) * self.inner_tokens + ring_share * self.ring_tokens
 
 
-class _WayPrice(NamedTuple):
+class _PlanPrice(NamedTuple):
     """Seconds of an edit under one execution plan, as `WorkerView.price` counts them."""
 
     compute: float
@@ -143,7 +143,7 @@ class WorkerView:
         Without usable entries, or where fetching them takes longer than they save, the edit runs
         dense at once.
         """
-        way = self._way(edit)
+        way = self._plan(edit)
         seconds = way.compute
         if self.pricing.degrees:  # as many devices as it could have beside the others
             other_rows = len(self.running) + len(self.waiting)
@@ -151,21 +151,21 @@ class WorkerView:
             seconds *= self.pricing.share(self.devices // (other_rows + 1), cached=cached)
         return seconds, way.load, way.fetch
 
-    def _way(self, edit: Edit) -> _WayPrice:
+    def _plan(self, edit: Edit) -> _PlanPrice:
         """Return the price of the cheapest execution plan, which the worker chooses, too."""
         tier = self._tier(edit)
-        ways = [_WayPrice(self.pricing.dense(edit.total_tokens))]
+        ways = [_PlanPrice(self.pricing.dense(edit.total_tokens))]
         if tier is not None:
-            ways += self._template_ways(edit, tier)
-        elif edit.own_steps:
-            ways.append(self._own_way(edit))
+            ways += self._template_plans(edit, tier)
+        elif edit.refresh_steps:
+            ways.append(self._refresh_plan(edit))
         dense, *alternatives = [self._with_added(edit, way) for way in ways]
         best = min([dense, *alternatives], key=lambda way: way.compute)
         if best.fetch and best.fetch + edit.steps * best.compute >= edit.steps * dense.compute:
             return dense
         return best
 
-    def _template_ways(self, edit: Edit, tier: str) -> list[_WayPrice]:
+    def _template_plans(self, edit: Edit, tier: str) -> list[_PlanPrice]:
         """Return the plans that read the template: with text and ring left out where possible, or
         computed.
         """
@@ -179,45 +179,45 @@ class WorkerView:
             if compute < dense:
                 mean = compute + first * (dense - compute)
                 loads = 0.0 if tier == DEVICE.name else (1.0 - first) * load
-                ways.append(_WayPrice(mean, loads, pricing.fetch_s(tier), active))
+                ways.append(_PlanPrice(mean, loads, pricing.fetch_s(tier), active))
         return ways
 
     def _tier(self, edit: Edit) -> str | None:
         """Return the nearest tier with the entries that the edit reads; None: it reads none."""
-        return self.tier_of(edit.template_id) if edit.cache and not edit.own else None
+        return self.tier_of(edit.template_id) if edit.cache and not edit.always_refreshes else None
 
     def _cached_tokens(self, edit: Edit) -> float:
         """Return the mean computed tokens of a step that reads a template."""
         rings = self.pricing.rings
         # Beside a template a ControlNet goes on with the tokens that its row computes.
-        return edit.active(None) if edit.controls else edit.active(rings.template, rings.ahead)
+        return edit.active(None) if edit.controls else edit.active(rings.template, rings.lookahead)
 
     def least_share(self, edit: Edit) -> float:
         """Return the least share of its work to which the edit may step down here when it would be
         late.
         """
-        levels = edit.dense_levels if self._way(edit).tokens is None else edit.own_levels
+        levels = edit.dense_levels if self._plan(edit).tokens is None else edit.refresh_levels
         if self._tier(edit) is not None:
             times = self.pricing.whole_times(edit.active(None), self._cached_tokens(edit))
-            levels = beside_entries(edit.cached_levels, times)
+            levels = with_template(edit.cached_levels, times)
         return min((level.work for level in levels), default=1.0)
 
-    def _own_way(self, edit: Edit) -> _WayPrice:
+    def _refresh_plan(self, edit: Edit) -> _PlanPrice:
         """Return the plan by refresh steps."""
-        active, share = edit.active(self.pricing.rings.own), edit.own_steps / edit.steps
-        compute = self.pricing.own_row(active, edit.total_tokens, share, 1.0 / edit.steps)
-        return _WayPrice(compute, tokens=active)
+        active, share = edit.active(self.pricing.rings.refresh), edit.refresh_steps / edit.steps
+        compute = self.pricing.refreshing_row(active, edit.total_tokens, share, 1.0 / edit.steps)
+        return _PlanPrice(compute, tokens=active)
 
-    def _with_added(self, edit: Edit, way: _WayPrice) -> _WayPrice:
+    def _with_added(self, edit: Edit, plan: _PlanPrice) -> _PlanPrice:
         """Add the cost per step of its ControlNets and LoRAs."""
-        pricing, cached = self.pricing, way.tokens is not None
-        tokens, seconds = (way.tokens or 0.0, edit.total_tokens), way.compute
+        pricing, cached = self.pricing, plan.tokens is not None
+        tokens, seconds = (plan.tokens or 0.0, edit.total_tokens), plan.compute
         if edit.controls:
             seconds += pricing.control_seconds(edit.controls, *tokens, cached=cached)
         if edit.adapters and self.adapters is not None:
             nbytes = self.adapters.nbytes(edit.adapters)
             seconds += pricing.lora_seconds(nbytes, *tokens, cached=cached)
-        return way._replace(compute=seconds)
+        return plan._replace(compute=seconds)
 
     def adapter_seconds(self, edit: Edit) -> float:
         """Seconds until the LoRAs and ControlNets of `edit` can be used here."""
@@ -230,7 +230,7 @@ class WorkerView:
 
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
-        way, total = self._way(edit), edit.total_tokens
+        way, total = self._plan(edit), edit.total_tokens
         tokens = total if way.tokens is None else min(round(way.tokens), total)
         return RowLoad(edit.steps, way.compute, way.load, tokens, edit.priority, edit.due)
 
@@ -239,9 +239,11 @@ class WorkerView:
         on_their_way = tuple(edits)
         adapters, nets = self.adapters, self.controlnets
         if adapters is not None:
-            adapters = adapters.asked(name for edit in on_their_way for name in edit.adapters)
+            adapters = adapters.with_requested(
+                name for edit in on_their_way for name in edit.adapters
+            )
         if nets is not None:
-            nets = nets.asked(name for edit in on_their_way for name in _nets(edit))
+            nets = nets.with_requested(name for edit in on_their_way for name in _nets(edit))
         waiting = (*self.waiting, *(self.row(edit) for edit in on_their_way))
         return replace(self, waiting=waiting, adapters=adapters, controlnets=nets)
 
@@ -266,16 +268,16 @@ class WorkerView:
         nowhere: Container[str] = frozenset()
         on_device = templates.get(DEVICE.name, nowhere)
 
-        def rows(given: tuple[RowStatus, ...], *, begun: bool) -> tuple[RowLoad, ...]:
+        def rows(statuses: tuple[RowStatus, ...], *, begun: bool) -> tuple[RowLoad, ...]:
             loads = []
-            for row in given:
+            for row in statuses:
                 if row.kind == "prime":
                     continue
                 tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
                 compute, load = pricing.row(*tokens, cached=cached)
                 if row.own:
                     first = 0.0 if begun else 1.0 / max(row.steps_left, 1)
-                    compute, load = pricing.own_row(*tokens, row.dense_share, first), 0.0
+                    compute, load = pricing.refreshing_row(*tokens, row.dense_share, first), 0.0
                 elif cached:
                     dense, share = pricing.dense(row.total_tokens), row.dense_share
                     compute, load = compute + share * (dense - compute), (1.0 - share) * load

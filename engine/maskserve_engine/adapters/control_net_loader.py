@@ -19,7 +19,7 @@ from maskserve_common.errors import InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.files.weight_files import weight_files
 from maskserve_common.resources.loading import Kind, Loaded, ResourceLoader
 from maskserve_engine.spec.control_nets import ControlNets, KnownControlNet, version_of
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import dtype_of
 
@@ -73,7 +73,7 @@ class NetFolder(NamedTuple):
         return getattr(diffusers, self.kind)
 
 
-Bring = Callable[[str, NetFolder], None]
+Place = Callable[[str, NetFolder], None]
 
 
 class ControlNetLoader(ResourceLoader[ResolvedControl]):
@@ -81,14 +81,14 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
 
     Args:
         config: configuration of the worker.
-        facts: spec of the served model.
-        bring: reads a net, by the requested version; thread-safe.
+        spec: spec of the served model.
+        place: reads a net, by the requested version; thread-safe.
     """
 
-    def __init__(self, config: Config, facts: ModelFacts, bring: Bring) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, place: Place) -> None:
         super().__init__(CONTROL_NETS)
-        self._config, self._facts, self._bring = config, facts, bring
-        self._nets = ControlNets(config, facts)
+        self._config, self._spec, self._place = config, spec, place
+        self._nets = ControlNets(config, spec)
 
     def device_bytes(self, control: ResolvedControl) -> int:
         """Return the net's bytes on the device.
@@ -117,30 +117,30 @@ class ControlNetLoader(ResourceLoader[ResolvedControl]):
         """Return whether a loaded net is still there: always."""
         return True
 
-    def _brought(self, wanted: ResolvedControl, begin: float) -> Loaded:
-        net = self._nets.find(wanted.name, CONTROL_NETS.setting)
-        self._check(net, wanted)
+    def _load_now(self, item: ResolvedControl, begin: float) -> Loaded:
+        net = self._nets.find(item.name, CONTROL_NETS.setting)
+        self._check(net, item)
         try:
-            digest = self._loaded(net, wanted)
+            digest = self._loaded(net, item)
         except ValueError as error:  # in a sentence of its own
             raise InvalidRequest(CONTROL_NETS.setting, f"ControlNet {net.name}: {error}") from error
         nbytes = self._device_bytes(net)
         return Loaded(digest, nbytes, time.monotonic() - begin, nbytes)
 
-    def _check(self, net: KnownControlNet, wanted: ResolvedControl) -> None:
+    def _check(self, net: KnownControlNet, item: ResolvedControl) -> None:
         """Raise MaskserveError if the folder's net is not the one that the edit named."""
-        if net.version != wanted.version:
+        if net.version != item.version:
             raise _replaced(net.name)
 
     def _device_bytes(self, net: KnownControlNet) -> int:
         return net.numbers * dtype_of(self._config).itemsize
 
-    def _loaded(self, net: KnownControlNet, wanted: ResolvedControl) -> str:
-        takes = self._facts.control
+    def _loaded(self, net: KnownControlNet, item: ResolvedControl) -> str:
+        takes = self._spec.control
         assert takes is not None, "the net would have been refused"
         kind, dtype = takes.net, dtype_of(self._config)
         with one_cpu_thread():
-            self._bring(wanted.version, NetFolder(net.name, kind, net.path, net.version, dtype))
+            self._place(item.version, NetFolder(net.name, kind, net.path, net.version, dtype))
         return _digest(net.path)
 
 

@@ -22,7 +22,7 @@ from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter
-from maskserve_lora.store import file_facts
+from maskserve_lora.store import describe_file
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def served_form(config: Config) -> str:
     """
     words = [form_in_words(config)]
     for path, scale in fused_loras(config):
-        words.append(f"fused {_facts(path, config)['digest']} {scale!r}")
+        words.append(f"fused {_spec(path, config)['digest']} {scale!r}")
     return "; ".join(filter(None, words))
 
 
@@ -70,7 +70,7 @@ def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
     """
     loras = fused_loras(config) if part and device_of(config).type != "meta" else ()
     for path, scale in loras:
-        _facts(path, config)
+        _spec(path, config)
         try:
             base = BaseLayers.of_folder(config.model.path)
             layers = read_lora(path, base, config.model.path, only=(part,)).get(part, {})
@@ -98,9 +98,9 @@ def _named(text: str) -> FusedLora:
     return FusedLora(Path(path), value)
 
 
-def _facts(path: Path, config: Config) -> dict[str, Any]:
+def _spec(path: Path, config: Config) -> dict[str, Any]:
     try:
-        return file_facts(path, config.model.path)
+        return describe_file(path, config.model.path)
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror}") from error
     except BadAdapter as error:

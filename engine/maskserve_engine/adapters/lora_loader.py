@@ -37,7 +37,7 @@ LORAS = Kind(
     MappingProxyType({"host": LoadCost(0.01, 1e-9), "storage": LoadCost(0.1, 1e-8)}),
 )
 
-Bring = Callable[[str, Mapping[str, Factors]], int]
+Place = Callable[[str, Mapping[str, Factors]], int]
 
 
 class LoraLoader(ResourceLoader[Lora]):
@@ -45,12 +45,12 @@ class LoraLoader(ResourceLoader[Lora]):
 
     Args:
         config: configuration of the worker.
-        bring: takes a LoRA's updates, by version; thread-safe.
+        place: takes a LoRA's updates, by version; thread-safe.
     """
 
-    def __init__(self, config: Config, bring: Bring) -> None:
+    def __init__(self, config: Config, place: Place) -> None:
         super().__init__(LORAS, _AT_ONCE)
-        self._config, self._bring = config, bring
+        self._config, self._place = config, place
         self._store = AdapterStore(config)
         self._host: tuple[AdapterFile, ...] = ()
         self._typical_bytes = 0.0
@@ -84,12 +84,12 @@ class LoraLoader(ResourceLoader[Lora]):
         """
         return self._host
 
-    def _brought(self, wanted: Lora, begin: float) -> Loaded:
-        on_host = self._store.host.find(wanted.name, wanted.version) is not None
-        file = self._store.fetch(wanted.name, wanted.version)
+    def _load_now(self, item: Lora, begin: float) -> Loaded:
+        on_host = self._store.host.find(item.name, item.version) is not None
+        file = self._store.fetch(item.name, item.version)
         parts = read_lora(file.path, self._base, self._config.model.path)
         factors = parts.get("denoiser", {})
-        nbytes = self._bring(wanted.version, factors)
+        nbytes = self._place(item.version, factors)
         layers = {name: update.numbers for name, update in factors.items()}
         source, load_s = "host" if on_host else "storage", time.monotonic() - begin
         return Loaded(file.digest, nbytes, load_s, file.nbytes, source, layers)
@@ -101,7 +101,7 @@ class LoraLoader(ResourceLoader[Lora]):
                 catalogue = self._store.catalogue.all()
                 if catalogue is not known_adapters:
                     known_adapters, self._typical_bytes = catalogue, _mean_bytes(catalogue.values())
-                host_files = tuple(self._store.host.held())
+                host_files = tuple(self._store.host.files())
             except OSError as error:
                 _log.warning("the folder of adapters cannot be read: %s", error)
                 continue

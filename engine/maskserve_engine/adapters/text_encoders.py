@@ -33,18 +33,18 @@ class TextAdapters:
     Args:
         config: configuration of the worker.
         models: text encoders by part (`lora_header.PARTS`).
-        held_bytes: bytes of factors kept with the encoders; the least recently used are
+        most_bytes: bytes of factors kept with the encoders; the least recently used are
             evicted. A LoRA of rank 16 has 10 MB for CLIP.
     """
 
     def __init__(
-        self, config: Config, models: Mapping[str, nn.Module], held_bytes: int = 2**28
+        self, config: Config, models: Mapping[str, nn.Module], most_bytes: int = 2**28
     ) -> None:
-        self._models, self._held_bytes = models, held_bytes
+        self._models, self._most_bytes = models, most_bytes
         self._folder, self._gguf = config.model.path, config.model.gguf
         self._store = AdapterStore(config)
         self._base: BaseLayers | None = None
-        self._held: OrderedDict[str, Parts] = OrderedDict()
+        self._loaded_parts: OrderedDict[str, Parts] = OrderedDict()
 
     def close(self) -> None:
         self._store.close()
@@ -68,15 +68,18 @@ class TextAdapters:
 
     def _parts(self, lora: Lora) -> Parts:
         """Return factors on the encoders' device, in their dtype."""
-        parts = self._held.pop(lora.version, None)
+        parts = self._loaded_parts.pop(lora.version, None)
         if parts is None:
             try:
                 parts = self._read(lora)
             except BadAdapter as error:
                 raise InvalidRequest(_FIELD, f"adapter {lora.name} {error}") from error
-        self._held[lora.version] = parts
-        while len(self._held) > 1 and sum(map(_nbytes, self._held.values())) > self._held_bytes:
-            self._held.popitem(last=False)
+        self._loaded_parts[lora.version] = parts
+        while (
+            len(self._loaded_parts) > 1
+            and sum(map(_nbytes, self._loaded_parts.values())) > self._most_bytes
+        ):
+            self._loaded_parts.popitem(last=False)
         return parts
 
     def _read(self, lora: Lora) -> Parts:

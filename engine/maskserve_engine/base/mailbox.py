@@ -93,7 +93,7 @@ class OutputThread:
     def send(self, sink: Sink, event: EngineEvent) -> None:
         self._queue.put((sink, lambda: event))
 
-    def send_made(
+    def send_when_ready(
         self, sink: Sink, make: Callable[[], EngineEvent], failed: EngineEvent | None = None
     ) -> None:
         """Send an event that `make` builds on this thread, where it may wait for the device. If

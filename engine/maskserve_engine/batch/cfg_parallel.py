@@ -20,7 +20,7 @@ from torch import Tensor
 from maskserve_engine.batch.sequence_parallel import Exchange
 
 
-def dealt(
+def assign_passes(
     rows: Sequence[Sequence[float]], count: int, stays: Sequence[str | None]
 ) -> tuple[int, ...]:
     """Return the rank of each pass, row by row.
@@ -62,8 +62,8 @@ class PassShare:
         if max(map(len, rows)) > exchange.count:
             raise ValueError(f"{exchange.count} ranks are fewer than a row's passes")
         self.exchange = exchange
-        self._ranks = dealt(rows, exchange.count, stays)
-        self.own = tuple([i for i, rank in enumerate(self._ranks) if rank == exchange.rank])
+        self._ranks = assign_passes(rows, exchange.count, stays)
+        self.passes = tuple([i for i, rank in enumerate(self._ranks) if rank == exchange.rank])
         """Numbers of this rank's passes among all passes of the batch."""
 
     def gather(self, answer: Tensor, sizes: Sequence[int]) -> list[Tensor]:

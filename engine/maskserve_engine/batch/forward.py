@@ -76,7 +76,7 @@ class Transformer(Protocol):
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        ahead: Any,
+        lookahead: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """Compute the part of a block before attention.
@@ -87,7 +87,7 @@ class Transformer(Protocol):
             image: [N_image, width], image stream; or [N, width] in row order.
             packing: layout of the rows.
             cis: [N, head_dim / 2] complex rotary factors in row order.
-            ahead: what `post` of the previous block returned for this one; None: nothing.
+            lookahead: what `post` of the previous block returned for this one; None: nothing.
             room: [N or more, 3 · width] buffer for queries, keys and values of a lone row, if
                 `writes`; None: allocate.
 
@@ -103,10 +103,10 @@ class Transformer(Protocol):
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        kept: Any,
+        carried: Any,
         packing: Packing,
         *,
-        goes_on: bool,
+        continues: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         """Compute the part of a block after attention: both streams, and input for the next block's
@@ -117,9 +117,9 @@ class Transformer(Protocol):
             text: the stream that `pre` was given.
             image: the stream that `pre` was given.
             attended: [N, width] output of attention, in row order.
-            kept: third result of `pre`.
+            carried: third result of `pre`.
             packing: layout of the rows.
-            goes_on: whether the next block receives these streams unchanged.
+            continues: whether the next block receives these streams unchanged.
             image_alone: whether to compute only the image tokens of a lone row.
         """
         ...
@@ -151,7 +151,7 @@ CaptureKeys = Callable[[Tensor, Tensor], None]
 """Receives keys (after norm and rotary embedding) and values in row order."""
 
 
-class FillRest(Protocol):
+class FillCached(Protocol):
     """Adds keys and values of the cached tokens."""
 
     def __call__(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ class State:
     ) -> None:
         self.model, self.kinds = model, kinds
         self.asking = asking or AtOnce()
-        self.rest_cis, self.cached = packed.rest_cis, packed.rest_cis is not None
+        self.cached_cis, self.cached = packed.cached_cis, packed.cached_cis is not None
         self.sees_fixed = packed.sees_fixed
         self.wide = not self.cached  # without cached rows both packings are the same
         self.packed: Packed
@@ -204,7 +204,7 @@ class State:
         self.whole = packed
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
-        self.ahead: Any = None  # what the last block has left for the next one
+        self.lookahead: Any = None  # what the last block has left for the next one
         self.room: Tensor | None = None  # where the present block's keys and values lie already
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text: Tensor
@@ -245,13 +245,13 @@ class State:
                 and number + 1 not in (two_streams, self.model.alone)
                 and (kinds[number] == "dense") == (kinds[number + 1] == "dense")
             )
-            self.text, self.image = self._block(number, goes_on=goes_on)
+            self.text, self.image = self._block(number, continues=goes_on)
             if residuals:
                 self._add_residuals(number)
 
-    def _block(self, number: int, *, goes_on: bool) -> tuple[Tensor, Tensor]:
+    def _block(self, number: int, *, continues: bool) -> tuple[Tensor, Tensor]:
         """Run one block; intermediate tensors are freed as early as possible."""
-        fill: FillRest | None = partial(self._load, number) if self.sees_fixed else None
+        fill: FillCached | None = partial(self._load, number) if self.sees_fixed else None
         if self.cached:  # inactive tokens come in or are dropped, as the block's kind asks
             kind = self.kinds[number]
             if (kind == "dense") != self.wide:
@@ -261,8 +261,8 @@ class State:
         if fill is not None and self.model.writes[number]:
             self.room = self.room_for()
         capture = self.capture(number) if self.packed.primes else None
-        streams, ahead = (self.text, self.image), self.ahead
-        self.ahead = None
+        streams, ahead = (self.text, self.image), self.lookahead
+        self.lookahead = None
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
         qk, v, post_inputs = pre
         del pre, ahead
@@ -271,13 +271,13 @@ class State:
         del qk, v  # the values may hold all that their product made, seven widths of each token
         # Nobody reads the text behind the last block. (That of several rows lies between.)
         image_only = self.joined and self.packing.in_front and number + 1 == self.model.block_count
-        *behind, self.ahead = self.model.post(
+        *behind, self.lookahead = self.model.post(
             number,
             *streams,
             attended,
             post_inputs,
             self.packing,
-            goes_on=goes_on,
+            continues=continues,
             image_alone=image_only,
         )
         self.joined = self.joined and not image_only
@@ -288,7 +288,7 @@ class State:
         qk: Tensor,
         v: Tensor,
         packing: Packing,
-        fill: FillRest | None,
+        fill: FillCached | None,
         capture: CaptureKeys | None,
     ) -> Tensor:
         """Return [N, width] attention of the computed tokens over all keys of their rows, in row
@@ -344,23 +344,23 @@ class State:
             self.packing, self.cis = self.layout.wide, self.packed.wide_cis
         else:
             # What the last dense block left is nearer to the edit than an entry, and loads nothing.
-            self.carried = (index, self.layout.rest_of(self.image, rows=self.joined))
+            self.carried = (index, self.layout.cached_of(self.image, rows=self.joined))
             self.image = self.layout.restrict(self.image, rows=self.joined)
             self.packing, self.cis = self.layout.narrow, self.packed.cis
         self.wide = dense
 
     def _hidden(self, index: int) -> Tensor:
         """Return [m, width] hidden states of the cached tokens at the block's input."""
-        assert self.rest_cis is not None
-        count = len(self.rest_cis)
+        assert self.cached_cis is not None
+        count = len(self.cached_cis)
         if index == 0:
             tokens = self.asking.empty(self.image, (count, self.packed.tokens.shape[1]))
-            self.asking.between(partial(_take_rest, tokens), self.packed)
-            return self.model.embed(tokens, self.layout.rest_stream.spans)
+            self.asking.between(partial(_take_cached, tokens), self.packed)
+            return self.model.embed(tokens, self.layout.cached_stream.spans)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         hidden = self.asking.empty(self.image, (count, self.image.shape[1]))
-        self._place(index, "h", (hidden,), self.layout.rest_slots)
+        self._place(index, "h", (hidden,), self.layout.cached_slots)
         return hidden
 
     def _place(
@@ -422,22 +422,24 @@ class State:
     def _place_fixed(
         self,
         index: int,
-        both: tuple[Tensor, Tensor],
+        keys_and_values: tuple[Tensor, Tensor],
         packing: Packing,
         anew: Sequence[bool] | None = None,
     ) -> None:
         if self.sees_fixed:
             slots = packing.fixed_slots
-            self.asking.between(partial(_place_fixed, index, both, slots, anew), self.packed)
+            self.asking.between(
+                partial(_place_fixed, index, keys_and_values, slots, anew), self.packed
+            )
 
-    def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
+    def cached_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Return projected keys and values of the cached tokens, [M, heads, head_dim]."""
-        assert self.rest_cis is not None
-        hidden, stream = self._hidden(index), self.layout.rest_stream
-        return self.model.project(index, hidden, stream, self.rest_cis)
+        assert self.cached_cis is not None
+        hidden, stream = self._hidden(index), self.layout.cached_stream
+        return self.model.project(index, hidden, stream, self.cached_cis)
 
     def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        cached_kv, kv = self.rest_keys(index), self._all_keys(k, v, packing)
+        cached_kv, kv = self.cached_keys(index), self._all_keys(k, v, packing)
         if self.room is None:
             packing.scatter_computed((k, v), kv)
         packing.scatter_inactive(cached_kv, kv)
@@ -515,13 +517,13 @@ def _place_fixed(
             keys.copy_(rotate(keys.float(), back.expand(end - begin, -1), keys.dtype))
 
 
-def _chosen(given: Sequence[T | None], anew: Sequence[bool] | None) -> Sequence[T | None]:
+def _chosen(tensors: Sequence[T | None], anew: Sequence[bool] | None) -> Sequence[T | None]:
     if anew is None:
-        return given
-    return [part if writes else None for part, writes in zip(given, anew, strict=False)]
+        return tensors
+    return [part if writes else None for part, writes in zip(tensors, anew, strict=False)]
 
 
-def _take_rest(out: Tensor, packed: Packed) -> None:
+def _take_cached(out: Tensor, packed: Packed) -> None:
     torch.cat(
         [cached_tokens.tokens() for cached_tokens in packed.rests if cached_tokens is not None],
         out=out,

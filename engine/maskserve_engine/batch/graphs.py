@@ -26,7 +26,7 @@ from torch import Tensor
 
 from maskserve_engine.layers.attention import missing_varlen
 
-KEPT = 16
+MOST_RECORDED = 16
 """Number of recorded steps that are kept; the least recently used one goes first."""
 _TOLERANCE = 0.02
 """Largest accepted difference of a recorded step, as a share of the largest absolute answer."""
@@ -127,17 +127,17 @@ class _Buffers:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
         self.grown = False
         """Whether a buffer was replaced, so that earlier steps hold a smaller one alone."""
 
     def of(self, number: int, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the buffer of that number and dtype, cut to `shape`; it grows as needed."""
         name, count = (number, like.dtype), prod(shape)
-        buffer = self._held.get(name)
+        buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < count:
             self.grown = self.grown or buffer is not None
-            buffer = self._held[name] = like.new_empty(count)
+            buffer = self._buffers[name] = like.new_empty(count)
         return buffer[:count].view(shape)
 
 
@@ -146,7 +146,7 @@ class _Recording(AtOnce):
         self._capture, self._all = capture, buffers
         self.pieces: list[GraphPiece] = []
         self.actions: list[Callable[[Any], None]] = []
-        self._own: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def between(self, action: Callable[[P], None], packed: P) -> None:
         self.pieces.append(self._capture.end())
@@ -156,20 +156,20 @@ class _Recording(AtOnce):
     def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return one buffer per shape for all blocks: the graph holds what an action writes to."""
         name = shape, like.dtype
-        if name not in self._own:
-            self._own[name] = self._all.of(len(self._own), like, shape)
-        return self._own[name]
+        if name not in self._buffers:
+            self._buffers[name] = self._all.of(len(self._buffers), like, shape)
+        return self._buffers[name]
 
 
 class RecordedStep:
     def __init__(self, capture: GraphCapture, buffers: _Buffers, step: BatchStep) -> None:
-        self._own: BatchStep = step.copied()
+        self._step: BatchStep = step.copied()
         self._of = weakref.ref(step.packed)
         recording = _Recording(capture, buffers)
         with capture.session():
             capture.begin()
             try:
-                self._answer = self._own.run(recording)
+                self._answer = self._step.run(recording)
             finally:
                 last = capture.end()
         self._pieces = [*recording.pieces, last]
@@ -181,7 +181,7 @@ class RecordedStep:
         Raises:
             EntryLost: an entry's load failed; the next step is not affected.
         """
-        self._own.take(step, anew=self._of() is not step.packed)
+        self._step.take(step, anew=self._of() is not step.packed)
         self._of = weakref.ref(step.packed)
         for piece, action in zip(self._pieces, self._actions, strict=False):
             piece.replay()
@@ -194,7 +194,7 @@ class Graphs:
     def __init__(self, capture: GraphCapture) -> None:
         self._capture: GraphCapture | None = capture
         self._buffers = _Buffers()
-        self._seen: OrderedDict[Hashable, RecordedStep | None] = OrderedDict()
+        self._steps: OrderedDict[Hashable, RecordedStep | None] = OrderedDict()
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype) -> Graphs | None:
@@ -212,17 +212,17 @@ class Graphs:
         name = None if self._capture is None else step.shapes
         if name is None:
             return step.run(AtOnce())
-        recorded = self._seen.get(name)
+        recorded = self._steps.get(name)
         if recorded is not None:
-            self._seen.move_to_end(name)
+            self._steps.move_to_end(name)
             return recorded.take(step)
         answer = step.run(AtOnce())
-        if name in self._seen:
+        if name in self._steps:
             self._record(name, answer, step)
         else:
-            self._seen[name] = None
-            while len(self._seen) > KEPT:
-                self._seen.popitem(last=False)
+            self._steps[name] = None
+            while len(self._steps) > MOST_RECORDED:
+                self._steps.popitem(last=False)
         return answer
 
     def _record(self, name: Hashable, answer: Tensor, step: BatchStep) -> None:
@@ -239,10 +239,10 @@ class Graphs:
         except Exception:  # whatever a driver can raise; the model serves without
             _log.exception("steps are not recorded as CUDA graphs")
             self._capture = None
-            self._seen.clear()
+            self._steps.clear()
             return
         if self._buffers.grown:  # they are recorded again, and the smaller buffers let go
-            self._seen = OrderedDict.fromkeys(self._seen)
+            self._steps = OrderedDict.fromkeys(self._steps)
             self._buffers.grown = False
-        self._seen[name] = recorded
-        self._seen.move_to_end(name)
+        self._steps[name] = recorded
+        self._steps.move_to_end(name)

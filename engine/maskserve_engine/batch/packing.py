@@ -9,7 +9,7 @@ Attention and single blocks see *row order*:
 
     | text 0 | image 0 | text 1 | image 1 | …
 
-Keys also include a row's cached tokens (`rest`), and tokens that none of its steps computes
+Keys also include a row's cached tokens (`cached`), and tokens that none of its steps computes
 (`fixed`):
 
     | text 0 | image 0 | rest 0 | fixed 0 | text 1 | …
@@ -76,7 +76,7 @@ class Packing:
 
     text: tuple[int, ...]
     image: tuple[int, ...]
-    rest: tuple[int, ...]
+    cached: tuple[int, ...]
     text_stream: Stream
     image_stream: Stream
     row_stream: Stream
@@ -107,8 +107,12 @@ class Packing:
             return torch.cat(stacked, dim=1).flatten(0, 1)
         return torch.cat((text, image)).index_select(0, self.to_rows)
 
-    def in_row_order(self, both: Tensor) -> Tensor:
-        return both if len(self.text) == 1 else both.index_select(0, self.to_rows)
+    def in_row_order(self, keys_and_values: Tensor) -> Tensor:
+        return (
+            keys_and_values
+            if len(self.text) == 1
+            else keys_and_values.index_select(0, self.to_rows)
+        )
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return text and image stream from row order."""
@@ -209,7 +213,7 @@ def _pack(
     return Packing(
         text=text,
         image=image,
-        rest=cached,
+        cached=cached,
         text_stream=_stream(text, device),
         image_stream=_stream(image, device, timeless),
         row_stream=_stream(core, device),
@@ -233,9 +237,9 @@ class Widened:
 
     packing: Packing
     core_in_image: Tensor
-    rest_in_image: Tensor
+    cached_in_image: Tensor
     core_in_rows: Tensor
-    rest_in_rows: Tensor
+    cached_in_rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ class SparseLayout:
     """
 
     narrow: Packing
-    rest_stream: Stream
+    cached_stream: Stream
     make_widened: Callable[[], Widened]
 
     @cached_property
@@ -259,19 +263,19 @@ class SparseLayout:
         return self.widened.packing
 
     @cached_property
-    def rest_slots(self) -> KvSlots:
-        """Slots of the cached tokens in `rest_stream`."""
+    def cached_slots(self) -> KvSlots:
+        """Slots of the cached tokens in `cached_stream`."""
         among_keys = self.narrow.slots
-        return replace(among_keys, spans=self.rest_stream.spans, to=among_keys.numbers)
+        return replace(among_keys, spans=self.cached_stream.spans, to=among_keys.numbers)
 
-    def widen(self, core: Tensor, rest: Tensor, *, rows: bool) -> Tensor:
+    def widen(self, core: Tensor, cached: Tensor, *, rows: bool) -> Tensor:
         """Return the wide stream from the narrow one and the cached tokens' hidden states."""
         to = self.widened
         at_core = to.core_in_rows if rows else to.core_in_image
-        at_rest = to.rest_in_rows if rows else to.rest_in_image
+        at_rest = to.cached_in_rows if rows else to.cached_in_image
         wide = core.new_empty(len(at_core) + len(at_rest), core.shape[1])
         wide.index_copy_(0, at_core, core)
-        wide.index_copy_(0, at_rest, rest)
+        wide.index_copy_(0, at_rest, cached)
         return wide
 
     def restrict(self, wide: Tensor, *, rows: bool) -> Tensor:
@@ -279,10 +283,10 @@ class SparseLayout:
         widened = self.widened
         return wide.index_select(0, widened.core_in_rows if rows else widened.core_in_image)
 
-    def rest_of(self, wide: Tensor, *, rows: bool) -> Tensor:
+    def cached_of(self, wide: Tensor, *, rows: bool) -> Tensor:
         """Return the cached tokens of the wide stream, packed by row."""
         widened = self.widened
-        return wide.index_select(0, widened.rest_in_rows if rows else widened.rest_in_image)
+        return wide.index_select(0, widened.cached_in_rows if rows else widened.cached_in_image)
 
 
 @lru_cache(maxsize=16)
@@ -323,7 +327,7 @@ def sparse_layout(
 
 
 class _Placed(NamedTuple):
-    both: tuple[Tensor, Tensor]
+    keys_and_values: tuple[Tensor, Tensor]
     entries: list[object]
     spans: Sequence[Span]
 
@@ -356,12 +360,14 @@ class PlacedKV:
             return None
         self._blocks[block] = placed._replace(entries=entries)
         read = zip(entries, placed.entries, strict=True)
-        return placed.both, [entry is not previous_entry for entry, previous_entry in read]
+        return placed.keys_and_values, [
+            entry is not previous_entry for entry, previous_entry in read
+        ]
 
     def keep(
         self,
         block: int,
-        both: tuple[Tensor, Tensor],
+        keys_and_values: tuple[Tensor, Tensor],
         entries: list[object],
         spans: Sequence[Span],
         room: int,
@@ -370,11 +376,11 @@ class PlacedKV:
         entries have to be read for it. None: all.
         """
         previous = self._before.pop(block, None)
-        if sum(tensor.nbytes for tensor in both) > room:
+        if sum(tensor.nbytes for tensor in keys_and_values) > room:
             return None
-        self._blocks[block] = _Placed(both, entries, spans)
+        self._blocks[block] = _Placed(keys_and_values, entries, spans)
         # A device's one kernel reads all sooner than so many copies are asked for.
-        if previous is None or both[0].device.type != "cpu":
+        if previous is None or keys_and_values[0].device.type != "cpu":
             return None
         # A handle is of one row's tokens, and what is read of it follows from nothing else.
         spans_by_id = {
@@ -386,7 +392,7 @@ class PlacedKV:
         for number, (begin, end) in enumerate(spans):
             first, last = spans_by_id.get(id(entries[number]), (0, 0))
             if last - first == end - begin > 0:
-                for to, source in zip(both, previous.both, strict=True):
+                for to, source in zip(keys_and_values, previous.keys_and_values, strict=True):
                     to[begin:end] = source[first:last]
                 anew[number] = False
         return anew
@@ -411,7 +417,7 @@ class RowResiduals(Residuals, Protocol):
     """Residuals of a row that may compute lookahead passes."""
 
     @property
-    def ahead(self) -> Residuals: ...
+    def for_lookahead(self) -> Residuals: ...
 
 
 class InactiveTokens(Protocol):
@@ -481,7 +487,7 @@ class RowInput:
     """Embedded guidance; None for models without it."""
     cis: Tensor
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
-    rest: InactiveTokens | None = None
+    cached: InactiveTokens | None = None
     """Cached tokens of the row; None: all tokens are computed."""
     capture: Capture | None = None
     """Set for priming rows, and for rows whose ControlNet computes all tokens."""
@@ -509,7 +515,7 @@ class RowInput:
 class Packed:
     def __init__(self, rows: Sequence[RowInput]) -> None:
         self.rows = tuple(rows)
-        self.rests = tuple(row.rest for row in rows)
+        self.rests = tuple(row.cached for row in rows)
         self.parts = tuple(
             part for cached in self.rests for part in ((None,) if cached is None else cached.parts)
         )
@@ -539,7 +545,7 @@ class Packed:
         self.pooled = torch.stack(pooled) if pooled else None
         self.cis = torch.cat([row.cis for row in rows])
         """[N, head_dim / 2] in row order."""
-        self.rest_cis = torch.cat(rest_cis) if rest_cis else None
+        self.cached_cis = torch.cat(rest_cis) if rest_cis else None
         """[M, head_dim / 2]; None without cached rows."""
         self.guidance: Tensor | None = None
         if rows[0].guidance is not None:
@@ -584,7 +590,7 @@ class Packed:
     @property
     def shapes(self) -> Hashable:
         narrow = self.layout.narrow
-        return narrow.text, narrow.image, narrow.rest, narrow.slots.spans
+        return narrow.text, narrow.image, narrow.cached, narrow.slots.spans
 
     def copied(self) -> Packed:
         """Return the same rows on copied tensors, without entries."""
@@ -596,7 +602,7 @@ class Packed:
             self.text.clone(),
             self.cis.clone(),
         )
-        packed.rest_cis = None if self.rest_cis is None else self.rest_cis.clone()
+        packed.cached_cis = None if self.cached_cis is None else self.cached_cis.clone()
         vars(packed).pop("wide_cis", None)  # of others' factors
         return packed
 
@@ -604,15 +610,15 @@ class Packed:
         """Copy text and rotary factors of other rows of the same shapes into these tensors."""
         self.text.copy_(other.text)
         self.cis.copy_(other.cis)
-        if self.rest_cis is not None:
-            assert other.rest_cis is not None
-            self.rest_cis.copy_(other.rest_cis)
+        if self.cached_cis is not None:
+            assert other.cached_cis is not None
+            self.cached_cis.copy_(other.cached_cis)
 
     @cached_property
     def wide_cis(self) -> Tensor:
         """[N + M, head_dim / 2] in row order, with the cached tokens."""
-        assert self.rest_cis is not None
-        wide = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
+        assert self.cached_cis is not None
+        wide = self.cis.new_empty(len(self.cis) + len(self.cached_cis), self.cis.shape[1])
         wide[self.layout.widened.core_in_rows] = self.cis
-        wide[self.layout.widened.rest_in_rows] = self.rest_cis
+        wide[self.layout.widened.cached_in_rows] = self.cached_cis
         return wide

@@ -221,7 +221,7 @@ class RowWeights:
 
     def take(self, rows: Sequence[int]) -> Self:
 
-        def taken(place: str, own: Linear) -> Linear:
-            return own.take(rows) if isinstance(own, ByRow) else own
+        def updated(place: str, linear: Linear) -> Linear:
+            return linear.take(rows) if isinstance(linear, ByRow) else linear
 
-        return map_linears(self, taken) if self.by_row else self
+        return map_linears(self, updated) if self.by_row else self

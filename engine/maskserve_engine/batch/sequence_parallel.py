@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maskserve_engine.batch.forward import CaptureKeys, FillRest, State, Transformer
+from maskserve_engine.batch.forward import CaptureKeys, FillCached, State, Transformer
 from maskserve_engine.batch.packing import (
     Capture,
     FixedTokens,
@@ -141,7 +141,7 @@ def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnHeads:
+class _HeadsOfRank:
     """Cuts cached keys and values to the heads of one rank."""
 
     heads: Span
@@ -149,11 +149,11 @@ class _OwnHeads:
     cis: Tensor
     """[n, head_dim / 2] of any tokens: gives head size, dtype and device."""
 
-    def of(self, found: KvSource) -> KvSource:
+    def of(self, source: KvSource) -> KvSource:
         changes = tuple(
-            [change._replace(parts=self._all_cut(change.parts)) for change in found.changes]
+            [change._replace(parts=self._all_cut(change.parts)) for change in source.changes]
         )
-        return replace(found, parts=self._all_cut(found.parts), changes=changes)
+        return replace(source, parts=self._all_cut(source.parts), changes=changes)
 
     def _all_cut(self, parts: tuple[Coded, ...]) -> tuple[Coded, ...]:
         return tuple(map(self._cut, parts))
@@ -176,7 +176,7 @@ class _OwnHeads:
 @dataclass(frozen=True, slots=True)
 class _FixedShare:
     whole: FixedTokens
-    heads: _OwnHeads
+    heads: _HeadsOfRank
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -190,19 +190,19 @@ class _FixedShare:
 
 
 @dataclass(frozen=True, slots=True)
-class _RestShare:
+class _CachedShare:
     """`InactiveTokens` of which a rank computes a share of the tokens and reads its heads."""
 
     whole: InactiveTokens
-    own: slice
-    heads: _OwnHeads
+    token_slice: slice
+    heads: _HeadsOfRank
 
     @property
     def cis(self) -> Tensor:
-        return self.whole.cis[self.own]
+        return self.whole.cis[self.token_slice]
 
     def tokens(self) -> Tensor:
-        return self.whole.tokens()[self.own]
+        return self.whole.tokens()[self.token_slice]
 
     @property
     def parts(self) -> Sequence[InactiveTokens]:
@@ -220,8 +220,8 @@ class _RestShare:
         if part == "kv":
             return self.heads.of(found)
         if found.ids is not None:
-            return replace(found, ids=found.ids[self.own])
-        return KvSource(tuple([coded.map(lambda t: t[self.own]) for coded in found.parts]))
+            return replace(found, ids=found.ids[self.token_slice])
+        return KvSource(tuple([coded.map(lambda t: t[self.token_slice]) for coded in found.parts]))
 
 
 class RankShare:
@@ -243,7 +243,7 @@ class RankShare:
         self.heads = [share_of(heads, rank, count) for rank in range(count)]
         self.packed = Packed([self._part(row, heads) for row in whole.rows])
         narrow = whole.layout.narrow
-        text, image, cached = narrow.text, narrow.image, narrow.rest
+        text, image, cached = narrow.text, narrow.image, narrow.cached
         images = list(zip(image, strict=True))
         will_do = not whole.primes
         routes = {
@@ -261,7 +261,7 @@ class RankShare:
             begin + np.arange(*share_of(length, exchange.rank, count))
             for (begin, _), length in zip(spans(image), image, strict=True)
         ]
-        self._own: Tensor = moved((torch.from_numpy(np.concatenate(positions)),), device)[0]
+        self._positions: Tensor = moved((torch.from_numpy(np.concatenate(positions)),), device)[0]
 
     @cached_property
     def alone(self) -> RankShare:
@@ -270,18 +270,18 @@ class RankShare:
     def _part(self, row: RowInput, heads: int) -> RowInput:
         rank, count = self.exchange.rank, self.exchange.count
 
-        def own(length: int) -> slice:
+        def of_length(length: int) -> slice:
             return slice(*share_of(length, rank, count))
 
         texts, cached_tokens, heads_of = (
             len(row.text),
-            row.rest,
-            _OwnHeads(self.heads[rank], heads, row.cis),
+            row.cached,
+            _HeadsOfRank(self.heads[rank], heads, row.cis),
         )
-        tokens, text = own(len(row.tokens)), own(texts)
+        tokens, text = of_length(len(row.tokens)), of_length(texts)
         static_count = max(0, tokens.stop - max(tokens.start, len(row.tokens) - row.still))
         if cached_tokens is not None:
-            cached_tokens = _RestShare(cached_tokens, own(len(cached_tokens.cis)), heads_of)
+            cached_tokens = _CachedShare(cached_tokens, of_length(len(cached_tokens.cis)), heads_of)
         fixed = tuple([_FixedShare(fixed_tokens, heads_of) for fixed_tokens in row.fixed])
         cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
         return replace(
@@ -289,13 +289,13 @@ class RankShare:
             tokens=row.tokens[tokens],
             text=row.text[text],
             cis=cis,
-            rest=cached_tokens,
+            cached=cached_tokens,
             fixed=fixed,
             still=static_count,
         )
 
     def refresh(self) -> None:
-        self.packed.tokens = self.whole.tokens.index_select(0, self._own)
+        self.packed.tokens = self.whole.tokens.index_select(0, self._positions)
 
     def to_heads(self, tensors: Sequence[Tensor], route: RankRoute) -> Tensor:
         """Exchange tokens for heads, before attention: [N, sum of P, rank's heads, head_dim] of all
@@ -314,18 +314,18 @@ class RankShare:
         )
         return by_rank if route.ordered is None else by_rank.index_select(0, route.ordered)
 
-    def to_tokens(self, found: Tensor, route: RankRoute) -> Tensor:
+    def to_tokens(self, source: Tensor, route: RankRoute) -> Tensor:
         """Exchange heads for tokens, after attention: [n, width] from [N, rank's heads ·
         head_dim].
         """
         local_heads = self.heads[self.exchange.rank]
-        head_dim = found.shape[1] // (local_heads[1] - local_heads[0])
+        head_dim = source.shape[1] // (local_heads[1] - local_heads[0])
         if route.travelling is not None:
-            found = found.index_select(0, route.travelling)
+            source = source.index_select(0, route.travelling)
         n = route.counts[self.exchange.rank]
         widths = [(end - begin) * head_dim for begin, end in self.heads]
         received = self.exchange.all_to_all(
-            found.split(route.counts), [n * width for width in widths]
+            source.split(route.counts), [n * width for width in widths]
         )
         parts = received.split([n * width for width in widths])
         return torch.cat([x.view(n, w) for x, w in zip(parts, widths, strict=True)], dim=1)
@@ -354,11 +354,11 @@ def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = 
 
 class _SharedState(State):
     def __init__(self, model: Transformer, share: RankShare, kinds: Sequence[str]) -> None:
-        self.share, self._behind = share.alone if model.alone else share, share
+        self.share, self._share_behind = share.alone if model.alone else share, share
         super().__init__(model, share.packed, kinds)
 
     def _meet_text(self) -> None:
-        self.share = self._behind
+        self.share = self._share_behind
         super()._meet_text()
 
     @property
@@ -375,7 +375,7 @@ class _SharedState(State):
         qk: Tensor,
         v: Tensor,
         packing: Packing,
-        fill: FillRest | None,
+        fill: FillCached | None,
         capture: CaptureKeys | None,
     ) -> Tensor:
         """Attend with the rank's heads; `packing` holds the rank's tokens."""
@@ -387,9 +387,9 @@ class _SharedState(State):
     def room_for(self) -> None:
         """Return None: keys also come from other ranks."""
 
-    def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
+    def cached_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Project the rank's tokens, all heads, then exchange as for the computed tokens."""
-        k, v = super().rest_keys(index)
+        k, v = super().cached_keys(index)
         kv = self.share.to_heads((k[:, None], v[:, None]), self.share.routes["rest"])
         return kv[:, 0], kv[:, 1]
 

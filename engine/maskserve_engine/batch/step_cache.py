@@ -33,7 +33,7 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.scatter_kv import Change, KvSource
 from maskserve_engine.planning.flops import Floats
-from maskserve_engine.planning.refresh_steps import OwnRule, clock_steps, foreseen_at
+from maskserve_engine.planning.refresh_steps import RefreshRule, clock_steps, lookahead_steps_of
 
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")
@@ -43,7 +43,7 @@ it, or, where ranks deal passes, whether this rank has the pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPlan:
+class RefreshSchedule:
     """The steps at which a row refreshes, and how it keeps the result."""
 
     anchors: frozenset[int]
@@ -57,37 +57,37 @@ class OwnPlan:
     power: float = 1.0
     """Exponent of sigma over which keys and values are linear; 0: they stay as the last refresh
     step left them."""
-    lifts: bool = False
+    corrects_residuals: bool = False
     """For a row with a template: whether its dense first steps correct the entries that later steps
     read."""
-    bends: bool = False
+    second_order: bool = False
     """Whether to use the parabola through the last three refresh steps; it counts less the longer
     the last interval is against the one before."""
-    foresees: bool = False
+    looks_ahead: bool = False
     """Whether all refresh steps but the first are computed ahead, at the refresh step before."""
 
     @property
     def dense(self) -> frozenset[int]:
-        return frozenset({0}) if self.foresees else self.anchors
+        return frozenset({0}) if self.looks_ahead else self.anchors
 
     @property
-    def ahead(self) -> frozenset[int]:
+    def lookahead_steps(self) -> frozenset[int]:
         """Steps that compute a later refresh step beside their own tokens."""
         return self.computed_at - self.dense
 
     @property
     def computed_at(self) -> frozenset[int]:
         """Steps that compute a refresh step: their own, or a later one by lookahead."""
-        return foreseen_at(self.anchors) if self.foresees else self.anchors
+        return lookahead_steps_of(self.anchors) if self.looks_ahead else self.anchors
 
-    def behind(self, step: int) -> int | None:
+    def refresh_before(self, step: int) -> int | None:
         """Return the first refresh step after `step`; None: there is none."""
         return min(
             (refresh_step for refresh_step in self.anchors if refresh_step > step), default=None
         )
 
     @classmethod
-    def of(cls, rule: OwnRule, steps: int) -> OwnPlan:
+    def of(cls, rule: RefreshRule, steps: int) -> RefreshSchedule:
         """Return the schedule of ControlNets beside a row with a template."""
         return cls(clock_steps(steps, rule.stride), rule.format, rule.text, power=rule.power)
 
@@ -119,30 +119,30 @@ def _weight(sigmas: tuple[float, ...], power: float, sigma: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Refreshed:
     step: int
     line: AnchorLine
     parts: tuple[Coded, ...]
     """[T + m, width] each; keys and values for `kv`."""
     slopes: tuple[Coded, ...] = ()
     """Change since the refresh step before; empty after the first."""
-    bends: tuple[Coded, ...] = ()
+    second_order: tuple[Coded, ...] = ()
     """Second-order term, added `weight` · (1 + `weight`) times; empty before the third refresh
     step."""
 
 
-class OwnAnchors:
+class StepCache:
     """Captures what the refresh steps of one pass leave (`packing.Capture`)."""
 
-    def __init__(self, plan: OwnPlan) -> None:
+    def __init__(self, plan: RefreshSchedule) -> None:
         self.plan = plan
         self.text = plan.text
         self._step = self._total = 0
-        self._kept_tokens = slice(0)
+        self._cached_tokens = slice(0)
         self._words: int | None = None
         """Text tokens of a row with a template, which keeps these and the ring; None: no
         template."""
-        self._kept: dict[tuple[int, str], _Kept] = {}
+        self._refreshed: dict[tuple[int, str], _Refreshed] = {}
         self._line = AnchorLine((), plan.power)
         """Line through the complete refresh steps."""
         self._at = 0.0
@@ -152,31 +152,33 @@ class OwnAnchors:
         self._first: tuple[int, float] = (0, 0.0)
         """For a row with a template: number of cached tokens, which come last, in the step to be
         captured, and the sigma of its last dense step."""
-        self._found: dict[int, tuple[Coded, ...]] = {}
+        self._dense_first: dict[int, tuple[Coded, ...]] = {}
         """[m, width] keys and values of these tokens in a dense first step, by block."""
         self._lacked: dict[int, tuple[Coded, ...]] = {}
         """Difference of these to the template's entry, by block."""
         self._dtype = torch.float32
         self._has: Share = None
-        self._seen: Share = None
+        self._share: Share = None
         self._lost: int | None = None
 
-    def whole(self, heads: Span | None = None, *, dealt: bool = False) -> bool:
+    def whole(self, heads: Span | None = None, *, by_rank: bool = False) -> bool:
         """Return whether every block can be read by a rank with these heads, by all ranks (None),
         or by ranks that deal passes.
         """
-        enough: tuple[Share, ...] = ("here", "elsewhere") if dealt else (None, heads)
+        enough: tuple[Share, ...] = ("here", "elsewhere") if by_rank else (None, heads)
         return bool(self._line.sigmas) and self._has in enough
 
     @property
     def nbytes(self) -> int:
-        groups = [(*group.parts, *group.slopes, *group.bends) for group in self._kept.values()]
-        groups += [*self._found.values(), *self._lacked.values()]
+        groups = [
+            (*group.parts, *group.slopes, *group.second_order) for group in self._refreshed.values()
+        ]
+        groups += [*self._dense_first.values(), *self._lacked.values()]
         return sum(coded.nbytes for group in groups for coded in group)
 
     def anchor(
         self, step: int, sigma: float, computed: int, total: int, *, reads: bool = False
-    ) -> OwnAnchors:
+    ) -> StepCache:
         """Prepare to capture a refresh step, and return itself.
 
         Args:
@@ -187,8 +189,8 @@ class OwnAnchors:
             reads: whether this is a lookahead, in a step that reads the cache.
         """
         self._step, self._at, self._total = step, sigma, total
-        self._kept_tokens = slice(computed, total)
-        self._reads, self._words, self._seen = reads, None, None
+        self._cached_tokens = slice(computed, total)
+        self._reads, self._words, self._share = reads, None, None
         return self
 
     @property
@@ -196,31 +198,31 @@ class OwnAnchors:
         """Sigma of the last complete refresh step."""
         return self._line.sigmas[-1]
 
-    def beside(
+    def begin_with_template(
         self,
         step: int,
         words: int,
         ring: slice,
-        others: int,
+        cached_count: int,
         sigma: float,
         *,
         reads: bool = False,
-    ) -> OwnAnchors:
+    ) -> StepCache:
         """Prepare to capture a step of a row with a template, and return itself.
 
         Args:
             step: number of the row's step.
             words: number of text tokens.
             ring: image tokens that are left out with the text.
-            others: number of image tokens that other steps do not compute; they come
+            cached_count: number of image tokens that other steps do not compute; they come
                 last. 0: this step does not compute them either.
             sigma: sigma of the step.
             reads: whether this is a lookahead, in a step that reads the cache.
         """
-        if self.plan.lifts:
-            self._first = (others, sigma) if others else (0, self._first[1])
+        if self.plan.corrects_residuals:
+            self._first = (cached_count, sigma) if cached_count else (0, self._first[1])
         self.anchor(step, sigma, 0, 0, reads=reads)
-        self._words, self._kept_tokens = words, ring
+        self._words, self._cached_tokens = words, ring
         return self
 
     def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
@@ -228,23 +230,23 @@ class OwnAnchors:
         template), with s0 the row's dense first step. The noisier the step, the larger the
         correction.
         """
-        first_kv = self._found.pop(block, None)
+        first_kv = self._dense_first.pop(block, None)
         if first_kv is not None:
-            self._lacked[block] = tuple(map(self._less, first_kv, entry.taken()))
+            self._lacked[block] = tuple(map(self._less, first_kv, entry.coded_parts()))
         if block not in self._lacked:
             return entry
         return replace(entry, changes=(Change(self._lacked[block], sigma / self._first[1]),))
 
-    def _less(self, found: Coded, entry: Coded) -> Coded:
+    def _less(self, dense: Coded, entry: Coded) -> Coded:
         decoded = torch.empty(
-            2, len(found.data), found.channels, dtype=self._dtype, device=found.data.device
+            2, len(dense.data), dense.channels, dtype=self._dtype, device=dense.data.device
         )
-        found.into(decoded[0])
+        dense.into(decoded[0])
         entry.into(decoded[1])
         return encode(decoded[0] - decoded[1], self.plan.format)
 
     def sees(self, share: Share) -> None:
-        self._seen = share
+        self._share = share
 
     def hidden(self, block: int, hidden: Tensor) -> None:
         """Ignore hidden states."""
@@ -262,8 +264,8 @@ class OwnAnchors:
         if cached_count:
             self._dtype = keys.dtype
             encoded = [encode(tensor[-cached_count:], self.plan.format) for tensor in kv]
-            self._found[block] = tuple(encoded)
-        if not self.plan.lifts or self.text:
+            self._dense_first[block] = tuple(encoded)
+        if not self.plan.corrects_residuals or self.text:
             self._keep(block, "kv", kv)
 
     def _keep(self, block: int, part: str, tensors: Sequence[Tensor]) -> None:
@@ -271,36 +273,36 @@ class OwnAnchors:
 
         A step that is retried after a failed batch keeps what its first attempt left.
         """
-        if self._reads and self._seen != self._has:
+        if self._reads and self._share != self._has:
             self._lost = self._step  # it reads the share that it has, until the step is taken
-        self._turn()
-        previous = self._kept.get((block, part))
+        self._rotate()
+        previous = self._refreshed.get((block, part))
         if self._lost == self._step or (previous is not None and previous.step == self._step):
             return
         try:
-            self._kept[block, part] = self._made(
-                previous, [self._others(block, x) for x in tensors]
+            self._refreshed[block, part] = self._refresh(
+                previous, [self._cached_of(block, x) for x in tensors]
             )
         except torch.OutOfMemoryError:
             _log.warning("no memory for what an edit's step %d leaves", self._step)
             self._lose()
 
-    def _made(self, kept: _Kept | None, new: Sequence[Tensor]) -> _Kept:
+    def _refresh(self, last: _Refreshed | None, new: Sequence[Tensor]) -> _Refreshed:
         plan, slopes, bends = self.plan, [], []
-        line = AnchorLine((), plan.power) if kept is None else kept.line
-        if kept is not None and plan.power:
-            pairs = zip(kept.parts, new, strict=True)
+        line = AnchorLine((), plan.power) if last is None else last.line
+        if last is not None and plan.power:
+            pairs = zip(last.parts, new, strict=True)
             changes = [new_tensor - self._decoded(coded, new_tensor) for coded, new_tensor in pairs]
             slopes = [encode(tensor, plan.format) for tensor in changes]
             reach = line.weight(self._at)
-            bent = kept.slopes if plan.bends and reach > 0 else ()
+            bent = last.slopes if plan.second_order and reach > 0 else ()
             for coded, change in zip(bent, changes, strict=False):
                 # What the line through the last two has missed of this one. (A parabola adds it
                 # `reach` times that often: too much of what noise has done before.)
                 missed = torch.sub(change, self._decoded(coded, change), alpha=reach)
                 bends.append(encode(missed.div_(1.0 + reach), plan.format))
         parts = tuple([encode(tensor, plan.format) for tensor in new])
-        return _Kept(self._step, line.to(self._at), parts, tuple(slopes), tuple(bends))
+        return _Refreshed(self._step, line.to(self._at), parts, tuple(slopes), tuple(bends))
 
     @staticmethod
     def _decoded(coded: Coded, like: Tensor) -> Tensor:
@@ -316,27 +318,27 @@ class OwnAnchors:
         if not self._reads:
             self._clear()
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         """Start anew if the captured share differs from the cached one: no line leads from one to
         the other.
         """
-        if self._seen != self._has and not self._reads:
+        if self._share != self._has and not self._reads:
             self._clear()
-            self._has = self._seen
+            self._has = self._share
 
     def _clear(self) -> None:
-        self._kept.clear()
+        self._refreshed.clear()
         self._line = AnchorLine((), self.plan.power)
 
-    def _others(self, block: int, x: Tensor) -> Tensor:
+    def _cached_of(self, block: int, x: Tensor) -> Tensor:
         """Return [T + m, width] of the tokens that other steps do not compute."""
         # Of a row that reads a template, blocks that compute the others show them, too.
         text = len(x) - self._total if self._words is None else self._words
-        return torch.cat((x[:text], x[text:][self._kept_tokens]))
+        return torch.cat((x[:text], x[text:][self._cached_tokens]))
 
     def passed(self, sigma: float) -> None:
         """Record that the refresh step at `sigma` is complete. Idempotent, for retried steps."""
-        self._turn()
+        self._rotate()
         if self._lost == self._step:
             self._clear()
         elif self._line.sigmas[-1:] != (sigma,):
@@ -353,17 +355,17 @@ class OwnAnchors:
         return sigma if self.weight(sigma) else self._line
 
     @property
-    def lifts(self) -> bool:
-        return bool(self._found or self._lacked)
+    def corrects_residuals(self) -> bool:
+        return bool(self._dense_first or self._lacked)
 
     def source(self, block: int, sigma: float, part: str = "kv") -> KvSource:
         """Return a part of a block at `sigma`, for the tokens that the step does not compute."""
-        cached_part = self._kept[block, part]
+        cached_part = self._refreshed[block, part]
         weight = cached_part.line.weight(sigma)
         along = (Change(cached_part.slopes, weight),) if weight else ()
         across = (
-            (Change(cached_part.bends, weight * (1.0 + weight)),)
-            if along and cached_part.bends
+            (Change(cached_part.second_order, weight * (1.0 + weight)),)
+            if along and cached_part.second_order
             else ()
         )
         return KvSource(cached_part.parts, None, along + across)
@@ -375,7 +377,7 @@ class AnchoredTokens:
     cached.
     """
 
-    own: OwnAnchors
+    cache: StepCache
     sigma: Callable[[], float]
     cis: Tensor
 
@@ -389,15 +391,15 @@ class AnchoredTokens:
     @property
     def entry(self) -> object:
         """A different object at each step where keys and values change along their line."""
-        return self.own.standing(self.sigma())
+        return self.cache.standing(self.sigma())
 
     def source(self, block: int, part: str) -> KvSource:
         assert part == "kv", "anchors leave keys and values alone"
-        return self.own.source(block, self.sigma())
+        return self.cache.source(block, self.sigma())
 
 
 @dataclass(frozen=True, slots=True)
-class TextBeside:
+class CachedTextWithTemplate:
     """`packing.InactiveTokens` of a pass that caches its text and ring and reads a template."""
 
     parts: tuple[AnchoredTokens, InactiveTokens]
@@ -419,31 +421,35 @@ class TextBeside:
 
 
 def without_text(
-    row: RowInput, ring: Tensor, own: OwnAnchors, sigma: Callable[[], float]
+    row: RowInput, ring: Tensor, cache: StepCache, sigma: Callable[[], float]
 ) -> RowInput:
     """Return a pass that reads a template and does not compute its text."""
-    assert row.rest is not None, "a pass that computes all tokens computes its text, too"
+    assert row.cached is not None, "a pass that computes all tokens computes its text, too"
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    cached_tokens = TextBeside((AnchoredTokens(own, sigma, torch.cat((of_text, ring))), row.rest))
-    return replace(row, text=row.text[:0], cis=computed, rest=cached_tokens)
+    cached_tokens = CachedTextWithTemplate(
+        (AnchoredTokens(cache, sigma, torch.cat((of_text, ring))), row.cached)
+    )
+    return replace(row, text=row.text[:0], cis=computed, cached=cached_tokens)
 
 
-def foretold(row: RowInput, cis: Tensor, own: OwnAnchors, sigma: Callable[[], float]) -> RowInput:
+def lookahead_input(
+    row: RowInput, cis: Tensor, cache: StepCache, sigma: Callable[[], float]
+) -> RowInput:
     """Return a pass between refresh steps, from the input with its text."""
-    if not own.text:
-        return replace(row, rest=AnchoredTokens(own, sigma, cis))
+    if not cache.text:
+        return replace(row, cached=AnchoredTokens(cache, sigma, cis))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
-    cached_tokens = AnchoredTokens(own, sigma, torch.cat((of_text, cis)))
-    return replace(row, text=row.text[:0], cis=computed, rest=cached_tokens)
+    cached_tokens = AnchoredTokens(cache, sigma, torch.cat((of_text, cis)))
+    return replace(row, text=row.text[:0], cis=computed, cached=cached_tokens)
 
 
 class AnchoredRow(Protocol):
     @property
-    def anchors(self) -> Sequence[OwnAnchors]: ...
+    def anchors(self) -> Sequence[StepCache]: ...
 
 
 @dataclass(slots=True)
-class OwnLoad:
+class StepCacheLoad:
     """`executor.LoadState` of tensors that are in place: all parts but hidden states."""
 
     sizes: Floats
@@ -453,21 +459,21 @@ class OwnLoad:
 
 
 @dataclass(slots=True)
-class OwnEntry:
+class StepCacheEntry:
     """In place of a `cache.store.Handle`: what a row reads between refresh steps."""
 
-    load: OwnLoad
+    load: StepCacheLoad
     stalls: list[Any] = field(default_factory=list)
     """Always empty: nothing is waited for."""
 
-    def want(self, wants: Iterable[tuple[int, str]], turn: int) -> None:
+    def want(self, parts: Iterable[tuple[int, str]], step: int) -> None:
         """It is there."""
 
 
-Entry = Handle | OwnEntry
+Entry = Handle | StepCacheEntry
 
 
-class OwnReader:
+class StepCacheReader:
     """Reads a row's step caches, in place of a `cache.reader.EntryReader`."""
 
     loaded: Mapping[str, int] = MappingProxyType({})
@@ -477,19 +483,19 @@ class OwnReader:
         self._row = row
         sizes = np.zeros((blocks, len(PARTS)))
         sizes[:, _HIDDEN] = np.inf
-        self._entry = OwnEntry(OwnLoad(sizes, sizes))
-        self.now: OwnEntry | None = None
+        self._entry = StepCacheEntry(StepCacheLoad(sizes, sizes))
+        self.entry: StepCacheEntry | None = None
 
     def turn_to(
-        self, step: int, *, heads: Heads | None = None, dealt: bool = False
-    ) -> OwnEntry | None:
+        self, step: int, *, heads: Heads | None = None, by_rank: bool = False
+    ) -> StepCacheEntry | None:
         """Return what `step` reads between refresh steps; None: it has to compute all tokens,
         because the cache was lost with a rank or holds another share.
         """
         share = None if heads is None else heads[:2]
-        complete = [step_cache.whole(share, dealt=dealt) for step_cache in self._row.anchors]
-        self.now = self._entry if all(complete) else None
-        return self.now
+        complete = [step_cache.whole(share, by_rank=by_rank) for step_cache in self._row.anchors]
+        self.entry = self._entry if all(complete) else None
+        return self.entry
 
     def look_ahead(self, step: int) -> None:
         """Nothing has to be brought in."""
@@ -498,4 +504,4 @@ class OwnReader:
         """Nothing of it can be lost on the way."""
 
     def release(self) -> None:
-        self.now = None
+        self.entry = None

@@ -38,7 +38,7 @@ R = TypeVar("R", bound=ReadingRow)
 M = TypeVar("M")
 
 
-class KeptBatch(ABC, Generic[R, M]):
+class ReusableBatch(ABC, Generic[R, M]):
     def __init__(self, rows: Sequence[R]) -> None:
         self.rows = tuple(rows)
         self._reads = tuple([row.entry is not None for row in rows])
@@ -78,9 +78,9 @@ class KeptBatch(ABC, Generic[R, M]):
 class Stepping(Generic[R, M]):
     device: torch.device
 
-    def __init__(self, batches: type[KeptBatch[R, M]], stepped: M) -> None:
+    def __init__(self, batches: type[ReusableBatch[R, M]], stepped: M) -> None:
         self._batches, self._stepped = batches, stepped
-        self._batch: KeptBatch[R, M] | None = None
+        self._batch: ReusableBatch[R, M] | None = None
 
     def step(
         self,

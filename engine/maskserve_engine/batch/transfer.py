@@ -45,21 +45,21 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     """Run a thread's transfers on a side stream, so that no step waits for them; they are complete
     when the block ends.
     """
     if device.type != "cuda":
         yield
         return
-    stream = _beside(device)
+    stream = _side_stream(device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
 
 
 @cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the side stream of a device. All threads share one: torch hands out 32 streams in
     turn, and one of many could be the loader's.
     """

@@ -67,12 +67,12 @@ class Coded:
 
     def take(self, index: Tensor) -> Coded:
 
-        def taken(t: Tensor) -> Tensor:
+        def selected(t: Tensor) -> Tensor:
             # float8 has no index_select on every backend: bytes have.
             raw = t.view(torch.uint8) if t.dtype == _FLOAT8 else t
             return raw.index_select(0, index).view(t.dtype)
 
-        return self.map(taken)
+        return self.map(selected)
 
     def columns(self, begin: int, end: int, of: int) -> Coded:
         """The channels of heads `begin` to `end` of `of`, all tokens; a view.
@@ -180,7 +180,7 @@ class BlockEntry:
         coded = {"h": self.hidden, "end": self.end, "map": self.map}[name]
         return () if coded is None else (coded,)
 
-    def each(self, change: Callable[[Coded], Coded]) -> BlockEntry:
+    def map_coded(self, change: Callable[[Coded], Coded]) -> BlockEntry:
         tensors = (self.hidden, self.keys, self.values, self.end, self.map)
         return BlockEntry(*(coded and change(coded) for coded in tensors))
 
@@ -222,7 +222,10 @@ class AnchorEntry:
             return target
 
         blocks = tuple(
-            [block_entry.each(lambda coded: coded.map(copy, copy)) for block_entry in self.blocks]
+            [
+                block_entry.map_coded(lambda coded: coded.map(copy, copy))
+                for block_entry in self.blocks
+            ]
         )
         torch._foreach_copy_(copies, sources)
         return AnchorEntry(self.anchor, blocks, block)
@@ -242,8 +245,8 @@ class Recorder:
         kinds: per block, what to keep: any of "h", "kv". Ends are kept wherever they are told.
         format: storage format.
         maps: feature maps that are kept.
-        shown: the first text tokens, which are the source's as the text encoder has it: their keys
-            and values are kept behind the image's.
+        text_tokens: number of first text tokens that show the source to the text encoder; their
+            keys and values are kept behind the image's.
         words: the text tokens behind these, of which nothing is kept.
     """
 
@@ -252,12 +255,12 @@ class Recorder:
         kinds: Sequence[frozenset[str]],
         format: str,
         maps: int = 0,
-        shown: int = 0,
+        text_tokens: int = 0,
         words: int = 0,
     ) -> None:
-        self.kinds, self.format, self.maps, self._shown = kinds, format, maps, shown
-        self._text = shown + words
-        self.text = shown > 0
+        self.kinds, self.format, self.maps, self._text_tokens = kinds, format, maps, text_tokens
+        self._text = text_tokens + words
+        self.text = text_tokens > 0
         """Whether entries hold text tokens too."""
         self._hidden: dict[int, Coded] = {}
         self._keys: dict[int, tuple[Coded, Coded]] = {}
@@ -276,8 +279,8 @@ class Recorder:
         """
         if "kv" in self.kinds[block]:
             tensors = [keys, values]
-            if self._shown:
-                tensors = [torch.cat((x[self._text :], x[: self._shown])) for x in tensors]
+            if self._text_tokens:
+                tensors = [torch.cat((x[self._text :], x[: self._text_tokens])) for x in tensors]
             self._keys[block] = (
                 encode(tensors[0].flatten(1), self.format),
                 encode(tensors[1].flatten(1), self.format),

@@ -315,7 +315,7 @@ class EntrySource:
 
     entry: AnchorEntry | StoredEntry
     tier: str
-    came: str
+    found_in: str
     """Tier where the entry was found; its first reader counts as served from there."""
 
 
@@ -422,12 +422,15 @@ def _tensor(buffer: Any, place: TensorPlace) -> Tensor:
     return flat.view(_DTYPES[place.dtype]).view(place.shape)
 
 
-def _coded(found: dict[str, Tensor], block: int, field: str, format: str) -> Coded | None:
+def _coded(tensors: dict[str, Tensor], block: int, field: str, format: str) -> Coded | None:
     at = f"{block}.{field}."
-    if f"{at}data" not in found:
+    if f"{at}data" not in tensors:
         return None
-    scale = found.get(f"{at}scale")
+    scale = tensors.get(f"{at}scale")
     # Maps' means and variances are as computed beside tensors in any format.
     return Coded(
-        "model" if scale is None else format, found[f"{at}data"], scale, found.get(f"{at}groups")
+        "model" if scale is None else format,
+        tensors[f"{at}data"],
+        scale,
+        tensors.get(f"{at}groups"),
     )

@@ -30,7 +30,7 @@ from maskserve_engine.cache.entry_file import (
     read_entry,
 )
 from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of
-from maskserve_engine.cache.tier import Held, Note, Rebuild, computed_anew
+from maskserve_engine.cache.tier import Note, Rebuild, TierEntry, computed_anew
 
 _E = TypeVar("_E", AnchorEntry, StoredEntry)
 
@@ -113,7 +113,7 @@ class FolderTier(StoredTier):
 
     def pin(self, key: str, *, pinned: bool) -> None:
         with contextlib.suppress(OSError):
-            self._store.mark(f"{key}/pinned", there=pinned)
+            self._store.mark(f"{key}/pinned", present=pinned)
 
     def evict(self, key: str) -> int:
         try:
@@ -123,7 +123,7 @@ class FolderTier(StoredTier):
             self._refuse(error)
             return 0
 
-    def held(self) -> Mapping[str, Held]:
+    def entries(self) -> Mapping[str, TierEntry]:
         templates = {}
         try:
             with os.scandir(self.folder) as scan:
@@ -131,14 +131,14 @@ class FolderTier(StoredTier):
         except OSError:
             return {}
         for key in names:
-            item = self._held(key)
+            item = self._entry_of(key)
             if item is not None:
                 templates[key] = item
         return templates
 
     def check_integrity(self) -> None:
         with self._store.alone():
-            leftovers = self._store.left_behind()
+            leftovers = self._store.abandoned_files()
         assert not leftovers, f"left behind: {leftovers}"
         assert self.nbytes <= self.budget_bytes, "over budget"
 
@@ -156,12 +156,12 @@ class FolderTier(StoredTier):
                     sizes[anchor] = file.stat().st_size
         return sizes
 
-    def _held(self, key: str) -> Held | None:
+    def _entry_of(self, key: str) -> TierEntry | None:
         files = self._files(self.folder / key)
         if not files:
             return None
         used, pinned = (self._store.marked(f"{key}/{mark}") for mark in ("used", "pinned"))
-        return Held(self._note_of(key, files), files, used or 0.0, pinned is not None)
+        return TierEntry(self._note_of(key, files), files, used or 0.0, pinned is not None)
 
     def _part(self, key: str, anchor: Anchor, begin: int, end: int) -> bytes:
         with self._path(key, anchor).open("rb") as file:

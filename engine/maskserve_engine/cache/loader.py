@@ -220,9 +220,9 @@ class CudaMover:
         direct     file that is registered ═► whole tensor on the device ─► tokens of it
 
     The first way moves fewer bytes, at the pace of one core, the second more, at the link's;
-    `rates` decides which is faster. A buffer is used again once its copy has left. At most `_AHEAD`
-    direct copies are under way, so that urgent parts never wait long and the seconds of a move are
-    those of its way.
+    `rates` decides which is faster. A buffer is used again once its copy has left. At most
+    `_MOST_COPIES` direct copies are under way, so that urgent parts never wait long and the
+    seconds of a move are those of its way.
 
     Args:
         buffer_bytes: size of one pinned buffer.
@@ -249,7 +249,7 @@ class CudaMover:
         ]
         self._bytes, self._next = buffer_bytes, 0
         self._registrar = registrar
-        self._ahead: deque[torch.cuda.Event] = deque()
+        self._copies: deque[torch.cuda.Event] = deque()
         """Events behind the latest direct copies."""
         self._ids: deque[tuple[NDArray[np.int64], Tensor]] = deque(maxlen=_IDS)
         """Token ids on the device; blocks of one level share them."""
@@ -267,7 +267,8 @@ class CudaMover:
             self._down.wait_stream(torch.cuda.default_stream(self.device))
             with torch.cuda.stream(self._down):
                 return AnchorEntry(
-                    entry.anchor, tuple(block_entry.each(moved) for block_entry in entry.blocks)
+                    entry.anchor,
+                    tuple(block_entry.map_coded(moved) for block_entry in entry.blocks),
                 )
 
     def register(self, file: OpenFile) -> None:
@@ -333,8 +334,8 @@ class CudaMover:
         if file is None or memory is None or not sooner:
             return False
         device_ids = None if ids is None else self._on_device(ids)
-        while len(self._ahead) >= _AHEAD:
-            self._ahead.popleft().synchronize()
+        while len(self._copies) >= _MOST_COPIES:
+            self._copies.popleft().synchronize()
         out = arrived.flatten().view(torch.uint8)
         plain = device_ids is None and source.cut is None
         to = out if plain else torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
@@ -342,7 +343,7 @@ class CudaMover:
         event = torch.cuda.Event()
         event.record(self.stream)
         file.copied(event)
-        self._ahead.append(event)
+        self._copies.append(event)
         if not plain:
             tokens, out = to.view(len(whole), -1), out.view(len(arrived), -1)
             tokens = tokens[:, first : first + out.shape[1]]
@@ -374,12 +375,12 @@ def _widest(x: Tensor) -> Tensor:
     return x
 
 
-Want = tuple[int, str]
+Part = tuple[int, str]
 """A block and one of PARTS."""
 
 _LOOK_S = 0.2
 """Seconds between two checks that the loader's thread is alive."""
-_AHEAD = 2
+_MOST_COPIES = 2
 """Most direct copies under way at once: while one travels, the next is queued."""
 _IDS = 8
 """Lists of ids that stay on the device: those of a few rows, at a few levels each."""
@@ -409,8 +410,8 @@ class Load:
         """[blocks, len(PARTS)] bytes that have not arrived yet."""
         self.moved = 0
         """Bytes that have arrived and are not accounted for yet."""
-        self.arrived: dict[Want, Arrival] = {}
-        self.asked: dict[Want, int] = {}
+        self.arrived: dict[Part, Arrival] = {}
+        self.requested: dict[Part, int] = {}
         """Parts on their way, with the turn (step number) that needs each."""
         self.lost: BaseException | None = None
         self.memory: Block | None = None
@@ -426,13 +427,13 @@ class Load:
     def nbytes(self) -> int:
         return int(self.sizes[np.isfinite(self.sizes)].sum())
 
-    def keeps(self, want: Want) -> bool:
-        return bool(np.isfinite(self.sizes[want[0], PARTS.index(want[1])]))
+    def keeps(self, part: Part) -> bool:
+        return bool(np.isfinite(self.sizes[part[0], PARTS.index(part[1])]))
 
-    def arrive(self, want: Want, arrival: Arrival) -> None:
-        at = want[0], PARTS.index(want[1])
-        self.arrived[want] = arrival
-        self.asked.pop(want, None)
+    def arrive(self, part: Part, arrival: Arrival) -> None:
+        at = part[0], PARTS.index(part[1])
+        self.arrived[part] = arrival
+        self.requested.pop(part, None)
         self.moved += int(self.missing[at])
         self.missing[at] = 0.0
 
@@ -468,7 +469,7 @@ class Loader:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self._moves: deque[tuple[str, float, float]] = deque(maxlen=4096)
-        self._tasks: list[tuple[int, int, int, Load, Want]] = []
+        self._tasks: list[tuple[int, int, int, Load, Part]] = []
         """A heap by turn and place among the wants of its turn."""
         self._order = itertools.count()
         self._changed = threading.Condition()
@@ -476,53 +477,53 @@ class Loader:
         self._moving: Load | None = None
         self._thread: threading.Thread | None = None
 
-    def ask(self, load: Load, wants: Iterable[Want], turn: int) -> None:
+    def ask(self, load: Load, parts: Iterable[Part], step: int) -> None:
         """Queue parts to be moved to the device; parts that have arrived, or are on their way for
         an earlier turn, stay as they are.
 
         Args:
             load: owner of the parts.
-            wants: parts in the order in which the step reads them; those that are not kept are
+            parts: parts in the order in which the step reads them; those that are not kept are
                 skipped.
-            turn: number of the step that reads them.
+            step: number of the step that reads them.
         """
         with self._changed:
             new = [
                 (place, want)
-                for place, want in enumerate(wants)
+                for place, want in enumerate(parts)
                 if want not in load.arrived
-                and load.asked.get(want, turn + 1) > turn
+                and load.requested.get(want, step + 1) > step
                 and load.keeps(want)
             ]
             for place, want in new:
-                load.asked[want] = turn
-                heapq.heappush(self._tasks, (turn, place, next(self._order), load, want))
+                load.requested[want] = step
+                heapq.heappush(self._tasks, (step, place, next(self._order), load, want))
             self._start()
             if new:  # else the loader would wake at every step, and take the interpreter from it
                 self._changed.notify_all()
 
-    def wait(self, load: Load, want: Want) -> Arrival:
+    def wait(self, load: Load, part: Part) -> Arrival:
         """The part, once it has arrived.
 
         Raises:
             EntryLost: it will not come.
         """
         with self._changed:
-            while want not in load.arrived:
+            while part not in load.arrived:
                 if load.lost is not None:
-                    raise EntryLost(f"block {want[0]}, part {want[1]}") from load.lost
-                if want not in load.asked:
-                    raise EntryLost(f"block {want[0]}, part {want[1]}, was not asked for")
+                    raise EntryLost(f"block {part[0]}, part {part[1]}") from load.lost
+                if part not in load.requested:
+                    raise EntryLost(f"block {part[0]}, part {part[1]}, was not asked for")
                 if self._thread is None or not self._thread.is_alive():
                     load.lost = EntryLost("the loader has ended")
                     continue
                 self._changed.wait(_LOOK_S)
-            return load.arrived[want]
+            return load.arrived[part]
 
     def drop(self, load: Load) -> None:
         """Forget the parts of a load that are still on their way."""
         with self._changed:
-            load.asked.clear()
+            load.requested.clear()
             load.arrived.clear()
             load.lost = EntryLost("the load was dropped")
             self._tasks = [task for task in self._tasks if task[3] is not load]
@@ -561,10 +562,10 @@ class Loader:
             self._moving = None
             del load  # its memory is another's once nobody reads it
 
-    def _move(self, load: Load, want: Want) -> None:
+    def _move(self, load: Load, part: Part) -> None:
         begin = time.perf_counter()
-        parts = load.parts(*want)
-        ids = None if load.selection is None else load.selection.of(want[0])
+        parts = load.parts(*part)
+        ids = None if load.selection is None else load.selection.of(part[0])
         try:
             if load.memory is None:
                 arrival = self.mover.move(parts, ids)
@@ -577,7 +578,7 @@ class Loader:
             return
         with self._changed:
             if load.lost is None:
-                size = float(load.missing[want[0], PARTS.index(want[1])])
-                load.arrive(want, arrival)
+                size = float(load.missing[part[0], PARTS.index(part[1])])
+                load.arrive(part, arrival)
                 self._moves.append((load.tier, size, time.perf_counter() - begin))
             self._changed.notify_all()

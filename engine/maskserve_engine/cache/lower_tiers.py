@@ -20,7 +20,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.remote_tier import RemoteTier
-from maskserve_engine.cache.tier import Held, Note
+from maskserve_engine.cache.tier import Note, TierEntry
 
 ToHost = Callable[[AnchorEntry], AnchorEntry]
 _PROBE_S = 30.0
@@ -65,7 +65,7 @@ class LowerTiers:
         self._lock = threading.Lock()
         """Guards all attributes below but the two threads."""
         self._version = 0
-        self._seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
+        self._listed: dict[str, Mapping[str, TierEntry]] = {tier.name: {} for tier in folders}
         self._open: dict[tuple[str, Anchor], EntrySource] = {}
         """Open entries by key and anchor, the most recently used last."""
         self._busy: dict[str, int] = {}
@@ -84,13 +84,13 @@ class LowerTiers:
 
     @property
     def version(self) -> int:
-        """Grows when `seen` changes."""
+        """Grows when `listed` changes."""
         return self._version
 
     @property
-    def seen(self) -> dict[str, Mapping[str, Held]]:
+    def listed(self) -> dict[str, Mapping[str, TierEntry]]:
         """Templates per tier in files, by key, as a look found them at most a second ago."""
-        return self._seen
+        return self._listed
 
     def locate(self, key: str, anchors: Iterable[Anchor]) -> str | None:
         """The farthest tier that has to be asked for all these entries; None if some are nowhere.
@@ -164,9 +164,9 @@ class LowerTiers:
         with self._lock:
             self._open = {name: source for name, source in self._open.items() if name[0] != key}
             self._probed.pop(key, None)
-            self._seen = {
+            self._listed = {
                 tier: {k: template for k, template in templates.items() if k != key}
-                for tier, templates in self._seen.items()
+                for tier, templates in self._listed.items()
             }
             self._version += 1
         if self.remote is not None:
@@ -282,23 +282,25 @@ class LowerTiers:
 
     def _look(self) -> None:
         """List what the file tiers hold now, and close entries that are gone."""
-        templates: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
+        templates: dict[str, Mapping[str, TierEntry]] = {
+            tier.name: tier.entries() for tier in self.folders
+        }
         present_keys = {key for by_key in templates.values() for key in by_key}
         with self._lock:
-            if templates != self._seen:
-                self._seen = templates
+            if templates != self._listed:
+                self._listed = templates
                 self._version += 1
             self._open = {
                 name: source for name, source in self._open.items() if name[0] in present_keys
             }
 
 
-def _remember(held: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
+def _remember(entries: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
     """Set a record as the newest; forget the oldest beyond `most` (0: _REMEMBERED)."""
-    held.pop(key, None)
-    held[key] = value
-    while len(held) > (most or _REMEMBERED):
-        del held[next(iter(held))]
+    entries.pop(key, None)
+    entries[key] = value
+    while len(entries) > (most or _REMEMBERED):
+        del entries[next(iter(entries))]
 
 
 def _most_open_files() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from maskserve_common.contracts.keys import Anchor
 from maskserve_common.contracts.tiers import DEVICE
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims, computed_anew
+from maskserve_engine.cache.tier import Note, Rebuild, TierEntry, chosen_victims, computed_anew
 
 
 class MemoryTier:
@@ -35,19 +35,19 @@ class MemoryTier:
         self.booked = 0
         """Bytes that rows hold beside the kept entries."""
         self._rebuild, self._clock = rebuild, clock
-        self._held: dict[str, Held] = {}
+        self._listing: dict[str, TierEntry] = {}
         self._entries: dict[tuple[str, Anchor], AnchorEntry] = {}
-        self._kept = 0
+        self._pinned_bytes = 0
         self._pins: set[str] = set()
         self._lent: Counter[int] = Counter()
         """Number of readers of an entry, by its id()."""
-        self._gone: dict[int, AnchorEntry] = {}
+        self._evicted: dict[int, AnchorEntry] = {}
         """Evicted entries that rows still read, by id(); their bytes stay booked."""
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        return self._kept + self.booked
+        return self._pinned_bytes + self.booked
 
     @property
     def lent(self) -> int:
@@ -60,48 +60,48 @@ class MemoryTier:
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         with self._lock:
-            template = self._held.get(key)
+            template = self._listing.get(key)
             old = template.anchors.get(entry.anchor, 0) if template else 0
             if not self._make_room(entry.nbytes - old, frozenset({key})):
                 return False
             if template is None:
-                template = self._held[key] = Held(note, {}, pinned=key in self._pins)
+                template = self._listing[key] = TierEntry(note, {}, pinned=key in self._pins)
             if old:
-                self._let_go(key, entry.anchor)
+                self._drop(key, entry.anchor)
             template.note, template.used = note, self._clock()
             template.anchors[entry.anchor] = entry.nbytes
             self._entries[key, entry.anchor] = entry
-            self._kept += entry.nbytes
+            self._pinned_bytes += entry.nbytes
             return True
 
     def get(self, key: str, anchor: Anchor) -> AnchorEntry | None:
         return self._entries.get((key, anchor))
 
     def anchors(self, key: str) -> frozenset[Anchor]:
-        template = self._held.get(key)
+        template = self._listing.get(key)
         return frozenset(template.anchors) if template else frozenset()
 
     def note(self, key: str) -> Note | None:
-        template = self._held.get(key)
+        template = self._listing.get(key)
         return template.note if template else None
 
     def touch(self, key: str) -> None:
-        if key in self._held:
-            self._held[key].used = self._clock()
+        if key in self._listing:
+            self._listing[key].used = self._clock()
 
     def pin(self, key: str, *, pinned: bool) -> None:
         with self._lock:
             (self._pins.add if pinned else self._pins.discard)(key)
-            if key in self._held:
-                self._held[key].pinned = pinned
+            if key in self._listing:
+                self._listing[key].pinned = pinned
 
     def evict(self, key: str) -> int:
         with self._lock:
             return self._evict(key)
 
-    def held(self) -> Mapping[str, Held]:
+    def entries(self) -> Mapping[str, TierEntry]:
         with self._lock:
-            return dict(self._held)
+            return dict(self._listing)
 
     def lend(self, entry: AnchorEntry) -> None:
         """Count a row as a reader of a kept entry: its bytes stay booked until it is returned."""
@@ -113,7 +113,7 @@ class MemoryTier:
             self._lent[id(entry)] -= 1
             if not self._lent[id(entry)]:
                 del self._lent[id(entry)]
-                if self._gone.pop(id(entry), None) is not None:
+                if self._evicted.pop(id(entry), None) is not None:
                     self.booked -= entry.nbytes
 
     def book(self, nbytes: int, *, force: bool = False, spare: bool = False) -> bool:
@@ -146,14 +146,14 @@ class MemoryTier:
 
     def check_integrity(self) -> None:
         with self._lock:
-            total = sum(template.nbytes for template in self._held.values())
-            assert total == self._kept, f"{self._kept} booked, {total} held"
+            total = sum(template.nbytes for template in self._listing.values())
+            assert total == self._pinned_bytes, f"{self._pinned_bytes} booked, {total} held"
             entries = sum(entry.nbytes for entry in self._entries.values())
             assert entries == total, f"{total} in the books, {entries} in memory"
-            assert self._kept <= self.budget_bytes, "over budget"
-            assert self.booked >= sum(entry.nbytes for entry in self._gone.values())
+            assert self._pinned_bytes <= self.budget_bytes, "over budget"
+            assert self.booked >= sum(entry.nbytes for entry in self._evicted.values())
             assert all(count > 0 for count in self._lent.values()), "a loan without a reader"
-            assert set(self._gone) <= set(self._lent), "an entry that nobody reads is held"
+            assert set(self._evicted) <= set(self._lent), "an entry that nobody reads is held"
 
     def _make_room(self, nbytes: int, keep: frozenset[str]) -> bool:
         """Evict until `nbytes` fit; nothing is evicted when they cannot."""
@@ -166,20 +166,20 @@ class MemoryTier:
     def _victims(self, missing: int, keep: frozenset[str]) -> list[str] | None:
         # Evicting what a row reads frees nothing.
         read = {key for (key, _), entry in self._entries.items() if self._lent[id(entry)]}
-        return chosen_victims(self._held, missing, keep | read, self._clock(), self._rebuild)
+        return chosen_victims(self._listing, missing, keep | read, self._clock(), self._rebuild)
 
     def _evict(self, key: str) -> int:
-        template = self._held.pop(key, None)
+        template = self._listing.pop(key, None)
         if template is None:
             return 0
         self.evictions += 1
         for anchor in template.anchors:
-            self._let_go(key, anchor)
+            self._drop(key, anchor)
         return template.nbytes
 
-    def _let_go(self, key: str, anchor: Anchor) -> None:
+    def _drop(self, key: str, anchor: Anchor) -> None:
         entry = self._entries.pop((key, anchor))
-        self._kept -= entry.nbytes
+        self._pinned_bytes -= entry.nbytes
         if self._lent.get(id(entry)):
-            self._gone[id(entry)] = entry
+            self._evicted[id(entry)] = entry
             self.booked += entry.nbytes

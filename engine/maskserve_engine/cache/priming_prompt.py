@@ -36,14 +36,14 @@ class PromptFile:
 
     def __init__(self, runtime: Path | None) -> None:
         self._path = runtime / PRIMING_PROMPT_FILE if runtime else None
-        self._held: Conditioning | None = None
+        self._conditioning: Conditioning | None = None
 
     def read(self) -> Conditioning | None:
         """The embedding, or None while there is no whole file."""
-        if self._held is None and self._path is not None:
+        if self._conditioning is None and self._path is not None:
             try:
                 with np.load(self._path) as archive:
-                    self._held = {name: archive[name] for name in archive.files}
+                    self._conditioning = {name: archive[name] for name in archive.files}
             except (OSError, ValueError, KeyError, EOFError):
                 return None
-        return self._held
+        return self._conditioning

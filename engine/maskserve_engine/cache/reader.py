@@ -44,7 +44,7 @@ class EntryReader:
         self.heads: Heads | None = None
         self.loaded: dict[str, int] = {}
         """Bytes moved for the row, by the tier in which they were found."""
-        self.now: Handle | None = None
+        self.entry: Handle | None = None
         """Entry that this step reads."""
         self.next: Handle | None = None
         """Entry being loaded for a later step."""
@@ -79,15 +79,15 @@ class EntryReader:
             self._let_go()
             self.heads = heads
         anchor = self.anchors[step]
-        if self.now is not None and self.now.anchor != anchor:
-            self._finish(self.now)
-            self.now = None
-        if self.now is None and anchor is not None:
+        if self.entry is not None and self.entry.anchor != anchor:
+            self._finish(self.entry)
+            self.entry = None
+        if self.entry is None and anchor is not None:
             if self.next is not None and self.next.anchor == anchor:
-                self.now, self.next = self.next, None
+                self.entry, self.next = self.next, None
             else:
-                self.now = self._request(anchor, whole=whole, force=self._sure)
-        return self.now
+                self.entry = self._request(anchor, whole=whole, force=self._sure)
+        return self.entry
 
     def look_ahead(self, step: int) -> tuple[Handle, int] | None:
         """Return the next entry after this step's and the step that reads it; None: there is none,
@@ -117,10 +117,10 @@ class EntryReader:
 
     def lose(self) -> None:
         """Do without the rest of this step's entry: it will not arrive."""
-        if self.now is not None:
-            anchor = self.now.anchor
-            self._finish(self.now)
-            self.now = None
+        if self.entry is not None:
+            anchor = self.entry.anchor
+            self._finish(self.entry)
+            self.entry = None
             self.anchors = tuple(None if a == anchor else a for a in self.anchors)
 
     def turn_over(self, key: str, anchors: Sequence[Anchor | None]) -> None:
@@ -138,10 +138,10 @@ class EntryReader:
         self._sources.clear()
 
     def _let_go(self) -> None:
-        for handle in (self.now, self.next):
+        for handle in (self.entry, self.next):
             if handle is not None:
                 self._finish(handle)
-        self.now = self.next = None
+        self.entry = self.next = None
 
     def _hold_all(self) -> None:
         for anchor in dict.fromkeys(a for a in self.anchors if a is not None):

@@ -18,7 +18,7 @@ from maskserve_common.contracts.tiers import REMOTE
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import BadEntry, dump_entry, read_entry
 from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of
-from maskserve_engine.cache.tier import Held, Note, Rebuild, computed_anew
+from maskserve_engine.cache.tier import Note, Rebuild, TierEntry, computed_anew
 
 
 class RemoteTier(StoredTier):
@@ -89,9 +89,11 @@ class RemoteTier(StoredTier):
     def evict(self, key: str) -> int:
         return self._remove(key)
 
-    def held(self) -> Mapping[str, Held]:
+    def entries(self) -> Mapping[str, TierEntry]:
         return {
-            key: Held(self._note_of(key, files), files, self._used.get(key, 0.0), key in self._pins)
+            key: TierEntry(
+                self._note_of(key, files), files, self._used.get(key, 0.0), key in self._pins
+            )
             for key, files in self._listed().items()
         }
 

@@ -12,7 +12,12 @@ from maskserve_common.config import CacheConfig, ConfigError
 from maskserve_common.contracts.tiers import DEVICE, HOST, TIERS
 from maskserve_engine.cache.stored_tier import SUFFIX
 from maskserve_engine.planning.cost_model import CostModel
-from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes, still_bytes
+from maskserve_engine.planning.entry_bytes import (
+    EntryFormat,
+    block_bytes,
+    still_bytes,
+    stored_bytes,
+)
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.planning.planner import plan
 from maskserve_engine.planning.two_stream import step_costs
@@ -21,7 +26,7 @@ _log = logging.getLogger(__name__)
 Kinds = tuple[frozenset[str], ...]
 """Per block, what priming keeps: any of "h" and "kv"."""
 
-_KEPT = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
+_PARTS_OF = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
 _TYPICAL = 0.2
 """Mask ratio for which `auto` chooses the kinds."""
 _FILES_SHARE = 0.5
@@ -29,7 +34,7 @@ _GIB = 2**30
 
 
 def choose_kinds(
-    wanted: str,
+    setting: str,
     work: ModelWork,
     fmt: EntryFormat,
     costs: CostModel,
@@ -39,21 +44,21 @@ def choose_kinds(
     """Choose the activations that are kept of each block.
 
     Args:
-        wanted: value of `[cache] entry_kind`.
+        setting: value of `[cache] entry_kind`.
         work: counted work of the model at its native size.
         fmt: storage format.
         costs: cost model of the worker.
         text: number of prompt tokens.
         halves: entries kept per token (`Adapter.entry_halves`).
     """
-    if wanted in _KEPT:
-        return _of_use(work, (_KEPT[wanted],) * len(work.blocks))
+    if setting in _PARTS_OF:
+        return _of_use(work, (_PARTS_OF[setting],) * len(work.blocks))
     row = work.row_at(_TYPICAL, text)
     spare = tuple(total - active for total, active in zip(work.tokens, row.active, strict=True))
     loads = {HOST.name: block_bytes(work, [spare], fmt, copies=halves)}
     best = plan(step_costs(work, work.totals([row]), costs, loads))
     # A block that is computed restores its hidden states, if anything.
-    return _of_use(work, tuple(_KEPT["kv" if kind == "kv" else "h"] for kind in best.kinds))
+    return _of_use(work, tuple(_PARTS_OF["kv" if kind == "kv" else "h"] for kind in best.kinds))
 
 
 def _of_use(work: ModelWork, kinds: Kinds) -> Kinds:
@@ -96,7 +101,7 @@ class TemplateSize:
 def template_size(
     work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int, halves: int = 1
 ) -> TemplateSize:
-    of_anchor, shared_bytes = kept_bytes(work, kinds, fmt, copies=halves), still_bytes(work, fmt)
+    of_anchor, shared_bytes = stored_bytes(work, kinds, fmt, copies=halves), still_bytes(work, fmt)
     return TemplateSize(side, anchors, int(of_anchor), int(shared_bytes))
 
 

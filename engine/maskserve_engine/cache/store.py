@@ -20,12 +20,12 @@ from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import Arrival, Load, Loader, Selection, Want
+from maskserve_engine.cache.loader import Arrival, Load, Loader, Part, Selection
 from maskserve_engine.cache.lower_tiers import LowerTiers
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.reserve import Block, Reserve
-from maskserve_engine.cache.tier import Held, Note, Tier
+from maskserve_engine.cache.tier import Note, Tier, TierEntry
 
 
 class Handle:
@@ -52,9 +52,9 @@ class Handle:
         self._loader, self._selection, self._release = loader, selection, release
         self._released = False
 
-    def want(self, wants: Iterable[Want], turn: int) -> None:
+    def want(self, parts: Iterable[Part], step: int) -> None:
         """Have parts brought in for a step; see `Loader.ask`."""
-        self._loader.ask(self.load, wants, turn)
+        self._loader.ask(self.load, parts, step)
 
     def ready(self, block: int, part: str) -> bool:
         """Whether `wait` would return at once."""
@@ -218,7 +218,7 @@ class Store:
         """
         load = handle.load
         shared = next(candidate for candidate in self._shared.values() if candidate.load is load)
-        origin_tier, shared.source.came = shared.source.came, shared.source.tier
+        origin_tier, shared.source.found_in = shared.source.found_in, shared.source.tier
         moved, load.moved = load.moved, 0
         self._travelled[origin_tier] += moved
         return origin_tier, moved
@@ -251,15 +251,15 @@ class Store:
         self.on_evict(key)
         return self.memory.evict(key) + self.lower.evict(key)
 
-    def held(self) -> dict[str, Mapping[str, Held]]:
+    def entries(self) -> dict[str, Mapping[str, TierEntry]]:
         """Templates per tier, by key; of files as a look found them at most a second ago."""
-        return {self.memory.name: self.memory.held(), **self.lower.seen}
+        return {self.memory.name: self.memory.entries(), **self.lower.listed}
 
     def keys_of(self, template_id: str) -> list[str]:
         entries_key = entries_id(template_id)
         keys = {
             key: None
-            for templates in self.held().values()
+            for templates in self.entries().values()
             for key, template in templates.items()
             if entries_id(template.note.template_id) == entries_key
         }
@@ -268,7 +268,8 @@ class Store:
     def tier_bytes(self) -> dict[str, int]:
         """Bytes per tier; those of the device include what rows hold."""
         files = {
-            t: sum(h.nbytes for h in templates.values()) for t, templates in self.lower.seen.items()
+            t: sum(h.nbytes for h in templates.values())
+            for t, templates in self.lower.listed.items()
         }
         return {self.memory.name: self.memory.nbytes, **files}
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import BadEntry, read_note
-from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims
+from maskserve_engine.cache.tier import Note, Rebuild, TierEntry, chosen_victims
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
@@ -38,13 +38,13 @@ class StoredTier(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(template.nbytes for template in self.held().values())
+        return sum(template.nbytes for template in self.entries().values())
 
     def note(self, key: str) -> Note | None:
         return self._notes.get(key)
 
     @abstractmethod
-    def held(self) -> Mapping[str, Held]: ...
+    def entries(self) -> Mapping[str, TierEntry]: ...
 
     @abstractmethod
     def _remove(self, key: str) -> int:
@@ -56,7 +56,7 @@ class StoredTier(ABC):
 
     def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
         """Evict until an entry fits; nothing is evicted when it cannot."""
-        templates = self.held()
+        templates = self.entries()
         replaced = templates[key].anchors.get(anchor, 0) if key in templates else 0
         missing = (
             sum(template.nbytes for template in templates.values())

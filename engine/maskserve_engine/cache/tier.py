@@ -26,7 +26,7 @@ class Note:
 
 
 @dataclass(slots=True)
-class Held:
+class TierEntry:
     note: Note
     anchors: dict[Anchor, int]
     """Bytes of each entry."""
@@ -49,19 +49,19 @@ class Held:
         return max(now - self.used, 1e-3) * self.nbytes / max(rebuild_s, 1e-6)
 
 
-Rebuild = Callable[[str, Held], float]
+Rebuild = Callable[[str, TierEntry], float]
 """Returns the seconds to have a template again in a tier: from the tier below, or computed."""
 
 
-def computed_anew(key: str, held: Held) -> float:
+def computed_anew(key: str, entries: TierEntry) -> float:
     """`Rebuild` where no tier below has the template."""
-    return held.note.rebuild_s
+    return entries.note.rebuild_s
 
 
 class Tier(Protocol):
     """Keeps entries by (key, anchor) within a byte budget.
 
-    Whole templates are evicted, the highest `Held.eviction_score` first: one with anchors
+    Whole templates are evicted, the highest `TierEntry.eviction_score` first: one with anchors
     missing serves no row. Entries in use stay valid after their eviction. Errors of disks, networks
     and memory are not raised: they are logged, counted, and answered with "not there" or "not
     kept".
@@ -103,7 +103,7 @@ class Tier(Protocol):
         """Evict a template, pinned or not; return the bytes freed."""
         ...
 
-    def held(self) -> Mapping[str, Held]:
+    def entries(self) -> Mapping[str, TierEntry]:
         """All templates by key, incomplete ones included."""
         ...
 
@@ -113,12 +113,16 @@ class Tier(Protocol):
 
 
 def chosen_victims(
-    held: Mapping[str, Held], missing: int, keep: frozenset[str], now: float, rebuild: Rebuild
+    entries: Mapping[str, TierEntry],
+    missing: int,
+    keep: frozenset[str],
+    now: float,
+    rebuild: Rebuild,
 ) -> list[str] | None:
     """Keys to evict until `missing` bytes are free; None when that cannot be.
 
     Args:
-        held: templates of the tier.
+        entries: templates of the tier.
         missing: bytes over the budget.
         keep: keys that must stay, beside the pinned ones.
         now: time of the tier's clock.
@@ -127,7 +131,9 @@ def chosen_victims(
     if missing <= 0:
         return []
     free = {
-        k: template.nbytes for k, template in held.items() if k not in keep and not template.pinned
+        k: template.nbytes
+        for k, template in entries.items()
+        if k not in keep and not template.pinned
     }
-    scores = {key: held[key].eviction_score(now, rebuild(key, held[key])) for key in free}
+    scores = {key: entries[key].eviction_score(now, rebuild(key, entries[key])) for key in free}
     return store.chosen_victims(free, missing, lambda key: -scores[key])

@@ -51,13 +51,13 @@ class LentBlock:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._block, handle = _lend(nbytes, device)
-        self.told = Lent(handle, secrets.token_bytes(_ALIGNED))
-        check = torch.frombuffer(bytearray(self.told.check), dtype=torch.uint8)
+        self.lent = Lent(handle, secrets.token_bytes(_ALIGNED))
+        check = torch.frombuffer(bytearray(self.lent.check), dtype=torch.uint8)
         _at(self._block, 0, check.shape, check.dtype).copy_(check)
         self.flush()
         self._free = [(_ALIGNED, nbytes)]
         """Free ranges (begin, end), in order."""
-        self._held: dict[str, dict[int, list[tuple[int, int]]]] = {}
+        self._places: dict[str, dict[int, list[tuple[int, int]]]] = {}
         """Places by row and slot."""
         self._resting: list[tuple[float, list[tuple[int, int]]]] = []
         """Ranges that rest, each with the time at which it becomes free."""
@@ -65,7 +65,7 @@ class LentBlock:
 
     def open(self, row: str) -> None:
         with self._door:
-            self._held[row] = {}
+            self._places[row] = {}
 
     def put(self, row: str, slot: int, x: Tensor) -> int | None:
         """Copy a residual into the block and return its offset; None: there is no room, or the row
@@ -75,11 +75,11 @@ class LentBlock:
         with self._door:
             self._wake()
             fits = (at for at, (begin, end) in enumerate(self._free) if end - begin >= nbytes)
-            if row not in self._held or (at := next(fits, None)) is None:
+            if row not in self._places or (at := next(fits, None)) is None:
                 return None
             begin, end = self._free[at]
             self._free[at] = begin + nbytes, end
-            self._held[row].setdefault(slot, []).append((begin, begin + nbytes))
+            self._places[row].setdefault(slot, []).append((begin, begin + nbytes))
         _at(self._block, begin, x.shape, x.dtype).copy_(x)
         return begin
 
@@ -90,12 +90,12 @@ class LentBlock:
     def clear(self, row: str, slot: int) -> None:
         """Free the slot's places: its residuals have been read."""
         with self._door:
-            self._give(self._held.get(row, {}).pop(slot, []))
+            self._give(self._places.get(row, {}).pop(slot, []))
 
     def close(self, row: str, *, read: bool) -> None:
         """Forget a row; `read`: its denoiser reads nothing of it any more."""
         with self._door:
-            places = [place for slot in self._held.pop(row, {}).values() for place in slot]
+            places = [place for slot in self._places.pop(row, {}).values() for place in slot]
             if read:
                 self._give(places)
             else:

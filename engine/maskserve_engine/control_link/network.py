@@ -34,11 +34,11 @@ from maskserve_engine.control_link.transport import (
     MOST_BYTES,
     AddedPart,
     Answered,
-    Ask,
-    AskedRow,
     Attached,
     Lost,
     Messages,
+    RequestedRow,
+    ResidualsRequest,
     SocketMessages,
 )
 
@@ -166,7 +166,7 @@ def _bytes(x: Tensor) -> memoryview:
     return x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
-def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
+def room_for(part: RequestedRow | AddedPart, slots: RowSlots | None) -> Tensor:
     """Return memory for the tensor that a message announces for a row.
 
     Args:
@@ -177,7 +177,7 @@ def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
         Lost: the part describes no tensor, or one that is too large.
         OSError: there is no room.
     """
-    dtype, is_sample = getattr(torch, part.dtype, None), isinstance(part, AskedRow)
+    dtype, is_sample = getattr(torch, part.dtype, None), isinstance(part, RequestedRow)
     if not isinstance(dtype, torch.dtype) or any(n < 0 for n in part.shape):
         raise Lost(f"it sends {part.dtype} {part.shape}, which is no tensor")
     nbytes = prod(part.shape) * dtype.itemsize
@@ -187,8 +187,8 @@ def room_for(part: AskedRow | AddedPart, slots: RowSlots | None) -> Tensor:
         raise Lost(f"it names a slot {part.slot}")
     if slots is None:
         return torch.empty(part.shape, dtype=dtype)
-    if isinstance(part, AskedRow):
-        return slots.ask(part.slot).room(0, part.shape, dtype)
+    if isinstance(part, RequestedRow):
+        return slots.request(part.slot).room(0, part.shape, dtype)
     return slots.answer(part.slot).room(part.offset, part.shape, dtype)
 
 
@@ -219,35 +219,35 @@ class NetworkMessages:
             raise
         self._slots: WeakValueDictionary[str, RowSlots] = WeakValueDictionary()
         """Slots of the open rows, by name."""
-        self._came: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
         """Answers received; None: nothing follows."""
         self._over = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="controlnets", daemon=True)
         self._receiver.start()
 
     def slots(self, row: str) -> RowSlots:
-        row_slots = self._slots[row] = RowSlots.held()
+        row_slots = self._slots[row] = RowSlots.local()
         return row_slots
 
-    def ask(self, ask: Ask) -> None:
+    def request(self, request: ResidualsRequest) -> None:
         samples = [
-            self._slots[row.row].ask(row.slot).read(0, row.shape, getattr(torch, row.dtype))
-            for row in ask.rows
+            self._slots[row.row].request(row.slot).read(0, row.shape, getattr(torch, row.dtype))
+            for row in request.rows
         ]
-        self._wire.send(msgspec.msgpack.encode(ask), samples)
+        self._wire.send(msgspec.msgpack.encode(request), samples)
 
     def next(self, patience_s: float) -> Answered:
         try:
-            answered = self._came.get(timeout=max(patience_s, 1e-3))
+            answered = self._answers.get(timeout=max(patience_s, 1e-3))
         except queue.Empty:
             raise Lost("it has not answered in time") from None
         if answered is None:
-            self._came.put(None)
+            self._answers.put(None)
             raise Lost("it has ended")
         return answered
 
-    def come(self) -> bool:
-        return not self._came.empty()
+    def receive(self) -> bool:
+        return not self._answers.empty()
 
     def ended(self) -> bool:
         return self._over.is_set()
@@ -264,13 +264,13 @@ class NetworkMessages:
                 answered = answers.decode(self._wire.receive())
                 for part in answered.parts:
                     self._wire.fill(room_for(part, self._slots.get(part.row)))
-                self._came.put(answered)
+                self._answers.put(answered)
         except Exception as error:
             _log.info("a ControlNet service's link is over: %s", error)
             self._wire.end()
         finally:
             self._over.set()
-            self._came.put(None)
+            self._answers.put(None)
 
 
 def connection_to(service: str, device: torch.device) -> Callable[[Attached], Messages]:
@@ -281,12 +281,12 @@ def connection_to(service: str, device: torch.device) -> Callable[[Attached], Me
         device: device of the base.
     """
     host = service.rpartition(":")[0].strip("[]")
-    if _is_here(host):
+    if _is_local(host):
         return partial(SocketMessages, device=device)
     return partial(NetworkMessages, host)
 
 
-def _is_here(host: str) -> bool:
+def _is_local(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.transfer import moved
 
 _NO_PICTURE = np.zeros((0, 0, 3), np.uint8)
@@ -37,14 +37,14 @@ class OpenedControl(msgspec.Struct, frozen=True):
         return ControlInput(self.net, _NO_PICTURE, self.scale, self.start, self.end, self.mode)
 
 
-class OpeningFacts(msgspec.Struct, frozen=True):
+class OpeningMessage(msgspec.Struct, frozen=True):
     """Everything but the arrays; sent as JSON."""
 
     controls: tuple[OpenedControl, ...]
     """ControlNets that act on the row."""
     timesteps: tuple[float, ...]
     """Timesteps of all steps."""
-    own: OwnPlan
+    schedule: RefreshSchedule
     """Schedule of the row's refresh steps, as in `families.control.RowControl`."""
     active: int = 0
     """FLUX: image tokens that a step with cached tokens computes; 0: all steps
@@ -62,7 +62,7 @@ class OpeningFacts(msgspec.Struct, frozen=True):
 class Opening:
     """Opening of one row; its family defines which arrays there are."""
 
-    facts: OpeningFacts
+    spec: OpeningMessage
     arrays: dict[str, Tensor]
 
     def on(self, device: torch.device) -> Opening:
@@ -74,21 +74,21 @@ class Opening:
             for name, x in self.arrays.items()
             if x.is_floating_point() and x.device.type == "cpu"
         }
-        return Opening(self.facts, {**self.arrays, **moved(host_floats, device)})
+        return Opening(self.spec, {**self.arrays, **moved(host_floats, device)})
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
         """Return JSON objects and the arrays as safetensors bytes."""
         arrays = {name: x.detach().cpu().contiguous() for name, x in self.arrays.items()}
-        return msgspec.to_builtins(self.facts), save(arrays)
+        return msgspec.to_builtins(self.spec), save(arrays)
 
     @classmethod
-    def unpacked(cls, facts: object, arrays: bytes) -> Opening:
+    def unpacked(cls, spec: object, arrays: bytes) -> Opening:
         """Read back the result of `packed`.
 
         Raises:
             ValueError: the data is no opening.
         """
         try:
-            return cls(msgspec.convert(facts, OpeningFacts), load(arrays))
+            return cls(msgspec.convert(spec, OpeningMessage), load(arrays))
         except Exception as error:
             raise ValueError(f"the row's opening cannot be read: {error}") from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class SentAsk(NamedTuple):
+class SentRequest(NamedTuple):
     number: int
     """Number of the ask."""
     step: int
@@ -20,7 +20,7 @@ class SentAsk(NamedTuple):
     """Tokens that the base was to compute in that step."""
     slot: int
     """Slot of the residuals (`slots`)."""
-    ahead: bool
+    extrapolated: bool
     """Whether the latents were extrapolated."""
 
 
@@ -35,7 +35,7 @@ class Reuse:
 
     def __init__(self, scales: Sequence[tuple[float, ...]], *, fast: bool) -> None:
         self._fast, self._scales = fast, scales
-        self._sent: dict[int, SentAsk] = {}
+        self._sent: dict[int, SentRequest] = {}
         """Asks by their step."""
         self._slot = 0
         """Slot of the latest ask."""
@@ -48,10 +48,10 @@ class Reuse:
     def acts(self, step: int) -> bool:
         return any(self._scales[step])
 
-    def keep(self, sent: SentAsk) -> None:
+    def keep(self, sent: SentRequest) -> None:
         self._sent[sent.step], self._slot = sent, sent.slot
 
-    def free_slot(self, step: int, added: SentAsk | None) -> int:
+    def free_slot(self, step: int, added: SentRequest | None) -> int:
         """Return a free slot for an ask.
 
         Args:
@@ -63,7 +63,7 @@ class Reuse:
         other_slot = 1 - self._slot
         return self._slot if other_slot in used_slots else other_slot
 
-    def at(self, step: int, computed: int, failed: Callable[[int], bool]) -> SentAsk | None:
+    def at(self, step: int, computed: int, failed: Callable[[int], bool]) -> SentRequest | None:
         """Return the earlier ask whose residuals a step may add; None: it needs residuals of its
         own, as it does when a control's scale has changed or other tokens are computed.
 
@@ -81,13 +81,13 @@ class Reuse:
             return None
         return ask if self._scales[step] == self._scales[ask.step] else None
 
-    def wants_own(self, step: int, added: SentAsk | None) -> bool:
+    def needs_present(self, step: int, added: SentRequest | None) -> bool:
         """Whether nets are asked with the latents of a step that begins; `added` is the result of
         `at`.
         """
         return added is None and self.acts(step)
 
-    def wants_ahead(self, step: int, computed: int) -> bool:
+    def needs_extrapolated(self, step: int, computed: int) -> bool:
         """Whether nets are asked for the step after one that begins."""
         later = step + 1
         if not self._fast or later >= len(self._scales) or not self.acts(later):

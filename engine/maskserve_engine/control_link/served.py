@@ -24,16 +24,16 @@ from torch import Tensor
 from maskserve_common.contracts.settings import AdapterMode
 from maskserve_common.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_link.reuse import Reuse, SentAsk
-from maskserve_engine.control_link.slots import FORESEEN
+from maskserve_engine.control_link.reuse import Reuse, SentRequest
+from maskserve_engine.control_link.slots import LOOKAHEAD
 from maskserve_engine.control_link.transport import (
     AddedPart,
     Answered,
-    Ask,
-    AskedRow,
     Attached,
     Lost,
     Messages,
+    RequestedRow,
+    ResidualsRequest,
     SocketMessages,
 )
 
@@ -60,7 +60,7 @@ class ControlLost(EngineFailed):
     """The service has ended or is frozen; the edit cannot go on."""
 
 
-class RowAsk(NamedTuple):
+class RowRequest(NamedTuple):
     """A row whose step begins."""
 
     row: ServedRow
@@ -68,23 +68,23 @@ class RowAsk(NamedTuple):
     sample: Tensor
     """Input of the nets, on any device."""
     computed: int = 0
-    """Tokens that the base computes (`transport.AskedRow.computed`)."""
-    ahead: Callable[[], Tensor | None] = lambda: None
+    """Tokens that the base computes (`transport.RequestedRow.computed`)."""
+    extrapolate: Callable[[], Tensor | None] = lambda: None
     """Returns the extrapolated input of the next step; None: there is nothing to
     extrapolate from.
     """
-    foreseen: ForeseenAsk | None = None
+    lookahead: LookaheadRequest | None = None
     """Lookahead that the row computes beside this step; None: there is none."""
 
 
-class ForeseenAsk(NamedTuple):
+class LookaheadRequest(NamedTuple):
     """All tokens of a row at a later refresh step, computed by lookahead."""
 
     step: int
     """The refresh step."""
     sample: Tensor
     computed: int
-    """Tokens that the base computes (`transport.AskedRow.computed`)."""
+    """Tokens that the base computes (`transport.RequestedRow.computed`)."""
 
 
 class ServedRow:
@@ -96,8 +96,8 @@ class ServedRow:
         self.link, self.name = link, name
         self.slots = link.messages.slots(name)
         controls, steps = (
-            [control.input for control in opening.facts.controls],
-            opening.facts.timesteps,
+            [control.input for control in opening.spec.controls],
+            opening.spec.timesteps,
         )
         count = len(steps)
         scales = [
@@ -105,21 +105,21 @@ class ServedRow:
         ]
         self.reuse = Reuse(scales, fast=fast)
         self._opened: Future[Any] | None = opened
-        self.added: SentAsk | None = None
+        self.added: SentRequest | None = None
         """Ask whose residuals the present step adds; None: none."""
         self.stale = False
         """Whether those residuals are of other latents than the step's own."""
-        self.foreseen: SentAsk | None = None
+        self.lookahead: SentRequest | None = None
         """Ask whose residuals the present step's lookahead adds; None: none."""
 
     @property
-    def ahead(self) -> ServedAhead:
+    def for_lookahead(self) -> LookaheadResiduals:
         """Residuals of the lookahead pass."""
-        return ServedAhead(self)
+        return LookaheadResiduals(self)
 
-    def turn_to(self, step: int, added: SentAsk | None) -> None:
+    def turn_to(self, step: int, added: SentRequest | None) -> None:
         self.added = added
-        self.stale = added is not None and (added.ahead or added.step != step)
+        self.stale = added is not None and (added.extrapolated or added.step != step)
 
     def free_slot(self, step: int) -> int:
         """Return a slot for the ask of a step; residuals that the present or a later step adds keep
@@ -151,13 +151,13 @@ class ServedRow:
     @property
     def numbers(self) -> set[int]:
         """Numbers of the asks whose answers may still be added."""
-        return self.reuse.numbers | (set() if self.foreseen is None else {self.foreseen.number})
+        return self.reuse.numbers | (set() if self.lookahead is None else {self.lookahead.number})
 
     def close(self) -> None:
         self.link.close_row(self)
 
 
-class ServedAhead(NamedTuple):
+class LookaheadResiduals(NamedTuple):
     """Residuals that a row adds to a lookahead pass (`batch.packing.Residuals`)."""
 
     row: ServedRow
@@ -165,7 +165,7 @@ class ServedAhead(NamedTuple):
     def after(self, number: int) -> Tensor | None:
         """Wait for the residual at a place of the base and return it; None: nothing is added."""
         row = self.row
-        return None if row.foreseen is None else row.link.find(row.foreseen, row, number)
+        return None if row.lookahead is None else row.link.find(row.lookahead, row, number)
 
 
 _batches = itertools.count(1)
@@ -175,10 +175,10 @@ def new_batch() -> int:
     return next(_batches)
 
 
-def ask_service(asks: Sequence[RowAsk], batch: int) -> None:
+def request_residuals(requests: Sequence[RowRequest], batch: int) -> None:
     """Ask for each row's residuals through its link; the first lost session fails all rows."""
-    for link in dict.fromkeys(ask.row.link for ask in asks):
-        link.ask([ask for ask in asks if ask.row.link is link], batch)
+    for link in dict.fromkeys(ask.row.link for ask in requests):
+        link.request([ask for ask in requests if ask.row.link is link], batch)
 
 
 class _Question(NamedTuple):
@@ -186,8 +186,8 @@ class _Question(NamedTuple):
     step: int
     computed: int
     sample: Tensor
-    ahead: bool
-    foreseen: int | None = None
+    extrapolated: bool
+    lookahead: int | None = None
 
 
 class _Answer:
@@ -274,7 +274,7 @@ class Link:
         if not self.lost:
             self._pool.submit(self._call, op)
 
-    def ask(self, asks: Sequence[RowAsk], batch: int) -> None:
+    def request(self, requests: Sequence[RowRequest], batch: int) -> None:
         """Ask for the residuals of a step, for rows that begin it together, and of the next step
         for rows that ask ahead.
 
@@ -283,22 +283,28 @@ class Link:
         """
         current: list[_Question] = []
         ahead: list[_Question] = []
-        for row_ask in asks:
+        for row_ask in requests:
             row, step = row_ask.row, row_ask.step
             added = row.reuse.at(step, row_ask.computed, self._failed)
             row.turn_to(step, added)
-            row.foreseen = None
-            if row.reuse.wants_own(step, added):
-                current.append(_Question(row, step, row_ask.computed, row_ask.sample, ahead=False))
-            if row_ask.foreseen is not None and row.reuse.acts(row_ask.foreseen.step):
-                at, lookahead_sample, computed = row_ask.foreseen
+            row.lookahead = None
+            if row.reuse.needs_present(step, added):
                 current.append(
-                    _Question(row, step, computed, lookahead_sample, ahead=False, foreseen=at)
+                    _Question(row, step, row_ask.computed, row_ask.sample, extrapolated=False)
                 )
-            if row.reuse.wants_ahead(step, row_ask.computed):
-                sample = row_ask.ahead()
+            if row_ask.lookahead is not None and row.reuse.acts(row_ask.lookahead.step):
+                at, lookahead_sample, computed = row_ask.lookahead
+                current.append(
+                    _Question(
+                        row, step, computed, lookahead_sample, extrapolated=False, lookahead=at
+                    )
+                )
+            if row.reuse.needs_extrapolated(step, row_ask.computed):
+                sample = row_ask.extrapolate()
                 if sample is not None:
-                    ahead.append(_Question(row, step + 1, row_ask.computed, sample, ahead=True))
+                    ahead.append(
+                        _Question(row, step + 1, row_ask.computed, sample, extrapolated=True)
+                    )
         for questions in (current, ahead):
             if questions:
                 self._send(questions, batch)
@@ -307,32 +313,36 @@ class Link:
 
     def _send(self, questions: Sequence[_Question], batch: int) -> None:
         self._check()
-        while self.messages.come():  # rows that leave blocks out read nothing, and it would wait
+        while self.messages.receive():  # rows that leave blocks out read nothing, and it would wait
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
         for question in questions:
             row, sample = question.row, question.sample
-            slot = row.free_slot(question.step) if question.foreseen is None else FORESEEN
+            slot = row.free_slot(question.step) if question.lookahead is None else LOOKAHEAD
             row.await_opened()
             with self._slots():
-                row.slots.ask(slot).write(0, sample)
+                row.slots.request(slot).write(0, sample)
             dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
             fields = (row.name, question.step, question.computed, slot, shape, dtype)
-            rows.append(AskedRow(*fields, foreseen=question.foreseen))
+            rows.append(RequestedRow(*fields, lookahead=question.lookahead))
         self._settle()
         try:
-            self.messages.ask(Ask(number, batch, tuple(rows), self.messages.lent is not None))
+            self.messages.request(
+                ResidualsRequest(number, batch, tuple(rows), self.messages.lent is not None)
+            )
         except Lost as error:
             raise self._over(str(error)) from error
         self._answers[number] = _Answer()
         for question, row_record in zip(questions, rows, strict=True):
             row = question.row
-            ask = SentAsk(number, question.step, question.computed, row_record.slot, question.ahead)
-            if question.foreseen is not None:
-                row.foreseen = ask
+            ask = SentRequest(
+                number, question.step, question.computed, row_record.slot, question.extrapolated
+            )
+            if question.lookahead is not None:
+                row.lookahead = ask
                 continue
             row.reuse.keep(ask)
-            if row.added is None and not question.ahead:
+            if row.added is None and not question.extrapolated:
                 row.turn_to(question.step, ask)
 
     def _failed(self, number: int) -> bool:
@@ -346,7 +356,7 @@ class Link:
         if more.number in self._answers:
             self._answers[more.number].add(more)
 
-    def find(self, sent: SentAsk, row: ServedRow, place: int) -> Tensor | None:
+    def find(self, sent: SentRequest, row: ServedRow, place: int) -> Tensor | None:
         """Wait for the residual of a row at a place; None: nothing is added.
 
         Raises:
@@ -359,7 +369,7 @@ class Link:
             part = answer.at(row.name, sent.slot, place)
             if part is not None or answer.ended:
                 break
-            if not self.messages.come():
+            if not self.messages.receive():
                 begin = begin or time.monotonic()
             self._read(begin + self._patience_s - time.monotonic() if begin else self._patience_s)
         if begin:
@@ -463,7 +473,7 @@ class ControlService:
         self._calls, self._device, self._dtype = calls, device, dtype
         self._patience_s, self._connect = patience_s, connect
         self._link: Link | None = None
-        self._held: dict[str, tuple[Link, str]] = {}
+        self._nets_held: dict[str, tuple[Link, str]] = {}
         """ControlNets that the service holds, by version: the session, and the content by which the
         service names the net.
         """
@@ -485,7 +495,7 @@ class ControlService:
         link = self._attached()
         op = {"op": "load", "session": link.session, "name": name, "version": content}
         response = self._calls.call(op, b"", limit_s)
-        self._held[version] = link, content
+        self._nets_held[version] = link, content
         return response
 
     def _attached(self) -> Link:
@@ -506,14 +516,14 @@ class ControlService:
 
     def holds(self, version: str) -> bool:
         """Whether the service holds a ControlNet for this denoiser."""
-        link, _ = self._held.get(version, (None, ""))
+        link, _ = self._nets_held.get(version, (None, ""))
         return link is not None and not link.over
 
     def drop(self, version: str) -> None:
         """Release a ControlNet that is not needed any more."""
-        link, content = self._held.pop(version, (None, ""))
+        link, content = self._nets_held.pop(version, (None, ""))
         other_contents = [
-            loaded_content for _, loaded_content in list(self._held.values())
+            loaded_content for _, loaded_content in list(self._nets_held.values())
         ]  # copies under another name
         if link is not None and not link.lost and content not in other_contents:
             link.tell({"op": "drop", "session": link.session, "version": content})
@@ -531,11 +541,11 @@ class ControlService:
         if self._link is None:
             raise _lost("it was never there")
         controls = [
-            structs.replace(control, net=self._held.get(control.net, (None, control.net))[1])
-            for control in opening.facts.controls
+            structs.replace(control, net=self._nets_held.get(control.net, (None, control.net))[1])
+            for control in opening.spec.controls
         ]
-        facts = structs.replace(opening.facts, controls=tuple(controls))
-        return self._link.open(replace(opening, facts=facts), fast=adapters == "fast")
+        facts = structs.replace(opening.spec, controls=tuple(controls))
+        return self._link.open(replace(opening, spec=facts), fast=adapters == "fast")
 
     def take_waits(self) -> list[float]:
         """Return and clear the seconds that steps have waited for residuals."""

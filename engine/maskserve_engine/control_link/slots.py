@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 64
-FORESEEN = 2
+LOOKAHEAD = 2
 """Slot of a row's lookahead."""
 SLOTS = 3
 
@@ -109,26 +109,26 @@ class SharedSlot(Slot):
         return self._map
 
 
-class HeldSlot(Slot):
+class LocalSlot(Slot):
     """Tensors in memory of this process."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
 
     def room(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = self._held.get(offset)
+        tensor = self._tensors.get(offset)
         if tensor is None or (tensor.shape, tensor.dtype) != (torch.Size(shape), dtype):
-            tensor = self._held[offset] = torch.empty(shape, dtype=dtype)
+            tensor = self._tensors[offset] = torch.empty(shape, dtype=dtype)
         return tensor
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = self._held.get(offset)
+        tensor = self._tensors.get(offset)
         if tensor is None or (tensor.shape, tensor.dtype) != (torch.Size(shape), dtype):
             raise OSError("what is to be read has not come")
         return tensor
 
     def remove(self) -> None:
-        self._held.clear()
+        self._tensors.clear()
 
 
 class RowSlots:
@@ -139,7 +139,7 @@ class RowSlots:
     """
 
     def __init__(self, slot: Callable[[str], Slot]) -> None:
-        self._asks, self._answers = (
+        self._requests, self._answers = (
             tuple(slot(f"{number}.{way}") for number in range(SLOTS)) for way in ("ask", "answer")
         )
 
@@ -149,17 +149,17 @@ class RowSlots:
         return cls(lambda name: SharedSlot(folder / f"{row}.{name}"))
 
     @classmethod
-    def held(cls) -> RowSlots:
-        return cls(lambda name: HeldSlot())
+    def local(cls) -> RowSlots:
+        return cls(lambda name: LocalSlot())
 
-    def ask(self, slot: int) -> Slot:
+    def request(self, slot: int) -> Slot:
         """Return the slot for the input of a step, which the denoiser writes."""
-        return self._asks[slot]
+        return self._requests[slot]
 
     def answer(self, slot: int) -> Slot:
         """Return the slot for residuals, which the service writes."""
         return self._answers[slot]
 
     def remove(self) -> None:
-        for slot in (*self._asks, *self._answers):
+        for slot in (*self._requests, *self._answers):
             slot.remove()

@@ -42,7 +42,7 @@ class Attached(msgspec.Struct, frozen=True):
     """Device memory for its residuals."""
 
 
-class AskedRow(msgspec.Struct, array_like=True, frozen=True):
+class RequestedRow(msgspec.Struct, array_like=True, frozen=True):
     """A row of a step; its tensor lies in its slot."""
 
     row: str
@@ -52,18 +52,18 @@ class AskedRow(msgspec.Struct, array_like=True, frozen=True):
     slot: int
     shape: tuple[int, ...]
     dtype: str
-    foreseen: int | None = None
+    lookahead: int | None = None
     """Refresh step whose lookahead these tokens are; None: they are those of the row's own step."""
 
 
-class Ask(msgspec.Struct, array_like=True, frozen=True):
+class ResidualsRequest(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a denoiser that begin a step together: nets run over all of them at once."""
 
     number: int
     """One more than the number of the ask before."""
     batch: int
     """Number that stays while the same rows go on."""
-    rows: tuple[AskedRow, ...]
+    rows: tuple[RequestedRow, ...]
     lent: bool = False
     """Whether residuals may lie in the memory that the service lends."""
 
@@ -112,7 +112,7 @@ class Messages(Protocol):
         """
         ...
 
-    def ask(self, ask: Ask) -> None:
+    def request(self, request: ResidualsRequest) -> None:
         """Send an ask.
 
         Raises:
@@ -128,7 +128,7 @@ class Messages(Protocol):
         """
         ...
 
-    def come(self) -> bool:
+    def receive(self) -> bool:
         """Whether `next` would return at once."""
         ...
 
@@ -165,10 +165,10 @@ class SocketMessages:
     def slots(self, row: str) -> RowSlots:
         return RowSlots.shared(self._folder, row)
 
-    def ask(self, ask: Ask) -> None:
+    def request(self, request: ResidualsRequest) -> None:
         try:
             self._socket.settimeout(_SEND_S)
-            self._socket.send(msgspec.msgpack.encode(ask))
+            self._socket.send(msgspec.msgpack.encode(request))
         except OSError as error:
             raise Lost("it has ended or reads nothing") from error
 
@@ -185,7 +185,7 @@ class SocketMessages:
             raise Lost("it has ended")
         return self._answers.decode(message)
 
-    def come(self) -> bool:
+    def receive(self) -> bool:
         looks = select.poll()
         looks.register(self._socket, select.POLLIN)
         return bool(looks.poll(0))
@@ -218,12 +218,12 @@ class Connection:
         """Name of the session, known with its first message."""
         self._socket = connected
         self._socket.setblocking(False)
-        self._asks = msgspec.msgpack.Decoder(Ask)
+        self._requests = msgspec.msgpack.Decoder(ResidualsRequest)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def read(self) -> Ask | None:
+    def read(self) -> ResidualsRequest | None:
         """Read one message; None: it was the session's name.
 
         Raises:
@@ -238,7 +238,7 @@ class Connection:
         if not self.session:
             self.session = message.decode()
             return None
-        return self._asks.decode(message)
+        return self._requests.decode(message)
 
     def send(self, answered: Answered) -> None:
         """Send an answer.

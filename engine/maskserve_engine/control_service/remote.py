@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.control_link.network import Wire, room_for
 from maskserve_engine.control_link.slots import RowSlots
-from maskserve_engine.control_link.transport import Ask, Lost, SocketMessages
+from maskserve_engine.control_link.transport import Lost, ResidualsRequest, SocketMessages
 from maskserve_engine.control_service.sessions import DenoiserSessions
 
 _log = logging.getLogger(__name__)
@@ -142,18 +142,18 @@ class RemoteDenoisers:
                 self._unproven.pop(wire, None)
             wire.close()
 
-    def _ask(self, wire: Wire, here: SocketMessages, session: str) -> None:
-        asks = msgspec.msgpack.Decoder(Ask)
+    def _ask(self, wire: Wire, local: SocketMessages, session: str) -> None:
+        asks = msgspec.msgpack.Decoder(ResidualsRequest)
         while True:
             ask = asks.decode(wire.receive())
             for row in ask.rows:
                 wire.fill(room_for(row, self._slots(session, row.row)))
-            here.ask(ask)
+            local.request(ask)
 
-    def _answer(self, wire: Wire, here: SocketMessages, session: str) -> None:
+    def _answer(self, wire: Wire, local: SocketMessages, session: str) -> None:
         try:
             while True:
-                answered = here.next(None)
+                answered = local.next(None)
                 parts, added = [], []
                 for part in answered.parts:
                     slots = self._slots(session, part.row)

@@ -27,7 +27,13 @@ from maskserve_common.files.sockets import short_path
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader
 from maskserve_engine.control_link.device_memory import lent_block
 from maskserve_engine.control_link.slots import aligned
-from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
+from maskserve_engine.control_link.transport import (
+    AddedPart,
+    Answered,
+    Connection,
+    Lost,
+    ResidualsRequest,
+)
 from maskserve_engine.control_service.remote import RemoteDenoisers
 from maskserve_engine.control_service.sessions import DenoiserSessions, ServiceNetLoader
 from maskserve_engine.families.adapter import Adapter
@@ -82,7 +88,7 @@ class ControlNetService:
         self._listener.listen(64)
         self._stop = threading.Event()
         self._ended = ended
-        self._turn_at = time.monotonic()
+        self._turn_began_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="controlnets", daemon=True)
         self._thread.start()
         self._remote = None if remote is None else RemoteDenoisers(remote, self.sessions)
@@ -95,7 +101,7 @@ class ControlNetService:
         """
         if not self._thread.is_alive():
             return "its thread has ended"
-        silent_s = time.monotonic() - self._turn_at
+        silent_s = time.monotonic() - self._turn_began_at
         if silent_s > self._config.engine.stuck_timeout_s:
             return f"its thread has been busy for {silent_s:.0f} s"
         return ""
@@ -118,7 +124,7 @@ class ControlNetService:
         with torch.inference_mode(), device_context:
             while not self._stop.is_set():
                 for key, _ in selector.select(_LOOK_S):
-                    self._turn_at = time.monotonic()
+                    self._turn_began_at = time.monotonic()
                     if key.fileobj is self._listener:
                         self._accept(selector)
                         continue
@@ -131,7 +137,7 @@ class ControlNetService:
                         _log.info("a session is over: %s", error, exc_info=not is_lost)
                         selector.unregister(connection)
                         self._end(connection)
-                self._turn_at = time.monotonic()
+                self._turn_began_at = time.monotonic()
         for key in list(selector.get_map().values()):
             if isinstance(key.fileobj, Connection):
                 key.fileobj.close()
@@ -176,20 +182,24 @@ class ControlNetService:
             message = error.message if isinstance(error, MaskserveError) else type(error).__name__
             connection.send(Answered(ask.number, ended=True, error=message))
 
-    def _answer(self, connection: Connection, ask: Ask) -> None:
+    def _answer(self, connection: Connection, request: ResidualsRequest) -> None:
         session, rows = self.sessions.rows(
-            connection.session, [asked_row.row for asked_row in ask.rows]
+            connection.session, [asked_row.row for asked_row in request.rows]
         )
-        block = self._lent if ask.lent else None
-        targets = [(asked_row.row, asked_row.slot) for asked_row in ask.rows]
-        ends = [0] * len(ask.rows)
+        block = self._lent if request.lent else None
+        targets = [(asked_row.row, asked_row.slot) for asked_row in request.rows]
+        ends = [0] * len(request.rows)
         steps = []
-        for asked_row in ask.rows:
+        for asked_row in request.rows:
             row = rows[asked_row.row]
             dtype = getattr(torch, asked_row.dtype)
-            sample = row.slots.ask(asked_row.slot).read(0, asked_row.shape, dtype).to(self._device)
+            sample = (
+                row.slots.request(asked_row.slot).read(0, asked_row.shape, dtype).to(self._device)
+            )
             steps.append(
-                NetStep(row.own, asked_row.step, sample, asked_row.computed, asked_row.foreseen)
+                NetStep(
+                    row.family_row, asked_row.step, sample, asked_row.computed, asked_row.lookahead
+                )
             )
             if block is not None:
                 block.clear(asked_row.row, asked_row.slot)
@@ -208,12 +218,12 @@ class ControlNetService:
                 parts.append(AddedPart(name, first, last, slot, offset, shape, dtype, lent))
             if block is not None:
                 block.flush()
-            connection.send(Answered(ask.number, tuple(parts)))
+            connection.send(Answered(request.number, tuple(parts)))
 
-        if session.batch is None or session.batch[0] != ask.batch:
-            session.batch = ask.batch, self._adapter.net_batch()
+        if session.batch is None or session.batch[0] != request.batch:
+            session.batch = request.batch, self._adapter.net_batch()
         session.batch[1].run(steps, send)
-        connection.send(Answered(ask.number, ended=True))
+        connection.send(Answered(request.number, ended=True))
 
 
 def _listener(address: str) -> socket.socket | None:

@@ -50,9 +50,9 @@ _ROW_NAME = re.compile(r"[\w-]{1,200}")
 class ServiceNetLoader(ControlNetLoader):
     """Loader of nets that workers name; they may have them in folders of their own."""
 
-    def _check(self, net: KnownControlNet, wanted: ResolvedControl) -> None:
+    def _check(self, net: KnownControlNet, item: ResolvedControl) -> None:
         """Compare the contents of the files: times of files on another host differ."""
-        if content_of(net.path) != wanted.version:
+        if content_of(net.path) != item.version:
             raise EngineFailed(
                 f"{CONTROL_NETS.setting}: the ControlNet service's host {socket.gethostname()} has "
                 f"another version of ControlNet {net.name} than the worker's host"
@@ -61,7 +61,7 @@ class ServiceNetLoader(ControlNetLoader):
 
 @dataclass(slots=True, eq=False)
 class OpenRow:
-    own: Any
+    family_row: Any
     """The family's row."""
     slots: RowSlots
     nets: tuple[str, ...]
@@ -74,7 +74,7 @@ class DenoiserSession:
     key: str
     """Secret of the session (`transport.Attached.key`)."""
     rows: dict[str, OpenRow] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
+    versions: set[str] = field(default_factory=set)
     """Contents (versions) of the ControlNets that the session uses; each is held
     for its `_owner`.
     """
@@ -108,16 +108,16 @@ class DenoiserSessions:
         self._folder, self._socket, self._port = folder, socket, port
         self._adapter, self._lent = adapter, lent
         self._device, self._dtype = device_of(config), dtype_of(config)
-        self._loader = loader(config, adapter.facts, self._brought)
+        self._loader = loader(config, adapter.spec, self._load_now)
         self._door = threading.Lock()
         """Guards sessions and nets."""
         self._sessions: dict[str, DenoiserSession] = {}
-        self._own: dict[str, Any] = {}
+        self._family_nets: dict[str, Any] = {}
         """ControlNets on the device, by version, in the family's form."""
         self._residency = Residency(
             _MOST_WAITING, {CONTROL_NETS.name: config.controls.device_bytes}, self._dropped
         )
-        self._nets = EditControlNets(self._residency, self._loader, self._came, Observations())
+        self._nets = EditControlNets(self._residency, self._loader, self._on_loaded, Observations())
         self._waiting: dict[str, Done] = {}
         """Callbacks of pending loads, by ticket."""
         self._names = itertools.count()
@@ -148,7 +148,7 @@ class DenoiserSessions:
         Raises:
             EngineFailed: there is no such session.
         """
-        lent = None if self._lent is None else self._lent.told
+        lent = None if self._lent is None else self._lent.lent
         with self._door:
             return Attached(name, self._socket, self._port, self._session(name).key, lent)
 
@@ -162,7 +162,7 @@ class DenoiserSessions:
         with self._door:
             denoiser, owner = self._session(session), _owner(session, control.version)
             resources = self._nets.hold(owner, [control])
-            denoiser.held.add(control.version)
+            denoiser.versions.add(control.version)
             ticket = f"{owner} {next(self._names)}"
             if self._residency.wait(ticket, resources):
                 self._waiting[ticket] = done
@@ -173,8 +173,8 @@ class DenoiserSessions:
     def drop(self, session: str, version: str) -> None:
         """Release a denoiser's ControlNet; it stays loaded until its room is needed."""
         with self._door:
-            self._session(session).held.discard(version)
-            self._nets.let_go(_owner(session, version))
+            self._session(session).versions.discard(version)
+            self._nets.release(_owner(session, version))
 
     def open(self, session: str, row: str, opening: Opening) -> None:
         """Open a row.
@@ -187,10 +187,10 @@ class DenoiserSessions:
             raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
         with self._door:
             nets = {}
-            for control in opening.facts.controls:
-                if control.net not in self._own:
+            for control in opening.spec.controls:
+                if control.net not in self._family_nets:
                     raise EngineFailed(f"the ControlNet service does not hold {control.net}")
-                nets[control.net] = self._own[control.net]
+                nets[control.net] = self._family_nets[control.net]
             denoiser = self._session(session)
         arrays = {
             # Copied: products of what lies at odd addresses round differently on CPUs.
@@ -200,7 +200,7 @@ class DenoiserSessions:
             for name, x in opening.arrays.items()
         }
         with torch.inference_mode():
-            net_row = self._adapter.net_row(Opening(opening.facts, arrays), nets)
+            net_row = self._adapter.net_row(Opening(opening.spec, arrays), nets)
         if self._lent is not None:
             self._lent.open(row)
         denoiser.rows[row] = OpenRow(net_row, RowSlots.shared(self._folder, row), tuple(nets))
@@ -217,7 +217,7 @@ class DenoiserSessions:
             self._forget_unconnected()
             sessions = list(self._sessions.values())
             rows = sum(len(session.rows) for session in sessions)
-            return {"sessions": len(sessions), "rows": rows, "nets": len(self._own)}
+            return {"sessions": len(sessions), "rows": rows, "nets": len(self._family_nets)}
 
     def connected(self, name: str) -> bool:
         """Note that a denoiser has connected; return False if its session is not known."""
@@ -266,8 +266,8 @@ class DenoiserSessions:
 
     def _forget(self, name: str) -> DenoiserSession | None:
         session = self._sessions.pop(name, None)
-        for version in () if session is None else session.held:
-            self._nets.let_go(_owner(name, version))
+        for version in () if session is None else session.versions:
+            self._nets.release(_owner(name, version))
         return session
 
     def _session(self, name: str) -> DenoiserSession:
@@ -276,25 +276,25 @@ class DenoiserSessions:
             raise EngineFailed("the ControlNet service does not know this session any more")
         return session
 
-    def _brought(self, version: str, folder: NetFolder) -> None:
+    def _load_now(self, version: str, folder: NetFolder) -> None:
         """Put a loaded ControlNet on the device; called in the loader's thread."""
         with torch.inference_mode():
             device_net = self._adapter.control_net(folder.read().to(self._device))
         with self._door:
-            self._own[version] = device_net
+            self._family_nets[version] = device_net
 
-    def _came(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
+    def _on_loaded(self, control: ResolvedControl, outcome: Loaded | MaskserveError) -> None:
         """Account for a load that has ended; called in the loader's thread."""
         with self._door:
             if isinstance(outcome, Loaded):
                 tickets = self._nets.arrived(control, outcome)
             else:
-                self._own.pop(control.version, None)
+                self._family_nets.pop(control.version, None)
                 tickets = self._nets.failed(control, outcome)
                 for session in self._sessions.values():
-                    if control.version in session.held:
-                        session.held.discard(control.version)
-                        self._nets.let_go(_owner(session.name, control.version))
+                    if control.version in session.versions:
+                        session.versions.discard(control.version)
+                        self._nets.release(_owner(session.name, control.version))
             waiting = [self._waiting.pop(ticket) for ticket in tickets]
         for on_loaded in waiting:
             on_loaded(outcome)
@@ -302,9 +302,9 @@ class DenoiserSessions:
     def _dropped(self, resource: Resource) -> None:
         """Remove a ControlNet that was evicted to make room."""
         self._nets.dropped(resource)
-        self._own.pop(resource.name, None)
+        self._family_nets.pop(resource.name, None)
 
 
 def _owner(session: str, version: str) -> str:
-    """Return the owner's name under which `Holdings` keeps a net for a session."""
+    """Return the owner's name under which `ResourceCache` keeps a net for a session."""
     return f"{session} {version}"

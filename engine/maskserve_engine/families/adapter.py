@@ -13,7 +13,7 @@ import torch
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import AnchoredRow, Entry, OwnPlan
+from maskserve_engine.batch.step_cache import AnchoredRow, Entry, RefreshSchedule
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
@@ -24,7 +24,7 @@ from maskserve_engine.families.control import NetBatch, NetRow
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.planning.two_stream import Plan
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
 class EditRow(Row, Protocol):
@@ -60,7 +60,7 @@ class PrimingRow(Row, Protocol):
 class Adapter(Protocol):
     """Runs a family's model over explicit per-row state; the model itself holds none."""
 
-    facts: ModelFacts
+    spec: ModelSpec
     weight_bytes: int
     device: torch.device
     blocks: int
@@ -81,12 +81,14 @@ class Adapter(Protocol):
         """Return the counted work, and with it the shape of entries, at a size of latents."""
         ...
 
-    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
+    def counted(
+        self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
+    ) -> Totals:
         """Return the work of one step of this edit, in a batch of equal `batch_key`.
 
         Args:
             job: the edit.
-            own: count a step between these refresh steps.
+            schedule: count a step between these refresh steps.
             anchor: count a refresh step of a row with a template.
         """
         ...
@@ -125,20 +127,22 @@ class Adapter(Protocol):
         """Return a row that computes all tokens, exactly as the diffusers pipeline does."""
         ...
 
-    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> EditRow:
+    def cached_row(
+        self, job: EditJob, noise_seed: int, schedule: RefreshSchedule | None = None
+    ) -> EditRow:
         """Return a row that reads entries for its cached tokens.
 
         Args:
             job: the edit, preferably prepared with the same `noise_seed`.
             noise_seed: seed of the template's noise.
-            own: what it keeps beside the entries; None: nothing (as in families
-                without `ModelFacts.own_stride`).
+            schedule: what it keeps beside the entries; None: nothing (as in families
+                without `ModelSpec.refresh_stride`).
         """
         ...
 
-    def anchored_row(self, job: EditJob, plan: OwnPlan) -> AnchoredEditRow:
+    def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> AnchoredEditRow:
         """Return a row whose own refresh steps serve its other steps
-        (`ModelFacts.own_stride`).
+        (`ModelSpec.refresh_stride`).
         """
         ...
 

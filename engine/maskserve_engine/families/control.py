@@ -2,9 +2,9 @@
 
 Before a step each net runs once, over all rows that use it; its outputs, times the row's scale, are
 added behind blocks of the base. Beside a cached row a net computes all tokens at the row's refresh
-steps (`OwnPlan`) and keeps a step cache with the edit, because a template's entries do not
+steps (`RefreshSchedule`) and keeps a step cache with the edit, because a template's entries do not
 depend on the control picture; at the steps between it computes the base's computed tokens. How a
-net runs, and what it keeps, is the family's (`Nets.say`).
+net runs, and what it keeps, is the family's (`Nets.outputs`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.control_link.opening import Opening
 
 
@@ -33,10 +33,10 @@ class NetInput(Protocol):
 I = TypeVar("I", bound=NetInput)  # noqa: E741
 
 
-class KeptOfNet(NamedTuple):
+class NetResiduals(NamedTuple):
     step: int
     tokens: Sequence[Any]
-    """One `OwnAnchors` of the family's kind for each pass."""
+    """One `StepCache` of the family's kind for each pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class RowControl(Generic[I]):
     """The ControlNets of one row, and their residuals for its next step."""
 
     inputs: tuple[I, ...]
-    own: OwnPlan
+    schedule: RefreshSchedule
     """Steps at which the nets compute all tokens although the base does not, and the format of
     their caches. (They also do when the base does.)"""
     exact: bool = False
@@ -60,18 +60,21 @@ class RowControl(Generic[I]):
     passes: tuple[PassResiduals, ...] = field(default_factory=lambda: (PassResiduals(),))
     """Residuals of the prompt's pass, then of the negative prompt's if one model call computes
     both."""
-    kept: dict[int, KeptOfNet] = field(default_factory=dict)
-    _ahead: RowControl[I] | None = field(init=False, default=None)
+    residuals: dict[int, NetResiduals] = field(default_factory=dict)
+    _lookahead: RowControl[I] | None = field(init=False, default=None)
 
     @property
-    def ahead(self) -> RowControl[I]:
+    def for_lookahead(self) -> RowControl[I]:
         """Residuals of the lookahead pass; both share their step caches."""
-        if self._ahead is None:
-            self._ahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
-        return self._ahead
+        if self._lookahead is None:
+            self._lookahead = replace(self, passes=tuple([PassResiduals() for _ in self.passes]))
+        return self._lookahead
 
     def forget(self) -> None:
-        for residuals in (*self.passes, *(() if self._ahead is None else self._ahead.passes)):
+        for residuals in (
+            *self.passes,
+            *(() if self._lookahead is None else self._lookahead.passes),
+        ):
             residuals.added.clear()
 
     def after(self, number: int) -> Tensor | None:
@@ -81,12 +84,12 @@ class RowControl(Generic[I]):
     @property
     def missed(self) -> bool:
         """Whether the result would change if the row continued without its step caches."""
-        return self.exact and bool(self.kept)
+        return self.exact and bool(self.residuals)
 
 
 class Controlled(NamedTuple, Generic[I]):
     control: RowControl[I]
-    given: Any
+    base_input: Any
     """The base's input, in the form of the family's nets."""
     sparse: bool
     """Whether the base computes only some tokens."""
@@ -96,7 +99,7 @@ class Controlled(NamedTuple, Generic[I]):
     """Timesteps of this step and some later ones."""
     step: int
     steps: int
-    foreseen: int | None = None
+    lookahead: int | None = None
     """Refresh step of a lookahead pass; None: the pass of the present step."""
     before: Sequence[float] = ()
     """Timesteps of earlier steps whose vectors are computed with it in a batch of one row."""
@@ -104,52 +107,54 @@ class Controlled(NamedTuple, Generic[I]):
     @property
     def at(self) -> int:
         """Step at which the nets' scales are taken."""
-        return self.step if self.foreseen is None else self.foreseen
+        return self.step if self.lookahead is None else self.lookahead
 
 
-class Asked(NamedTuple, Generic[I]):
+class NetRequest(NamedTuple, Generic[I]):
     row: Controlled[I]
     number: int
-    own: I
+    net_input: I
     scale: float
 
     @property
-    def kept(self) -> Sequence[Any] | None:
+    def cached(self) -> Sequence[Any] | None:
         """Caches that the net reads between refresh steps, when it computes only the base's
         computed tokens. None elsewhere, and if there was no memory for them.
 
         A retried step, after a failed batch, makes the same choice.
         """
         row, cached = self.row, self.last
-        if not row.sparse or row.step in row.control.own.anchors or cached is None:
+        if not row.sparse or row.step in row.control.schedule.anchors or cached is None:
             return None
         is_valid = cached.step < row.step and all(tokens.whole() for tokens in cached.tokens)
         return cached.tokens if is_valid else None
 
     @property
-    def last(self) -> KeptOfNet | None:
-        return self.row.control.kept.get(self.number)
+    def last(self) -> NetResiduals | None:
+        return self.row.control.residuals.get(self.number)
 
     @property
     def keeps(self) -> bool:
         """Whether this step's cached tokens are kept: it computes them, and the next step may not.
         A lookahead only continues an existing cache.
         """
-        if self.row.foreseen is not None:
+        if self.row.lookahead is not None:
             return self.last is not None
         follows = self.row.step + 1
-        next_is_between = follows < self.row.steps and follows not in self.row.control.own.anchors
-        return self.row.idle and self.kept is None and next_is_between
+        next_is_between = (
+            follows < self.row.steps and follows not in self.row.control.schedule.anchors
+        )
+        return self.row.idle and self.cached is None and next_is_between
 
     def keep(self, tokens: Sequence[Any]) -> None:
         """Keep the caches of this step. A lookahead updates those of its row in place."""
-        if self.row.foreseen is None:
-            self.row.control.kept[self.number] = KeptOfNet(self.row.step, tokens)
+        if self.row.lookahead is None:
+            self.row.control.residuals[self.number] = NetResiduals(self.row.step, tokens)
 
 
-Said = tuple[Sequence[int], Sequence[Sequence[Tensor]]]
+NetOutput = tuple[Sequence[int], Sequence[Sequence[Tensor]]]
 """Places of the base where a net's output is added, and the output per row and pass."""
-Told = Callable[[Sequence[tuple[RowControl[Any], Sequence[int]]]], None]
+OnComplete = Callable[[Sequence[tuple[RowControl[Any], Sequence[int]]]], None]
 """Receives rows, each with the places that are complete."""
 
 
@@ -163,26 +168,26 @@ class Nets(ABC, Generic[I]):
     pass."""
 
     @abstractmethod
-    def say(self, net: Any, same: Sequence[Asked[I]]) -> Iterator[Said]:
-        """Run a net over its rows, and keep their step caches (`Asked.keep`).
+    def outputs(self, net: Any, same: Sequence[NetRequest[I]]) -> Iterator[NetOutput]:
+        """Run a net over its rows, and keep their step caches (`NetRequest.keep`).
 
         Yields:
             The output of each block.
         """
 
-    def run(self, rows: Sequence[Controlled[I]], told: Told | None = None) -> None:
+    def run(self, rows: Sequence[Controlled[I]], on_complete: OnComplete | None = None) -> None:
         """Compute the residuals of the rows' next step into their `RowControl`.
 
-        `told` receives complete ones while later blocks run.
+        `on_complete` receives complete ones while later blocks run.
         """
-        requests_by_net: dict[int, list[Asked[I]]] = {}
+        requests_by_net: dict[int, list[NetRequest[I]]] = {}
         for row in rows:
             row.control.forget()
             for number, net_input in enumerate(row.control.inputs):
                 scale = net_input.control.scale_at(row.at, row.steps)
                 if scale:
                     requests_by_net.setdefault(id(net_input.net), []).append(
-                        Asked(row, number, net_input, scale)
+                        NetRequest(row, number, net_input, scale)
                     )
         last = {
             id(request.row.control): net
@@ -192,12 +197,12 @@ class Nets(ABC, Generic[I]):
         for net, net_requests in requests_by_net.items():
             controls = {id(request.row.control): request.row.control for request in net_requests}
             whole = [control for key, control in controls.items() if last[key] == net]
-            for places, by_row in self.say(net_requests[0].own.net, net_requests):
+            for places, by_row in self.outputs(net_requests[0].net_input.net, net_requests):
                 for asks, samples in zip(net_requests, by_row, strict=True):
                     for residuals, sample in zip(asks.row.control.passes, samples, strict=True):
                         _add(residuals.added, places, sample * asks.scale)
-                if told is not None:
-                    told([(control, places) for control in whole])
+                if on_complete is not None:
+                    on_complete([(control, places) for control in whole])
 
 
 def _add(added: dict[int, Tensor], places: Sequence[int], sample: Tensor) -> None:
@@ -215,7 +220,9 @@ class NetRow(Protocol):
     @property
     def control(self) -> RowControl[Any]: ...
 
-    def at(self, step: int, sample: Tensor, computed: int, foreseen: int | None) -> Controlled[Any]:
+    def at(
+        self, step: int, sample: Tensor, computed: int, lookahead: int | None
+    ) -> Controlled[Any]:
         """Return the row before a step; arguments as the fields of `NetStep`."""
         ...
 
@@ -256,7 +263,7 @@ class NetStep(NamedTuple):
     """The base's latents for the nets."""
     computed: int
     """Number of tokens that the base computes; in FLUX the first ones."""
-    foreseen: int | None = None
+    lookahead: int | None = None
 
 
 class Residual(NamedTuple):
@@ -279,13 +286,13 @@ class NetBatch:
 
     def run(self, rows: Sequence[NetStep], send: Send) -> None:
         controlled_rows = [
-            row_step.row.at(row_step.step, row_step.sample, row_step.computed, row_step.foreseen)
+            row_step.row.at(row_step.step, row_step.sample, row_step.computed, row_step.lookahead)
             for row_step in rows
         ]
         numbers = {id(row_step.control): number for number, row_step in enumerate(controlled_rows)}
         sent_places = [set[int]() for _ in controlled_rows]
 
-        def told(whole: Sequence[tuple[RowControl[Any], Sequence[int]]]) -> None:
+        def on_complete(whole: Sequence[tuple[RowControl[Any], Sequence[int]]]) -> None:
             residuals: list[Residual] = []
             for control, places in whole:
                 number = numbers[id(control)]
@@ -293,7 +300,7 @@ class NetBatch:
                 sent_places[number].update(places)
             send(residuals)
 
-        self._nets.run(controlled_rows, told if self._nets.in_parts else None)
+        self._nets.run(controlled_rows, on_complete if self._nets.in_parts else None)
         remaining: list[Residual] = []
         for number, row in enumerate(
             controlled_rows

@@ -17,7 +17,7 @@ from maskserve_common.config import Config
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, TokensRead
 from maskserve_engine.stages.loader import load_part, load_plain
@@ -132,12 +132,12 @@ class TemplateEncoding:
 
 
 class Encoder(ABC):
-    def __init__(self, facts: ModelFacts, vae: Any) -> None:
+    def __init__(self, spec: ModelSpec, vae: Any) -> None:
         from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D
 
-        self.facts, self.vae = facts, vae
+        self.spec, self.vae = spec, vae
         self._device, self._dtype = vae.device, vae.dtype  # for each it walks all its modules
-        masked = facts.semantics.masked_picture
+        masked = spec.semantics.masked_picture
         self.has_pieces = masked and plain_resnets(vae.encoder.down_blocks, DownEncoderBlock2D)
         """Whether the model takes a masked picture that can be encoded in pieces."""
         self._local = is_local(vae.encoder.mid_block)
@@ -158,7 +158,7 @@ class Encoder(ABC):
             negative_prompt: any text; None: no negative prompt.
         """
         moments, masked = self.moments(pixels), NO_MOMENTS
-        if self.facts.semantics.masked_picture:
+        if self.spec.semantics.masked_picture:
             masked = self.masked_moments(pixels, edit_mask)
         text, away = self.encode_prompt(prompt, pixels), None
         if negative_prompt is not None:
@@ -187,9 +187,9 @@ class Encoder(ABC):
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
         """Return the source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
-        factor = self.facts.vae_scale_factor
+        factor = self.spec.vae_scale_factor
         size = pixels.shape[0] // factor, pixels.shape[1] // factor
-        if not self.has_pieces or is_tiled(self.vae, size, self.facts.latents):
+        if not self.has_pieces or is_tiled(self.vae, size, self.spec.latents):
             return TemplateEncoding(self.moments(pixels))
         recorder = NormRecorder(size)
         with torch.inference_mode():
@@ -229,7 +229,7 @@ class Encoder(ABC):
 
     def pieces(self, boxes: Sequence[PixelBox], size: tuple[int, int], halo: int) -> Pieces:
         """Plan how to encode boxes of latents with a halo, in latents."""
-        levels = range(len(self.facts.latents.widths))
+        levels = range(len(self.spec.latents.widths))
         return plan_pieces(boxes, size, halos=tuple(halo << k for k in levels), spread=1)
 
     @property
@@ -256,7 +256,7 @@ class Encoder(ABC):
 
     def encode_prompt(self, prompt: str, pixels: NDArray[np.uint8] | None = None) -> Conditioning:
         """Return one prompt's arrays. `pixels`, [H, W, 3] at model resolution, are read by models
-        whose prompts are about a picture (`ModelFacts.shown`).
+        whose prompts are about a picture (`ModelSpec.encoder_picture`).
         """
         [encoded] = self.encode_prompts([prompt])
         return encoded
@@ -265,7 +265,7 @@ class Encoder(ABC):
         """Return the prompt that templates are primed with; empty for models whose prompts are
         about a picture.
         """
-        return {} if self.facts.shown else self.encode_prompt(PRIMING_PROMPT)
+        return {} if self.spec.encoder_picture else self.encode_prompt(PRIMING_PROMPT)
 
     def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
         return encoded
@@ -275,14 +275,14 @@ class Encoder(ABC):
         return moments
 
     def _all_moments(self, images: Tensor) -> NDArray[np.float32]:
-        return to_numpy(moments_of(self.vae, self._on_device(images), self.facts.latents))
+        return to_numpy(moments_of(self.vae, self._on_device(images), self.spec.latents))
 
     def _on_device(self, image: Tensor) -> Tensor:
         return image.to(self._device, self._dtype)
 
     def _down(self, maps: list[Tensor], norm: Norm) -> list[Tensor]:
         """Encode images, [1, 3, H, W] per piece, down to the latents' resolution."""
-        encoder, level = self.vae.encoder, len(self.facts.latents.widths) - 1
+        encoder, level = self.vae.encoder, len(self.spec.latents.widths) - 1
         maps = [encoder.conv_in(x) for x in maps]
         for block in encoder.down_blocks:
             for block_resnet in block.resnets:
@@ -306,19 +306,19 @@ class Encoder(ABC):
 
 
 class OneTextEncoder(Encoder):
-    def __init__(self, facts: ModelFacts, vae: Any, text: TextEncoder) -> None:
-        super().__init__(facts, vae)
+    def __init__(self, spec: ModelSpec, vae: Any, text: TextEncoder) -> None:
+        super().__init__(spec, vae)
         self.text = text
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> Self:
+    def load(cls, spec: ModelSpec, config: Config) -> Self:
         """Load the parts of a model folder. Raises ConfigError if a part cannot be loaded."""
         limit_threads(config)
-        return cls(facts, load_vae(config, facts), cls.load_text(facts, config))
+        return cls(spec, load_vae(config, spec), cls.load_text(spec, config))
 
     @staticmethod
     @abstractmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         """Load the folder's text encoder, for prompts of up to `max_sequence_length` tokens."""
 
     @property
@@ -328,7 +328,7 @@ class OneTextEncoder(Encoder):
 
 def _laid(whole: Tensor, maps: list[Tensor], pieces: Pieces) -> Tensor:
     """Copy the pieces into `whole`, in place, without their rims and without probes."""
-    for box, part in zip(pieces.wanted, maps, strict=False):
+    for box, part in zip(pieces.edited_boxes, maps, strict=False):
         goes = box.grown(max(0, pieces.halos[0] - RIM), pieces.size)
         inside = goes.within(pieces.outer(box, 0))
         whole[(..., *goes.slices)] = part[(..., *inside.slices)]

@@ -16,8 +16,8 @@ import numpy as np
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.specs import check_family, check_widths, load_facts
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.families.specs import check_family, check_widths, load_spec
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.loader import warm_up_side
 
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class FamilyLoaders:
     """Loaders of a family's stages; each raises ConfigError when a part is missing."""
 
-    load_encoder: Callable[[ModelFacts, Config], Encoder]
-    load_adapter: Callable[[ModelFacts, Config], Adapter]
-    load_decoder: Callable[[ModelFacts, Config], Decoder]
+    load_encoder: Callable[[ModelSpec, Config], Encoder]
+    load_adapter: Callable[[ModelSpec, Config], Adapter]
+    load_decoder: Callable[[ModelSpec, Config], Decoder]
 
 
 def _chroma() -> FamilyLoaders:
@@ -58,8 +58,10 @@ def _qwen_image() -> FamilyLoaders:
     from maskserve_engine.families.qwen_image.adapter import QwenImageAdapter
     from maskserve_engine.families.qwen_image.encode import QwenImageEditEncoder, QwenImageEncoder
 
-    def load_encoder(facts: ModelFacts, config: Config) -> Encoder:
-        return (QwenImageEditEncoder if facts.shown else QwenImageEncoder).load(facts, config)
+    def load_encoder(spec: ModelSpec, config: Config) -> Encoder:
+        return (QwenImageEditEncoder if spec.encoder_picture else QwenImageEncoder).load(
+            spec, config
+        )
 
     return FamilyLoaders(load_encoder, QwenImageAdapter.load, Decoder.load)
 
@@ -102,11 +104,11 @@ FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {
     "unet": _unet,
     "z_image": _z_image,
 }
-"""Loaders by `ModelFacts.family`; a family is imported when first used."""
+"""Loaders by `ModelSpec.family`; a family is imported when first used."""
 
 
-def _of(config: Config) -> tuple[ModelFacts, FamilyLoaders]:
-    facts = load_facts(config.model.path, config.model.native_resolution)
+def _of(config: Config) -> tuple[ModelSpec, FamilyLoaders]:
+    facts = load_spec(config.model.path, config.model.native_resolution)
     if facts.family not in FAMILIES:
         raise ConfigError(f"[model] path: family {facts.family} has no adapter")
     return facts, FAMILIES[facts.family]()

@@ -19,10 +19,10 @@ from maskserve_engine.families.sd3 import spec as sd3
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.family import FamilyFacts, family_work
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.family import FamilyModule, family_work
+from maskserve_engine.spec.model_spec import ModelSpec
 
-FAMILIES: dict[str, FamilyFacts] = {
+FAMILIES: dict[str, FamilyModule] = {
     "chroma": chroma,
     "flux": flux,
     "flux2": flux2,
@@ -37,20 +37,20 @@ FAMILIES: dict[str, FamilyFacts] = {
 DENSE_ONLY = "this model is served dense only, as its second attentions have no entries"
 
 
-def check_family(config: Config, facts: ModelFacts) -> None:
+def check_family(config: Config, spec: ModelSpec) -> None:
     """Check that no setting is made that the model does not have.
 
     Raises:
         ConfigError: it is a setting of other families, the cache of a model without one, or
             another number of steps than the model's only one.
     """
-    if config.cache.enabled and not facts.caches:
+    if config.cache.enabled and not spec.caches:
         raise ConfigError(f"[cache] enabled: {DENSE_ONLY}; use false")
-    if facts.sigmas and config.model.num_inference_steps not in (0, len(facts.sigmas)):
+    if spec.sigmas and config.model.num_inference_steps not in (0, len(spec.sigmas)):
         raise ConfigError(
-            f"[model] num_inference_steps: this model has {len(facts.sigmas)} of its own; use 0"
+            f"[model] num_inference_steps: this model has {len(spec.sigmas)} of its own; use 0"
         )
-    family_settings = FAMILIES[facts.family].SETTINGS
+    family_settings = FAMILIES[spec.family].SETTINGS
     foreign_settings = {
         name for family in FAMILIES.values() for name in family.SETTINGS
     }.difference(family_settings)
@@ -67,21 +67,21 @@ _GROUP = 32
 """Elements of a token that share a scale in int4 (`cache.entries` of the engine)."""
 
 
-def check_widths(config: Config, facts: ModelFacts) -> None:
+def check_widths(config: Config, spec: ModelSpec) -> None:
     """Check that the widths of a model's tokens fit its storage formats.
 
     Raises:
         ConfigError: they do not.
     """
-    cache, side = config.cache, facts.native_resolution // facts.vae_scale_factor
+    cache, side = config.cache, spec.native_resolution // spec.vae_scale_factor
     formats = {"entry_format": cache.entry_format, "own_format": cache.own_format}
     if not cache.enabled:
         del formats["entry_format"]
     int4_keys = [key for key, form in formats.items() if form == "int4"]
     if not int4_keys:
         return
-    work = counted_work(facts, side, side)
-    maps: Sequence[int] = facts.denoiser.get("block_out_channels", ())
+    work = counted_work(spec, side, side)
+    maps: Sequence[int] = spec.denoiser.get("block_out_channels", ())
     odd = [width for width in (*(block.width for block in work.blocks), *maps) if width % _GROUP]
     if odd:
         raise ConfigError(
@@ -91,14 +91,14 @@ def check_widths(config: Config, facts: ModelFacts) -> None:
         )
 
 
-def recorded_rows(facts: ModelFacts, config: Config) -> int:
+def recorded_rows(spec: ModelSpec, config: Config) -> int:
     """Return the number of dense rows whose tokens fit in a recorded step on GPUs; 0: steps are not
     recorded.
     """
-    return FAMILIES[facts.family].recorded_rows(config)
+    return FAMILIES[spec.family].recorded_rows(config)
 
 
-def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
+def load_spec(folder: str | Path, native_resolution: int = 0) -> ModelSpec:
     """Read the model spec of a diffusers-format folder; `native_resolution`, in pixels, overrides
     its own.
 
@@ -120,53 +120,51 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
 
 
 def counted_work(
-    facts: ModelFacts, height: int, width: int, *, halo: int = 0, recorded: bool = False
+    spec: ModelSpec, height: int, width: int, *, halo: int = 0, recorded: bool = False
 ) -> ModelWork:
     """Return a model's work on one picture, whose size is in latents (pixels / VAE scale)."""
-    family = FAMILIES[facts.family]
-    return family_work(family, facts, height, width, halo=halo, recorded=recorded)
+    family = FAMILIES[spec.family]
+    return family_work(family, spec, height, width, halo=halo, recorded=recorded)
 
 
-def control_work(
-    facts: ModelFacts, config: Mapping[str, Any], height: int, width: int
-) -> ModelWork:
+def control_work(spec: ModelSpec, config: Mapping[str, Any], height: int, width: int) -> ModelWork:
     """Return a ControlNet's work on one picture; `config` is the net's config.json, the size is in
     latents.
 
     Raises:
         KeyError: the config lacks a size.
     """
-    return FAMILIES[facts.family].control_work(dict(config), height, width)
+    return FAMILIES[spec.family].control_work(dict(config), height, width)
 
 
-def lora_work(facts: ModelFacts, base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
+def lora_work(spec: ModelSpec, base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
     """Return a LoRA's additional work; `layers` are elements of its factors, by diffusers layer
     name.
     """
-    return FAMILIES[facts.family].lora_work(base, layers)
+    return FAMILIES[spec.family].lora_work(base, layers)
 
 
-def typical_lora(facts: ModelFacts, base: ModelWork) -> tuple[ModelWork, int]:
+def typical_lora(spec: ModelSpec, base: ModelWork) -> tuple[ModelWork, int]:
     """Return the additional work of a rank-1 LoRA on every linear layer of the blocks, and the
     bytes of its file in half precision.
     """
-    layers = FAMILIES[facts.family].lora_layers(facts.denoiser)
-    return lora_work(facts, base, layers), 2 * sum(layers.values())
+    layers = FAMILIES[spec.family].lora_layers(spec.denoiser)
+    return lora_work(spec, base, layers), 2 * sum(layers.values())
 
 
 _FILLS = 2.0**25
 """FLOPs of an operation that a thread computes in about 0.3 ms."""
 
 
-def filled_threads(config: Config, facts: ModelFacts) -> int:
+def filled_threads(config: Config, spec: ModelSpec) -> int:
     """Return the number of CPU threads that a model's operations keep busy.
 
     For a small model it is 1. An operation ends with its last thread. Where operations take
     microseconds, threads mostly wait for one another and for cores, which encoder and decoder need,
     too.
     """
-    side = facts.native_resolution // facts.vae_scale_factor
-    work = counted_work(facts, side, side)
-    row = work.row_at(1.0, facts.text_tokens(config.model.max_sequence_length))
+    side = spec.native_resolution // spec.vae_scale_factor
+    work = counted_work(spec, side, side)
+    row = work.row_at(1.0, spec.text_tokens(config.model.max_sequence_length))
     operations = work.batch_launches(("dense",) * len(work.blocks))
     return max(1, int(work.step_flops([row], "dense") / operations / _FILLS))

@@ -21,8 +21,8 @@ from maskserve_common.config import (
     Config,
     ConfigError,
     Stage,
-    beside_denoiser,
     model_name,
+    sharing_the_device,
 )
 from maskserve_common.config_file import load_config
 from maskserve_engine.families.adapter import Adapter
@@ -39,7 +39,7 @@ from maskserve_engine.fitting.memory import (
     weight_bytes,
 )
 from maskserve_engine.planning.cost_model import H100, estimate
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 CARDS = (16, 24, 40, 48, 80)
 """GB, as cards are sold; nearly GiB."""
@@ -114,9 +114,9 @@ class Shapes:
         plain = replace(config.model, device=_NO_WEIGHTS, dtype=dtype, weights="bf16")
         self.config = replace(config, model=plain)
         self.adapter: Adapter = load_adapter(self.config)
-        self.facts: ModelFacts = self.adapter.facts
+        self.spec: ModelSpec = self.adapter.spec
         self.size = sized(self.config, self.adapter, estimate(H100))[1]
-        self._held = cache(self._held_by)
+        self._needs = cache(self._needs_of)
 
     @property
     def name(self) -> str:
@@ -148,7 +148,7 @@ class Shapes:
         self, form: str, settings: Settings, rows: int, usable: int, *, running: bool = False
     ) -> Fit:
         """Return the capacity with these settings; other arguments are those of `fit`."""
-        encoder, decoder, pending_bytes = self._held(settings, running)
+        encoder, decoder, pending_bytes = self._needs(settings, running)
         step = self._step(rows)
         free_bytes = usable - self.weights[form] - pending_bytes - step
         return Fit(
@@ -170,7 +170,7 @@ class Shapes:
         yield ()
         if self.configured.stages.service:
             return  # the others are the service's
-        plain_t5 = self.facts.t5 and self.configured.model.t5_weights == "bf16"
+        plain_t5 = self.spec.t5 and self.configured.model.t5_weights == "bf16"
         if plain_t5 and not self.configured.model.t5_offload:
             yield (("t5_weights", "int8"),)
             yield (("t5_offload", True),)
@@ -179,18 +179,18 @@ class Shapes:
             if not self.configured.model.decoder_device:
                 yield ("encoder_device", "cpu"), ("decoder_device", "cpu")
 
-    def _held_by(self, settings: Settings, running: bool) -> tuple[int, int, int]:
+    def _needs_of(self, settings: Settings, running: bool) -> tuple[int, int, int]:
         """Return (encoder's bytes, decoder's bytes, bytes of these and of CUDA not taken yet)."""
         config = replace(self.config, model=replace(self.config.model, **dict(settings)))
         stage_bytes, pending_bytes = [], 0 if running else _CONTEXT
         stages: tuple[Stage, ...] = ("encoder", "decoder")
         for stage in stages:
-            stage_config = beside_denoiser(config, stage)
+            stage_config = sharing_the_device(config, stage)
             if config.stages.service or stage_config.model.device != _NO_WEIGHTS:
                 stage_bytes.append(0)
                 continue
             work, weights = (
-                image_bytes(stage_config, stage, self.facts),
+                image_bytes(stage_config, stage, self.spec),
                 weight_bytes(stage_config, stage),
             )
             stage_bytes.append(work + weights)
@@ -202,7 +202,7 @@ class Shapes:
         engine = replace(self.config.engine, max_rows=rows)
         config = replace(self.config, engine=engine)
         total = step_bytes(config, self.adapter) + self.size.step_bytes
-        if config.cache.enabled and self.facts.keeps_placed:
+        if config.cache.enabled and self.spec.keeps_placed:
             total += config.cache.placed_on("cuda")
         total += config.adapters.device_bytes if config.adapters.store else 0
         return total + control_bytes(config, self.adapter)
@@ -261,7 +261,7 @@ def check_fits(config: Config, free: int) -> None:
 
 def text(shapes: Shapes) -> str:
     """The table, in Markdown; forms of nearly the same size are one line."""
-    facts, config = shapes.facts, shapes.configured
+    facts, config = shapes.spec, shapes.configured
     size = shapes.size
     lines = [
         f"{shapes.name}: {facts.native_resolution}x{facts.native_resolution}, "

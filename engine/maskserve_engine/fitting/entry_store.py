@@ -34,7 +34,7 @@ from maskserve_engine.cache.sizing import (
     template_size,
 )
 from maskserve_engine.cache.store import Store
-from maskserve_engine.cache.tier import Held, Rebuild, Tier, computed_anew
+from maskserve_engine.cache.tier import Rebuild, Tier, TierEntry, computed_anew
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.cost_model import CostModel, Rates, estimate
 from maskserve_engine.planning.cost_profile import read_profile
@@ -153,7 +153,7 @@ def entry_format(config: Config) -> EntryFormat:
 
 def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, TemplateSize]:
     """(per block what is kept, the size of a square template of the model's native area)."""
-    facts, cache, model = adapter.facts, config.cache, config.model
+    facts, cache, model = adapter.spec, config.cache, config.model
     side = facts.native_resolution
     work = adapter.work(side // facts.vae_scale_factor, side // facts.vae_scale_factor)
     fmt = entry_format(config)
@@ -236,9 +236,9 @@ def _not_registered(file: OpenFile) -> None:
 def fetched_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:
     """Seconds to have a template again where `tier` lies below."""
 
-    def seconds(key: str, held: Held) -> float:
-        if set(held.anchors) <= tier.anchors(key):
-            return costs.load_seconds(tier.name, held.nbytes)
-        return otherwise(key, held)
+    def seconds(key: str, entry: TierEntry) -> float:
+        if set(entry.anchors) <= tier.anchors(key):
+            return costs.load_seconds(tier.name, entry.nbytes)
+        return otherwise(key, entry)
 
     return seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from maskserve_common.config import Config, ConfigError, Stage, beside_denoiser
+from maskserve_common.config import Config, ConfigError, Stage, sharing_the_device
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.files.safetensors_header import header_of
@@ -20,9 +20,9 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.specs import control_work, recorded_rows
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.planning.refresh_steps import own_bytes
+from maskserve_engine.planning.refresh_steps import step_cache_bytes
 from maskserve_engine.spec.control_nets import ControlNets
-from maskserve_engine.spec.model_spec import ModelFacts, own_rule, own_stride
+from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule, refresh_stride
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
 from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
 from maskserve_engine.stages.vae import in_tiles
@@ -56,7 +56,7 @@ def memory_table(
     device = device_of(config)
     total, free = memory or device_memory(device)
     step = step_bytes(config, adapter) + size.step_bytes
-    keeps = adapter.facts.keeps_placed and not _recorded(config, adapter.facts)
+    keeps = adapter.spec.keeps_placed and not _recorded(config, adapter.spec)
     if config.cache.enabled and keeps:
         step += config.cache.placed_on(device.type)
     stage_bytes: dict[Stage, int] = {}
@@ -64,13 +64,13 @@ def memory_table(
     controls = control_bytes(config, adapter)
     pending_bytes = step + adapters + controls
     for stage in ("encoder", "decoder"):
-        stage_config = beside_denoiser(config, stage)
+        stage_config = sharing_the_device(config, stage)
         if config.stages.service or device_of(stage_config) != device:
             stage_bytes[stage] = 0
             continue
         weights, work = (
             weight_bytes(stage_config, stage),
-            image_bytes(stage_config, stage, adapter.facts),
+            image_bytes(stage_config, stage, adapter.spec),
         )
         stage_bytes[stage] = weights + work
         pending_bytes += work if is_loaded(config, stage) else weights + work
@@ -102,7 +102,7 @@ def memory_table(
         template=size.nbytes,
         adapters=adapters,
         controls=controls,
-        own=_own_bytes(config, adapter, device.type),
+        own=_refresh_bytes(config, adapter, device.type),
     )
 
 
@@ -110,7 +110,7 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of the largest step beside weights and entries: `max_rows` dense rows of the
     model's native size, each with a negative prompt where the model takes one.
     """
-    facts = adapter.facts
+    facts = adapter.spec
     side = facts.native_resolution // facts.vae_scale_factor
     rows, passes = config.engine.max_rows, 1 + facts.two_passes
     text = facts.text_tokens(config.model.max_sequence_length)
@@ -122,32 +122,32 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     return int(sum(values) + rows * still_values(work)) * dtype_of(config).itemsize
 
 
-def _recorded(config: Config, facts: ModelFacts) -> int:
+def _recorded(config: Config, spec: ModelSpec) -> int:
     """Return the most dense rows of a step that is recorded as a CUDA graph."""
-    return recorded_rows(facts, config) if device_of(config).type != "cpu" else 0
+    return recorded_rows(spec, config) if device_of(config).type != "cpu" else 0
 
 
-def _own_bytes(config: Config, adapter: Adapter, device: str) -> int:
+def _refresh_bytes(config: Config, adapter: Adapter, device: str) -> int:
     """Return the bytes of the step cache of an edit without a template, at native size and with
     nearly all tokens cached; 0: edits have no refresh steps.
     """
-    facts = adapter.facts
-    if not own_stride(config, facts):
+    facts = adapter.spec
+    if not refresh_stride(config, facts):
         return 0
     side = facts.native_resolution // facts.vae_scale_factor
     return _left_bytes(config, facts, adapter.work(side, side), device)
 
 
-def _left_bytes(config: Config, facts: ModelFacts, work: ModelWork, device: str) -> int:
+def _left_bytes(config: Config, spec: ModelSpec, work: ModelWork, device: str) -> int:
     """Return the bytes of a row's step cache with nearly all tokens cached, in the model or one of
     its ControlNets, for one pass.
     """
-    rule = own_rule(config, facts, device)
-    text = rule.text * facts.text_tokens(config.model.max_sequence_length)
+    rule = refresh_rule(config, spec, device)
+    text = rule.text * spec.text_tokens(config.model.max_sequence_length)
     dtype = str(dtype_of(config)).removeprefix("torch.")
     fmt = FORMATS[dtype if rule.format == "model" else rule.format]
     tokens = [tuple(float(n + text) for n in work.tokens)]
-    return own_bytes(work, tokens, fmt, 1 + facts.own_bends)
+    return step_cache_bytes(work, tokens, fmt, 1 + spec.second_order_refresh)
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:
@@ -158,30 +158,30 @@ def control_bytes(config: Config, adapter: Adapter) -> int:
     controls, works = config.controls, _net_works(config, adapter)
     if not controls.folder:
         return 0
-    residual_bytes, rows = _said_bytes(config, works), config.engine.max_rows
-    ahead = config.cache.enabled and own_stride(config, adapter.facts) > 0
-    of_rows = _passes(adapter.facts) * (rows + ahead) * residual_bytes
+    residual_bytes, rows = _words_bytes(config, works), config.engine.max_rows
+    ahead = config.cache.enabled and refresh_stride(config, adapter.spec) > 0
+    of_rows = _passes(adapter.spec) * (rows + ahead) * residual_bytes
     if controls.service:
         return of_rows
-    return controls.device_bytes + of_rows + _kept_bytes(config, adapter.facts, works)
+    return controls.device_bytes + of_rows + _reference_bytes(config, adapter.spec, works)
 
 
 def service_bytes(config: Config, adapter: Adapter) -> int:
     """Return the bytes of a ControlNet service's device for one such worker: the nets' budget, the
     step caches of the worker's rows, the largest step, and the memory that it lends.
     """
-    facts, works = adapter.facts, _net_works(config, adapter)
+    facts, works = adapter.spec, _net_works(config, adapter)
     text, rows = facts.text_tokens(config.model.max_sequence_length), config.engine.max_rows
     passes = _passes(facts) * rows
     peak = max((peak_values(work, passes, text) for work in works), default=0)
-    step = peak * dtype_of(config).itemsize + passes * _said_bytes(config, works)
+    step = peak * dtype_of(config).itemsize + passes * _words_bytes(config, works)
     fixed_bytes = config.controls.device_bytes + config.controls.ipc_bytes
-    return fixed_bytes + step + _kept_bytes(config, facts, works)
+    return fixed_bytes + step + _reference_bytes(config, facts, works)
 
 
 def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
     """Return the work of each usable ControlNet at the model's native size."""
-    facts = adapter.facts
+    facts = adapter.spec
     side = facts.native_resolution // facts.vae_scale_factor
     return [
         control_work(facts, net.config, side, side)
@@ -190,24 +190,26 @@ def _net_works(config: Config, adapter: Adapter) -> list[ModelWork]:
     ]
 
 
-def _passes(facts: ModelFacts) -> int:
-    return 2 if facts.two_passes else 1
+def _passes(spec: ModelSpec) -> int:
+    return 2 if spec.two_passes else 1
 
 
-def _said_bytes(config: Config, works: Iterable[ModelWork]) -> int:
+def _words_bytes(config: Config, works: Iterable[ModelWork]) -> int:
     """Return the bytes of the largest net's residuals in one pass, and of what it keeps of its
     picture.
     """
-    return int(dtype_of(config).itemsize * max((work.beside for work in works), default=0.0))
+    return int(
+        dtype_of(config).itemsize * max((work.carried_numbers for work in works), default=0.0)
+    )
 
 
-def _kept_bytes(config: Config, facts: ModelFacts, works: Iterable[ModelWork]) -> int:
+def _reference_bytes(config: Config, spec: ModelSpec, works: Iterable[ModelWork]) -> int:
     """Return the bytes of all rows' step caches in the largest net."""
     if not config.cache.enabled:
         return 0
     device = device_of(config).type
-    net_bytes = max((_left_bytes(config, facts, work, device) for work in works), default=0)
-    return _passes(facts) * config.engine.max_rows * net_bytes
+    net_bytes = max((_left_bytes(config, spec, work, device) for work in works), default=0)
+    return _passes(spec) * config.engine.max_rows * net_bytes
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:
@@ -269,21 +271,21 @@ def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
     return {form: bytes_as(model, form) for form in forms}
 
 
-def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
+def image_bytes(config: Config, stage: Stage, spec: ModelSpec) -> int:
     """Return the VAE's bytes beside its weights for one image of the model's native size. Its
     layers of full resolution are the largest: a ResNet holds its level's input, its own input and
     three tensors of its output's size. In tiles it holds those of one tile, beside all tiles and
     the result.
     """
-    channels = facts.latents.widths
+    channels = spec.latents.widths
     if not channels:
         return 0
     last, previous = channels[0], channels[min(1, len(channels) - 1)]
     live_channels = 5 * last if stage == "encoder" else previous + max(2 * previous, 3 * last)
-    whole, itemsize = facts.native_resolution**2, dtype_of(config).itemsize
-    if not in_tiles(config, facts):
+    whole, itemsize = spec.native_resolution**2, dtype_of(config).itemsize
+    if not in_tiles(config, spec):
         return (live_channels + _PICTURE) * whole * itemsize
-    tile = min(whole, facts.latents.tile**2)
+    tile = min(whole, spec.latents.tile**2)
     return (live_channels * tile + _TILED * _PICTURE * whole) * itemsize
 
 

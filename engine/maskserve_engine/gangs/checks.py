@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maskserve_common.config import Config, ConfigError
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.planning.cost_profile import read_profile
 from maskserve_engine.scheduling.policies import is_static, policy_of
 
@@ -32,7 +32,7 @@ def check_devices(config: Config, gpus: int) -> None:
         raise ConfigError(
             f"[engine] devices: {devices} devices on {gpus} GPU(s); accepted: up to {gpus}"
         )
-    facts = load_facts(config.model.path, config.model.native_resolution)
+    facts = load_spec(config.model.path, config.model.native_resolution)
     problem = policy_of(config.engine).problem(devices, facts)
     if problem is not None:
         raise ConfigError(problem)

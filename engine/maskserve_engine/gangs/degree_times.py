@@ -40,7 +40,7 @@ class DegreeTimes:
         share of its seconds on one device; 1 where they gain nothing. The row has the model's
         native size and `text` prompt tokens; a cached row computes a fifth of its tokens.
         """
-        facts = self._adapter.facts
+        facts = self._adapter.spec
         if facts.guidance == "cfg":
             return (DegreePrice(0.5, 0.5),)  # one of its passes each
         side = facts.native_resolution // facts.vae_scale_factor
@@ -82,7 +82,7 @@ class DegreeTimes:
             of_passes[1] = seconds[0] + exchange.call_seconds
         return tuple(of_passes), line.fixed
 
-    def beside_shares(self, edits: Sequence[RequestState], ranks: int) -> float:
+    def overhead_shares(self, edits: Sequence[RequestState], ranks: int) -> float:
         """Return the seconds of a step of these edits on `ranks` ranks beside an even share of its
         FLOPs: ranks exchange once for all rows, and wait for the rank with most heads.
         """

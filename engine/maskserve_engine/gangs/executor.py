@@ -39,7 +39,7 @@ from maskserve_engine.requests.executor import (
     PrimingRowSpec,
     Read,
     RowLoads,
-    RowMade,
+    RowReport,
     RowSpec,
     StepDone,
     StepInput,
@@ -83,7 +83,7 @@ class _Row:
     steps: int = 0
     carried: tuple[Any, ...] | None = None
     """State that a rank needs to continue after `steps`; None: the row begins anew."""
-    there: dict[RankProcess, int] = field(default_factory=dict)
+    steps_in_rank: dict[RankProcess, int] = field(default_factory=dict)
     """Steps done in each rank that has the row; -1: unknown."""
     after: RowAfter | None = None
     """Outcome of its last step."""
@@ -91,7 +91,7 @@ class _Row:
 
 
 @dataclass(eq=False, slots=True)
-class _UnderWay:
+class _RunningStep:
     step: StepInput
     rows: tuple[_Row, ...]
     gang: tuple[RankProcess, ...]
@@ -129,7 +129,7 @@ class GangExecutor:
             rank_process.device: rank_process for rank_process in ranks.processes
         }
         self._rows: dict[str, _Row] = {}
-        self._under_way: list[_UnderWay] = []
+        self._running: list[_RunningStep] = []
         self._names = count()
         self._adapters: dict[str, Mapping[str, Factors]] = {}
         """Adapters that every rank has."""
@@ -142,10 +142,10 @@ class GangExecutor:
         self._meeting = _meeting_place()
         self._gangs: dict[tuple[RankProcess, ...], str] = {}
 
-        def tell_lost(process: RankProcess) -> None:
+        def on_lost(process: RankProcess) -> None:
             self._post(partial(self._lost, process))
 
-        ranks.on_lost = tell_lost
+        ranks.on_lost = on_lost
         if store is not None:
             store.on_evict = self._evict
         self._most = min(most, len(ranks.processes))
@@ -156,7 +156,7 @@ class GangExecutor:
 
     @property
     def devices(self) -> Devices:
-        busy = [process.device for step in self._under_way for process in step.gang]
+        busy = [process.device for step in self._running for process in step.gang]
         lost = set(range(len(self._ranks.processes))).difference(self._living)
         return Devices(frozenset(busy), frozenset(lost))
 
@@ -174,15 +174,13 @@ class GangExecutor:
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         gang_row = self._rows[row]
         gang_row.adapters = tuple(adapters)
-        for process in gang_row.there:
+        for process in gang_row.steps_in_rank:
             process.call("attach", gang_row.name, gang_row.adapters)
 
-    def bring_net(self, net: str, folder: NetFolder) -> None:
+    def load_net(self, net: str, folder: NetFolder) -> None:
         self._adapter.control_net(folder.shape())  # or it does not fit
         self._nets[net] = folder  # first: a rank that comes back now has it from there
-        answers = [
-            process.call("bring_net", net, folder) for process in list(self._living.values())
-        ]
+        answers = [process.call("load_net", net, folder) for process in list(self._living.values())]
         try:
             for answer in answers:
                 with suppress(RankLostError):
@@ -200,18 +198,18 @@ class GangExecutor:
         gang_row = self._rows[row]
         assert isinstance(gang_row.spec, CachedRowSpec)
         gang_row.spec = replace(gang_row.spec, key=key, anchors=tuple(anchors))
-        for process in gang_row.there:
+        for process in gang_row.steps_in_rank:
             process.call("read", gang_row.name, key, gang_row.spec.anchors)
 
-    def make(self, row: str, spec: RowSpec) -> RowMade:
+    def make(self, row: str, spec: RowSpec) -> RowReport:
         """Register a row. A rank makes it with its first step there, and an error then fails the
         row.
         """
         assert row not in self._rows, f"there is a row {row}"
         self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
         # Rows of one mask and ring read the same tokens; which these are, ranks know.
-        refresh_schedule = spec.own if isinstance(spec, CachedRowSpec) else None
-        return RowMade(
+        refresh_schedule = spec.schedule if isinstance(spec, CachedRowSpec) else None
+        return RowReport(
             True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes(), refresh_schedule
         )
 
@@ -250,7 +248,7 @@ class GangExecutor:
     def step(self, step: StepInput, done: StepDone) -> None:
         rows = tuple([self._rows[row] for row in step.rows])
         gang = self._gang(rows, step.devices)
-        self._begin(_UnderWay(step, rows, gang, done))
+        self._begin(_RunningStep(step, rows, gang, done))
 
     def result(self, row: str) -> HostCopy:
         outcome = self._rows[row].after
@@ -266,13 +264,13 @@ class GangExecutor:
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
         outcome = self._rows[row].after  # the rank has put it there as part of the step
-        return outcome is not None and outcome.kept
+        return outcome is not None and outcome.entry_stored
 
     def release(self, row: str) -> RowLoads | None:
         gang_row = self._rows.pop(row, None)
         if gang_row is None:
             return None
-        for process in gang_row.there:
+        for process in gang_row.steps_in_rank:
             process.call("release", gang_row.name)
         return None if gang_row.after is None else gang_row.after.loads
 
@@ -333,29 +331,29 @@ class GangExecutor:
     def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
         places = []
         for row in rows:
-            if process in row.there and row.there[process] == row.steps:
+            if process in row.steps_in_rank and row.steps_in_rank[process] == row.steps:
                 continue
-            if row.carried is None and (row.steps or process in row.there):
+            if row.carried is None and (row.steps or process in row.steps_in_rank):
                 self._begin_anew(row)
-            if process not in row.there:
+            if process not in row.steps_in_rank:
                 process.call("make", row.name, row.spec)
                 if row.adapters:
                     process.call("attach", row.name, row.adapters)
             if row.steps and row.carried is not None:
                 places.append(RowPlace(row.name, row.steps, row.carried))
-            row.there[process] = row.steps
+            row.steps_in_rank[process] = row.steps
         if places:
             process.call("place", places)
 
     def _begin_anew(self, row: _Row) -> None:
         """Start a row over: its state was lost with its rank."""
-        for process in row.there:
+        for process in row.steps_in_rank:
             process.call("release", row.name)
         row.name, row.steps = f"{row.name.partition('#')[0]}#{next(self._names)}", 0
-        row.there.clear()
+        row.steps_in_rank.clear()
 
-    def _begin(self, step: _UnderWay) -> None:
-        self._under_way.append(step)
+    def _begin(self, step: _RunningStep) -> None:
+        self._running.append(step)
         self._idle = False
         for process in step.gang:
             self._bring(step.rows, process)
@@ -371,22 +369,24 @@ class GangExecutor:
                 process.call("step", rank_step, gang), partial(self._answered, step, process)
             )
 
-    def _answered(self, step: _UnderWay, process: RankProcess, answer: Future[StepAnswer]) -> None:
+    def _answered(
+        self, step: _RunningStep, process: RankProcess, answer: Future[StepAnswer]
+    ) -> None:
         error = answer.exception()
         if isinstance(error, RankLostError):
             self._lost(process)
         step.answers[process] = answer.result() if error is None else Exception(str(error))
         if len(step.answers) < len(step.gang):
             return
-        self._under_way.remove(step)
+        self._running.remove(step)
         answers = [reply for reply in step.answers.values() if isinstance(reply, StepAnswer)]
         if len(answers) == len(step.gang):
             self._end(step, step.answers[step.gang[0]])
         else:
             self._try_again(step)
 
-    def _end(self, step: _UnderWay, said: StepAnswer | Exception) -> None:
-        assert isinstance(said, StepAnswer)
+    def _end(self, step: _RunningStep, answer: StepAnswer | Exception) -> None:
+        assert isinstance(answer, StepAnswer)
         for item in step.answers.values():
             assert isinstance(item, StepAnswer)
             self._moves += item.moves
@@ -394,18 +394,20 @@ class GangExecutor:
                 for tier, nbytes, _ in item.moves:
                     self._store.travelled_elsewhere(tier, nbytes)
         for row in step.rows:
-            outcome = said.rows.get(row.name)
+            outcome = answer.rows.get(row.name)
             if outcome is None:
                 continue
             row.after, row.steps, row.carried = outcome, outcome.step.done, outcome.carried
             if outcome.result is None:
-                row.there.update(dict.fromkeys(step.gang, row.steps))
+                row.steps_in_rank.update(dict.fromkeys(step.gang, row.steps))
                 continue
-            for process in row.there.keys() - step.gang:  # where it was before; the gang let it go
+            for process in (
+                row.steps_in_rank.keys() - step.gang
+            ):  # where it was before; the gang let it go
                 process.call("release", row.name)
-            row.there = {}
+            row.steps_in_rank = {}
         ids = {row.name: row_id for row, row_id in zip(step.rows, step.step.rows, strict=True)}
-        result = said.result
+        result = answer.result
         step.done(
             replace(
                 result,
@@ -416,14 +418,14 @@ class GangExecutor:
             )
         )
 
-    def _try_again(self, step: _UnderWay) -> None:
+    def _try_again(self, step: _RunningStep) -> None:
         """Recover from a lost rank, or from ranks that disagree: the rows' places are unknown. One
         rank that is left takes the step alone; without one, rows wait for another.
         """
         for process in step.gang:
             for row in step.rows:
-                if process in row.there:
-                    row.there[process] = -1
+                if process in row.steps_in_rank:
+                    row.steps_in_rank[process] = -1
         rows = [(name, row) for name, row in zip(step.step.rows, step.rows, strict=True)
                 if self._rows.get(name) is row]  # fmt: skip
         if len(step.gang) > 1:
@@ -435,7 +437,7 @@ class GangExecutor:
                 solo_step = replace(
                     step.step, rows=names, reads=reads, devices=(survivors[0].device,)
                 )
-                self._begin(_UnderWay(solo_step, gang_rows, (survivors[0],), step.done))
+                self._begin(_RunningStep(solo_step, gang_rows, (survivors[0],), step.done))
             return
         failed = {}
         for name, row in rows:
@@ -502,16 +504,16 @@ class GangExecutor:
         _log.error("rank %d has ended; it is started again", process.device)
         del self._living[process.device]
         for row in self._rows.values():
-            row.there.pop(process, None)
+            row.steps_in_rank.pop(process, None)
         for gang in [gang for gang in self._gangs if process in gang]:
             self._part(gang)
         self._start(process.device)
 
     def _start(self, device: int) -> None:
         process = self._ranks.processes[device] = self._ranks.start(device)
-        self._when_done(process.hello, partial(self._came, process))
+        self._when_done(process.hello, partial(self._on_rank_started, process))
 
-    def _came(self, process: RankProcess, hello: Future[Any]) -> None:
+    def _on_rank_started(self, process: RankProcess, hello: Future[Any]) -> None:
         device, error = process.device, hello.exception()
         if error is None:
             _log.info("rank %d is back", device)
@@ -520,7 +522,7 @@ class GangExecutor:
             for adapter, factors in list(self._adapters.items()):
                 process.call("bring", adapter, factors)
             for net, folder in list(self._nets.items()):
-                process.call("bring_net", net, folder)
+                process.call("load_net", net, folder)
             self._meet()
             return
         self._starts[device] = self._starts.get(device, 0) + 1

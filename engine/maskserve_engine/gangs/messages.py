@@ -20,7 +20,7 @@ from maskserve_engine.planning.flops import Floats
 from maskserve_engine.requests.executor import RowStep, StepResult
 
 
-class DeviceFacts(NamedTuple):
+class DeviceDescription(NamedTuple):
     costs: CostModel
     memory: MemoryTable
 
@@ -28,7 +28,7 @@ class DeviceFacts(NamedTuple):
 class Hello(NamedTuple):
     """A rank's first message: it is ready for steps."""
 
-    device: DeviceFacts
+    device: DeviceDescription
     dtype: str
     """Data type of the model, as `[model] dtype` names it."""
     revision: str
@@ -88,7 +88,7 @@ class RowAfter(NamedTuple):
     """Loads of that row; None: it read no entries."""
     estimate: Tensor | None = None
     """[C, h, w] preview latents, if the client gets one after this step."""
-    kept: bool = False
+    entry_stored: bool = False
     """Whether the entry that a priming row recorded is in files."""
 
 
@@ -108,7 +108,7 @@ def packed(message: object) -> bytes:
     # Not by `Connection.send`: torch would have it share tensors' memory by files that stay open.
     written = io.BytesIO()
     pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = _WAYS
+    pickler.dispatch_table = _REDUCERS
     pickler.dump(message)
     return written.getvalue()
 
@@ -125,7 +125,7 @@ def _rebuilt(raw: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...])
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
-_WAYS = copyreg.dispatch_table | {Tensor: _reduced}
+_REDUCERS = copyreg.dispatch_table | {Tensor: _reduced}
 
 
 def send(pipe: Connection, message: object) -> None:

@@ -156,7 +156,7 @@ class RankProcesses:
             fuse_loras=(),
         )
         engine = replace(self._config.engine, warm_up=False)
-        cache = replace(cache, own_format=cache.own_format_on(device_of(self._config).type))
+        cache = replace(cache, own_format=cache.refresh_format_on(device_of(self._config).type))
         return replace(self._config, model=shape, engine=engine, cache=cache)
 
     def start(self, device: int) -> RankProcess:

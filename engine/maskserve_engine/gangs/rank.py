@@ -26,7 +26,7 @@ from torch import distributed
 from maskserve_common.config import Config
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_common.errors import EngineFailed
-from maskserve_common.garbage import what_stays
+from maskserve_common.garbage import without_collection_of_what_exists
 from maskserve_common.logs import about, start_log
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
@@ -40,7 +40,7 @@ from maskserve_engine.fitting.card_table import check_fits
 from maskserve_engine.fitting.entry_store import estimated_costs, open_mover, open_store, sized
 from maskserve_engine.fitting.memory import device_memory, memory_table
 from maskserve_engine.gangs.messages import (
-    DeviceFacts,
+    DeviceDescription,
     EntryLoad,
     EntryLoads,
     Hello,
@@ -118,7 +118,7 @@ class Rank:
         self._net_reader = ThreadPoolExecutor(1, "controlnets")
         revision = model_revision(config.model.path, served_form(config))
         dtype = str(dtype_of(config)).removeprefix("torch.")
-        self.hello = Hello(DeviceFacts(costs, memory), dtype, revision)
+        self.hello = Hello(DeviceDescription(costs, memory), dtype, revision)
 
     def join(self, gang: str, rank: int, count: int, port: int) -> ExchangeCosts:
         """Meet the other ranks of a gang; return the measured costs of exchanges with them.
@@ -171,9 +171,9 @@ class Rank:
     def drop(self, adapter: str) -> None:
         self._local.drop(adapter)
 
-    def bring_net(self, net: str, folder: NetFolder) -> Future[None]:
+    def load_net(self, net: str, folder: NetFolder) -> Future[None]:
         """Load a ControlNet; the future is done when it is on the device."""
-        self._nets[net] = self._net_reader.submit(self._local.bring_net, net, folder)
+        self._nets[net] = self._net_reader.submit(self._local.load_net, net, folder)
         return self._nets[net]
 
     def drop_net(self, net: str) -> None:
@@ -196,7 +196,7 @@ class Rank:
             self._change(row, partial(self._local.place, row, steps, moved(carried, self.device)))
 
     def load(
-        self, reads: Sequence[Read], share: tuple[int, int] | None, dealt: bool
+        self, reads: Sequence[Read], share: tuple[int, int] | None, by_rank: bool
     ) -> dict[str, EntryLoad]:
         """See `Executor.load`.
 
@@ -204,13 +204,13 @@ class Rank:
             reads: by the names that rows have here.
             share: (rank, count) where the ranks of a gang share tokens: each then reads the keys
                 and values of its heads alone.
-            dealt: whether they deal passes.
+            by_rank: whether they deal passes.
         """
-        ready_reads = [read for read in reads if self._is_made(read.row)]
-        heads = int(self.adapter.facts.denoiser["num_attention_heads"]) if share else 0
+        ready_reads = [read for read in reads if self._exists(read.row)]
+        heads = int(self.adapter.spec.denoiser["num_attention_heads"]) if share else 0
         cut = None if share is None else (*share_of(heads, *share), heads)
         try:
-            loads = self._local.load_shared(ready_reads, cut, dealt=dealt)
+            loads = self._local.load_shared(ready_reads, cut, by_rank=by_rank)
         except ValueError:  # a format that has no such cut
             loads = self._local.load(ready_reads)
         entry_loads: dict[int, EntryLoad] = {}
@@ -251,7 +251,7 @@ class Rank:
             result.lost,
             {**result.failed, **unmade},
         )
-        outcomes = [self._after(step, local_result.span, tells=tells) for step in result.rows]
+        outcomes = [self._after(step, local_result.span, reports=tells) for step in result.rows]
         rows_after = {outcome.step.row: outcome for outcome in outcomes}
         return StepAnswer(local_result, rows_after if tells else {}, self._local.take_moves())
 
@@ -268,24 +268,24 @@ class Rank:
     def idle(self) -> None:
         self._local.idle()
 
-    def _after(self, step: RowStep, took: Span, *, tells: bool) -> RowAfter:
+    def _after(self, step: RowStep, took: Span, *, reports: bool) -> RowAfter:
         """Return what the engine's process needs of a row after its step; release a row that is
         done.
         """
         row, spec = step.row, self._specs[step.row]
         if isinstance(spec, PrimingRowSpec):
             self._primed_s[row] += took.seconds() or 0.0
-            return RowAfter(step, (), kept=self._keep(step, spec))
+            return RowAfter(step, (), entry_stored=self._keep(step, spec))
         if self._local.is_done(row):
-            result = torch.from_numpy(self._local.result(row).array()) if tells else None
+            result = torch.from_numpy(self._local.result(row).array()) if reports else None
             loads = self._local.release(row)
             self.release(row)
             entry_loads = None if loads is None else EntryLoads(dict(loads.loaded), loads.stalled)
             return RowAfter(step, None, result, entry_loads)
-        carried = self._local.position(row)[1] if tells else None
+        carried = self._local.position(row)[1] if reports else None
         preview_every = spec.job.request.settings.preview_every
         preview = None
-        if tells and preview_every and step.done % preview_every == 0:
+        if reports and preview_every and step.done % preview_every == 0:
             preview = torch.from_numpy(self._local.estimate(row).array())
         return RowAfter(step, carried, None, None, preview)
 
@@ -302,7 +302,7 @@ class Rank:
 
     def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Open a template's files before a row is made that reads them."""
-        static_anchors = [STILL] if self.adapter.facts.semantics.exact else []
+        static_anchors = [STILL] if self.adapter.spec.semantics.exact else []
         required = dict.fromkeys((*static_anchors, *anchors))
         if not self._store.fetch(key, [anchor for anchor in required if anchor is not None]):
             self._store.settle(_OPEN_S)
@@ -322,13 +322,13 @@ class Rank:
     def _change(self, row: str, change: Callable[[], None]) -> None:
         """Change a row of this rank; on an error it counts as not made."""
         try:
-            if self._is_made(row):
+            if self._exists(row):
                 change()
         except Exception as error:
             _log.exception("a row could not be changed", extra=about(row))
             self._unmade[row] = EngineFailed(f"its row failed ({type(error).__name__})")
 
-    def _is_made(self, row: str) -> bool:
+    def _exists(self, row: str) -> bool:
         return row in self._specs and row not in self._unmade
 
     def _agree(self, exchange: GangExchange, number: int) -> None:
@@ -360,44 +360,44 @@ def main(pipe: Connection) -> None:
     hide_unused_libraries(config, text=False)
     door = threading.Lock()
 
-    def tell(answer: RankAnswer) -> None:
+    def report(answer: RankAnswer) -> None:
         with door:
             send(pipe, answer)
 
     try:
-        with what_stays():
+        with without_collection_of_what_exists():
             rank = Rank(config)
     except Exception as error:
         _log.exception("a rank could not start")
-        tell(RankAnswer(0, None, f"{error}"))
+        report(RankAnswer(0, None, f"{error}"))
         return
-    tell(RankAnswer(0, rank.hello))
-    limit_threads(config, filled_threads(config, rank.adapter.facts))
+    report(RankAnswer(0, rank.hello))
+    limit_threads(config, filled_threads(config, rank.adapter.spec))
     with rank.adapter.session():
         expected = 1
         while True:
             call: RankCall = calls.get()
             assert call.number == expected, f"call {call.number} came in place of {expected}"
             expected += 1
-            _do(rank, call, tell)
+            _do(rank, call, report)
 
 
-def _do(rank: Rank, call: RankCall, tell: Callable[[RankAnswer], None]) -> None:
+def _do(rank: Rank, call: RankCall, report: Callable[[RankAnswer], None]) -> None:
     """Run a call and answer it: at once, or when the future that it returned is done."""
     try:
         value = getattr(rank, call.verb)(*call.arguments)
     except Exception as error:
         if call.verb == "step" and not call.arguments[1]:
             raise  # it could step no row by itself: this process is broken
-        tell(_failed(call, error))
+        report(_failed(call, error))
         return
     if not isinstance(value, Future):
-        tell(RankAnswer(call.number, value))
+        report(RankAnswer(call.number, value))
         return
 
     def done(future: Future[Any]) -> None:
         error = future.exception()
-        tell(RankAnswer(call.number, future.result()) if error is None else _failed(call, error))
+        report(RankAnswer(call.number, future.result()) if error is None else _failed(call, error))
 
     value.add_done_callback(done)
 

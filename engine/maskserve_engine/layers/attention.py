@@ -29,7 +29,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH = {"FA3": (9,), "FA4": (9, 10)}
 """Packaged FlashAttention versions by torch's name, and their compute capabilities; the preferred
 ones, faster or better proven, come first."""
-_OWN = "torch's own FlashAttention"
+_TORCH_FLASH = "torch's own FlashAttention"
 _CUDNN = (9, 10)
 """Compute capabilities for which torch's `scaled_dot_product_attention` prefers cuDNN."""
 _FILLS = 64 * 128
@@ -131,7 +131,7 @@ def cudnn_is_sooner(device: torch.device) -> bool:
     (docs/gpu.md), and not against the others (`choose_flash`).
     """
     major, _ = torch.cuda.get_device_capability(device)
-    uses_flash = choose_flash(major).startswith(_OWN)
+    uses_flash = choose_flash(major).startswith(_TORCH_FLASH)
     return uses_flash and major in _CUDNN and torch.backends.cudnn.is_available()
 
 
@@ -173,7 +173,7 @@ def choose_flash(major: int, activate: Callable[[str], object] = _activate) -> s
                 missed += f"; no {name}: {error}"
             else:
                 return f"{name}{missed}"
-    return f"{_OWN}{missed}"
+    return f"{_TORCH_FLASH}{missed}"
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -111,13 +111,13 @@ def quantised(x: Tensor) -> Fp8Tokens:
     return _plain(x)
 
 
-def quantised_gelu(up: Tensor, beside: Tensor | None = None) -> Fp8Tokens:
-    """Return GELU (tanh) of `up` [N, D] in FP8, behind the columns of `beside` [N, E] if given."""
+def quantised_gelu(up: Tensor, gate: Tensor | None = None) -> Fp8Tokens:
+    """Return GELU (tanh) of `up` [N, D] in FP8, behind the columns of `gate` [N, E] if given."""
     if has_kernels(up.device):
-        prefix_tokens = up[:, :0] if beside is None else beside
+        prefix_tokens = up[:, :0] if gate is None else gate
         return Fp8Tokens(*torch.ops.maskserve.quantise(prefix_tokens, up))
     activated = F.gelu(up, approximate="tanh")
-    return _plain(activated if beside is None else torch.cat((beside, activated), dim=1))
+    return _plain(activated if gate is None else torch.cat((gate, activated), dim=1))
 
 
 def _plain(x: Tensor) -> Fp8Tokens:

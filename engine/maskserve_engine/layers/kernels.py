@@ -17,7 +17,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
-_ours = torch.library.Library("maskserve", "FRAGMENT")
+_library = torch.library.Library("maskserve", "FRAGMENT")
 
 
 def operation(
@@ -32,8 +32,8 @@ def operation(
 
     def registered(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
-        _ours.define(name + schema)
-        _ours.impl(name, function, "CompositeExplicitAutograd")
+        _library.define(name + schema)
+        _library.impl(name, function, "CompositeExplicitAutograd")
         registered_op: Callable[..., Any] = getattr(torch.ops.maskserve, name).default
         return registered_op
 

@@ -264,17 +264,17 @@ def low_rank_set(
     return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors), slices)
 
 
-def _check_shape(name: str, given: Factors, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, factors: Factors, shape: tuple[int, ...]) -> None:
     out, *inner = shape
-    rank = given.down.shape[0]
+    rank = factors.down.shape[0]
     kernel = (1, 1) if len(inner) > 1 else ()
     expected_shapes = (rank, *inner), (out, rank, *kernel)
-    if (tuple(given.down.shape), tuple(given.up.shape)) == expected_shapes:
+    if (tuple(factors.down.shape), tuple(factors.up.shape)) == expected_shapes:
         return
-    flat = tuple(given.down.flatten(1).shape), tuple(given.up.flatten(1).shape)
+    flat = tuple(factors.down.flatten(1).shape), tuple(factors.up.flatten(1).shape)
     if all(size == 1 for size in inner[1:]) and flat == ((rank, inner[0]), (out, rank)):
         return  # either form of a 1x1 convolution
-    factor_shapes = " and ".join("x".join(map(str, factor.shape)) for factor in given)
+    factor_shapes = " and ".join("x".join(map(str, factor.shape)) for factor in factors)
     raise ValueError(
         f"has factors of {factor_shapes} for {name[:80]!r}, whose weight is "
         f"{'x'.join(map(str, shape))}"

@@ -31,7 +31,7 @@ class RingMap(NamedTuple):
     """Positions of a half."""
     ring: Tensor
     """[n] ring positions in the region."""
-    own: Tensor | None
+    box: Tensor | None
     """[box] box positions in the region; None: no norm reads the map."""
     whole: int
     """Positions of the whole map."""
@@ -53,7 +53,7 @@ def ring_table(maps: Sequence[RingMap]) -> Tensor:
             ring_map.coded.groups,
             ring_map.ids,
             ring_map.ring,
-            ring_map.own,
+            ring_map.box,
         )
         for ring_map in maps
     ]
@@ -64,7 +64,7 @@ def ring_table(maps: Sequence[RingMap]) -> Tensor:
             *(0 if tensor is None else next(tensor_addresses) for tensor in of_map),
             ring_map.region,
             len(ring_map.ring),
-            0 if ring_map.own is None else len(ring_map.own),
+            0 if ring_map.box is None else len(ring_map.box),
             ring_map.coded.channels,
             ring_map.to_ring,
             ring_map.to_moments,

@@ -44,7 +44,7 @@ class KvSource:
     """[m] tokens that the row reads; None: all, in order."""
     changes: tuple[Change, ...] = ()
 
-    def taken(self) -> tuple[Coded, ...]:
+    def coded_parts(self) -> tuple[Coded, ...]:
         return self.parts if self.ids is None else tuple([c.take(self.ids) for c in self.parts])
 
 
@@ -184,7 +184,7 @@ def _launch(
         for row_terms in chosen
     ]
 
-    def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
+    def each_part(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
         """Collect a tensor of all first parts, then of all second parts."""
         of_parts = [
             take(term.parts[number]) if term.parts else None
@@ -199,9 +199,9 @@ def _launch(
         slots.local,
         slots.to,
         [slots.numbers if term.ids is None else term.ids for term in read],
-        each(lambda coded: coded.data),
-        each(lambda coded: coded.scale),
-        each(lambda coded: coded.groups),
+        each_part(lambda coded: coded.data),
+        each_part(lambda coded: coded.scale),
+        each_part(lambda coded: coded.groups),
         [term.weight for term in read],
         most,
         format,

@@ -40,7 +40,7 @@ from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.step_scheduler import ALL_FREE
-from maskserve_engine.spec.model_spec import own_rule
+from maskserve_engine.spec.model_spec import refresh_rule
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Engine:
         runner = self._step_runner
         try:
             self.ask(
-                lambda: warm_up(self.config, self.adapter, self._kept(), runner.planner)
+                lambda: warm_up(self.config, self.adapter, self._store_and_kinds(), runner.planner)
             ).result()
         except Exception as error:
             raise ConfigError(f"the model cannot take a step: {error}") from error
@@ -118,13 +118,15 @@ class Engine:
         """
         planner = self._step_runner.planner
         return self.ask(
-            lambda: rows_per_s(self.config, self.adapter, self._kept(), planner, count, seconds)
+            lambda: rows_per_s(
+                self.config, self.adapter, self._store_and_kinds(), planner, count, seconds
+            )
         ).result()
 
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, or its error, goes to `sink`."""
         try:
-            stride = own_rule(self.config, self.adapter.facts).stride
+            stride = refresh_rule(self.config, self.adapter.spec).stride
             edit = RequestState.of(
                 self.prepared(job),
                 sink,
@@ -230,7 +232,7 @@ class Engine:
         assert self._cache is not None, "[cache] enabled is false"
         return self._cache
 
-    def _kept(self) -> tuple[Store, Kinds] | None:
+    def _store_and_kinds(self) -> tuple[Store, Kinds] | None:
         """Return the store and the kinds of activations kept per block; None: there is no cache."""
         return None if self._cache is None else (self._cache.store, self._cache.kinds)
 
@@ -247,10 +249,10 @@ class Engine:
         try:
             self._state = "ready"
             self._publisher.publish(self.state)
-            limit_threads(self.config, filled_threads(self.config, self.adapter.facts))
+            limit_threads(self.config, filled_threads(self.config, self.adapter.spec))
             with self.adapter.session():
                 while not self._stop:
-                    self.turn()
+                    self.run_once()
         except Exception:
             _log.exception("the engine has failed")
             self._state = "failed"
@@ -260,7 +262,7 @@ class Engine:
         finally:
             self._shut()
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Run one iteration: commands, a scheduling decision, and a step if there are rows."""
         self._take_commands()
         for run in self.manager.schedule():

@@ -15,8 +15,8 @@ from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span, mark
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.step_cache import Entry, OwnReader
-from maskserve_engine.batch.transfer import HostCopy, beside
+from maskserve_engine.batch.step_cache import Entry, StepCacheReader
+from maskserve_engine.batch.transfer import HostCopy, side_stream
 from maskserve_engine.cache.loader import EntryLost, Selection
 from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Store
@@ -24,7 +24,7 @@ from maskserve_engine.cache.tier import Note
 from maskserve_engine.control_link.served import ControlService, ServedRow
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.layers.low_rank import Factors, LowRankSet
-from maskserve_engine.loop.step_planner import wants_of
+from maskserve_engine.loop.step_planner import parts_of
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
     CachedRowSpec,
@@ -33,7 +33,7 @@ from maskserve_engine.requests.executor import (
     PrimingRowSpec,
     Read,
     RowLoads,
-    RowMade,
+    RowReport,
     RowSpec,
     RowStep,
     StepDone,
@@ -68,13 +68,13 @@ class LocalExecutor:
     ) -> None:
         self._adapter, self._store, self._service = adapter, store, service
         self._rows: dict[str, Any] = {}
-        self._readers: dict[str, EntryReader | OwnReader] = {}
+        self._readers: dict[str, EntryReader | StepCacheReader] = {}
         """Readers of the cached rows, by row."""
         self._still: dict[str, EntryReader] = {}
         """Readers of rows that take their references from a template's entry, by row."""
         self._jobs: dict[str, EditJob] = {}
         """Jobs of all rows."""
-        self._own_bytes: dict[str, int] = {}
+        self._step_cache_bytes: dict[str, int] = {}
         """Bytes booked for rows' step caches."""
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class LocalExecutor:
         return ALL_FREE
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
-        with beside(self._adapter.device):
+        with side_stream(self._adapter.device):
             brought = self._adapter.low_rank(factors)
         self._adapters[adapter] = brought
         return brought.nbytes
@@ -99,9 +99,9 @@ class LocalExecutor:
         scaled_sets = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
         self._adapter.attach(self._rows[row], self._jobs[row], scaled_sets)
 
-    def bring_net(self, net: str, folder: NetFolder) -> None:
+    def load_net(self, net: str, folder: NetFolder) -> None:
         model = folder.read()
-        with beside(self._adapter.device):
+        with side_stream(self._adapter.device):
             self._nets[net] = self._adapter.control_net(model.to(self._adapter.device))
 
     def drop_net(self, net: str) -> None:
@@ -116,14 +116,14 @@ class LocalExecutor:
         if row in self._still:
             self._still[row].turn_over(key, [STILL] * len(anchors))
 
-    def make(self, row: str, spec: RowSpec) -> RowMade:
+    def make(self, row: str, spec: RowSpec) -> RowReport:
         adapter = self._adapter
         self._jobs[row] = spec.job
         if isinstance(spec, PrimingRowSpec):
             self._rows[row] = adapter.priming_row(
                 spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
             )
-            return RowMade()
+            return RowReport()
         if isinstance(spec, AnchoredRowSpec):
             return self._make_anchored(row, spec)
         if not isinstance(spec, CachedRowSpec):
@@ -131,9 +131,9 @@ class LocalExecutor:
             self._control(row, dense, spec.job)
             self._rows[row] = dense
             self._read_still(row, spec.key)
-            return RowMade()
+            return RowReport()
         assert self._store is not None, _NO_STORE
-        refresh_schedule = spec.own if self._booked(row, spec.nbytes, spare=True) else None
+        refresh_schedule = spec.schedule if self._booked(row, spec.nbytes, spare=True) else None
         cached_row = self._with_room(
             row, lambda: adapter.cached_row(spec.job, spec.noise_seed, refresh_schedule)
         )
@@ -143,7 +143,7 @@ class LocalExecutor:
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = cached_row, reader
         references_ready = self._read_still(row, spec.key, sure=spec.sure)
-        return RowMade(reader.complete and references_ready, selection.digest, refresh_schedule)
+        return RowReport(reader.complete and references_ready, selection.digest, refresh_schedule)
 
     def _read_still(self, row: str, key: str, *, sure: bool = False) -> bool:
         """Let a row read its references from a template, if its references see nothing of the row;
@@ -163,24 +163,24 @@ class LocalExecutor:
         self._still[row] = EntryReader(self._store, key, [STILL] * steps, tokens, sure=sure)
         return self._still[row].complete
 
-    def _turn_to_still(self, row: str, turn: int) -> None:
+    def _read_fixed_parts(self, row: str, step: int) -> None:
         """Take a row's references from its template, if they can be read now."""
         row_state = self._rows[row]
         if getattr(row_state, "references", None) is None:
             return
-        row_state.references.made = False
+        row_state.references.computed = False
         reader = self._still.get(row)
         handle = None if reader is None else reader.turn_to(row_state.step, whole=True)
         if handle is not None:
-            handle.want([(block, "kv") for block in range(self._adapter.blocks)], turn)
+            handle.want([(block, "kv") for block in range(self._adapter.blocks)], step)
             row_state.references.entry = handle
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
         """Book bytes for a row's step cache; return whether there is room (`MemoryTier.book`)."""
         assert self._store is not None, _NO_STORE
         if nbytes and self._store.memory.book(nbytes, spare=spare):
-            self._own_bytes[row] = nbytes
-        return row in self._own_bytes
+            self._step_cache_bytes[row] = nbytes
+        return row in self._step_cache_bytes
 
     def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
         """Make a row; on an error free the bytes booked for it."""
@@ -191,44 +191,44 @@ class LocalExecutor:
             raise
 
     def _give_back(self, row: str) -> None:
-        nbytes = self._own_bytes.pop(row, 0)
+        nbytes = self._step_cache_bytes.pop(row, 0)
         if nbytes and self._store is not None:
             self._store.memory.unbook(nbytes)
 
-    def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowMade:
+    def _make_anchored(self, row: str, spec: AnchoredRowSpec) -> RowReport:
         if not self._booked(row, spec.nbytes):
             row_made = self.make(row, DenseRowSpec(spec.job, spec.key))
             return row_made._replace(complete=False)
         anchored = self._with_room(row, lambda: self._adapter.anchored_row(spec.job, spec.plan))
         self._control(row, anchored, spec.job)
-        reader = OwnReader(anchored, self._adapter.entry_blocks)
+        reader = StepCacheReader(anchored, self._adapter.entry_blocks)
         self._rows[row], self._readers[row] = anchored, reader
         self._read_still(row, spec.key)
-        return RowMade(selection=row.encode())
+        return RowReport(selection=row.encode())
 
-    def _control(self, row: str, made: Any, job: EditJob) -> None:
+    def _control(self, row: str, family_row: Any, job: EditJob) -> None:
         """Let a row add the residuals of its ControlNets, wherever these run."""
         if self._service is None:
-            self._adapter.control(made, job, self._nets)
+            self._adapter.control(family_row, job, self._nets)
         elif job.controls:
-            opening = self._adapter.opening(made, job)
+            opening = self._adapter.opening(family_row, job)
             if opening is not None:
                 adapters = job.request.settings.adapters
                 served = self._served[row] = self._service.open(opening, adapters)
-                self._adapter.serve_control(made, served)
+                self._adapter.serve_control(family_row, served)
 
     def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
-        return self.load_shared(reads, None, dealt=False)
+        return self.load_shared(reads, None, by_rank=False)
 
     def load_shared(
-        self, reads: Sequence[Read], heads: Heads | None, *, dealt: bool
+        self, reads: Sequence[Read], heads: Heads | None, *, by_rank: bool
     ) -> dict[str, LoadState]:
         """Find what rows read, for a step that ranks share (see `load`).
 
         Args:
             reads: rows that read entries in this step.
             heads: heads whose keys and values this rank reads when ranks share tokens; None: all.
-            dealt: whether ranks deal the passes.
+            by_rank: whether ranks deal the passes.
 
         Raises:
             ValueError: these heads cannot be cut out of the storage format.
@@ -239,8 +239,8 @@ class LocalExecutor:
             if reader is None:
                 continue  # for want of room it is a dense row
             handle: Entry | None
-            if isinstance(reader, OwnReader):
-                handle = reader.turn_to(step, heads=heads, dealt=dealt)
+            if isinstance(reader, StepCacheReader):
+                handle = reader.turn_to(step, heads=heads, by_rank=by_rank)
             else:
                 handle = reader.turn_to(step, whole=read.whole, heads=heads)
             if handle is not None:
@@ -261,13 +261,13 @@ class LocalExecutor:
         running = list(step.rows)
         entries: dict[str, Entry] = {}
         for read in step.reads:
-            handle = self._readers[read.row].now
+            handle = self._readers[read.row].entry
             assert handle is not None, "what a step reads was found by `load`"
             entries[read.row] = handle
             row = self._rows[read.row]
             row.frozen = not read.text and row.keeps_text
         for name in running:
-            self._turn_to_still(name, step.number)
+            self._read_fixed_parts(name, step.number)
         self._ask(step, entries)
         handles = list(entries.values())
         earlier = [len(handle.stalls) for handle in handles]
@@ -286,7 +286,7 @@ class LocalExecutor:
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
         return StepResult(
-            tuple([self._taken(row, read=row in entries) for row in running]),
+            tuple([self._after_step(row, read=row in entries) for row in running]),
             span,
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
@@ -346,10 +346,10 @@ class LocalExecutor:
 
     def _ask(self, step: StepInput, entries: dict[str, Entry]) -> None:
         """Load the parts that the plan reads, and behind them those of later steps."""
-        if step.plan is None or step.ahead is None:
+        if step.plan is None or step.next_plan is None:
             return
-        wants = wants_of(step.plan, step.maps)
-        later = wants_of(step.ahead, step.maps)
+        wants = parts_of(step.plan, step.maps)
+        later = parts_of(step.next_plan, step.maps)
         for handle in entries.values():
             handle.want(wants, step.number)
         for row in entries:
@@ -394,7 +394,7 @@ class LocalExecutor:
 
     def _lose_still(self, running: Sequence[str]) -> bool:
         """Let rows whose template lost its references make their own; return whether any did."""
-        lost = [row for row in running if row in self._still and _is_lost(self._still[row].now)]
+        lost = [row for row in running if row in self._still and _is_lost(self._still[row].entry)]
         for row in lost:
             self._still.pop(row).release()
             self._rows[row].references.entry = None
@@ -422,16 +422,16 @@ class LocalExecutor:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _taken(self, row: str, *, read: bool) -> RowStep:
+    def _after_step(self, row: str, *, read: bool) -> RowStep:
         row_state = self._rows[row]
         served = self._served.get(row)
         stale = served is not None and served.stale
         text = not (read and row_state.frozen)
         references = getattr(row_state, "references", None)
-        new = references is not None and references.made
+        new = references is not None and references.computed
         skipped, foresaw = (
             getattr(row_state, "skipped", 0),
-            getattr(row_state, "foreseen", None) is not None,
+            getattr(row_state, "lookahead", None) is not None,
         )
         return RowStep(row, row_state.step, skipped, read, text, stale, new, foresaw)
 

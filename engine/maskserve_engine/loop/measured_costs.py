@@ -69,12 +69,12 @@ class _Samples:
     """The latest (x, seconds)."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._new = 0
 
     def add(self, x: float, seconds: float) -> bool:
         """Add a sample; return whether it is time to fit again."""
-        self._kept.append((x, seconds))
+        self._samples.append((x, seconds))
         self._new += 1
         if self._new < _EVERY:
             return False
@@ -87,7 +87,7 @@ class _Samples:
         Of samples that are alike in x the lower half counts: what else the machine does makes a
         step longer, never shorter.
         """
-        x, seconds = np.array(self._kept).T
+        x, seconds = np.array(self._samples).T
         alike = np.round(np.log2(np.maximum(x, 1.0)) * 16)
         fair = np.zeros(len(x), dtype=bool)
         for bucket in np.unique(alike):
@@ -100,7 +100,7 @@ class _Samples:
         return Line(before.fixed * scale, before.per_unit * scale)
 
 
-class TakenStep(NamedTuple):
+class QueuedStep(NamedTuple):
     """A step that was queued on the device."""
 
     span: Span
@@ -115,9 +115,9 @@ class TakenStep(NamedTuple):
     """Templates of its priming rows."""
     host: float = 0.0
     """Counted seconds in which the host launched its kernels."""
-    beside_share: float = 0.0
+    overhead_s: float = 0.0
     """Counted seconds beside an even share of the FLOPs among its ranks
-    (`DegreeTimes.beside_shares`).
+    (`DegreeTimes.overhead_shares`).
     """
 
 
@@ -138,9 +138,9 @@ class StepTimes:
     ) -> None:
         self._costs, self._moves = costs, moves
         self._counters, self._observations = counters, observations
-        self._open: deque[TakenStep] = deque()
+        self._open: deque[QueuedStep] = deque()
 
-    def add(self, step: TakenStep) -> None:
+    def add(self, step: QueuedStep) -> None:
         self._counters["steps_total"] += 1
         self._open.append(step)
         self.book()
@@ -155,7 +155,7 @@ class StepTimes:
             self._open.popleft()
             self._book(step, seconds, sum(stall or 0.0 for stall in stalls))
 
-    def _book(self, step: TakenStep, seconds: float, stall: float) -> None:
+    def _book(self, step: QueuedStep, seconds: float, stall: float) -> None:
         self._counters["step_seconds_total"] += seconds
         self._observations.add("step_seconds", seconds)
         if step.predicted is not None:
@@ -165,7 +165,7 @@ class StepTimes:
             priming.seconds += seconds / step.rows
         if step.flops is None:
             return
-        self._costs.step(step.flops, seconds - stall - step.beside_share, step.host)
+        self._costs.step(step.flops, seconds - stall - step.overhead_s, step.host)
         self._costs.moves(self._moves())
         if step.predicted is not None:
             error = abs(seconds - step.predicted) / max(seconds, 1e-9)

@@ -28,10 +28,10 @@ from maskserve_engine.scheduling.policies import batches_of, policy_of
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.spec.estimate import pricing_of
 from maskserve_engine.spec.model_spec import (
-    ModelFacts,
+    ModelSpec,
     dense_steps,
-    own_rule,
-    own_stride,
+    refresh_rule,
+    refresh_stride,
     text_shares,
 )
 
@@ -55,7 +55,7 @@ class PriceList:
         anchors: int,
         degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
     ) -> None:
-        self._costs, facts = costs, adapter.facts
+        self._costs, facts = costs, adapter.spec
         self._degrees = degrees if policy_of(config.engine).gangs else None
         self._text = facts.text_tokens(config.model.max_sequence_length)
         nets = [net for net in ControlNets(config, facts).all() if not net.problem]
@@ -73,17 +73,17 @@ class PriceList:
             halves=adapter.entry_halves,
             controls={net.name: control_work(facts, net.config, side, side) for net in nets},
             lora=typical_lora(facts, work) if config.adapters.store else None,
-            anchored=len(clock_steps(steps, own_rule(config, facts).stride)) / steps,
+            anchored=len(clock_steps(steps, refresh_rule(config, facts).stride)) / steps,
             text_shares=text_shares(config, facts, steps, shared=shared),
-            leaves_ring=own_rule(config, facts).ring,
+            leaves_ring=refresh_rule(config, facts).ring,
         )
-        self._made, self._pricing = costs.sequence, self._price()
+        self._priced_at, self._pricing = costs.sequence, self._price()
 
     @property
     def pricing(self) -> Pricing:
         """Prices at the worker's present costs."""
-        if self._made != self._costs.sequence:
-            self._made, self._pricing = self._costs.sequence, self._price()
+        if self._priced_at != self._costs.sequence:
+            self._priced_at, self._pricing = self._costs.sequence, self._price()
         return self._pricing
 
     def _price(self) -> Pricing:
@@ -130,7 +130,7 @@ class StatusPublisher:
     def __init__(
         self,
         config: Config,
-        facts: ModelFacts,
+        spec: ModelSpec,
         prices: PriceList,
         manager: RequestManager,
         cache: TemplateCache | None,
@@ -151,19 +151,19 @@ class StatusPublisher:
             memory=memory,
             nodes=(NodeStatus("denoiser", model_name(config), "loading"),),
             served=Served(
-                native_resolution=facts.native_resolution,
-                token_pixels=facts.token_pixels,
-                num_inference_steps=facts.steps_default(config.model.num_inference_steps),
+                native_resolution=spec.native_resolution,
+                token_pixels=spec.token_pixels,
+                num_inference_steps=spec.steps_default(config.model.num_inference_steps),
                 cache=config.cache.enabled,
                 dense_above_ratio=config.cache.dense_above_ratio,
                 mask_ring=config.model.mask_ring,
-                dense_sides=facts.dense_sides,
-                dense_steps=dense_steps(config.cache.dense_steps, facts.dense_steps),
-                own_stride=own_stride(config, facts),
-                own_ring=facts.own_ring or 0,
-                own_over_template=facts.own_over_template,
+                dense_sides=spec.dense_sides,
+                dense_steps=dense_steps(config.cache.dense_steps, spec.dense_steps),
+                own_stride=refresh_stride(config, spec),
+                own_ring=spec.refresh_ring or 0,
+                own_over_template=spec.refreshes_over_template,
                 due_ms=config.slo.times_ms,
-                skipping=facts.skipping,
+                skipping=spec.skipping,
             ),
         )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from maskserve_engine.cache.entries import PARTS
-from maskserve_engine.cache.loader import Want
+from maskserve_engine.cache.loader import Part
 from maskserve_engine.loop.measured_costs import MeasuredCosts
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.flops import FeatureMap, Floats, ModelWork, Totals
@@ -44,7 +44,7 @@ class StepPlan:
     """The plan of this step, and the plan by which entries of later steps are loaded."""
 
     plan: Plan
-    ahead: Plan
+    next_plan: Plan
     choice: str
     """One of CHOICES; `here`: nothing has to be loaded."""
 
@@ -79,14 +79,14 @@ class StepPlanner:
         loads = {id(row.load): row for row in rows}.values()
         missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in loads])
 
-        def now() -> StepCosts:
+        def present_costs() -> StepCosts:
             return missing.costs(totals, model, dense)
 
         if fixed:
-            step_plan = evaluate(now(), missing.all_loaded(), lead=0.0)
+            step_plan = evaluate(present_costs(), missing.all_loaded(), lead=0.0)
             return StepPlan(step_plan, step_plan, "fixed")
         whole = _Bytes(work, [(row.load.tier, row.load.sizes / row.stays) for row in loads])
-        problem = (self.costs.sequence, work.tokens, whole.kept, ranks)
+        problem = (self.costs.sequence, work.tokens, whole.key, ranks)
         steady = self.plans.get(
             problem,
             plan_totals(totals, whole.totals, dense),
@@ -94,8 +94,8 @@ class StepPlanner:
         )
         if not missing.any:
             key = plan_totals(totals, {}, dense)
-            return StepPlan(self.plans.get(problem, key, now, 0.0), steady, "here")
-        costs = now()
+            return StepPlan(self.plans.get(problem, key, present_costs, 0.0), steady, "here")
+        costs = present_costs()
         kept_up = evaluate(costs, steady.kinds, lead=0.0)
         if kept_up.latency <= _LATE * steady.latency:
             return StepPlan(kept_up, steady, "steady")
@@ -104,12 +104,12 @@ class StepPlanner:
         return StepPlan(step_plan, steady, "arrived")
 
 
-def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
+def parts_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Part]:
     """Return the parts that a plan's step reads, in order: moments of all feature maps first, then
     those of blocks and the maps between them.
     """
     ends, blocks = set(plan.end_restores), len(plan.kinds)
-    wants: list[Want] = [(blocks + len(maps), "map")] if maps else []
+    wants: list[Part] = [(blocks + len(maps), "map")] if maps else []
     pending_maps = deque(
         (feature_map.block, (blocks + n, "map")) for n, feature_map in enumerate(maps)
     )
@@ -143,7 +143,7 @@ class _Bytes:
         self.any = bool((self._sum[self._finite] > 0).any())
 
     @property
-    def kept(self) -> bytes:
+    def key(self) -> bytes:
         """Which parts all loads have, as bytes."""
         return self._finite.tobytes()
 

@@ -15,7 +15,7 @@ from maskserve_common.observations import Observations
 from maskserve_engine.base.job import PreviewEvent, ProgressEvent
 from maskserve_engine.base.mailbox import OutputThread
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.loop.measured_costs import StepTimes, TakenStep
+from maskserve_engine.loop.measured_costs import QueuedStep, StepTimes
 from maskserve_engine.loop.step_planner import Reading, StepPlan, StepPlanner
 from maskserve_engine.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_engine.requests.executor import (
@@ -43,8 +43,8 @@ class StepRunner:
     Args:
         adapter: the model, used for its counted work only.
         planner: planner of rows that read entries.
-        beside_shares: returns the seconds of a step of these edits on so many ranks beside an even
-            share of its work.
+        overhead_shares: returns the seconds of a step of these edits on so many ranks beside an
+            even share of its work.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class StepRunner:
         times: StepTimes,
         counters: dict[str, float],
         observations: Observations,
-        beside_shares: Callable[[Sequence[RequestState], int], float],
+        overhead_shares: Callable[[Sequence[RequestState], int], float],
     ) -> None:
-        self._beside_shares = beside_shares
+        self._overhead_shares = overhead_shares
         self.adapter, self.executor, self.manager = adapter, executor, manager
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
         self._pair = policy_of(config.engine).deals
         """Whether all devices take every step: the worker is then like a faster one."""
         # Of what a text encoder was shown there are keys and values alone.
-        keys_only = config.cache.conv_halo > 0 or adapter.facts.shown is not None
+        keys_only = config.cache.conv_halo > 0 or adapter.spec.encoder_picture is not None
         self._fixed = config.cache.plan == "fixed" or keys_only
         self._dense = ("dense",) * adapter.blocks
         self._numbers = count(1)
@@ -83,7 +83,7 @@ class StepRunner:
         Raises:
             RuntimeError: nothing but failures for several steps.
         """
-        running = _anchors_in_turn(running)
+        running = _refreshing_first(running)
         reads, loads = self._load(running, devices)
         work = self._work(running[0])
         planned = self._plan(running, len(devices), work, loads)
@@ -131,17 +131,17 @@ class StepRunner:
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
-                steps_done, ahead = edit.tally.done, edit.work.ahead
+                steps_done, ahead = edit.tally.done, edit.work.lookahead
                 stays = edit.reads.stays(steps_done)
                 reading.append(Reading(edit.reads_counted(steps_done), load, stays))
-                if edit.reads.foresees(steps_done) and ahead.reads:
+                if edit.reads.looks_ahead(steps_done) and ahead.reads:
                     reading.append(Reading(ahead.counted, load, stays))
-                elif edit.reads.foresees(steps_done):
+                elif edit.reads.looks_ahead(steps_done):
                     dense_totals.append(ahead.counted)
                 fixed = fixed or edit.job.request.settings.reproducible
                 # There are keys and values alone of the text, and of what own anchors leave. That
                 # follows from the row's own step, so that its picture does not depend on its batch.
-                fixed = fixed or edit.reads.own or edit.reads.without_text(steps_done)
+                fixed = fixed or edit.reads.reads_step_cache or edit.reads.without_text(steps_done)
             else:
                 dense_totals.append(edit.counted)
         dense = Totals.sum_of(dense_totals) if dense_totals else None
@@ -163,14 +163,14 @@ class StepRunner:
         if planned is None:
             return StepInput(number, rows, devices)
         return StepInput(
-            number, rows, devices, tuple(reads), work.maps, planned.plan, planned.ahead
+            number, rows, devices, tuple(reads), work.maps, planned.plan, planned.next_plan
         )
 
     def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
         for seconds in waits:
             self.observations.add("controlnet_stall_seconds", seconds)
         for edit in running:
-            if isinstance(edit, RequestState) and edit.controls.wanted:
+            if isinstance(edit, RequestState) and edit.controls.effective:
                 edit.controls.stalled_s += sum(waits)
 
     def _book(
@@ -195,9 +195,9 @@ class StepRunner:
         # Where ranks have dealt the passes, what each has taken is not counted.
         counted = len(running) == count and (ranks == 1 or self._share_tokens(running))
         flops = self._flops(running, work, result, planned) if counted else None
-        beside_shares = self._beside_shares(edits, ranks) if ranks > 1 and edits else 0.0
+        beside_shares = self._overhead_shares(edits, ranks) if ranks > 1 and edits else 0.0
         self.times.add(
-            TakenStep(
+            QueuedStep(
                 result.span,
                 result.stalls,
                 None if flops is None else flops / ranks,
@@ -231,7 +231,7 @@ class StepRunner:
             return None
         rows = list(zip(surviving, result.rows, strict=True))
         edits = ((edit, step) for edit, step in rows if isinstance(edit, RequestState))
-        ahead = [edit.work.ahead for edit, step in edits if step.foresaw]
+        ahead = [edit.work.lookahead for edit, step in edits if step.foresaw]
         return self._batch_flops.of(
             work,
             [
@@ -297,9 +297,9 @@ class StepRunner:
                 self.observations.add("queue_seconds", queued)
             self.manager.finish(edit)
         else:
-            self._tell_progress(edit)
+            self._report_progress(edit)
 
-    def _tell_progress(self, edit: RequestState) -> None:
+    def _report_progress(self, edit: RequestState) -> None:
         settings, step, steps = edit.job.request.settings, edit.tally.done, edit.work.steps
         if settings.preview_every and step % settings.preview_every == 0:
             latents = self.executor.estimate(edit.request_id)
@@ -310,7 +310,7 @@ class StepRunner:
                 edit.overflowed = edit.overflowed or step  # later ones may come before its end
                 return ProgressEvent(step, steps)
 
-            self.output.send_made(edit.sink, preview)
+            self.output.send_when_ready(edit.sink, preview)
         elif settings.progress:
             self.output.send(edit.sink, ProgressEvent(step, steps))
 
@@ -350,22 +350,26 @@ def _uncounted(edit: RequestState | PrimingState, step: RowStep) -> bool:
     """Whether the step just taken skipped blocks or made references, which no step counts."""
     if isinstance(edit, PrimingState) and edit.priming.anchors[step.done - 1] == STILL:
         return True
-    return step.made or _skipped(edit, step)
+    return step.computed_references or _skipped(edit, step)
 
 
-def _anchors_in_turn(running: Running) -> Running:
+def _refreshing_first(running: Running) -> Running:
     """Return the rows that take this step: some whose refresh step is due wait, so that refresh
     steps spread evenly over steps. Those that have waited longest go first. A waiting row stays as
     it is: no picture depends on its batch.
     """
     edits = [edit for edit in running if isinstance(edit, RequestState)]
-    refreshing = [(edit, edit.reads) for edit in edits if edit.reads is not None and edit.reads.own]
-    room = max(1, round(sum(edit.route.dense_steps / edit.work.steps for edit, _ in refreshing)))
+    refreshing = [
+        (edit, edit.reads)
+        for edit in edits
+        if edit.reads is not None and edit.reads.reads_step_cache
+    ]
+    room = max(1, round(sum(edit.plan.dense_steps / edit.work.steps for edit, _ in refreshing)))
     due_edits = [(edit, reads) for edit, reads in refreshing if reads.anchor_due(edit.tally.done)]
-    due_edits.sort(key=lambda each: -each[1].held)
+    due_edits.sort(key=lambda each: -each[1].steps_delayed)
     for number, (_, reads) in enumerate(due_edits):
-        reads.held = 0 if number < room else reads.held + 1
-    late = [edit for edit, reads in due_edits if reads.held]
+        reads.steps_delayed = 0 if number < room else reads.steps_delayed + 1
+    late = [edit for edit, reads in due_edits if reads.steps_delayed]
     return [edit for edit in running if edit not in late] if late else running
 
 

@@ -19,7 +19,7 @@ from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.stages.loader import device_of, warm_up_side
 
@@ -81,7 +81,7 @@ def row_counts(config: Config) -> list[int]:
 
 def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> AnchorEntry:
     anchors = adapter.anchors(
-        adapter.tokens(job).total, adapter.facts.steps_default(config.model.num_inference_steps), 1
+        adapter.tokens(job).total, adapter.spec.steps_default(config.model.num_inference_steps), 1
     )
     row = adapter.priming_row(
         job, anchors[:1], job.conditioning, 0, kinds, config.cache.entry_format
@@ -113,7 +113,7 @@ def _cached(
         ]
         plan = planner.plan(work, readings, None, fixed=True).plan
         for handle in handles:
-            handle.want(wants_of(plan, work.maps), turn=0)
+            handle.want(parts_of(plan, work.maps), step=0)
         adapter.step(rows, plan, handles)
     finally:
         for handle in handles:
@@ -123,14 +123,14 @@ def _cached(
 
 def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
     """Return an edit of a corner of an empty picture, with a name of its own."""
-    facts, model = adapter.facts, config.model
+    facts, model = adapter.spec, config.model
     side = warm_up_side(config, facts)
     mask = np.zeros((side, side), np.uint8)
     mask[: side // 4, : side // 4] = 255
     latents = side // facts.vae_scale_factor
     moments = np.zeros((2 * facts.latent_channels, latents, latents), np.float32)
     words = facts.text_tokens(model.max_sequence_length)
-    prompt = adapter.blank_prompt(facts.shown_tokens(latents, latents) + words)
+    prompt = adapter.blank_prompt(facts.encoder_picture_tokens(latents, latents) + words)
     settings = EditSettings(
         num_inference_steps=facts.steps_default(model.num_inference_steps),
         guidance_scale=facts.guidance_default(model.guidance_scale),

@@ -12,7 +12,7 @@ from transformers import Swin2SRForImageSuperResolution
 
 from maskserve_common.config import Config
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import AskedNode, one_by_one
+from maskserve_workflows.node_request import NodeRequest, one_by_one
 from maskserve_workflows.pictures import read_picture
 
 MOST_PIXELS: Final = 2**21
@@ -29,12 +29,12 @@ class EnlargeNodes:
         model: Any = Swin2SRForImageSuperResolution.from_pretrained(config.nodes.enlarge)
         self._model = model.to(self._device).eval()
 
-    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         return one_by_one(self._run, calls)
 
     @torch.inference_mode()
-    def _run(self, asked: AskedNode) -> dict[str, Any]:
-        pixels = np.array(read_picture(asked.inputs["picture"], self._limits))
+    def _run(self, request: NodeRequest) -> dict[str, Any]:
+        pixels = np.array(read_picture(request.inputs["picture"], self._limits))
         small = torch.from_numpy(pixels).to(self._device).permute(2, 0, 1)[None].float() / 255
         large = self._model(small).reconstruction[0].clamp(0, 1)
         large_pixels = (255 * large).round().permute(1, 2, 0).to(torch.uint8).cpu().numpy()

@@ -13,7 +13,7 @@ from transformers import CLIPSegForImageSegmentation, CLIPSegProcessor
 from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import AskedNode, one_by_one
+from maskserve_workflows.node_request import NodeRequest, one_by_one
 from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_mask, read_picture
 from maskserve_workflows.values import Judgement
 
@@ -28,27 +28,29 @@ class FindNodes:
         model: Any = CLIPSegForImageSegmentation.from_pretrained(folder)
         self._model = model.to(self._device).eval()
 
-    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         """Yield each call's outputs; each picture is encoded once."""
         features_by_picture: dict[bytes, Any] = {}
         return one_by_one(lambda asked: self._run(asked, features_by_picture), calls)
 
-    def _run(self, asked: AskedNode, seen: dict[bytes, Any]) -> dict[str, Any]:
-        name, encoded = asked.inputs["name"], asked.inputs["picture"]
+    def _run(self, request: NodeRequest, features: dict[bytes, Any]) -> dict[str, Any]:
+        name, encoded = request.inputs["name"], request.inputs["picture"]
         pixels = read_picture(encoded, self._limits)
-        if encoded not in seen:
-            seen[encoded] = self.seen(pixels)
-        matched = self.found(seen[encoded], pixels.shape[:2], name, asked.settings["threshold"])
-        if asked.node == "find":
+        if encoded not in features:
+            features[encoded] = self.features(pixels)
+        matched = self.find_mask(
+            features[encoded], pixels.shape[:2], name, request.settings["threshold"]
+        )
+        if request.node == "find":
             if not matched.any():
                 raise InvalidRequest("name", f"{name[:60]!r} is not found in the picture")
             return {"mask": mask_pixels(matched)}
-        mask = read_mask(asked.inputs["mask"], self._limits, pixels.shape[:2])
+        mask = read_mask(request.inputs["mask"], self._limits, pixels.shape[:2])
         score = float(matched[mask].mean()) if mask.any() else 0.0
-        return {"verdict": Judgement(round(score, 4), score >= asked.settings["enough"])}
+        return {"verdict": Judgement(round(score, 4), score >= request.settings["enough"])}
 
     @torch.inference_mode()
-    def seen(self, pixels: Pixels) -> Any:
+    def features(self, pixels: Pixels) -> Any:
         """Return the decoder's input for a picture [H, W, 3]: activations of some layers."""
         picture = Image.fromarray(pixels)  # of an array three rows would be taken for channels
         processed = self._processor.image_processor(images=[picture], return_tensors="pt")
@@ -58,14 +60,14 @@ class FindNodes:
         return [states[layer + 1] for layer in self._model.extract_layers]
 
     @torch.inference_mode()
-    def found(self, seen: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
+    def find_mask(self, features: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
         """Return the mask [H, W] of the named thing."""
         # The tokenizer's own limit of words; what is beyond it is left out.
         words = self._processor.tokenizer(
             [name], return_tensors="pt", padding=True, truncation=True
         ).to(self._device)
         named = self._model.clip.get_text_features(**words).pooler_output
-        logits = self._model.decoder(seen, named).logits
+        logits = self._model.decoder(features, named).logits
         sized = torch.nn.functional.interpolate(
             logits.reshape(1, 1, *logits.shape[-2:]), (size[0], size[1]), mode="bilinear"
         )

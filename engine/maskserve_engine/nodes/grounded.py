@@ -34,18 +34,18 @@ class GroundedNodes(FindNodes):
         detector: Any = GroundingDinoForObjectDetection.from_pretrained(folder)
         self._model = detector.to(self._device).eval()
 
-    def seen(self, pixels: Pixels) -> Any:
+    def features(self, pixels: Pixels) -> Any:
         """Return the picture: GroundingDINO reads it together with the name."""
         return pixels
 
     @torch.inference_mode()
-    def found(self, seen: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
+    def find_mask(self, features: Any, size: tuple[int, ...], name: str, threshold: float) -> Grey:
         """Return the mask [H, W] of the named thing: all boxes whose score is above the
         threshold.
         """
         words = f"{name.lower().strip().rstrip('.')}."  # as it was trained
         processed = self._processor(
-            images=[Image.fromarray(seen)], text=[words], return_tensors="pt", truncation=True
+            images=[Image.fromarray(features)], text=[words], return_tensors="pt", truncation=True
         ).to(self._device)
         [detections] = self._processor.post_process_grounded_object_detection(
             self._model(**processed),
@@ -57,4 +57,4 @@ class GroundedNodes(FindNodes):
         boxes = detections["boxes"].tolist()
         if not boxes:
             return np.zeros(size[:2], np.bool_)
-        return self._loaded["segment"].in_boxes(seen, boxes)
+        return self._loaded["segment"].in_boxes(features, boxes)

@@ -16,7 +16,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.stages.loader import device_of
-from maskserve_workflows.node_request import AskedNode, one_by_one
+from maskserve_workflows.node_request import NodeRequest, one_by_one
 from maskserve_workflows.pictures import Grey, Pixels, mask_pixels, read_picture
 from maskserve_workflows.values import Judgement
 
@@ -42,20 +42,20 @@ class SegmentNodes:
             else Sam2Processor(Sam2Pictures.from_pretrained(folder))
         )
 
-    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         return one_by_one(self._run, calls)
 
-    def _run(self, asked: AskedNode) -> dict[str, Any]:
-        pixels = read_picture(asked.inputs["picture"], self._limits)
-        points, box = asked.settings["points"], asked.settings["box"]
+    def _run(self, request: NodeRequest) -> dict[str, Any]:
+        pixels = read_picture(request.inputs["picture"], self._limits)
+        points, box = request.settings["points"], request.settings["box"]
         check_clicks(points, box, pixels.shape[1], pixels.shape[0])
-        segmented, score = self.found(pixels, points, box)
+        segmented, score = self.find_mask(pixels, points, box)
         if not segmented.any():
             raise InvalidRequest("points" if points else "box", "show nothing in the picture")
         return {"mask": mask_pixels(segmented), "verdict": Judgement(round(score, 4), passed=True)}
 
     @torch.inference_mode()
-    def found(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:
+    def find_mask(self, pixels: Pixels, points: Points, box: Sequence[float]) -> tuple[Grey, float]:
         """Return the best of the model's masks for clicks and a box, bool [H, W], and its score.
 
         Args:
@@ -69,7 +69,7 @@ class SegmentNodes:
             prompts["input_labels"] = [[[int(of_it) for *_, of_it in points]]]
         if box:
             prompts["input_boxes"] = [[[float(side) for side in box]]]
-        model_inputs = self._given(pixels, prompts)
+        model_inputs = self._model_input(pixels, prompts)
         prediction = self._model(**model_inputs.inputs, multimask_output=True)
         [scores] = prediction.iou_scores[0].cpu()
         best = int(scores.argmax())
@@ -78,7 +78,7 @@ class SegmentNodes:
     @torch.inference_mode()
     def in_boxes(self, pixels: Pixels, boxes: Sequence[Sequence[float]]) -> Grey:
         """Return one mask of the things in all boxes, bool [H, W]."""
-        model_inputs = self._given(pixels, {"input_boxes": [boxes]})
+        model_inputs = self._model_input(pixels, {"input_boxes": [boxes]})
         image_embeddings = self._model.get_image_embeddings(model_inputs.inputs["pixel_values"])
         white: Grey = np.zeros(pixels.shape[:2], np.bool_)
         for box_batch in model_inputs.inputs["input_boxes"].split(_BOXES_AT_A_TIME, dim=1):
@@ -89,7 +89,7 @@ class SegmentNodes:
                 white |= model_inputs.whole(mask)
         return white
 
-    def _given(self, pixels: Pixels, asked: dict[str, Any]) -> _Given:
+    def _model_input(self, pixels: Pixels, request: dict[str, Any]) -> _ModelInput:
         """Return the model's inputs.
 
         Raises:
@@ -100,9 +100,11 @@ class SegmentNodes:
         if longest and 2 * longest * min(height, width) < max(height, width):
             problem = f"is {width}x{height} pixels"
             raise InvalidRequest("picture", problem, f"sides of up to 1:{2 * longest}")
-        processed = self._processor(images=[Image.fromarray(pixels)], return_tensors="pt", **asked)
+        processed = self._processor(
+            images=[Image.fromarray(pixels)], return_tensors="pt", **request
+        )
         sizes = {name: processed.pop(name) for name in _SIZES if name in processed}
-        return _Given(processed.to(self._device, torch.float32), partial(self._whole, sizes))
+        return _ModelInput(processed.to(self._device, torch.float32), partial(self._whole, sizes))
 
     def _whole(self, sizes: Mapping[str, Any], mask: torch.Tensor) -> Grey:
         """Scale one of the model's masks to the picture's size, bool [H, W]. One at a time: for 12
@@ -120,10 +122,10 @@ class Sam2Pictures(ViTImageProcessorPil):
     image_mean, image_std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     def preprocess(
-        self, images: Sequence[Image.Image], segmentation_maps: None = None, **asked: Any
+        self, images: Sequence[Image.Image], segmentation_maps: None = None, **request: Any
     ) -> Any:
         """Return `pixel_values` of pictures, and their sizes."""
-        features = super().preprocess(images, **asked)
+        features = super().preprocess(images, **request)
         features["original_sizes"] = [(picture.height, picture.width) for picture in images]
         return features
 
@@ -135,7 +137,7 @@ class Sam2Pictures(ViTImageProcessorPil):
         return [torch.nn.functional.interpolate(*pair, mode="bilinear") > 0 for pair in pairs]
 
 
-class _Given(NamedTuple):
+class _ModelInput(NamedTuple):
     """A picture and its prompts as the model's input."""
 
     inputs: Any

@@ -19,11 +19,11 @@ import msgspec
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
 from maskserve_common.imaging.images import encode_png
-from maskserve_workflows.node_request import AskedNode
+from maskserve_workflows.node_request import NodeRequest
 from maskserve_workflows.pictures import read_picture
 from maskserve_workflows.values import Judgement
 
-_ASK: Final = (
+_QUESTION: Final = (
     "How well does the picture show this: {statement}\n"
     "Answer with a whole number from 0 (not at all) to 100 (exactly), and nothing else."
 )
@@ -47,23 +47,23 @@ class VerifyNodes:
         )  # fmt: skip
         self._threads = ThreadPoolExecutor(_AT_ONCE, "verify")
 
-    def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+    def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         """Yield each call's outputs; all calls run concurrently."""
-        return self._threads.map(self._told, calls)
+        return self._threads.map(self._verdict, calls)
 
-    def _told(self, asked: AskedNode) -> dict[str, Any] | Exception:
+    def _verdict(self, request: NodeRequest) -> dict[str, Any] | Exception:
         try:
-            score = self._score(asked.inputs["picture"], asked.inputs["statement"])
+            score = self._score(request.inputs["picture"], request.inputs["statement"])
         except (httpx.HTTPError, httpx.InvalidURL):
             return EngineFailed("the verifier does not answer")
         except Exception as error:
             return error
-        return {"verdict": Judgement(score, score >= asked.settings["enough"])}
+        return {"verdict": Judgement(score, score >= request.settings["enough"])}
 
     def _score(self, encoded: bytes, statement: str) -> float:
         png = base64.b64encode(encode_png(read_picture(encoded, self._limits))).decode()
         content = [
-            {"type": "text", "text": _ASK.format(statement=statement)},
+            {"type": "text", "text": _QUESTION.format(statement=statement)},
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}},
         ]
         body = {

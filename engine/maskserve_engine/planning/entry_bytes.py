@@ -109,7 +109,7 @@ def still_bytes(work: ModelWork, fmt: EntryFormat) -> float:
     return float(block_bytes(work, [(float(work.still),)], fmt)[:, 1].sum()) if work.still else 0.0
 
 
-def kept_bytes(
+def stored_bytes(
     work: ModelWork, kinds: Sequence[frozenset[str]], fmt: EntryFormat, *, copies: int = 1
 ) -> float:
     """Return `entry_bytes` where block i keeps `kinds[i]`: any of "h" and "kv"."""

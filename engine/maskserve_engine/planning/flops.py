@@ -200,7 +200,7 @@ class ModelWork:
     """The same per text token."""
     peak_once: float = 0.0
     """The same of the whole batch, however many rows it has."""
-    beside: float = 0.0
+    carried_numbers: float = 0.0
     """ControlNets: numbers that one evaluation of a row carries from step to step, those read of
     the picture and the residuals.
     """
@@ -209,7 +209,7 @@ class ModelWork:
     still: int = 0
     """Tokens of pictures that see nothing of a row: its own read their keys and values, which are
     made once and no step computes. They are not among `tokens`."""
-    said_once: bool = False
+    computes_text_once: bool = False
     """Whether text, too, is computed once: steps read its keys and values."""
     copies: int = 1
     heads: int = 0
@@ -287,7 +287,7 @@ class ModelWork:
         Raises:
             ValueError: a row without one count per level, or above the level's tokens.
         """
-        if self.said_once:
+        if self.computes_text_once:
             rows = [replace(r, text=0.0, text_read=r.text + r.text_read) for r in rows]
         dense = np.zeros((len(self.tokens), len(TERMS)))
         cached = np.zeros_like(dense)
@@ -301,7 +301,7 @@ class ModelWork:
                 a, joined = r.active[level], r.text if self.joint else 0.0
                 active += a
                 pairs += (a + joined) * (n + joined + r.text_read + self.still)
-                text_keys = r.text_read if self.said_once else 0.0
+                text_keys = r.text_read if self.computes_text_once else 0.0
                 all_pairs += (n + joined) * (n + joined + text_keys + self.still)
                 cross += a * r.text
             cached[level] = (count, active, text, count * n - active, pairs, cross)
@@ -430,7 +430,7 @@ class BatchFlops:
     """Caches the FLOPs of a batch's steps while the same rows run in the same way."""
 
     def __init__(self) -> None:
-        self._way, self._flops = _Batch((), (), ()), 0.0
+        self._batch, self._flops = _Batch((), (), ()), 0.0
 
     def of(
         self,
@@ -448,7 +448,7 @@ class BatchFlops:
             kinds: kind of each block, for rows that read.
         """
         way = _Batch(counted, reads, kinds)
-        if not way.same(self._way):
+        if not way.same(self._batch):
             cached, dense = (
                 [
                     totals
@@ -457,7 +457,7 @@ class BatchFlops:
                 ]
                 for is_cached in (True, False)
             )
-            self._way = way
+            self._batch = way
             self._flops = work.batch_flops(
                 Totals.sum_of(cached) if cached else None,
                 kinds,

@@ -40,7 +40,7 @@ from maskserve_engine.planning.two_stream import (
     Plan,
     StepCosts,
     actions,
-    ahead_of,
+    head_start_of,
     items_of,
     period,
     plan_of,
@@ -74,23 +74,23 @@ def plan(
         be. No plan of one kind for all blocks is faster.
     """
 
-    def found(costs: StepCosts) -> tuple[_Search, list[int], float]:
+    def searched(costs: StepCosts) -> tuple[_Search, list[int], float]:
         search = _Search(costs)
         if lead is None:
             return search, *search.steady(tolerance, intervals)
         return search, *search.step(lead, tolerance)
 
-    search, kinds, bound = found(costs)
+    search, kinds, bound = searched(costs)
     best = plan_of(costs, search.items, kinds, lead, bound)
     if not best.host or best.host < best.latency:
         return best
     slowed = replace(costs, compute=np.maximum(costs.compute, costs.launching))
-    alternatives = [found(slowed)[1], *search.plain]
+    alternatives = [searched(slowed)[1], *search.plain]
     plans = [plan_of(costs, search.items, candidate, lead, bound) for candidate in alternatives]
     return min([best, *plans], key=lambda each: each.latency)
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     value: float
     kinds: list[int]
 
@@ -101,7 +101,7 @@ class _Search:
     def __init__(self, costs: StepCosts) -> None:
         self.items = items_of(costs)
         self.after = costs.after
-        self.ahead = ahead_of(costs)
+        self.head_start = head_start_of(costs)
         self.fixed = float(costs.before.sum()) + costs.after
         self.least = self.fixed + float(costs.compute.min(axis=1).sum())
         n = len(costs.compute)
@@ -110,8 +110,8 @@ class _Search:
 
     def step(self, lead: float, tolerance: float) -> tuple[list[int], float]:
         """`(kinds, lower bound)` of one step from `lead`."""
-        lead, goal = min(lead, self.ahead), 1 + tolerance
-        best = _Found(INF, [])
+        lead, goal = min(lead, self.head_start), 1 + tolerance
+        best = _Candidate(INF, [])
         for kinds in self.plain:
             best = _least(best, self._timed(kinds, lead))
         if best.value <= self.least * goal:
@@ -120,7 +120,7 @@ class _Search:
         counts = counted(self.items, self.sorts, self.fixed, tolerance)
         for kinds in counts.plans if counts is not None else ():
             best = _least(best, self._timed(kinds, lead))
-        explored = self._explore(lead, 0.0, self.ahead, best.value / goal)
+        explored = self._explore(lead, 0.0, self.head_start, best.value / goal)
         if explored is None:
             return best.kinds, best.value / goal
         return explored.kinds, explored.value
@@ -141,7 +141,7 @@ class _Search:
         for kinds in self.plain[1:]:
             best = _least(best, self._rated(kinds))
         # Streams that never wait for one another: max(all loads, all compute) of the best plan.
-        far = 2 * (self.ahead + best.value)
+        far = 2 * (self.head_start + best.value)
         free = self._explore(far, far, 2 * far, best.value / goal)
         if free is None:
             return best.kinds, best.value / goal
@@ -149,21 +149,21 @@ class _Search:
         return self._halve(best, free.value, goal, intervals)
 
     def _halve(
-        self, best: _Found, bound: float, goal: float, looks: int
+        self, best: _Candidate, bound: float, goal: float, looks: int
     ) -> tuple[list[int], float]:
         """Halve intervals of leads until no interval's bound is below the best plan."""
         # (bound, smallest lead, largest lead); the loosest bound is looked at first.
-        intervals = [(bound, 0.0, self.ahead)]
+        intervals = [(bound, 0.0, self.head_start)]
         for _ in range(looks):
             if not intervals or best.value <= intervals[0][0] * goal:
                 break
             _, low, high = heappop(intervals)
             middle = (low + high) / 2
             # Steady at the middle's lead: a plan. From the best start to the worst end: a bound.
-            tried = self._explore(middle, middle, self.ahead, best.value / goal)
+            tried = self._explore(middle, middle, self.head_start, best.value / goal)
             if tried is not None:
                 best = _least(best, self._rated(tried.kinds))
-            floor = self._explore(high, low, self.ahead, best.value / goal)
+            floor = self._explore(high, low, self.head_start, best.value / goal)
             if floor is None:
                 continue
             best = _least(best, self._rated(floor.kinds))
@@ -172,13 +172,17 @@ class _Search:
                 heappush(intervals, (floor.value, middle, high))
         return best.kinds, min([best.value / goal, *(i[0] for i in intervals)])
 
-    def _timed(self, kinds: list[int], lead: float) -> _Found:
-        return _Found(run(actions(self.items, kinds), self.after, self.ahead, lead)[1], kinds)
+    def _timed(self, kinds: list[int], lead: float) -> _Candidate:
+        return _Candidate(
+            run(actions(self.items, kinds), self.after, self.head_start, lead)[1], kinds
+        )
 
-    def _rated(self, kinds: list[int]) -> _Found:
-        return _Found(period(actions(self.items, kinds), self.after, self.ahead)[0], kinds)
+    def _rated(self, kinds: list[int]) -> _Candidate:
+        return _Candidate(period(actions(self.items, kinds), self.after, self.head_start)[0], kinds)
 
-    def _explore(self, lead: float, offset: float, ahead: float, below: float) -> _Found | None:
+    def _explore(
+        self, lead: float, offset: float, head_start: float, below: float
+    ) -> _Candidate | None:
         """The plan with the least max(t, F + offset) at its end, from (F, t) = (-lead, 0).
 
         Returns:
@@ -186,11 +190,11 @@ class _Search:
         """
         weight = best_weight(self.sorts, self.fixed, offset - lead)
         ceiling = below * (1 - _ROUNDING)
-        weighted = self._rest(weight, offset)
+        weighted = self._remaining_costs(weight, offset)
         if weighted[0][1] - weight * lead >= ceiling:
             return None
-        fast = self._rest(0.0, offset)
-        slow = self._rest(1.0, offset)
+        fast = self._remaining_costs(0.0, offset)
+        slow = self._remaining_costs(1.0, offset)
         compute_weight = 1 - weight
         present: list[Any] = [(-lead, 0.0, None, 0)]
         absent: list[Any] = []
@@ -214,13 +218,13 @@ class _Search:
                 for state in states:
                     f, t = state[0], state[1]
                     t += fixed
-                    x = t - ahead
+                    x = t - head_start
                     if f < x:
                         f = x
                     ready = f + load_h
                     start = ready if ready > t else t
                     end = start + dense
-                    x = end - ahead
+                    x = end - head_start
                     loads_done = ready if ready > x else x
                     if (
                         weight * loads_done + compute_weight * end < max_p
@@ -231,7 +235,7 @@ class _Search:
                     if block < 0:
                         continue
                     end = start + project
-                    x = end - ahead
+                    x = end - head_start
                     loads_done = ready if ready > x else x
                     if (
                         weight * loads_done + compute_weight * end < max_a
@@ -241,7 +245,7 @@ class _Search:
                         next_a.append((loads_done, end, state, 1))
                     ready = f + kv
                     end = (ready if ready > t else t) + cached
-                    x = end - ahead
+                    x = end - head_start
                     loads_done = ready if ready > x else x
                     if (
                         weight * loads_done + compute_weight * end < max_a
@@ -250,15 +254,15 @@ class _Search:
                     ):
                         next_a.append((loads_done, end, state, 2))
             present, absent = _front(next_p), _front(next_a)
-        return self._finish([*present, *absent], offset, ahead, ceiling)
+        return self._finish([*present, *absent], offset, head_start, ceiling)
 
     def _finish(
-        self, states: list[Any], offset: float, ahead: float, ceiling: float
-    ) -> _Found | None:
+        self, states: list[Any], offset: float, head_start: float, ceiling: float
+    ) -> _Candidate | None:
         best, value = None, ceiling
         for state in states:
             t = state[1] + self.after
-            end = max(t, max(state[0], t - ahead) + offset)
+            end = max(t, max(state[0], t - head_start) + offset)
             if end < value:
                 best, value = state, end
         if best is None:
@@ -268,9 +272,9 @@ class _Search:
             if item.block >= 0:
                 kinds.append(best[3])
             best = best[2]
-        return _Found(value, kinds[::-1])
+        return _Candidate(value, kinds[::-1])
 
-    def _rest(self, weight: float, offset: float) -> list[tuple[float, float]]:
+    def _remaining_costs(self, weight: float, offset: float) -> list[tuple[float, float]]:
         """Per place in the step, for cached states (absent, present): a lower bound on what
         the rest adds to weight * F + (1 - weight) * t, streams not waiting for one another.
         """
@@ -292,7 +296,7 @@ class _Search:
         return places
 
 
-def _least(a: _Found, b: _Found) -> _Found:
+def _least(a: _Candidate, b: _Candidate) -> _Candidate:
     return b if b.value < a.value else a
 
 
@@ -365,7 +369,7 @@ class PlanCache:
 
     def get(
         self,
-        what: Hashable,
+        subject: Hashable,
         totals: Sequence[float],
         build: Callable[[], StepCosts],
         lead: float | None = None,
@@ -373,7 +377,7 @@ class PlanCache:
         """Return the plan for `totals`.
 
         Args:
-            what: everything else that costs depend on (model, size, cost model's sequence
+            subject: everything else that costs depend on (model, size, cost model's sequence
                 number, budget, format, what has arrived), compared as it is.
             totals: finite numbers of at least 0, made by `plan_totals`.
             build: makes the costs; called on a miss alone.
@@ -381,7 +385,7 @@ class PlanCache:
                 repeated.
         """
         steps, log2 = self.steps, math.log2
-        key = (what, lead, *(round(log2(x) * steps) if x > 0 else None for x in totals))
+        key = (subject, lead, *(round(log2(x) * steps) if x > 0 else None for x in totals))
         cached = self._plans.get(key)
         if cached is not None:
             self.hits += 1

@@ -17,7 +17,7 @@ from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_
 from maskserve_engine.planning.flops import ModelWork
 
 
-class OwnRule(NamedTuple):
+class RefreshRule(NamedTuple):
     """How rows of a worker fill their step caches."""
 
     stride: float = 0.35
@@ -33,11 +33,11 @@ class OwnRule(NamedTuple):
     """Power of sigma over which ControlNet results are extrapolated linearly."""
 
 
-OWN_RULE = OwnRule()
+REFRESH_RULE = RefreshRule()
 """Default rule."""
 
 
-def own_steps(
+def refresh_steps(
     count: int, sigmas: Sequence[float], evenly_over: float, *, growth: float = 0.0
 ) -> frozenset[int]:
     """Return the refresh steps: the first step, and those nearest to equal parts of the way.
@@ -69,7 +69,7 @@ def own_steps(
     return frozenset(chosen)
 
 
-def foreseen_at(anchors: frozenset[int]) -> frozenset[int]:
+def lookahead_steps_of(anchors: frozenset[int]) -> frozenset[int]:
     """Return the steps that compute these refresh steps, in a row with lookahead for all but the
     first: each refresh step but the last computes the next one, but no earlier than the second
     step, as the first one shows the direction.
@@ -84,19 +84,19 @@ def clock_steps(steps: int, stride: float) -> frozenset[int]:
     return frozenset(range(0, steps, max(2, round(stride * steps))))
 
 
-def own_bytes(
-    work: ModelWork, kept: Sequence[tuple[float, ...]], fmt: EntryFormat, changes: int
+def step_cache_bytes(
+    work: ModelWork, widths: Sequence[tuple[float, ...]], fmt: EntryFormat, changes: int
 ) -> int:
     """Return the most bytes of an edit's step cache: keys and values of each block, and stack ends
     where the model needs them.
 
     Args:
         work: work of the model at the edit's size.
-        kept: tokens of each pass per level, with the text if it is left out.
+        widths: tokens of each pass per level, with the text if it is left out.
         fmt: storage format.
         changes: differences kept beside them: the slope from the second refresh step on, and the
             curvature from the third on.
     """
-    loads = block_bytes(work, kept, fmt)
+    loads = block_bytes(work, widths, fmt)
     of_one = float(loads[:, 1].sum() + end_bytes(work, loads).sum())
     return int(of_one * (1 + changes))

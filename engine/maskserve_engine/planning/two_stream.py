@@ -10,9 +10,9 @@ Two streams, two clocks: `F`, when the load stream is done with everything up to
 The host is a third clock: it launches the step's kernels one behind the other, ahead of the device
 where it can, so a step takes at least as long as all of them take to be launched.
 
-Without `ahead` this is the recursion of FlashPS Algorithm 1. `ahead` bounds what is loaded for
-blocks that have not begun, so a plan that computes first and loads later pays for it. The lead
-of a step is t - F at its start: what the slack of the step before has loaded already.
+Without `head_start` this is the recursion of FlashPS Algorithm 1. `head_start` bounds what is
+loaded for blocks that have not begun, so a plan that computes first and loads later pays for
+it. The lead of a step is t - F at its start: what the slack of the step before has loaded already.
 
 The recursion only adds and takes maxima, so a whole step is one 2x2 matrix over (max, +), and
 steps repeated with one plan settle at its eigenvalue: the steady seconds per step.
@@ -59,7 +59,7 @@ class StepCosts:
     before: Floats
     after: float = 0.0
     ends: Floats = field(default_factory=lambda: np.zeros(0))
-    ahead: float = math.inf
+    head_start: float = math.inf
     launching: Floats = field(default_factory=lambda: np.zeros((0, len(KINDS))))
     launching_fixed: float = 0.0
 
@@ -78,7 +78,7 @@ class StepCosts:
             raise ValueError("compute: must be finite, at least 0 and not empty")
         if not (np.isfinite(self.before).all() and self.before.min() >= 0 <= self.after):
             raise ValueError("before, after: must be finite and at least 0")
-        if not self.loads.min() >= 0 or np.isnan(self.ends).any() or not self.ahead >= 0:
+        if not self.loads.min() >= 0 or np.isnan(self.ends).any() or not self.head_start >= 0:
             raise ValueError("loads, ends, ahead: must be at least 0, and not NaN")
         if not (np.isfinite(self.launching).all() and self.launching.min() >= 0):
             raise ValueError("launching: must be finite and at least 0")
@@ -219,12 +219,12 @@ def items_of(costs: StepCosts) -> list[Item]:
     return items
 
 
-def ahead_of(costs: StepCosts) -> float:
-    """`ahead` as a finite number: beyond the whole step's seconds more of it changes nothing."""
+def head_start_of(costs: StepCosts) -> float:
+    """Return a finite `head_start`: beyond the whole step's seconds more changes nothing."""
     ends = costs.ends[(costs.ends < INF) & (costs.ends > 0)]
     loads = costs.loads[costs.loads < INF].sum() + ends.sum()
     whole = float(costs.compute.sum() + costs.before.sum() + loads) + costs.after
-    return min(costs.ahead, whole)
+    return min(costs.head_start, whole)
 
 
 def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, float, float]]:
@@ -242,44 +242,44 @@ def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, fl
 
 
 def run(
-    steps: Sequence[tuple[float, float, float]], after: float, ahead: float, lead: float
+    steps: Sequence[tuple[float, float, float]], after: float, head_start: float, lead: float
 ) -> tuple[float, float]:
     """`(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads done."""
-    f, t = -min(lead, ahead), 0.0
+    f, t = -min(lead, head_start), 0.0
     for fixed, load, compute in steps:
         t += fixed
-        f = max(f, t - ahead) + load
+        f = max(f, t - head_start) + load
         t = max(f, t) + compute
-        f = max(f, t - ahead)
+        f = max(f, t - head_start)
     t += after
-    return max(f, t - ahead), t
+    return max(f, t - head_start), t
 
 
 def period(
-    steps: Sequence[tuple[float, float, float]], after: float, ahead: float
+    steps: Sequence[tuple[float, float, float]], after: float, head_start: float
 ) -> tuple[float, float]:
     """`(seconds per step, lead)` of a plan repeated for ever."""
     # Far below every other time, standing for "does not depend on this clock".
     never = -1e9
-    ff, tf = _column(steps, after, ahead, 0.0, never)
-    ft, tt = _column(steps, after, ahead, never, 0.0)
+    ff, tf = _column(steps, after, head_start, 0.0, never)
+    ft, tt = _column(steps, after, head_start, never, 0.0)
     rate = max(ff, tt, (ft + tf) / 2)
     lead = tf - rate if rate == ff > tt else rate - ft
-    return rate, min(max(lead, 0.0), ahead)
+    return rate, min(max(lead, 0.0), head_start)
 
 
 def _column(
-    steps: Sequence[tuple[float, float, float]], after: float, ahead: float, f: float, t: float
+    steps: Sequence[tuple[float, float, float]], after: float, head_start: float, f: float, t: float
 ) -> tuple[float, float]:
     for fixed, load, compute in steps:
         t += fixed
-        x = t - ahead
+        x = t - head_start
         f = (f if f > x else x) + load
         t = (f if f > t else t) + compute
-        x = t - ahead
+        x = t - head_start
         f = f if f > x else x
     t += after
-    return max(f, t - ahead), t
+    return max(f, t - head_start), t
 
 
 def evaluate(
@@ -309,7 +309,7 @@ def plan_of(
     bound: float,
 ) -> Plan:
     """Evaluate a plan as `evaluate` does, from the planner's items."""
-    steps, ahead = actions(items, kinds), ahead_of(costs)
+    steps, ahead = actions(items, kinds), head_start_of(costs)
     load = sum(s[1] for s in steps)
     if lead is None:
         latency, start_lead = period(steps, costs.after, ahead)

@@ -18,9 +18,9 @@ from maskserve_common.resources.residency import Resource
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
-from maskserve_engine.requests.execution_policy import Ways
+from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.request_table import Books
+from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
 
@@ -30,8 +30,8 @@ _STARTS_MOST = 5
 """Most plans chosen for one edit: its template may be evicted again before it has a row."""
 
 
-class StartGate(Protocol):
-    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+class AdmissionCheck(Protocol):
+    def missing(self, edit: RequestState) -> Sequence[Resource]:
         """Return what the edit has to wait for; empty: it passes.
 
         Raises:
@@ -40,16 +40,16 @@ class StartGate(Protocol):
         ...
 
 
-class AdaptersHere:
+class AdaptersLoaded:
     """Requires the edit's ControlNets and LoRAs on the device; they are loaded at the same time.
     With `adapters: fast` it may begin without its LoRAs, but no more such edits than the batch has
     rows.
     """
 
-    def __init__(self, adapters: EditAdapters, books: Books, most_without: int) -> None:
-        self._adapters, self._books, self._most_without = adapters, books, most_without
+    def __init__(self, adapters: EditAdapters, table: RequestTable, most_without: int) -> None:
+        self._adapters, self._table, self._most_without = adapters, table, most_without
 
-    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+    def missing(self, edit: RequestState) -> Sequence[Resource]:
         nets, loras = self._adapters.absent_nets(edit), self._adapters.absent_loras(edit)
         if nets or (loras and not self._may_begin_without(edit)):
             return (*nets, *loras)
@@ -61,28 +61,28 @@ class AdaptersHere:
         if not self._adapters.may_begin_without(edit):
             return False
         return (
-            sum(running_edit.loras.late for running_edit in self._books.edits.values())
+            sum(running_edit.loras.late for running_edit in self._table.edits.values())
             < self._most_without
         )
 
 
-class WayChosen:
+class PlanChosen:
     """Chooses the edit's execution plan.
 
     Args:
-        ways: policy of a worker with a cache; None: all edits run dense.
+        policy: policy of a worker with a cache; None: all edits run dense.
     """
 
-    def __init__(self, ways: Ways | None, adapter: Adapter) -> None:
-        self._ways, self._adapter = ways, adapter
+    def __init__(self, policy: ExecutionPolicy | None, adapter: Adapter) -> None:
+        self._policy, self._adapter = policy, adapter
 
-    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+    def missing(self, edit: RequestState) -> Sequence[Resource]:
         if edit.starts == _STARTS_MOST:
             raise Overloaded(
                 f"the edit's template was lost {edit.starts} times before the edit could begin "
                 "(the cache may be too small for the templates in use); try again later"
             )
-        edit.go(DENSE if self._ways is None else self._ways.choose(edit), self._adapter)
+        edit.go(DENSE if self._policy is None else self._policy.choose(edit), self._adapter)
         edit.starts += 1
         return ()
 
@@ -90,32 +90,32 @@ class WayChosen:
 class DoneInTime:
     """Refuses an edit that would miss its due time; asked once."""
 
-    def __init__(self, in_time: InTime, books: Books) -> None:
-        self._in_time, self._books = in_time, books
+    def __init__(self, in_time: InTime, table: RequestTable) -> None:
+        self._in_time, self._table = in_time, table
 
-    def lacks(self, edit: RequestState) -> Sequence[Resource]:
+    def missing(self, edit: RequestState) -> Sequence[Resource]:
         if edit.starts == 1 and edit.deadline is not None:
-            running, waiting = self._books.running(), self._books.waiting()
+            running, waiting = self._table.running(), self._table.waiting()
             self._in_time.check(edit, running, waiting, time.monotonic())
         return ()
 
 
-class TemplateHere:
+class TemplateReady:
     """Waits for the template of an edit whose plan requires it, and starts priming."""
 
-    def __init__(self, primings: Primings, ways: Ways, adapter: Adapter) -> None:
-        self._cache, self._primings, self._ways = primings.cache, primings, ways
+    def __init__(self, primings: Primings, policy: ExecutionPolicy, adapter: Adapter) -> None:
+        self._cache, self._primings, self._policy = primings.cache, primings, policy
         self._adapter = adapter
 
-    def lacks(self, edit: RequestState) -> Sequence[Resource]:
-        route, waits = edit.route, edit.mode == "wait"
+    def missing(self, edit: RequestState) -> Sequence[Resource]:
+        route, waits = edit.plan, edit.mode == "wait"
         if route.prime:
             due_at = edit.make_ticket().due if waits else None
             self._primings.begin(edit.job, urgent=waits, due=due_at)
         if not waits:
             return ()
         # What was coming may have come since, on another thread, whose word of it is still unread.
-        if route.coming or self._cache.is_coming(route.key):
+        if route.is_loading or self._cache.is_loading(route.key):
             return (Resource(TEMPLATE, route.key),)
         settings = edit.job.request.settings
         if settings.insists:
@@ -129,5 +129,5 @@ class TemplateHere:
                 "no template"
             )
         missed = replace(DENSE, outcome="miss", key=route.key)
-        edit.go(self._ways.without_template(edit, missed), self._adapter)
+        edit.go(self._policy.without_template(edit, missed), self._adapter)
         return ()

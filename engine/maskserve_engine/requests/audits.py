@@ -82,7 +82,7 @@ class Audits:
         self._observations = observations
         self._random = random.Random()
         self._waiting: deque[Audit] = deque(maxlen=_WAITING)
-        self._made: deque[tuple[Audit, HostCopy]] = deque()
+        self._compared: deque[tuple[Audit, HostCopy]] = deque()
         """Audits made again whose latents are still on their way to the host."""
         self._drifts: OrderedDict[str, _Drift] = OrderedDict()
         self._labels: set[str] = set()
@@ -101,12 +101,12 @@ class Audits:
 
     def compare(self, audit: Audit, dense: HostCopy) -> None:
         """Add the dense result of an edit; it is judged once both latents are on the host."""
-        self._made.append((audit, dense))
+        self._compared.append((audit, dense))
         self.judge_arrived()
 
     def judge_arrived(self) -> None:
-        while self._made and self._made[0][1].arrived():
-            audit, dense = self._made.popleft()
+        while self._compared and self._compared[0][1].arrived():
+            audit, dense = self._compared.popleft()
             self.judge(audit, dense.array())
 
     def judge(self, audit: Audit, dense: NDArray[np.float32]) -> float:

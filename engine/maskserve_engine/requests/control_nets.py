@@ -12,13 +12,13 @@ from maskserve_common.errors import MaskserveError
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
 from maskserve_common.resources.residency import Residency, Resource
-from maskserve_common.resources.resource_cache import Holdings
+from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.specs import control_work
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
 class ControlNetSource(Source[ResolvedControl], Protocol):
@@ -43,14 +43,14 @@ class ControlWork:
     """Steps at which a net beside a cached row computes all tokens."""
     works: tuple[ModelWork, ...]
     """Work of each net in one pass."""
-    own: OwnPlan | None = None
+    schedule: RefreshSchedule | None = None
     """Schedule of the row's own refresh steps, which replace `anchors`; None: there is none."""
 
     @classmethod
     def of(
         cls,
         job: EditJob,
-        facts: ModelFacts,
+        spec: ModelSpec,
         counted: Totals,
         steps: int,
         nets: ControlNetSource,
@@ -60,7 +60,7 @@ class ControlWork:
 
         Args:
             job: the edit.
-            facts: spec of the model.
+            spec: spec of the model.
             counted: sums of one step of the edit.
             steps: number of its steps.
             nets: source of the ControlNets' configurations.
@@ -70,11 +70,11 @@ class ControlWork:
             MaskserveError: one of them is not served, or no longer.
         """
         controls, size = acting(job.request.controls, steps), job.moments.shape[1:]
-        works = tuple([control_work(facts, nets.config(control), *size) for control in controls])
+        works = tuple([control_work(spec, nets.config(control), *size) for control in controls])
         flops = tuple([(_dense(work, counted), _active(work, counted)) for work in works])
         return cls(controls, flops, steps, anchors, works)
 
-    def with_own(self, plan: OwnPlan, between: Totals) -> ControlWork:
+    def with_schedule(self, plan: RefreshSchedule, between: Totals) -> ControlWork:
         """Return the work of an edit with refresh steps of its own.
 
         Args:
@@ -86,7 +86,7 @@ class ControlWork:
             (dense, cached_flops)
             for (dense, _), cached_flops in zip(self.flops, active, strict=True)
         ]
-        return replace(self, flops=tuple(flops), anchors=plan.dense, own=plan)
+        return replace(self, flops=tuple(flops), anchors=plan.dense, schedule=plan)
 
     def at(self, step: int, *, cached: bool, foresaw: bool = False) -> float:
         """Return the FLOPs of one step.
@@ -96,7 +96,9 @@ class ControlWork:
             cached: whether the base reads cached tokens in it.
             foresaw: whether the row computes a lookahead beside it.
         """
-        ahead = self.own.behind(step) if self.own is not None and foresaw else None
+        ahead = (
+            self.schedule.refresh_before(step) if self.schedule is not None and foresaw else None
+        )
         total = 0.0
         for control, (dense, active) in zip(self.controls, self.flops, strict=True):
             if ahead is not None and scale_at(control, ahead, self.steps):
@@ -108,7 +110,7 @@ class ControlWork:
         return total
 
     def mean(self, *, cached: bool) -> float:
-        ahead = self.own.ahead if cached and self.own is not None else ()
+        ahead = self.schedule.lookahead_steps if cached and self.schedule is not None else ()
         step_flops = (self.at(n, cached=cached, foresaw=n in ahead) for n in range(self.steps))
         return sum(step_flops) / self.steps
 
@@ -130,7 +132,7 @@ def _convolving_all(work: ModelWork, counted: Totals) -> Totals:
     return replace(counted, convolved=convolved)
 
 
-class EditControlNets(Holdings[ResolvedControl]):
+class EditControlNets(ResourceCache[ResolvedControl]):
     """The ControlNets of a worker's edits, or of a service's denoisers. An edit waits until its
     nets are loaded, and no step of other edits waits for them.
     """
@@ -139,10 +141,10 @@ class EditControlNets(Holdings[ResolvedControl]):
         self,
         residency: Residency,
         loader: ControlNetSource,
-        came: Callable[[ResolvedControl, Loaded | MaskserveError], None],
+        on_loaded: Callable[[ResolvedControl, Loaded | MaskserveError], None],
         observations: Observations,
     ) -> None:
-        super().__init__(CONTROL_NETS, residency, loader, came, observations)
+        super().__init__(CONTROL_NETS, residency, loader, on_loaded, observations)
         self._loader = loader
         self._typical_bytes = loader.typical_bytes()
 
@@ -150,11 +152,11 @@ class EditControlNets(Holdings[ResolvedControl]):
         """Return the mean device bytes of the ControlNets found in the folder at startup."""
         return self._typical_bytes
 
-    def _bytes(self, wanted: ResolvedControl) -> tuple[int, int]:
-        nbytes = self._loader.device_bytes(wanted)
+    def _bytes(self, item: ResolvedControl) -> tuple[int, int]:
+        nbytes = self._loader.device_bytes(item)
         return nbytes, nbytes
 
-    def _bring(self, resource: Resource, wanted: ResolvedControl) -> None:
-        if not self._loader.holds(wanted):  # it went with the service that held it
+    def _request(self, resource: Resource, item: ResolvedControl) -> None:
+        if not self._loader.holds(item):  # it went with the service that held it
             self._residency.drop(resource)
-        super()._bring(resource, wanted)
+        super()._request(resource, item)

@@ -21,7 +21,7 @@ from maskserve_common.contracts.tiers import DEVICE
 from maskserve_common.errors import DeadlineExceeded, Overloaded
 from maskserve_common.routing import Edit, WorkerView, predicted_seconds
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import DENSE, Route
+from maskserve_engine.requests.templates import DENSE, ExecutionPlan
 from maskserve_engine.scheduling.policies import batches_of
 
 
@@ -63,7 +63,7 @@ class InTime:
         if pricing is None:
             return
         work, request = edit.work, edit.job.request
-        router_edit, share = _wanted(edit), min([1.0, *(level.work for level in edit.levels)])
+        router_edit, share = _priced_edit(edit), min([1.0, *(level.work for level in edit.levels)])
         idle_view = self._view(router_edit, pricing, (), ())
         after_s = request.after_token_s * work.total_tokens
         least_s = share * predicted_seconds(router_edit, idle_view, 0.0) + after_s
@@ -98,7 +98,7 @@ class InTime:
         pricing, due_at = self._prices(), edit.make_ticket().due
         if pricing is None or due_at is None:
             return None
-        router_edit = _wanted(edit)
+        router_edit = _priced_edit(edit)
         needs_s = predicted_seconds(router_edit, self._view(router_edit, pricing, running, ()), 0.0)
         if needs_s <= due_at - now:
             return None
@@ -108,8 +108,8 @@ class InTime:
     def gains_by_waiting(
         self,
         edit: RequestState,
-        without: Route,
-        route: Route,
+        without: ExecutionPlan,
+        plan: ExecutionPlan,
         anchors: int,
         running: Iterable[RequestState],
     ) -> bool:
@@ -118,25 +118,25 @@ class InTime:
         Args:
             edit: edit without its template.
             without: how it runs now.
-            route: how it runs behind the priming.
+            plan: how it runs behind the priming.
             anchors: number of anchors still to prime, a dense step each.
             running: edits that have a row beside it.
         """
         pricing, due_at = self._prices(), edit.make_ticket().due
         if pricing is None or due_at is None:
             return False
-        immediate, left_s = _wanted(edit, without), due_at - time.monotonic()
-        cached = _wanted(edit, route)
+        immediate, left_s = _priced_edit(edit, without), due_at - time.monotonic()
+        cached = _priced_edit(edit, plan)
         view = self._view(immediate, pricing, running, ())
         if predicted_seconds(immediate, view, 0.0) <= left_s:
             return False
-        priming = replace(_wanted(edit, DENSE), steps=anchors, controls=())
+        priming = replace(_priced_edit(edit, DENSE), steps=anchors, controls=())
         phases = (priming, cached)
         return sum(predicted_seconds(phase, view, 0.0) for phase in phases) <= left_s
 
     def _view(
         self,
-        wanted: Edit,
+        priced_edit: Edit,
         pricing: Pricing,
         running: Iterable[RequestState],
         waiting: Iterable[RequestState],
@@ -153,27 +153,27 @@ class InTime:
             devices=batches_of(self._engine),
             running=tuple([edit.status() for edit in running]),
             waiting=tuple([edit.status() for edit in waiting]),
-            templates={DEVICE.name: (entries_id(wanted.template_id),)},
+            templates={DEVICE.name: (entries_id(priced_edit.template_id),)},
         )
         return WorkerView.from_status(status, pricing, 0.0)
 
 
-def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
-    """Return the edit as a router would see it, with plan `route` or its own."""
-    work, route = edit.work, route or edit.route
-    has_refresh = route.own is not None
+def _priced_edit(edit: RequestState, plan: ExecutionPlan | None = None) -> Edit:
+    """Return the edit as a router would see it, with plan `plan` or its own."""
+    work, plan = edit.work, plan or edit.plan
+    has_refresh = plan.schedule is not None
     return Edit(
         steps=work.steps,
         active_tokens=work.passes * work.active_tokens,
         total_tokens=work.passes * work.total_tokens,
         template_id=edit.job.request.template_id,
-        cache=route.mode != "dense",
-        dense_steps=route.dense_steps,
-        own_steps=route.dense_steps if has_refresh else 0,
-        own=has_refresh,
+        cache=plan.mode != "dense",
+        dense_steps=plan.dense_steps,
+        refresh_steps=plan.dense_steps if has_refresh else 0,
+        always_refreshes=has_refresh,
         inner_tokens=work.passes * work.inner_tokens,
         ring_tokens=work.passes * work.ring_tokens,
-        controls=shares(edit.controls.wanted, work.steps),
+        controls=shares(edit.controls.effective, work.steps),
     )
 
 

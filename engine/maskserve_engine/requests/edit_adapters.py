@@ -15,7 +15,7 @@ from maskserve_common.contracts.request import Lora
 from maskserve_common.errors import InvalidRequest, MaskserveError
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
 from maskserve_common.resources.residency import Resource
-from maskserve_common.resources.resource_cache import Holdings
+from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.base.job import EditJob
@@ -46,14 +46,14 @@ class EditAdapters:
     ) -> None:
         self._adapter, self._executor = adapter, executor
         self.loras, self.nets = loras, nets
-        self._held: dict[str, Holdings[Any]] = {
+        self._caches: dict[str, ResourceCache[Any]] = {
             resource_set.kind.name: resource_set
             for resource_set in (loras, nets)
             if resource_set is not None
         }
         """Loaded resources by kind."""
         self._drop = {LORAS.name: executor.drop, CONTROL_NETS.name: executor.drop_net}
-        self._own_entries = config.adapters.entries == "own"
+        self._entries_with_loras = config.adapters.entries == "own"
 
     def absent_nets(self, edit: RequestState) -> tuple[Resource, ...]:
         """Return the edit's ControlNets that are not on the device, and start to load them.
@@ -62,15 +62,15 @@ class EditAdapters:
             MaskserveError: one of them cannot be loaded.
         """
         controls = edit.controls
-        if not controls.wanted:
+        if not controls.effective:
             return ()
         if self.nets is None:
             raise InvalidRequest(
                 "SETTINGS.controls", "ControlNets are not served here", "no controls"
             )
-        absent = self.nets.hold(edit.request_id, controls.wanted)
+        absent = self.nets.hold(edit.request_id, controls.effective)
         if not absent:
-            controls.digests = tuple([self.nets.digest(control) for control in controls.wanted])
+            controls.digests = tuple([self.nets.digest(control) for control in controls.effective])
         return absent
 
     def absent_loras(self, edit: RequestState) -> tuple[Resource, ...]:
@@ -79,11 +79,11 @@ class EditAdapters:
         Raises:
             MaskserveError: one of them cannot be loaded.
         """
-        if not edit.loras.wanted:
+        if not edit.loras.effective:
             return ()
         if self.loras is None:
             raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
-        return self.loras.hold(edit.request_id, edit.loras.wanted)
+        return self.loras.hold(edit.request_id, edit.loras.effective)
 
     def may_begin_without(self, edit: RequestState) -> bool:
         """Whether its first steps may go without its LoRAs (`adapters: fast`)."""
@@ -91,7 +91,7 @@ class EditAdapters:
         if settings.adapters != "fast" or settings.insists or self.loras is None:
             return False
         sigmas = self._adapter.sigmas(edit.job)
-        step_counts = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.wanted]
+        step_counts = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.effective]
         edit.loras.without = min(step_counts)
         return edit.loras.without > 0
 
@@ -99,14 +99,14 @@ class EditAdapters:
         """Set the cache key and the work of an edit whose LoRAs are loaded: from now on it uses
         entries that were made with them.
         """
-        if not edit.loras.wanted or self.loras is None:
+        if not edit.loras.effective or self.loras is None:
             return
-        edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.wanted])
-        edit.loras.nbytes, edit.said = self.loras.file_bytes(edit.loras.wanted), None
+        edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.effective])
+        edit.loras.nbytes, edit.row_status = self.loras.file_bytes(edit.loras.effective), None
         work = self._adapter.work(*edit.job.moments.shape[1:])
-        edit.work = edit.work.without_own().with_loras(self._works(edit.job), work)
-        if self._own_entries:
-            scales = [lora.scale for lora in edit.loras.wanted]
+        edit.work = edit.work.without_schedule().with_loras(self._works(edit.job), work)
+        if self._entries_with_loras:
+            scales = [lora.scale for lora in edit.loras.effective]
             name = adapters_id(list(zip(edit.loras.digests, scales, strict=True)))
             edit.job = replace(edit.job, adapters=name)
 
@@ -129,34 +129,34 @@ class EditAdapters:
 
     def let_go(self, owner: str) -> None:
         """Release what an edit or a priming held, so that it can be evicted."""
-        for resource_set in self._held.values():
-            resource_set.let_go(owner)
+        for resource_set in self._caches.values():
+            resource_set.release(owner)
 
-    def arrived(self, kind: Kind, wanted: Loadable, loaded: Loaded) -> list[str]:
+    def arrived(self, kind: Kind, item: Loadable, loaded: Loaded) -> list[str]:
         """Account for a loaded resource; return the edits that wait for nothing more."""
-        return self._held[kind.name].arrived(wanted, loaded)
+        return self._caches[kind.name].arrived(item, loaded)
 
-    def failed(self, kind: Kind, wanted: Loadable, error: MaskserveError) -> list[str]:
+    def failed(self, kind: Kind, item: Loadable, error: MaskserveError) -> list[str]:
         """Account for a failed load; return the edits that waited for it."""
-        self._drop[kind.name](wanted.version)
-        return self._held[kind.name].failed(wanted, error)
+        self._drop[kind.name](item.version)
+        return self._caches[kind.name].failed(item, error)
 
     def waited(self, edit: RequestState, seconds: float) -> None:
         """Book the seconds that an edit has waited for its adapters."""
-        if edit.loras.wanted and self.loras is not None:
+        if edit.loras.effective and self.loras is not None:
             edit.loras.waited_s += seconds
             self.loras.waited(seconds)
-        if edit.controls.wanted and self.nets is not None:
+        if edit.controls.effective and self.nets is not None:
             edit.controls.waited_s += seconds
             self.nets.waited(seconds)
 
     def dropped(self, resource: Resource) -> None:
-        self._held[resource.kind].dropped(resource)
+        self._caches[resource.kind].dropped(resource)
         self._drop[resource.kind](resource.name)
 
     def _works(self, job: EditJob) -> list[ModelWork]:
         """Return the work that the job's loaded LoRAs add to the model's."""
         assert self.loras is not None
-        work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.facts
+        work, facts = self._adapter.work(*job.moments.shape[1:]), self._adapter.spec
         loaded = map(self.loras.loaded, job.request.used_loras)
         return [lora_work(facts, work, lora.layers) for lora in loaded]

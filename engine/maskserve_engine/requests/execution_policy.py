@@ -13,25 +13,28 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.refresh_schedules import own_plan, plans_beside
-from maskserve_engine.requests.request_table import Books
+from maskserve_engine.requests.refresh_schedules import (
+    make_refresh_schedule,
+    schedules_with_template,
+)
+from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import (
     DENSE,
+    CacheLookup,
     ExecutionMode,
-    Route,
-    Sight,
+    ExecutionPlan,
 )
 
 
-class Ways:
+class ExecutionPolicy:
     """Chooses the execution plans of a worker with a cache.
 
     Args:
         primings: primings of templates.
         audits: drift of audited templates.
         in_time: predicts when edits are done.
-        books: table of the edits.
+        table: table of the edits.
     """
 
     def __init__(
@@ -39,15 +42,15 @@ class Ways:
         primings: Primings,
         audits: Audits,
         in_time: InTime,
-        books: Books,
+        table: RequestTable,
         config: Config,
         adapter: Adapter,
     ) -> None:
         self._config, self._adapter = config, adapter
         self._cache, self._primings, self._audits = primings.cache, primings, audits
-        self._in_time, self._books = in_time, books
+        self._in_time, self._table = in_time, table
 
-    def choose(self, edit: RequestState) -> Route:
+    def choose(self, edit: RequestState) -> ExecutionPlan:
         """Return the first of these plans that the edit may take:
 
         - dense: it cannot use a template, even if it insists on one, or its template has drifted;
@@ -58,7 +61,7 @@ class Ways:
         - dense.
 
         Only the last two apply with `cache: own`, and where refresh steps keep more of an edit than
-        a template does (`ModelFacts.own_over_template`).
+        a template does (`ModelSpec.refreshes_over_template`).
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -73,90 +76,103 @@ class Ways:
             dense = replace(DENSE, dense_for=dense_for, key=key)
             return dense if dense_for == "mask_ratio" else self.without_template(edit, dense)
         without = self.without_template(edit, replace(DENSE, outcome="miss", key=key))
-        nearer = self._adapter.facts.own_over_template and (
-            without.own is not None or without.dense_for == "work"
+        nearer = self._adapter.spec.refreshes_over_template and (
+            without.schedule is not None or without.dense_for == "work"
         )
         if settings.cache == "own" or nearer:
             return without
-        sight = self._cache.sight(job, key, again=edit.starts > 0)
+        sight = self._cache.look_up(job, key, again=edit.starts > 0)
         without = replace(without, prime=sight.worth_priming)
         return (
             self._of_template(edit, sight, insists=settings.insists)
-            or self._behind_priming(edit, sight, without)
+            or self._after_priming(edit, sight, without)
             or without
         )
 
-    def without_template(self, edit: RequestState, dense: Route) -> Route:
+    def without_template(self, edit: RequestState, dense: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with refresh steps, or `dense` if the edit can have none or they are as
         much work.
         """
-        plan = own_plan(self._config, self._adapter, edit.job)
+        plan = make_refresh_schedule(self._config, self._adapter, edit.job)
         if plan is None or not self._cache.keeps_kv:
             return dense
         dense_steps = len(plan.anchors)
         refreshed = replace(
-            dense, mode="cached", outcome="own", own=plan, dense_steps=dense_steps, dense_for=""
+            dense,
+            mode="cached",
+            outcome="own",
+            schedule=plan,
+            dense_steps=dense_steps,
+            dense_for="",
         )
         return self._least(edit, replace(dense, dense_for=dense.dense_for or "work"), refreshed)
 
-    def _least(self, edit: RequestState, *routes: Route) -> Route:
+    def _least(self, edit: RequestState, *routes: ExecutionPlan) -> ExecutionPlan:
         return min(routes, key=lambda route: edit.step_flops(route, self._adapter))
 
-    def when_adapters_came(self, edit: RequestState) -> Route | None:
+    def choose_with_adapters(self, edit: RequestState) -> ExecutionPlan | None:
         """How a cached edit goes on from the base model's entries, now that its LoRAs are here:
         by their own; None: there are none yet.
         """
         job = edit.job
-        sight = self._cache.sight(job, self._cache.key_of(job))
+        sight = self._cache.look_up(job, self._cache.key_of(job))
         route = self._of_template(edit, sight, insists=False)
         if route is None and sight.worth_priming:
             self._primings.begin(job, urgent=False)
         return route
 
-    def _beside(self, edit: RequestState, route: Route) -> Route:
+    def _with_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
         """Return the plan of least work of a hit with a step cache of its own; see
-        `own_steps.plans_beside`.
+        `refresh_steps.schedules_with_template`.
         """
         if not self._cache.keeps_kv:
-            return route
-        plans = plans_beside(self._config, self._adapter, edit.job, route.dense_steps)
-        return self._least(edit, *(replace(route, beside=plan) for plan in plans))
+            return chosen
+        plans = schedules_with_template(self._config, self._adapter, edit.job, chosen.dense_steps)
+        return self._least(edit, *(replace(chosen, schedule_with_template=plan) for plan in plans))
 
-    def _of_template(self, edit: RequestState, sight: Sight, *, insists: bool) -> Route | None:
+    def _of_template(
+        self, edit: RequestState, lookup: CacheLookup, *, insists: bool
+    ) -> ExecutionPlan | None:
         """Return a plan that reads the template's entries or, if the edit insists on them, waits
         for them; None: the edit runs without.
         """
-        if not any(sight.reads):
+        if not any(lookup.reads):
             return None
-        if sight.tier is not None:
-            ready = self._cache.fetch(sight)
+        if lookup.tier is not None:
+            ready = self._cache.fetch(lookup)
             mode: ExecutionMode = "wait" if insists and not ready else "cached"
-            route = Route(
+            route = ExecutionPlan(
                 mode,
                 "hit",
-                sight.key,
-                sight.reads,
-                sight.tier,
-                coming=not ready,
-                dense_steps=sight.dense_steps,
+                lookup.key,
+                lookup.reads,
+                lookup.tier,
+                is_loading=not ready,
+                dense_steps=lookup.dense_steps,
             )
-            return self._beside(edit, route)
+            return self._with_step_cache(edit, route)
         if insists:
-            return Route("wait", "hit", sight.key, prime=sight.may_prime, coming=sight.coming)
+            return ExecutionPlan(
+                "wait", "hit", lookup.key, prime=lookup.may_prime, is_loading=lookup.is_loading
+            )
         return None
 
-    def _behind_priming(self, edit: RequestState, sight: Sight, without: Route) -> Route | None:
+    def _after_priming(
+        self, edit: RequestState, lookup: CacheLookup, without: ExecutionPlan
+    ) -> ExecutionPlan | None:
         """Return a plan that waits for the template's priming, if the edit would be late otherwise
         and in time with it; None: it would not, or priming is impossible.
         """
-        if edit.starts or edit.loras.absent or not any(sight.reads):
+        if edit.starts or edit.loras.absent or not any(lookup.reads):
             return None
-        primes = not sight.priming
-        if primes and not sight.may_prime:
+        primes = not lookup.priming
+        if primes and not lookup.may_prime:
             return None
-        anchors_left = len(sight.anchors) if primes else self._primings.left(sight.key)
-        route = Route("wait", "hit", sight.key, prime=primes, dense_steps=sight.dense_steps)
-        running = self._books.running()
+        anchors_left = len(lookup.anchors) if primes else self._primings.left(lookup.key)
+        route = ExecutionPlan(
+            "wait", "hit", lookup.key, prime=primes, dense_steps=lookup.dense_steps
+        )
+        running = self._table.running()
         if anchors_left is not None and self._in_time.gains_by_waiting(
             edit, without, route, anchors_left, running
         ):

@@ -15,7 +15,7 @@ from maskserve_common.errors import EngineFailed
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.base.device_clock import Span
 from maskserve_engine.base.job import Conditioning, EditJob
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.layers.low_rank import Factors
@@ -48,7 +48,7 @@ class CachedRowSpec:
     """Anchor that each step reads; None: the step computes all tokens."""
     sure: bool
     """Whether steps read their entries even if there is no room for them."""
-    own: OwnPlan | None = None
+    schedule: RefreshSchedule | None = None
     """Schedule of its own step cache beside the entries, if there is room; None: there is none."""
     nbytes: int = 0
     """Bytes of that step cache."""
@@ -73,7 +73,7 @@ class AnchoredRowSpec:
     """A row that reads, between its refresh steps, what these leave in its step cache."""
 
     job: EditJob
-    plan: OwnPlan
+    plan: RefreshSchedule
     nbytes: int
     """Bytes of its step cache."""
     key: str = ""
@@ -83,14 +83,14 @@ class AnchoredRowSpec:
 RowSpec = DenseRowSpec | AnchoredRowSpec | CachedRowSpec | PrimingRowSpec
 
 
-class RowMade(NamedTuple):
+class RowReport(NamedTuple):
     complete: bool = True
     """False: some of its entries cannot be read now; or there was no room for its step cache, and
     it is a dense row.
     """
     selection: bytes = b""
     """Digest of a cached row's selection: equal for rows that read the same tokens."""
-    own: OwnPlan | None = None
+    schedule: RefreshSchedule | None = None
     """Schedule of a cached row's own step cache; None: there was no room for it, or none was
     planned.
     """
@@ -154,7 +154,7 @@ class StepInput:
     """Feature maps that entries have, at the rows' size."""
     plan: Plan | None = None
     """How rows that read entries run each block; None: no row reads any."""
-    ahead: Plan | None = None
+    next_plan: Plan | None = None
     """Plan by which entries of later steps are loaded."""
 
 
@@ -172,7 +172,7 @@ class RowStep(NamedTuple):
     """Whether it computed the row's text in this step."""
     stale: bool = False
     """Whether it added a service's residuals of other latents than the step's own."""
-    made: bool = False
+    computed_references: bool = False
     """Whether it made its references before this step."""
     foresaw: bool = False
     """Whether it computed a lookahead beside the step's tokens."""
@@ -233,7 +233,7 @@ class Executor(Protocol):
         """
         ...
 
-    def bring_net(self, net: str, folder: NetFolder) -> None:
+    def load_net(self, net: str, folder: NetFolder) -> None:
         """Bring a ControlNet to the rows' devices, under a name that no other has; from any thread.
 
         Args:
@@ -253,7 +253,7 @@ class Executor(Protocol):
         """Have a cached row read other entries from its next step on; as of `CachedRowSpec`."""
         ...
 
-    def make(self, row: str, spec: RowSpec) -> RowMade:
+    def make(self, row: str, spec: RowSpec) -> RowReport:
         """Make a row under a name that no other has; the ControlNets that act on it are there.
 
         Raises whatever went wrong; there is no row then.

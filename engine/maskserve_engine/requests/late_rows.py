@@ -10,23 +10,27 @@ from dataclasses import replace
 from maskserve_common.resources.loading import Loadable
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.edit_adapters import EditAdapters
-from maskserve_engine.requests.execution_policy import Ways
+from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import Route
+from maskserve_engine.requests.templates import ExecutionPlan
 
 
 class LateRows:
     """Rows with LoRAs still to come.
 
     Args:
-        ways: policy of a worker with a cache; None: all edits run dense.
+        policy: policy of a worker with a cache; None: all edits run dense.
     """
 
     def __init__(
-        self, adapters: EditAdapters, ways: Ways | None, executor: Executor, adapter: Adapter
+        self,
+        adapters: EditAdapters,
+        policy: ExecutionPolicy | None,
+        executor: Executor,
+        adapter: Adapter,
     ) -> None:
-        self._adapters, self._ways, self._executor = adapters, ways, executor
+        self._adapters, self._policy, self._executor = adapters, policy, executor
         self._adapter = adapter
         self.rows: dict[str, RequestState] = {}
         """Rows by request id."""
@@ -42,28 +46,28 @@ class LateRows:
         """Return the rows whose next step needs their LoRAs."""
         return [e for e in self.rows.values() if e.tally.done >= e.loras.without]
 
-    def waiting_for(self, wanted: Loadable) -> list[RequestState]:
+    def waiting_for(self, item: Loadable) -> list[RequestState]:
         """Return the rows that wait for this LoRA."""
-        return [edit for edit in self.rows.values() if wanted in edit.loras.wanted]
+        return [edit for edit in self.rows.values() if item in edit.loras.effective]
 
     def attach(self, edit: RequestState) -> None:
         """Give a running row its loaded LoRAs, and their entries, from its next step on."""
         self._adapters.name(edit)
         edit.loras.from_step, edit.loras.late = edit.tally.done, False
         self.leave(edit.request_id)
-        self._adapters.attach(edit.request_id, edit.loras.wanted)
-        edit.go(self._route(edit), self._adapter)
+        self._adapters.attach(edit.request_id, edit.loras.effective)
+        edit.go(self._plan(edit), self._adapter)
 
-    def _route(self, edit: RequestState) -> Route:
+    def _plan(self, edit: RequestState) -> ExecutionPlan:
         """Return a plan that reads entries made with the row's LoRAs, if it reads entries and these
         exist; otherwise its present plan.
         """
-        if edit.route.outcome != "hit" or not edit.job.adapters or self._ways is None:
-            return edit.route  # anchors of its own have them from the next one on
-        adapter_plan = self._ways.when_adapters_came(edit)
+        if edit.plan.outcome != "hit" or not edit.job.adapters or self._policy is None:
+            return edit.plan  # anchors of its own have them from the next one on
+        adapter_plan = self._policy.choose_with_adapters(edit)
         if adapter_plan is None:
-            return edit.route  # it goes on with those of the base model
+            return edit.plan  # it goes on with those of the base model
         self._executor.read(edit.request_id, adapter_plan.key, adapter_plan.anchors)
         assert edit.reads is not None
         edit.reads = edit.reads.of_entries(adapter_plan.key, adapter_plan.anchors)
-        return replace(adapter_plan, beside=edit.route.beside)
+        return replace(adapter_plan, schedule_with_template=edit.plan.schedule_with_template)

@@ -20,12 +20,12 @@ from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Loaded, Source
 from maskserve_common.resources.residency import Residency, Resource
-from maskserve_common.resources.resource_cache import Holdings
+from maskserve_common.resources.resource_cache import ResourceCache
 from maskserve_common.shares import Shares
 from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.stages.loader import dtype_of
 
-_EVICTED_KEPT = 64
+_MOST_EVICTED = 64
 
 
 class LoraSource(Source[Lora], Protocol):
@@ -36,7 +36,7 @@ class LoraSource(Source[Lora], Protocol):
     def on_host(self) -> tuple[AdapterFile, ...]: ...
 
 
-class Loras(Holdings[Lora]):
+class Loras(ResourceCache[Lora]):
     """The LoRAs of a worker's edits, within the budget of kind `lora`."""
 
     def __init__(
@@ -44,10 +44,10 @@ class Loras(Holdings[Lora]):
         config: Config,
         residency: Residency,
         loader: LoraSource,
-        came: Callable[[Lora, Loaded | MaskserveError], None],
+        on_loaded: Callable[[Lora, Loaded | MaskserveError], None],
         observations: Observations,
     ) -> None:
-        super().__init__(LORAS, residency, loader, came, observations)
+        super().__init__(LORAS, residency, loader, on_loaded, observations)
         self._loader, self._bytes_per_weight = loader, dtype_of(config).itemsize
         self._pinned = Shares(config.adapters.device_bytes)
         """Device bytes of the LoRAs that each key's edits hold; a LoRA that several hold counts
@@ -62,15 +62,15 @@ class Loras(Holdings[Lora]):
 
     def let_go(self, owner: str) -> None:
         holds = owner in self._owners
-        super().let_go(owner)
+        super().release(owner)
         if holds:
-            self._bring_back()
+            self._reload_evicted()
 
     def dropped(self, resource: Resource) -> None:
         if resource.name in self._loaded:
             name, loaded = self._loaded[resource.name]
             self._evicted[resource.name] = name, loaded.file_bytes
-            if len(self._evicted) > _EVICTED_KEPT:
+            if len(self._evicted) > _MOST_EVICTED:
                 del self._evicted[next(iter(self._evicted))]
         super().dropped(resource)
 
@@ -97,23 +97,23 @@ class Loras(Holdings[Lora]):
         sigma_limit = self._profiles.get(lora.name, 2.0)
         return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= sigma_limit), len(sigmas))
 
-    def _book(self, owner: str, wanted: Mapping[Resource, Lora]) -> None:
+    def _book(self, owner: str, item: Mapping[Resource, Lora]) -> None:
         """Raises Overloaded: these are more than the share of the owner's key of the device's bytes
         beside those that its other edits hold.
         """
         key = scope_of(owner)
         sizes = {
             resource: self._residency.nbytes_of(resource) or self._bytes(lora)[0]
-            for resource, lora in wanted.items()
+            for resource, lora in item.items()
             if (key, resource) not in self._holders
         }
-        held_bytes, more = self._pinned.held(key), sum(sizes.values())
+        held_bytes, more = self._pinned.in_use(key), sum(sizes.values())
         if key != NO_SCOPE and held_bytes and more > self._pinned.room(key):
             raise Overloaded(
                 f"SETTINGS.loras: edits of this key hold LoRAs of {held_bytes} bytes, its share of "
                 "[adapters] device_bytes; try again later"
             )
-        for resource in wanted:
+        for resource in item:
             edits, nbytes = self._holders.get((key, resource), (0, sizes.get(resource, 0)))
             if not edits:
                 self._pinned.book(key, nbytes)
@@ -130,8 +130,8 @@ class Loras(Holdings[Lora]):
     def _on_host(self) -> tuple[AdapterFile, ...]:
         return self._loader.on_host()
 
-    def _bytes(self, wanted: Lora) -> tuple[int, int]:
-        file_bytes = self._loader.file_bytes(wanted)
+    def _bytes(self, item: Lora) -> tuple[int, int]:
+        file_bytes = self._loader.file_bytes(item)
         return self._device_bytes(file_bytes), file_bytes
 
     def _device_bytes(self, file_bytes: int) -> int:
@@ -140,17 +140,17 @@ class Loras(Holdings[Lora]):
         """
         return file_bytes * self._bytes_per_weight // 2
 
-    def _load(self, resource: Resource, wanted: Lora, worth: float) -> bool:
-        comes = super()._load(resource, wanted, worth)
+    def _load(self, resource: Resource, item: Lora, worth: float) -> bool:
+        comes = super()._load(resource, item, worth)
         if comes:
-            self._evicted.pop(wanted.version, None)
+            self._evicted.pop(item.version, None)
         return comes
 
-    def _bring_back(self) -> None:
+    def _reload_evicted(self) -> None:
         """Load an evicted LoRA again before an edit needs it; only while no other load is under
         way.
         """
-        if self._coming or not self._evicted:
+        if self._loading or not self._evicted:
             return
 
         def worth(version: str) -> float:

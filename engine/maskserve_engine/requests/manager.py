@@ -24,31 +24,34 @@ from maskserve_common.resources.residency import Resource
 from maskserve_common.status import RowStatus
 from maskserve_engine.base.job import EditJob, Failed, FinalEvent
 from maskserve_engine.base.mailbox import OutputThread
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.requests.admission_checks import (
     TEMPLATE,
-    AdaptersHere,
+    AdaptersLoaded,
+    AdmissionCheck,
     DoneInTime,
-    StartGate,
-    TemplateHere,
-    WayChosen,
+    PlanChosen,
+    TemplateReady,
 )
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.edit_adapters import EditAdapters
-from maskserve_engine.requests.execution_policy import Ways
+from maskserve_engine.requests.execution_policy import ExecutionPolicy
 from maskserve_engine.requests.executor import (
     AnchoredRowSpec,
     CachedRowSpec,
     DenseRowSpec,
     Executor,
-    RowMade,
+    RowReport,
 )
 from maskserve_engine.requests.late_rows import LateRows
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.refresh_schedules import bytes_beside, own_bytes
-from maskserve_engine.requests.request_table import Books
+from maskserve_engine.requests.refresh_schedules import (
+    step_cache_bytes,
+    step_cache_bytes_with_template,
+)
+from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
@@ -78,7 +81,7 @@ class RequestManager:
         adapter: Adapter,
         executor: Executor,
         output: OutputThread,
-        books: Books,
+        table: RequestTable,
         adapters: EditAdapters,
         audits: Audits,
         in_time: InTime,
@@ -89,18 +92,22 @@ class RequestManager:
         self.primings = primings
         self._worker, self._model = config.worker, model_name(config)
         self._dtype = str(dtype_of(config)).removeprefix("torch.")
-        self._books = books
-        self.edits, self.scheduler, self.residency = books.edits, books.scheduler, books.residency
-        self._priming = {} if primings is None else primings.held
+        self._table = table
+        self.edits, self.scheduler, self.residency = table.edits, table.scheduler, table.residency
+        self._priming = {} if primings is None else primings.states
         ways = None
         if primings is not None:
-            ways = Ways(primings, audits, in_time, books, config, adapter)
+            ways = ExecutionPolicy(primings, audits, in_time, table, config, adapter)
         self.late = LateRows(adapters, ways, executor, adapter)
-        self._gates: tuple[StartGate, ...] = (
-            AdaptersHere(adapters, books, config.engine.max_rows),
-            WayChosen(ways, adapter),
-            DoneInTime(in_time, books),
-            *(() if primings is None or ways is None else (TemplateHere(primings, ways, adapter),)),
+        self._checks: tuple[AdmissionCheck, ...] = (
+            AdaptersLoaded(adapters, table, config.engine.max_rows),
+            PlanChosen(ways, adapter),
+            DoneInTime(in_time, table),
+            *(
+                ()
+                if primings is None or ways is None
+                else (TemplateReady(primings, ways, adapter),)
+            ),
         )
         self.refusal: MaskserveError | None = None
         """Reason why no edit is accepted any more; None: edits are."""
@@ -167,9 +174,9 @@ class RequestManager:
             raise self.refusal
         if self.primings is None:
             return "absent"
-        if self.primings.cache.wants(job) == "absent":
+        if self.primings.cache.priming_state(job) == "absent":
             self.primings.begin(job, urgent=False)
-        return self.primings.cache.wants(job)
+        return self.primings.cache.priming_state(job)
 
     def finish(self, edit: RequestState) -> None:
         """Answer an edit whose row has taken its last step."""
@@ -188,9 +195,9 @@ class RequestManager:
             return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
 
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
-        self.output.send_made(edit.sink, final, lost)
+        self.output.send_when_ready(edit.sink, final, lost)
         # Neither skipping nor steps without LoRAs are the template's fault.
-        if edit.route.outcome == "hit" and not edit.tally.skipped and edit.loras.always:
+        if edit.plan.outcome == "hit" and not edit.tally.skipped and edit.loras.always:
             assert self.primings is not None, _ONLY_CACHED
             self.audits.offer(self.primings.cache.key_of(edit.job), edit.job, latents)
 
@@ -227,7 +234,7 @@ class RequestManager:
         waiting while more of it is on its way.
         """
         assert self.primings is not None, _ONLY_CACHED
-        if not self.primings.cache.is_coming(key):
+        if not self.primings.cache.is_loading(key):
             self.template_settled(key)
 
     def template_settled(self, key: str) -> None:
@@ -237,17 +244,17 @@ class RequestManager:
         for request_id in self.residency.arrived(Resource(TEMPLATE, key)):
             self._resume(self.edits.pop(request_id))
 
-    def adapter_came(self, kind: Kind, wanted: Loadable, outcome: Loaded | MaskserveError) -> None:
+    def adapter_loaded(self, kind: Kind, item: Loadable, outcome: Loaded | MaskserveError) -> None:
         """A LoRA or a ControlNet is on the device, or will not be: who waited for it goes on, or is
         answered.
         """
-        late = self.late.waiting_for(wanted)
+        late = self.late.waiting_for(item)
         if isinstance(outcome, MaskserveError):
-            failed = self.adapters.failed(kind, wanted, outcome)
+            failed = self.adapters.failed(kind, item, outcome)
             for request_id in {edit.request_id for edit in late}.union(failed):
                 self.end(request_id, outcome)
             return
-        ready = self.adapters.arrived(kind, wanted, outcome)
+        ready = self.adapters.arrived(kind, item, outcome)
         for edit in late:
             try:
                 if not self.adapters.absent_loras(edit):
@@ -283,12 +290,12 @@ class RequestManager:
         Raises:
             MaskserveError: it is refused.
         """
-        for gate in self._gates:
-            lacking = gate.lacks(edit)
+        for gate in self._checks:
+            lacking = gate.missing(edit)
             if lacking:
-                self._books.wait(edit, lacking)
+                self._table.wait(edit, lacking)
                 return
-        self._books.queue(edit)
+        self._table.queue(edit)
 
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False
@@ -302,7 +309,7 @@ class RequestManager:
         try:
             absent = self.adapters.absent_loras(edit)
             if absent:
-                self._books.wait(edit, absent)
+                self._table.wait(edit, absent)
             else:
                 self._unpark(edit)
         except MaskserveError as error:
@@ -327,13 +334,13 @@ class RequestManager:
             if self.adapters.absent_nets(edit) or self.adapters.absent_loras(edit):
                 self._let_go(edit.request_id)
             else:
-                self._books.queue(edit)
+                self._table.queue(edit)
 
     def _resume(self, edit: RequestState) -> None:
         """Pass an edit that has waited through the admission checks again. If its template was to
         come from files and did not, prime it.
         """
-        tier, edit.waiting = edit.route.tier, False
+        tier, edit.waiting = edit.plan.tier, False
         try:
             self._start(edit)
         except Exception as error:
@@ -341,7 +348,7 @@ class RequestManager:
             failed = Failed(guarded(edit.request_id, error), edit.timeline())
             self.output.send(edit.sink, failed)
         if tier and edit.mode == "cached":
-            edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
+            edit.plan = replace(edit.plan, tier=tier)  # where it lay, and not where it came
 
     def _admit(self, ticket: Ticket) -> None:
         """Make an admitted edit's row; on an error answer that edit alone."""
@@ -359,7 +366,7 @@ class RequestManager:
             if edit.job.request.settings.insists and not row_made.complete:
                 self._go_back(edit)
             elif self.primings is not None:
-                self.primings.cache.count(edit.route)
+                self.primings.cache.count(edit.plan)
         except Exception as error:
             self.end(ticket.request_id, guarded(ticket.request_id, error))
 
@@ -370,55 +377,61 @@ class RequestManager:
         self._release(edit)
         edit.running, edit.reads, edit.loads = False, None, None
         edit.times.queued = edit.times.admitted = 0.0
-        edit.route = DENSE
+        edit.plan = DENSE
         self.scheduler.cancel(edit.request_id)
         del self.edits[edit.request_id]
         self._resume(edit)
 
-    def _make_row(self, edit: RequestState) -> RowMade:
+    def _make_row(self, edit: RequestState) -> RowReport:
         row_made = self._make_plain_row(edit)
         if self.adapters.absent_loras(edit):
             self.late.add(edit)
-        elif edit.loras.wanted:
-            self.adapters.attach(edit.request_id, edit.loras.wanted)
+        elif edit.loras.effective:
+            self.adapters.attach(edit.request_id, edit.loras.effective)
         return row_made
 
-    def _make_plain_row(self, edit: RequestState) -> RowMade:
+    def _make_plain_row(self, edit: RequestState) -> RowReport:
         if edit.levels:
-            level = self.in_time.level(edit, self._beside(edit), time.monotonic())
+            level = self.in_time.level(edit, self._batch_mates(edit), time.monotonic())
             if level is not None:
                 edit.step_down(level, self.adapter)
-        job, route = edit.job, edit.route
+        job, route = edit.job, edit.plan
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job, route.key))
-        if route.own is not None:
-            return self._make_anchored_row(edit, route.own)
+        if route.schedule is not None:
+            return self._make_anchored_row(edit, route.schedule)
         seed, sure = job.request.template_noise_seed, job.request.settings.insists
         nbytes = 0
-        if route.beside is not None:
-            nbytes = bytes_beside(route.beside, self.adapter, job, self._dtype)
-        spec = CachedRowSpec(job, seed, route.key, route.anchors, sure, route.beside, nbytes)
+        if route.schedule_with_template is not None:
+            nbytes = step_cache_bytes_with_template(
+                route.schedule_with_template, self.adapter, job, self._dtype
+            )
+        spec = CachedRowSpec(
+            job, seed, route.key, route.anchors, sure, route.schedule_with_template, nbytes
+        )
         row_made = self.executor.make(edit.request_id, spec)
         edit.reads = EntryReads.of_template(route.key, route.anchors, row_made)
-        if row_made.own is not None:
-            edit.own_bytes = nbytes
-        elif route.beside is not None:
-            edit.go(replace(route, beside=None), self.adapter)
+        if row_made.schedule is not None:
+            edit.step_cache_bytes = nbytes
+        elif route.schedule_with_template is not None:
+            edit.go(replace(route, schedule_with_template=None), self.adapter)
         return row_made
 
-    def _make_anchored_row(self, edit: RequestState, plan: OwnPlan) -> RowMade:
+    def _make_anchored_row(self, edit: RequestState, plan: RefreshSchedule) -> RowReport:
         """Make a row with refresh steps; if there is no room for its step cache, make it dense."""
-        nbytes = own_bytes(plan, self.adapter, edit.job, self._dtype)
-        spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.route.key)
+        nbytes = step_cache_bytes(plan, self.adapter, edit.job, self._dtype)
+        spec = AnchoredRowSpec(edit.job, plan, nbytes, edit.plan.key)
         row_made = self.executor.make(edit.request_id, spec)
         if row_made.complete:
-            edit.reads = EntryReads.of_own(edit.request_id, plan, self.adapter.sigmas(edit.job))
-            edit.own_bytes = nbytes
+            edit.reads = EntryReads.of_schedule(
+                edit.request_id, plan, self.adapter.sigmas(edit.job)
+            )
+            edit.step_cache_bytes = nbytes
         else:
-            edit.route = replace(DENSE, outcome="miss", key=edit.route.key, dense_for="memory")
+            edit.plan = replace(DENSE, outcome="miss", key=edit.plan.key, dense_for="memory")
         return row_made
 
-    def _beside(self, edit: RequestState) -> list[RequestState]:
+    def _batch_mates(self, edit: RequestState) -> list[RequestState]:
         return [
             running_edit
             for running_edit in self.edits.values()

@@ -43,7 +43,7 @@ class Primings:
         self._adapter, self.cache, self._executor = adapter, cache, executor
         self._adapters = adapters
         self._scheduler, self._ended = scheduler, ended
-        self.held: dict[str, PrimingState] = {}
+        self.states: dict[str, PrimingState] = {}
         """Primings by ticket id."""
 
     def begin(self, job: EditJob, *, urgent: bool, due: float | None = None) -> None:
@@ -83,20 +83,20 @@ class Primings:
             return
         counted = self._adapter.counted(job).with_loras(self._adapters.works_of_entries(job))
         state = PrimingState(priming, ticket, tokens, counted)
-        self.held[ticket.request_id] = state
+        self.states[ticket.request_id] = state
 
     def left(self, key: str) -> int | None:
         """Return the number of a template's anchors not computed yet; None: it is primed in idle
         time, or not at all.
         """
-        state = self.held.get(f"prime:{key}")
+        state = self.states.get(f"prime:{key}")
         if state is None or (state.ticket.background and self._scheduler.waiting):
             return None
         return state.ticket.steps - state.done
 
     def admit(self, row_id: str) -> None:
         """Make the priming's row, or end the priming on an error."""
-        state = self.held[row_id]
+        state = self.states[row_id]
         if state.running:
             return  # its row goes on elsewhere
         prompt = self.cache.priming_prompt(state.priming.job)
@@ -137,9 +137,9 @@ class Primings:
         A priming ends once: an error on the way here ends its row again, and by then the template
         may be in a new priming under the same id.
         """
-        if self.held.get(state.request_id) is not state:
+        if self.states.get(state.request_id) is not state:
             return
-        del self.held[state.request_id]
+        del self.states[state.request_id]
         self._scheduler.cancel(state.request_id)
         self._executor.release(state.request_id)
         self._adapters.let_go(state.request_id)
@@ -149,5 +149,5 @@ class Primings:
             self._ended(state.priming.key)
 
     def end_all(self) -> None:
-        for state in list(self.held.values()):
+        for state in list(self.states.values()):
             self.end(state, complete=False)

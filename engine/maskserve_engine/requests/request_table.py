@@ -20,7 +20,7 @@ costs whatever its rows.
 """
 
 
-class Books:
+class RequestTable:
     """Edits by id.
 
     Args:

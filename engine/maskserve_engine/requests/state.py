@@ -14,24 +14,24 @@ from msgspec import structs
 from maskserve_common.contracts.due_times import due_by_size
 from maskserve_common.contracts.keys import Anchor, name_of
 from maskserve_common.contracts.request import Lora, ResolvedControl
-from maskserve_common.contracts.reuse_levels import ReuseLevel, beside_entries, levels_of
+from maskserve_common.contracts.reuse_levels import ReuseLevel, levels_of, with_template
 from maskserve_common.contracts.settings import acting, shares
 from maskserve_common.contracts.status_record import Kind, RowStatus
 from maskserve_engine.base.job import EditJob, Sink
 from maskserve_engine.base.timeline import RequestTimeline
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.planning.flops import ModelWork, Totals
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
-from maskserve_engine.requests.executor import RowLoads, RowMade, RowStep
+from maskserve_engine.requests.executor import RowLoads, RowReport, RowStep
 from maskserve_engine.requests.refresh_schedules import with_anchors
-from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
+from maskserve_engine.requests.templates import DENSE, ExecutionMode, ExecutionPlan, Priming
 from maskserve_engine.scheduling.step_scheduler import Ticket
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
-class PassAhead(NamedTuple):
+class LookaheadPasses(NamedTuple):
     """Passes that compute a lookahead."""
 
     counted: Totals
@@ -109,8 +109,8 @@ class EditWork:
             cached_flops=work.batch_flops(counted, ("kv",) * len(work.blocks), None),
         )
 
-    def with_own(
-        self, plan: OwnPlan, between: Totals, work: ModelWork, renewed: Totals | None
+    def with_schedule(
+        self, plan: RefreshSchedule, between: Totals, work: ModelWork, renewed: Totals | None
     ) -> EditWork:
         """Return the work of the edit with refresh steps: a cached step is the mean of all its
         steps.
@@ -121,7 +121,7 @@ class EditWork:
             work: work of the model at the edit's size.
             renewed: sums of a refresh step, without LoRAs, in a row that reads a template.
         """
-        plain = self.without_own()
+        plain = self.without_schedule()
         kinds, share = ("kv",) * len(work.blocks), len(plan.anchors) / self.steps
         between = replace(between, added=self.counted.added)
         cached_share = 1.0 - len(plan.dense) / self.steps
@@ -133,7 +133,7 @@ class EditWork:
         mean = share * at_anchors + cached_share * work.batch_flops(between, kinds, None)
         controls = plain.controls
         if controls is not None and renewed is None:
-            controls = controls.with_own(plan, replace(between, added=None))
+            controls = controls.with_schedule(plan, replace(between, added=None))
         return replace(
             plain,
             plain=plain,
@@ -156,16 +156,16 @@ class EditWork:
         read = self.cached_flops if cached else self.dense_flops
         return added + (1.0 - reads_nothing) * read + reads_nothing * self.dense_flops
 
-    def without_own(self) -> EditWork:
+    def without_schedule(self) -> EditWork:
         """Return the work of the same edit without a step cache."""
         return self if self.plain is None else self.plain
 
     @property
-    def ahead(self) -> PassAhead:
+    def lookahead(self) -> LookaheadPasses:
         """The lookahead pass beside a step's own tokens."""
         if self.renewed is None:
-            return PassAhead(self.counted, False, self.total_tokens)
-        return PassAhead(self.renewed, True, self.renewed.active[0] / self.passes)
+            return LookaheadPasses(self.counted, False, self.total_tokens)
+        return LookaheadPasses(self.renewed, True, self.renewed.active[0] / self.passes)
 
     def reading(self, *, text: bool) -> Totals:
         """Return the sums of a step that reads cached tokens and computes its text, or leaves it
@@ -210,7 +210,7 @@ class EditTimes:
 @dataclass(slots=True)
 class StepTally:
     done: int = 0
-    rows_seen: int = 0
+    rows_in_batches: int = 0
     """Rows in the batch, summed over the steps."""
     computed_tokens: int = 0
     """Tokens that one pass of each step computed, summed."""
@@ -237,7 +237,7 @@ class StepTally:
         if not step.read or step.foresaw:
             self.dense.append(step.done - 1)
         self.text += step.text or step.foresaw
-        self.rows_seen += rows
+        self.rows_in_batches += rows
         self.plans[kinds] += 1
         return kinds
 
@@ -260,40 +260,49 @@ class EntryReads:
     def __init__(self, key: str, anchors: Sequence[Anchor | None], selection: bytes) -> None:
         self.key, self.anchors, self.selection = key, tuple(anchors), selection
         self._steps = Counter(self.anchors)
-        self.own = False
+        self.reads_step_cache = False
         """Whether the row reads its own step cache, which its refresh steps fill."""
         self.computes = frozenset[int]()
         """Steps that compute a refresh step's tokens."""
-        self.ahead = frozenset[int]()
+        self.lookahead_steps = frozenset[int]()
         """Steps that compute a lookahead beside their own tokens."""
         self.text: frozenset[int] | None = None
         """Steps that compute the text; None: all."""
-        self.held = 0
+        self.steps_delayed = 0
         """Steps of the batch for which its next refresh step has waited."""
 
     @classmethod
-    def of_own(
-        cls, request_id: str, plan: OwnPlan, sigmas: Sequence[tuple[float, float]]
+    def of_schedule(
+        cls, request_id: str, plan: RefreshSchedule, sigmas: Sequence[tuple[float, float]]
     ) -> EntryReads:
         """Return the reads of a row that uses its step cache at all but its dense steps."""
         anchors = [None if step in plan.dense else Anchor(*at) for step, at in enumerate(sigmas)]
         reads = cls(f"own:{request_id}", anchors, request_id.encode())
-        reads.own, reads.computes, reads.ahead = True, plan.computed_at, plan.ahead
+        reads.reads_step_cache, reads.computes, reads.lookahead_steps = (
+            True,
+            plan.computed_at,
+            plan.lookahead_steps,
+        )
         reads.text = frozenset() if plan.text else None
         return reads
 
     @classmethod
-    def of_template(cls, key: str, anchors: Sequence[Anchor | None], made: RowMade) -> EntryReads:
+    def of_template(
+        cls, key: str, anchors: Sequence[Anchor | None], report: RowReport
+    ) -> EntryReads:
         """Return the reads of a row that was made to read a template, with its own step cache."""
-        reads, refresh_schedule = cls(key, anchors, made.selection), made.own
+        reads, refresh_schedule = cls(key, anchors, report.selection), report.schedule
         if refresh_schedule is not None and refresh_schedule.text:
-            reads.text, reads.ahead = refresh_schedule.dense, refresh_schedule.ahead
+            reads.text, reads.lookahead_steps = (
+                refresh_schedule.dense,
+                refresh_schedule.lookahead_steps,
+            )
         return reads
 
     def of_entries(self, key: str, anchors: Sequence[Anchor | None]) -> EntryReads:
         """Return the reads of other entries with the same text and lookahead steps."""
         reads = EntryReads(key, anchors, self.selection)
-        reads.text, reads.ahead = self.text, self.ahead
+        reads.text, reads.lookahead_steps = self.text, self.lookahead_steps
         return reads
 
     def without_text(self, step: int) -> bool:
@@ -304,12 +313,12 @@ class EntryReads:
         """Whether a refresh step is due now."""
         return step in self.computes
 
-    def foresees(self, step: int) -> bool:
-        return step in self.ahead
+    def looks_ahead(self, step: int) -> bool:
+        return step in self.lookahead_steps
 
     def is_dense(self, step: int) -> bool:
         """Whether the step computes all tokens to fill the step cache."""
-        return self.own and self.anchors[step] is None
+        return self.reads_step_cache and self.anchors[step] is None
 
     def stays(self, step: int) -> int:
         """Return the number of the row's steps that read the same entry."""
@@ -325,7 +334,7 @@ class EntryReads:
 class LoraUse:
     """Progress of an edit's LoRAs."""
 
-    wanted: tuple[Lora, ...] = ()
+    effective: tuple[Lora, ...] = ()
     """LoRAs that change anything."""
     without: int = 0
     """Number of steps that the row may take before they are loaded."""
@@ -337,13 +346,13 @@ class LoraUse:
     """Digests of the files of loaded LoRAs."""
     nbytes: int = 0
     """Bytes of those files."""
-    asked: float = 0.0
+    requested_at: float = 0.0
     """When they were first requested; 0: never."""
     waited_s: float = 0.0
 
     @property
     def absent(self) -> bool:
-        return bool(self.wanted) and not self.digests
+        return bool(self.effective) and not self.digests
 
     @property
     def always(self) -> bool:
@@ -352,9 +361,9 @@ class LoraUse:
 
     def meta(self, mode: str) -> dict[str, Any]:
         """Return the LoRA keys of META; empty without LoRAs."""
-        if not self.wanted:
+        if not self.effective:
             return {}
-        pairs = zip(self.wanted, self.digests or ("",) * len(self.wanted), strict=True)
+        pairs = zip(self.effective, self.digests or ("",) * len(self.effective), strict=True)
         return {
             "adapters": mode,
             "loras": [
@@ -373,11 +382,11 @@ class LoraUse:
 
 @dataclass(slots=True)
 class ControlUse:
-    asked: tuple[ResolvedControl, ...] = ()
-    wanted: tuple[ResolvedControl, ...] = ()
+    requested: tuple[ResolvedControl, ...] = ()
+    effective: tuple[ResolvedControl, ...] = ()
     """ControlNets that add something in any step."""
     digests: tuple[str, ...] = ()
-    """Digests of the weights of `wanted` nets that are loaded."""
+    """Digests of the weights of `effective` nets that are loaded."""
     waited_s: float = 0.0
     stalled_s: float = 0.0
     """Seconds that its steps have waited for a ControlNet service, for other rows
@@ -388,10 +397,10 @@ class ControlUse:
 
     def meta(self) -> dict[str, Any]:
         """Return the ControlNet keys of META; empty without controls."""
-        if not self.asked:
+        if not self.requested:
             return {}
         digests = dict(
-            zip((control.version for control in self.wanted), self.digests, strict=False)
+            zip((control.version for control in self.effective), self.digests, strict=False)
         )
         return {
             "controls": [
@@ -404,7 +413,7 @@ class ControlUse:
                     "image": control.image,
                     **({} if control.mode is None else {"mode": control.mode}),
                 }
-                for control in self.asked
+                for control in self.requested
             ],
             "controls_waited_ms": _ms(self.waited_s),
             "controls_stalled_ms": _ms(self.stalled_s),
@@ -426,7 +435,7 @@ class RequestState:
     """Milliseconds from acceptance until its answer is due; None: it has no due time."""
     due: float | None = None
     """time.monotonic() at which its last step must have ended for that."""
-    route: Route = DENSE
+    plan: ExecutionPlan = DENSE
     """Execution plan of the edit."""
     levels: tuple[ReuseLevel, ...] = ()
     """Reuse levels that it may step down to as it gets its row."""
@@ -452,14 +461,14 @@ class RequestState:
     """Reads of a cached row, from admission on."""
     loads: RowLoads | None = None
     """Loads of a cached row that has ended."""
-    own_bytes: int = 0
+    step_cache_bytes: int = 0
     """Most bytes of its step cache."""
     tally: StepTally = field(default_factory=StepTally)
     overflowed: int | None = None
     """Step whose preview was not finite, as the output thread has seen; None: none was."""
     audit: Audit | None = None
     """The cached edit that this one makes again; it has no client."""
-    said: RowStatus | None = None
+    row_status: RowStatus | None = None
     """Status of its row, cached between steps."""
     request_id: str = field(init=False)
 
@@ -497,7 +506,7 @@ class RequestState:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
         loras, work = LoraUse(request.used_loras), EditWork.of(job, adapter)
         if nets is not None and request.controls:
-            counted = ControlWork.of(job, adapter.facts, work.counted, work.steps, nets, anchors)
+            counted = ControlWork.of(job, adapter.spec, work.counted, work.steps, nets, anchors)
             work = replace(work, controls=counted)
         controls = ControlUse(request.controls, acting(request.controls, work.steps))
         after_s = request.after_token_s * work.total_tokens
@@ -515,7 +524,7 @@ class RequestState:
 
     @property
     def mode(self) -> ExecutionMode:
-        return self.route.mode
+        return self.plan.mode
 
     @property
     def counted(self) -> Totals:
@@ -531,7 +540,7 @@ class RequestState:
         if not step.read:
             return self.work.total_tokens
         row_tokens = self.work.reading(text=step.text).active[0] / self.work.passes
-        return round(row_tokens + step.foresaw * self.work.ahead.tokens)
+        return round(row_tokens + step.foresaw * self.work.lookahead.tokens)
 
     @property
     def load_stall(self) -> float:
@@ -540,16 +549,16 @@ class RequestState:
     @property
     def dense_share(self) -> float:
         """Share of a cached edit's steps that compute all tokens; 0 for others."""
-        return self.route.dense_steps / self.work.steps if self.mode == "cached" else 0.0
+        return self.plan.dense_steps / self.work.steps if self.mode == "cached" else 0.0
 
     @property
     def flops(self) -> float:
-        return self.work.step_flops(self.mode, _reads_nothing(self.route))
+        return self.work.step_flops(self.mode, _reads_nothing(self.plan))
 
     @property
     def step_tokens(self) -> int:
         """Mean tokens that one of its steps computes."""
-        plan, share = self.route.own, self.dense_share
+        plan, share = self.plan.schedule, self.dense_share
         dense_only_share = share if plan is None else len(plan.dense) / self.work.steps
         return self.work.tokens(self.mode, share, dense_only_share)
 
@@ -588,8 +597,8 @@ class RequestState:
         """Return its status, with the steps left now; cached since its plan was chosen."""
         kind: Kind = "cached" if self.mode == "cached" else "dense"
         steps_left = self.work.steps - self.tally.done
-        if self.said is None or self.said.kind != kind:
-            self.said = RowStatus(
+        if self.row_status is None or self.row_status.kind != kind:
+            self.row_status = RowStatus(
                 request_id=self.request_id,
                 kind=kind,
                 active_tokens=self.work.tokens(self.mode),
@@ -598,13 +607,13 @@ class RequestState:
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,
                 due_ns=0 if self.due is None else int(1e9 * self.due),
-                controls=shares(self.controls.wanted, self.work.steps),
+                controls=shares(self.controls.effective, self.work.steps),
                 adapter_bytes=self.loras.nbytes,
                 dense_share=self.dense_share,
-                own=self.route.own is not None,
+                own=self.plan.schedule is not None,
             )
-        self.said.steps_left = steps_left
-        return self.said
+        self.row_status.steps_left = steps_left
+        return self.row_status
 
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
         """Return META of the finished edit, without the keys of the models behind the denoiser."""
@@ -617,7 +626,7 @@ class RequestState:
             "worker": worker,
             "model": model,
             "template_id": request.template_id,
-            "cache_tier": self.route.tier,
+            "cache_tier": self.plan.tier,
             "cache_bytes": {} if self.loads is None else dict(self.loads.loaded),
             "kinds": self.tally.kinds(),
             **({} if self.due_ms is None else {"due_ms": self.due_ms}),
@@ -625,7 +634,7 @@ class RequestState:
             **({} if self.level is None else {"reuse": self._reuse(self.level)}),
             **self.loras.meta(request.settings.adapters),
             **self.controls.meta(),
-            **({"dense_for": self.route.dense_for} if self.route.dense_for else {}),
+            **({"dense_for": self.plan.dense_for} if self.plan.dense_for else {}),
             **self._dense_steps(),
             **self._work(self.work.steps),
             "timings_ms": {
@@ -637,51 +646,56 @@ class RequestState:
         }
 
     def _dense_steps(self) -> dict[str, Any]:
-        refresh_schedule, template_refresh = self.route.own, self.route.beside
-        of_text = {"text_steps": self.tally.text, "own_bytes": self.own_bytes}
+        refresh_schedule, template_refresh = self.plan.schedule, self.plan.schedule_with_template
+        of_text = {"text_steps": self.tally.text, "own_bytes": self.step_cache_bytes}
         if refresh_schedule is not None:
             return {"dense_steps": len(self.tally.dense), "anchors": self.tally.dense, **of_text}
-        first = {"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}
+        first = {"dense_steps": self.plan.dense_steps} if self.plan.dense_steps else {}
         return first if template_refresh is None else {**first, **of_text}
 
-    def go(self, route: Route, adapter: Adapter) -> None:
+    def go(self, plan: ExecutionPlan, adapter: Adapter) -> None:
         """Set the execution plan, and with it the work and the reuse levels."""
-        self.route, self.work, self.said = route, self.work_of(route, adapter), None
-        self.levels = self._levels(adapter.facts)
+        self.plan, self.work, self.row_status = plan, self.work_of(plan, adapter), None
+        self.levels = self._levels(adapter.spec)
 
-    def work_of(self, route: Route, adapter: Adapter) -> EditWork:
+    def work_of(self, execution: ExecutionPlan, adapter: Adapter) -> EditWork:
         """Return the counted work of the edit with a plan."""
-        plain, plan = self.work.without_own(), route.own or route.beside
+        plain, plan = (
+            self.work.without_schedule(),
+            execution.schedule or execution.schedule_with_template,
+        )
         if plan is None or not plan.anchors:
             return plain
         between = adapter.counted(self.job, plan)
-        renewed = adapter.counted(self.job, plan, anchor=True) if route.own is None else None
+        renewed = (
+            adapter.counted(self.job, plan, anchor=True) if execution.schedule is None else None
+        )
         work = adapter.work(*self.job.moments.shape[1:])
-        return plain.with_own(plan, between, work, renewed)
+        return plain.with_schedule(plan, between, work, renewed)
 
-    def step_flops(self, route: Route, adapter: Adapter) -> float:
+    def step_flops(self, plan: ExecutionPlan, adapter: Adapter) -> float:
         """Return the mean FLOPs of one of its steps alone with a plan; plans are compared by it."""
-        return self.work_of(route, adapter).step_flops(route.mode, _reads_nothing(route))
+        return self.work_of(plan, adapter).step_flops(plan.mode, _reads_nothing(plan))
 
-    def _levels(self, facts: ModelFacts) -> tuple[ReuseLevel, ...]:
-        settings, refresh_schedule = self.job.request.settings, self.route.own
+    def _levels(self, spec: ModelSpec) -> tuple[ReuseLevel, ...]:
+        settings, refresh_schedule = self.job.request.settings, self.plan.schedule
         if refresh_schedule is not None:
-            return levels_of(settings, facts.skipping, "own", len(refresh_schedule.anchors))
+            return levels_of(settings, spec.skipping, "own", len(refresh_schedule.anchors))
         if self.mode != "cached":
-            return levels_of(settings, facts.skipping, "dense")
-        times = self.work.without_own().cached_flops / self.work.cached_flops
-        return beside_entries(levels_of(settings, facts.skipping, "cached"), times)
+            return levels_of(settings, spec.skipping, "dense")
+        times = self.work.without_schedule().cached_flops / self.work.cached_flops
+        return with_template(levels_of(settings, spec.skipping, "cached"), times)
 
     def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
         """Apply a reuse level; called before the row is made, since its tokens depend on it."""
         self.level = level
         if level.anchors:
-            assert self.route.own is not None, "other levels are of other ways"
-            plan = with_anchors(self.route.own, level.anchors, adapter, self.job)
-            self.go(replace(self.route, own=plan, dense_steps=level.anchors), adapter)
+            assert self.plan.schedule is not None, "other levels are of other ways"
+            plan = with_anchors(self.plan.schedule, level.anchors, adapter, self.job)
+            self.go(replace(self.plan, schedule=plan, dense_steps=level.anchors), adapter)
             return
         # A block that is left out at an anchor would leave nothing there.
-        self.go(replace(self.route, beside=None), adapter)
+        self.go(replace(self.plan, schedule_with_template=None), adapter)
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))
@@ -702,8 +716,8 @@ class RequestState:
             "active_tokens": self.work.active_tokens,
             "total_tokens": self.work.total_tokens,
             "computed_tokens": self.tally.computed_tokens,
-            "cache": self.route.outcome,
-            "batch_mean": round(self.tally.rows_seen / done, 3) if done else 0.0,
+            "cache": self.plan.outcome,
+            "batch_mean": round(self.tally.rows_in_batches / done, 3) if done else 0.0,
         }
 
     def timeline(self) -> RequestTimeline:
@@ -760,11 +774,11 @@ class PrimingState:
         )
 
 
-def _reads_nothing(route: Route) -> float:
+def _reads_nothing(plan: ExecutionPlan) -> float:
     """Return the share of steps of an edit with a template that read no entry: its first ones, and
     those without an anchor near enough.
     """
-    return route.anchors.count(None) / len(route.anchors) if route.anchors else 0.0
+    return plan.anchors.count(None) / len(plan.anchors) if plan.anchors else 0.0
 
 
 def _ms(seconds: float) -> float:

@@ -24,7 +24,7 @@ from maskserve_common.contracts.keys import (
 from maskserve_common.errors import Overloaded
 from maskserve_common.shares import room
 from maskserve_engine.base.job import Conditioning, EditJob
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -40,7 +40,7 @@ ExecutionMode = Literal["dense", "cached", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ExecutionPlan:
     mode: ExecutionMode
     outcome: str
     """Value of `cache` in META: `hit`, `own`, `miss` or `off`."""
@@ -52,7 +52,7 @@ class Route:
     """Tier of the template of a cached edit."""
     prime: bool = False
     """Whether to prime the template now."""
-    coming: bool = False
+    is_loading: bool = False
     """Whether it was being primed or fetched when this was chosen; whoever waits is told of its
     end.
     """
@@ -64,18 +64,18 @@ class Route:
     """Number of steps of a cached edit that compute all tokens: its first ones, or its refresh
     steps.
     """
-    own: OwnPlan | None = None
+    schedule: RefreshSchedule | None = None
     """Schedule of its own refresh steps; None: it has none."""
-    beside: OwnPlan | None = None
+    schedule_with_template: RefreshSchedule | None = None
     """Schedule of its step cache beside a template's entries; None: it has none."""
 
 
-DENSE = Route("dense", "off")
+DENSE = ExecutionPlan("dense", "off")
 """The plan without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class CacheLookup:
     """The state of an edit's template in the cache."""
 
     key: str
@@ -89,8 +89,8 @@ class Sight:
     tier: str | None
     """Tier of the template; None: it is not primed."""
     priming: bool
-    coming: bool
-    """Whether to wait for it; see `TemplateCache.is_coming`."""
+    is_loading: bool
+    """Whether to wait for it; see `TemplateCache.is_loading`."""
     may_prime: bool
     """Whether it can be primed now: it is not being loaded, and priming was not put off."""
     worth_priming: bool
@@ -192,7 +192,7 @@ class Pins:
         keys = self._store.keys_of(template_id)
         pinned = template_id in self or any(
             template.pinned
-            for templates in self._store.held().values()
+            for templates in self._store.entries().values()
             for key, template in templates.items()
             if key in keys
         )
@@ -203,7 +203,7 @@ class Pins:
 
     def _has_room(self, template_id: str, owner: str) -> bool:
         """Whether the template's entries fit its owner's share of each tier."""
-        by_tier, entries_key = self._store.held(), entries_id(template_id)
+        by_tier, entries_key = self._store.entries(), entries_id(template_id)
         owned = {entries_id(name) for name, pin_owner in self._owners.items() if pin_owner == owner}
         for tier in self._store.tiers if owner != NO_SCOPE else ():
             total = owned_bytes = more = 0
@@ -248,20 +248,20 @@ class TemplateCache:
     ) -> None:
         self.config, self.adapter, self.store = config.cache, adapter, store
         self.model_revision, self.dtype = model_revision, dtype
-        self.default_steps = adapter.facts.steps_default(config.model.num_inference_steps)
-        self.dense_steps = dense_steps(self.config.dense_steps, adapter.facts.dense_steps)
+        self.default_steps = adapter.spec.steps_default(config.model.num_inference_steps)
+        self.dense_steps = dense_steps(self.config.dense_steps, adapter.spec.dense_steps)
         self.kinds = kinds
         self.keeps_kv = all("kv" in parts for parts in kinds)
         """Whether rows of templates can share their plan with those that have anchors of their own,
         which leave keys and values alone."""
-        self._kept = ",".join("+".join(sorted(parts)) for parts in kinds)
+        self._kinds_text = ",".join("+".join(sorted(parts)) for parts in kinds)
         """The kinds as text, for the cache key."""
         if self.config.conv_halo:
-            self._kept += ",maps"
+            self._kinds_text += ",maps"
         self.prompt = prompt
         self.hits: Counter[str] = Counter()
         """Hits by the tier of the template."""
-        self.misses = self.own = 0
+        self.misses = self.refreshed = 0
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
         self._reuse = ReuseCounter()
@@ -271,7 +271,7 @@ class TemplateCache:
 
     def key_of(self, job: EditJob) -> str:
         """Return the key of the entries that fit this edit."""
-        settings, facts = job.request.settings, self.adapter.facts
+        settings, facts = job.request.settings, self.adapter.spec
         guidance = settings.guidance_scale if facts.guidance == "embedded" else None
         length = len(job.conditioning["prompt_embeds"])
         return TemplateKey(
@@ -282,7 +282,7 @@ class TemplateCache:
             guidance=guidance,
             text_tokens=facts.key_text(length, self.adapter.tokens(job).total),
             dtype=self.dtype,
-            entry_kind=self._kept,
+            entry_kind=self._kinds_text,
             entry_format=self.config.entry_format,
             entry_halves=self.adapter.entry_halves,
             adapters=job.adapters,
@@ -290,7 +290,7 @@ class TemplateCache:
 
     def priming_prompt(self, job: EditJob) -> Conditioning | None:
         """Return the conditioning that primes the edit's template; None while it is not known."""
-        return job.conditioning if self.adapter.facts.primed_by_prompt else self.prompt()
+        return job.conditioning if self.adapter.spec.primed_by_prompt else self.prompt()
 
     def serves(self, job: EditJob) -> bool:
         """Whether rows of the edit may read or make entries."""
@@ -301,10 +301,10 @@ class TemplateCache:
         # Computing nearly everything is faster than loading the rest.
         if tokens.active / tokens.total >= self.config.dense_above_ratio:
             return "mask_ratio"
-        sided = self.adapter.facts.dense_sides and tokens.cover_a_side
+        sided = self.adapter.spec.dense_sides and tokens.cover_a_side
         return "mask_side" if sided else ""
 
-    def sight(self, job: EditJob, key: str, *, again: bool = False) -> Sight:
+    def look_up(self, job: EditJob, key: str, *, again: bool = False) -> CacheLookup:
         """Look up the template of an edit.
 
         Args:
@@ -315,8 +315,8 @@ class TemplateCache:
         if not again:
             self._reuse.add(key)
         anchors, first = self._anchors(job), self._dense_first(job)
-        priming, is_loading = key in self.priming, self.is_coming(key)
-        return Sight(
+        priming, is_loading = key in self.priming, self.is_loading(key)
+        return CacheLookup(
             key,
             anchors,
             self._nearest(anchors, job, first),
@@ -328,23 +328,23 @@ class TemplateCache:
             not is_loading and self._reuse.worth_priming(key),
         )
 
-    def fetch(self, sight: Sight) -> bool:
+    def fetch(self, lookup: CacheLookup) -> bool:
         """Prepare the entries that an edit reads; return True when they are ready."""
-        read = {STILL, *sight.reads}
-        return self.store.fetch(sight.key, [a for a in sight.anchors if a in read])
+        read = {STILL, *lookup.reads}
+        return self.store.fetch(lookup.key, [a for a in lookup.anchors if a in read])
 
-    def is_coming(self, key: str) -> bool:
+    def is_loading(self, key: str) -> bool:
         """Whether a template is being primed or fetched, so that waiting is worthwhile."""
         return key in self.priming or self.store.lower.busy(key)
 
-    def count(self, route: Route) -> None:
+    def count(self, plan: ExecutionPlan) -> None:
         """Count an execution plan as a hit, a miss or neither."""
-        if route.outcome == "hit":
-            self.hits[route.tier] += 1
-        elif route.outcome == "miss":
+        if plan.outcome == "hit":
+            self.hits[plan.tier] += 1
+        elif plan.outcome == "miss":
             self.misses += 1
-        elif route.outcome == "own":
-            self.own += 1
+        elif plan.outcome == "own":
+            self.refreshed += 1
 
     def begin(self, job: EditJob) -> Priming | None:
         """Start priming the job's template; None while the priming prompt is unknown."""
@@ -363,7 +363,7 @@ class TemplateCache:
         self.store.memory.pin(key, pinned=True)
         return priming
 
-    def wants(self, job: EditJob) -> str:
+    def priming_state(self, job: EditJob) -> str:
         """State of the job's template: `primed`, `priming` or `absent`."""
         key = self.key_of(job)
         if key in self.priming:
@@ -412,7 +412,7 @@ class TemplateCache:
                 "whole": template.whole,
                 "priming": key in self.priming,
             }
-            for tier, templates in self.store.held().items()
+            for tier, templates in self.store.entries().items()
             for key, template in templates.items()
         ]
 
@@ -431,7 +431,7 @@ class TemplateCache:
         counters: dict[str, float] = {
             "cache_hits_total": self.hits.total(),
             "cache_misses_total": self.misses,
-            "cache_own_total": self.own,
+            "cache_own_total": self.refreshed,
             **self.store.counters(),
             "primings_total.done": self.primed,
             "primings_total.given_up": self.unprimed,
@@ -452,7 +452,7 @@ class TemplateCache:
                         entries_id(h.note.template_id) for h in templates.values() if h.whole
                     )
                 )
-                for tier, templates in self.store.held().items()
+                for tier, templates in self.store.entries().items()
             }
             self._listed = version, listed
         return self._listed[1]
@@ -466,7 +466,7 @@ class TemplateCache:
 
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Return the anchors of a primed template of this size, in priming order."""
-        tokens, facts = self.adapter.tokens(job).total, self.adapter.facts
+        tokens, facts = self.adapter.tokens(job).total, self.adapter.spec
         anchors = self.adapter.anchors(
             tokens, self.default_steps, anchor_stride(self.config.stride, facts)
         )

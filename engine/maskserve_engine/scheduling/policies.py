@@ -18,7 +18,7 @@ from maskserve_engine.scheduling.gangs.work import GangPolicy
 from maskserve_engine.scheduling.pair import Pair
 from maskserve_engine.scheduling.spread import Spread
 from maskserve_engine.scheduling.step_scheduler import SchedulingPolicy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DevicePolicy:
     deals: bool = False
     """Whether all devices take the steps of one batch and deal its passes
     (`batch.cfg_parallel`)."""
-    problem: Callable[[int, ModelFacts], str | None] = lambda devices, facts: None
+    problem: Callable[[int, ModelSpec], str | None] = lambda devices, facts: None
     """Why a model's steps cannot be shared so by this many devices; None: they can."""
 
     @property
@@ -61,13 +61,13 @@ def _gangs(gangs: GangPolicy, engine: EngineConfig, rows: int, waiting: int) -> 
     return GangScheduler(Batching(gangs, rows), engine.devices, rows, waiting)
 
 
-def _two_passes(devices: int, facts: ModelFacts) -> str | None:
+def _two_passes(devices: int, spec: ModelSpec) -> str | None:
     if devices != 2:
         return (
             f'[engine] policy: "cfg" takes two devices, not {devices}: an edit has two passes '
             "at most"
         )
-    if not facts.two_passes:
+    if not spec.two_passes:
         return (
             '[engine] policy: "cfg" needs a model with classifier-free guidance; edits of this '
             'one have one pass: use "spread"'
@@ -75,9 +75,9 @@ def _two_passes(devices: int, facts: ModelFacts) -> str | None:
     return None
 
 
-def _heads(devices: int, facts: ModelFacts) -> str | None:
-    side = facts.native_resolution // facts.vae_scale_factor
-    heads = counted_work(facts, side, side).heads
+def _heads(devices: int, spec: ModelSpec) -> str | None:
+    side = spec.native_resolution // spec.vae_scale_factor
+    heads = counted_work(spec, side, side).heads
     if heads and devices > heads:
         return (
             f"[engine] devices: {devices} devices cannot share the {heads} attention heads of "

@@ -41,23 +41,23 @@ class Spread:
         *,
         static: bool = False,
     ) -> None:
-        self._each = [
+        self._schedulers = [
             StepScheduler(max_rows, max_waiting, priming_share, static=static)
             for _ in range(devices)
         ]
         self._device: dict[str, int] = {}
         """Device of each ticket."""
-        self._taken: Counter[str] = Counter()
+        self._steps_taken: Counter[str] = Counter()
         """Steps taken by each device."""
         self._lost: frozenset[int] = frozenset()
 
     @property
     def running(self) -> tuple[Ticket, ...]:
-        return tuple([ticket for scheduler in self._each for ticket in scheduler.running])
+        return tuple([ticket for scheduler in self._schedulers for ticket in scheduler.running])
 
     @property
     def waiting(self) -> tuple[Ticket, ...]:
-        return tuple([ticket for scheduler in self._each for ticket in scheduler.waiting])
+        return tuple([ticket for scheduler in self._schedulers for ticket in scheduler.waiting])
 
     def __len__(self) -> int:
         return len(self._device)
@@ -68,21 +68,21 @@ class Spread:
             raise InvalidRequest(
                 "SETTINGS.request_id", f"{name!r} is still being served", "a new id"
             )
-        device = min(self._left() or range(len(self._each)), key=self._load)
-        self._each[device].submit(ticket)
+        device = min(self._left() or range(len(self._schedulers)), key=self._load)
+        self._schedulers[device].submit(ticket)
         self._device[ticket.request_id] = device
 
     def cancel(self, request_id: str) -> Ticket | None:
         device = self._device.pop(request_id, None)
-        del self._taken[request_id]
-        return None if device is None else self._each[device].cancel(request_id)
+        del self._steps_taken[request_id]
+        return None if device is None else self._schedulers[device].cancel(request_id)
 
     def finish(self, request_id: str) -> None:
-        self._each[self._device[request_id]].finish(request_id)
-        del self._device[request_id], self._taken[request_id]
+        self._schedulers[self._device[request_id]].finish(request_id)
+        del self._device[request_id], self._steps_taken[request_id]
 
     def drain(self) -> None:
-        for scheduler in self._each:
+        for scheduler in self._schedulers:
             scheduler.drain()
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
@@ -93,7 +93,7 @@ class Spread:
         admitted: list[Ticket] = []
         runs: list[Run] = []
         expired: list[Ticket] = []
-        for device, scheduler in enumerate(self._each):
+        for device, scheduler in enumerate(self._schedulers):
             if device in devices.busy or device in devices.lost:
                 continue
             self._fill(device)
@@ -102,47 +102,47 @@ class Spread:
             expired += decision.expired
             for run in decision.runs:
                 runs.append(Run(run.rows, (device,), run.steps))
-                self._taken.update({ticket.request_id: run.steps for ticket in run.rows})
+                self._steps_taken.update({ticket.request_id: run.steps for ticket in run.rows})
         for ticket in expired:
-            del self._device[ticket.request_id], self._taken[ticket.request_id]
+            del self._device[ticket.request_id], self._steps_taken[ticket.request_id]
         return Decision(tuple(admitted), tuple(runs), tuple(expired))
 
     def check_integrity(self) -> None:
-        for device, scheduler in enumerate(self._each):
+        for device, scheduler in enumerate(self._schedulers):
             scheduler.check_integrity()
             for ticket in (*scheduler.running, *scheduler.waiting):
                 if self._device.get(ticket.request_id) != device:
                     raise RuntimeError(f"{ticket.request_id} is not known to be on {device}")
-        if sum(map(len, self._each)) != len(self._device):
+        if sum(map(len, self._schedulers)) != len(self._device):
             raise RuntimeError("a ticket is on no device")
 
     def _left(self) -> list[int]:
-        return [device for device in range(len(self._each)) if device not in self._lost]
+        return [device for device in range(len(self._schedulers)) if device not in self._lost]
 
     def _load(self, device: int) -> int:
         """Return the tokens left to compute on a device, as its tickets state them."""
-        scheduler = self._each[device]
+        scheduler = self._schedulers[device]
         return sum(
-            (t.steps - self._taken[t.request_id]) * t.active_tokens
+            (t.steps - self._steps_taken[t.request_id]) * t.active_tokens
             for t in (*scheduler.running, *scheduler.waiting)
         )
 
     def _fill(self, device: int) -> None:
         """Give a device's free rows to tickets that wait for other devices."""
-        scheduler = self._each[device]
+        scheduler = self._schedulers[device]
         while len(scheduler) < scheduler.max_rows:
-            longest = max(self._each, key=len)
+            longest = max(self._schedulers, key=len)
             if len(longest) <= longest.max_rows or not longest.waiting:
                 return
             self._move(longest, longest.waiting[0], device)
 
     def _move(self, source: StepScheduler, ticket: Ticket, device: int) -> None:
         source.cancel(ticket.request_id)
-        self._each[device].take(ticket)
+        self._schedulers[device].take(ticket)
         self._device[ticket.request_id] = device
 
     def _move_from(self, device: int) -> None:
-        scheduler, living = self._each[device], self._left()
+        scheduler, living = self._schedulers[device], self._left()
         if not living:
             return
         for ticket in (*scheduler.running, *scheduler.waiting):

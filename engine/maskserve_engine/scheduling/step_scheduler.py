@@ -9,7 +9,7 @@ Order of live tickets: of a free row one of the key that has fewest is next (`co
 a key's own tickets the one that is due first; one without a due time counts as due PATIENCE_S after
 it came, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
 boundary. Rows that cannot share a step (`batch_key`) take turns, and so do a key's rows where they
-would hold up another key's (`KeyTurns`); no other live row is ever held back.
+would hold up another key's (`FairQueue`); no other live row is ever held back.
 
 Background tickets (priming) are rows of a second class:
 
@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 
 from maskserve_common.contracts.keys import name_of, scope_of
 from maskserve_common.errors import InvalidRequest, Overloaded
-from maskserve_common.fair_queue import KeyTurns
+from maskserve_common.fair_queue import FairQueue
 from maskserve_common.shares import PATIENCE_S, Shares, urgency
 
 
@@ -234,7 +234,7 @@ class TicketQueue:
 
     def __iter__(self) -> Iterator[Ticket]:
         """Yield tickets in the order in which they will get a row."""
-        return iter([place.ticket for place in self._in_turn()])
+        return iter([place.ticket for place in self._fair_order()])
 
     def check_room(self, ticket: Ticket) -> None:
         """Check that a ticket may wait.
@@ -243,7 +243,7 @@ class TicketQueue:
             Overloaded: no more tickets may wait, in all or of its key.
         """
         if self._waiting.room(scope_of(ticket.request_id)) < 1:
-            waiting_count = self._waiting.held(scope_of(ticket.request_id))
+            waiting_count = self._waiting.in_use(scope_of(ticket.request_id))
             free = len(self) < self._waiting.budget
             count_text = f"{waiting_count} edits of this key" if free else f"{len(self)} edits"
             raise Overloaded(f"{count_text} are waiting already; try again later")
@@ -268,7 +268,7 @@ class TicketQueue:
 
     def admit(self, count: int) -> list[Ticket]:
         """Remove up to `count` tickets, which get a row now, in order."""
-        chosen = [place.ticket for place in self._in_turn()[: max(count, 0)]]
+        chosen = [place.ticket for place in self._fair_order()[: max(count, 0)]]
         for ticket in chosen:
             self.discard(ticket.request_id)
             self._rows.book(scope_of(ticket.request_id))
@@ -285,10 +285,10 @@ class TicketQueue:
             and len(self._places) == self._waiting.total
         )
 
-    def _in_turn(self) -> list[_Place]:
+    def _fair_order(self) -> list[_Place]:
         if self._waiting.keys < 2:
             return self._places
-        return self._rows.in_turn(self._places, lambda place: place.key)
+        return self._rows.fair_order(self._places, lambda place: place.key)
 
 
 class StepScheduler:
@@ -326,7 +326,7 @@ class StepScheduler:
         self._static = static
         self.draining = False
         self._number = 0
-        self._held: dict[str, tuple[int, Ticket]] = {}
+        self._delayed: dict[str, tuple[int, Ticket]] = {}
         self._live_waiting = TicketQueue(max_waiting)
         self._background_waiting = TicketQueue(max_waiting)
         self._ids: dict[int, str] = {}  # a ticket's number -> request id
@@ -336,8 +336,8 @@ class StepScheduler:
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number); may hold stale
         self._credit = 0.0  # active tokens that priming may compute beside live rows
         self._step = 0
-        self._turns: dict[Hashable, int] = {}  # batch key -> step of its last turn
-        self._key_turns = KeyTurns()
+        self._last_batch: dict[Hashable, int] = {}  # batch key -> step of its last turn
+        self._fair_queue = FairQueue()
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -351,7 +351,7 @@ class StepScheduler:
 
     def __len__(self) -> int:
         """Tickets held: waiting, running and parked."""
-        return len(self._held)
+        return len(self._delayed)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue `ticket`; it runs from a later `schedule` on.
@@ -362,7 +362,7 @@ class StepScheduler:
         """
         if self.draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
-        if ticket.request_id in self._held:
+        if ticket.request_id in self._delayed:
             raise InvalidRequest(
                 "SETTINGS.request_id",
                 f"{name_of(ticket.request_id)!r} is still being served",
@@ -375,7 +375,7 @@ class StepScheduler:
         """Queue a ticket that has been taken on already, however many wait."""
         self._number += 1
         self._queue_of(ticket).add(ticket)
-        self._held[ticket.request_id] = (self._number, ticket)
+        self._delayed[ticket.request_id] = (self._number, ticket)
         self._ids[self._number] = ticket.request_id
         if ticket.deadline is not None and ticket.deadline < math.inf:
             heapq.heappush(self._deadlines, (ticket.deadline, self._number))
@@ -385,7 +385,7 @@ class StepScheduler:
 
     def cancel(self, request_id: str) -> Ticket | None:
         """Remove a ticket wherever it is; `None` if it is not held (it may have just ended)."""
-        if request_id not in self._held:
+        if request_id not in self._delayed:
             return None
         return self._remove(request_id)
 
@@ -406,7 +406,7 @@ class StepScheduler:
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""
         expired = self._expire(now)
-        turn = self._background_turn()
+        turn = self._background_place()
         closed = self._static and bool(self._live)
         room = 0 if closed else self.max_rows - turn - len(self._live)
         admitted = self._admit(self._live_waiting, self._live, room)
@@ -427,20 +427,20 @@ class StepScheduler:
         clients' keys compete, the batch of the key that is next, with no more rows than the keys'
         shares allow.
         """
-        turn_key = self._key_turns.next(live)
+        turn_key = self._fair_queue.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
         self._step += 1
-        self._turns = {key: self._turns.get(key, 0) for key in keys}
+        self._last_batch = {key: self._last_batch.get(key, 0) for key in keys}
         if turn_key is not None:
             batch_keys = (t.batch_key for t in live if scope_of(t.request_id) == turn_key)
             keys = dict.fromkeys(batch_keys)
         if not keys:
             return (), ()
-        chosen = min(keys, key=self._turns.__getitem__)
-        self._turns[chosen] = self._step
+        chosen = min(keys, key=self._last_batch.__getitem__)
+        self._last_batch[chosen] = self._step
         batch = tuple(ticket for ticket in live if ticket.batch_key == chosen)
         return (
-            self._key_turns.rows(batch, live) if batch else (),
+            self._fair_queue.rows(batch, live) if batch else (),
             tuple(ticket for ticket in background if ticket.batch_key == chosen),
         )
 
@@ -451,12 +451,12 @@ class StepScheduler:
             if number in self._ids:
                 expired.append(self._remove(self._ids[number]))
         # Tickets that end before their deadline leave stale entries; a day's worth is too many.
-        if len(self._deadlines) > 2 * len(self._held) + 64:
+        if len(self._deadlines) > 2 * len(self._delayed) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._ids]
             heapq.heapify(self._deadlines)
         return tuple(expired)
 
-    def _background_turn(self) -> int:
+    def _background_place(self) -> int:
         background_count = len(self._background) + len(self._background_waiting)
         if not self._live and not self._live_waiting:
             return min(background_count, self.max_rows)
@@ -488,7 +488,7 @@ class StepScheduler:
         self._credit = min(self._credit - spent, self._price()) + earned
 
     def _remove(self, request_id: str) -> Ticket:
-        number, ticket = self._held.pop(request_id)
+        number, ticket = self._delayed.pop(request_id)
         del self._ids[number]
         rows = self._background if ticket.background else self._live
         queue = self._queue_of(ticket)
@@ -508,21 +508,21 @@ class StepScheduler:
         deadlines = {number for _, number in self._deadlines}
         checks = {
             "a ticket is in one place": sorted([*waiting, *self._live, *self._background])
-            == sorted(self._held),
+            == sorted(self._delayed),
             "numbers name the held tickets": {
-                number: request_id for request_id, (number, _) in self._held.items()
+                number: request_id for request_id, (number, _) in self._delayed.items()
             }
             == self._ids,
             "queues are in order": self._live_waiting.check_integrity()
             and self._background_waiting.check_integrity(),
-            "classes are apart": all(self._held[r][1].background for r in self._background)
-            and not any(self._held[r][1].background for r in self._live),
+            "classes are apart": all(self._delayed[r][1].background for r in self._background)
+            and not any(self._delayed[r][1].background for r in self._live),
             "rows fit": len(self._live) <= self.max_rows and len(self._background) <= self.max_rows,
             "queues are bounded": len(self._live_waiting) <= self.max_waiting
             and len(self._background_waiting) <= self.max_waiting,
             "each deadline is watched": all(
                 number in deadlines
-                for number, ticket in self._held.values()
+                for number, ticket in self._delayed.values()
                 if ticket.deadline is not None and ticket.deadline < math.inf
             ),
             "no debts": self._credit >= 0.0,

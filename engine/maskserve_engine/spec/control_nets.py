@@ -21,7 +21,7 @@ from maskserve_common.errors import AdapterNotFound, InvalidRequest
 from maskserve_common.files.digests import file_digest
 from maskserve_common.files.safetensors_header import BadHeader, header_of
 from maskserve_common.files.weight_files import weight_files
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 _CONFIG = "config.json"
 
@@ -48,9 +48,9 @@ class KnownControlNet(NamedTuple):
 class ControlNets:
     """The ControlNets of `[controls] folder`; every look-up reads the disk."""
 
-    def __init__(self, config: Config, facts: ModelFacts) -> None:
+    def __init__(self, config: Config, spec: ModelSpec) -> None:
         self._folder = Path(config.controls.folder) if config.controls.folder else None
-        self._facts = facts
+        self._spec = spec
         self._known: dict[str, KnownControlNet] = {}
 
     def all(self) -> list[KnownControlNet]:
@@ -93,7 +93,7 @@ class ControlNets:
     def _read(self, plain: KnownControlNet) -> KnownControlNet:
         try:
             config = json.loads((plain.path / _CONFIG).read_text(encoding="utf-8"))
-            check_config(config, self._facts)
+            check_config(config, self._spec)
             files = weight_files(plain.path).files
             if not files:
                 raise ValueError("has no safetensors weights, and no others are read")
@@ -108,20 +108,20 @@ class ControlNets:
         )
 
 
-def check_config(config: dict[str, Any], facts: ModelFacts) -> None:
+def check_config(config: dict[str, Any], spec: ModelSpec) -> None:
     """Whether a ControlNet's config.json is of a net for the served model, as far as it says.
 
     Raises:
         ValueError: it is not; a sentence whose subject is the net.
     """
-    control_spec = facts.control
+    control_spec = spec.control
     if control_spec is None:
         raise ValueError("does not go with the served model, which takes no ControlNets")
     if config.get("_class_name") != control_spec.net:
         raise ValueError(
             f"is a {config.get('_class_name')}; the served model takes {control_spec.net}"
         )
-    base = {**facts.denoiser, "in_channels": facts.latent_channels * facts.patch**2}
+    base = {**spec.denoiser, "in_channels": spec.latent_channels * spec.patch**2}
     for key in ("in_channels", *control_spec.equal):
         if key in config and key in base and _plain(config[key]) != _plain(base[key]):
             raise ValueError(

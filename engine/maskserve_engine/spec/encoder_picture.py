@@ -21,7 +21,7 @@ _GRID = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class EncoderPicture:
     """Size of a picture in tokens, as a vision model's processor cuts it."""
 
     cell: int
@@ -35,7 +35,7 @@ class Shown:
     """Whether the denoiser has the picture's latents in place of these tokens."""
 
     @classmethod
-    def of(cls, processor: Mapping[str, Any], area: int = 0) -> Shown:
+    def of(cls, processor: Mapping[str, Any], area: int = 0) -> EncoderPicture:
         """Read the values from a processor's configuration.
 
         Raises:

@@ -60,7 +60,7 @@ def pricing_of(
     # Rows of UNets with anchors of their own convolve on a tile in any case.
     tiled = work if work.joint or work.halo else replace(work, halo=1)
     cached_row, per_mask = _line(work, text, text_shares.template)
-    between = [flops * per_flop for flops in _line(tiled, text, text_shares.own)]
+    between = [flops * per_flop for flops in _line(tiled, text, text_shares.refresh)]
     with_text = [flops * per_flop for flops in _line(work, text, 1.0)]
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
@@ -80,7 +80,7 @@ def pricing_of(
         },
         tokens=tokens,
         controls={
-            name: _control_price(net, per_flop, text, anchored, text_shares.own)
+            name: _control_price(net, per_flop, text, anchored, text_shares.refresh)
             for name, net in controls.items()
         },
         between=RowPrice(0.0, between[0], between[1] / tokens),
@@ -99,9 +99,9 @@ def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
     text.
     """
     if not leaves_ring:
-        return RINGS._replace(ahead=text.ahead)
-    template, refresh = (share if share < 1.0 else None for share in (text.template, text.own))
-    return RingShares(template, refresh, text.ahead)
+        return RINGS._replace(lookahead=text.lookahead)
+    template, refresh = (share if share < 1.0 else None for share in (text.template, text.refresh))
+    return RingShares(template, refresh, text.lookahead)
 
 
 def _line(work: ModelWork, text: float, share: float) -> tuple[float, float]:

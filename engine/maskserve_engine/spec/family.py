@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from maskserve_common.config import Config
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
-class FamilyFacts(Protocol):
+class FamilyModule(Protocol):
     """The members of a family's module."""
 
     NAME: str
@@ -30,7 +30,7 @@ class FamilyFacts(Protocol):
         on GPUs; 0: none is recorded.
         """
 
-    def read(self, folder: Path, pipeline: str, native_resolution: int, /) -> ModelFacts:
+    def read(self, folder: Path, pipeline: str, native_resolution: int, /) -> ModelSpec:
         """Read the model spec of a folder; `native_resolution` 0: the folder's own."""
 
     def count(
@@ -58,8 +58,8 @@ class FamilyFacts(Protocol):
 
 
 def family_work(
-    family: FamilyFacts,
-    facts: ModelFacts,
+    family: FamilyModule,
+    spec: ModelSpec,
     height: int,
     width: int,
     *,
@@ -70,20 +70,20 @@ def family_work(
 
     Args:
         family: the model's family.
-        facts: spec of the model.
+        spec: spec of the model.
         height: latent rows (pixels / VAE scale).
         width: latent columns.
         halo: positions round a mask's box (`ModelWork.halo`); 0 for families without convolutions.
         recorded: whether steps are CUDA graphs.
     """
     work = family.count(
-        facts.denoiser,
+        spec.denoiser,
         height,
         width,
         halo,
         recorded=recorded,
-        references=int(facts.semantics.reference),
-        exact=facts.semantics.exact,
+        references=int(spec.semantics.reference),
+        exact=spec.semantics.exact,
     )
-    picture_tokens = facts.shown_tokens(height, width)
+    picture_tokens = spec.encoder_picture_tokens(height, width)
     return work.looking_at(picture_tokens) if picture_tokens else work

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from maskserve_engine.spec.model_spec import ControlFacts
+from maskserve_engine.spec.model_spec import ControlNetSpec
 
-CONTROL = ControlFacts(
+CONTROL = ControlNetSpec(
     net="FluxControlNetModel",
     latents=True,
     equal=(
@@ -17,7 +17,7 @@ CONTROL = ControlFacts(
         "axes_dims_rope",
     ),
 )
-STEPS_AHEAD = 8
+PRECOMPUTED_STEPS = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once, at least."""
 VECTORS_AT_ONCE = 32
 """Those of so many steps and passes are computed at once where passes are few."""

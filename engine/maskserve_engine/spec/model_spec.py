@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.dense_steps import NO_DENSE_STEPS, DenseSteps
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import Semantics
-from maskserve_engine.planning.refresh_steps import OWN_RULE, OwnRule
-from maskserve_engine.spec.encoder_picture import Shown
+from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule
+from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import LatentSpace, latent_space
 
 
@@ -44,7 +44,7 @@ class EditDefaults:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlFacts:
+class ControlNetSpec:
     """ControlNets that fit a family's models."""
 
     net: str
@@ -53,16 +53,16 @@ class ControlFacts:
     """Whether they are given the VAE's latents of a control picture; else its pixels."""
     equal: tuple[str, ...]
     """Keys of config.json that must have the same values as the model's own."""
-    stride: float = OWN_RULE.stride
+    stride: float = REFRESH_RULE.stride
     """Share of the schedule between two steps at which they compute all tokens beside a template,
     unless `[cache] own_anchors` sets another.
     """
-    power: float = OWN_RULE.power
+    power: float = REFRESH_RULE.power
     """Power of sigma over which their results are extrapolated linearly; 0: results are held."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelSpec:
     """Sizes and capabilities of one served model."""
 
     family: str
@@ -87,33 +87,33 @@ class ModelFacts:
     """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
     denoiser: dict[str, Any]
     """The transformer's or UNet's config.json, for FLOP counting."""
-    control: ControlFacts | None
+    control: ControlNetSpec | None
     """ControlNets that fit the model; None: it takes none."""
-    own_stride: float | None = None
+    refresh_stride: float | None = None
     """Share of an edit's steps between two refresh steps (docs/adr/0044), unless `[cache]
     own_anchors` sets one; 0: edits have none unless it does. None: the family has no refresh steps.
     """
-    own_growth: float = 1.0
+    refresh_growth: float = 1.0
     """Ratio of the distance between two refresh steps to that of the two before
-    (`own_steps`).
+    (`refresh_steps`).
     """
     leaves_text: bool = True
     """Whether steps between refresh steps may leave the text out, as `[cache] own_text` sets it."""
-    own_ring: int | None = None
+    refresh_ring: int | None = None
     """Least width of the margin, in tokens, that steps without the text leave out too; None: rows
     compute their edit's margin at every step. Beside a template it is computed with the text.
     """
-    own_evenly_over: float = 1.5
-    """Power of sigma over which refresh steps are evenly spaced (`own_steps`) and, with
+    refresh_evenly_over: float = 1.5
+    """Power of sigma over which refresh steps are evenly spaced (`refresh_steps`) and, with
     lookahead, interpolated.
     """
-    own_bends: bool = False
-    """Whether extrapolation is of second order, through three refresh steps (`OwnPlan`)."""
-    own_over_template: bool = False
+    second_order_refresh: bool = False
+    """Whether extrapolation is of second order, through three refresh steps (`RefreshSchedule`)."""
+    refreshes_over_template: bool = False
     """Whether an edit that may have refresh steps reads no template, since its step cache keeps
     more of it (docs/decisions/refresh-steps.md).
     """
-    lifts_entries: bool = False
+    corrects_residuals: bool = False
     """Whether the residual correction found by a cached edit's dense first step is added to the
     entries that its other steps read.
     """
@@ -151,7 +151,7 @@ class ModelFacts:
     """Tokens of every prompt beside those that the configuration limits."""
     t5: bool = False
     """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
-    shown: Shown | None = None
+    encoder_picture: EncoderPicture | None = None
     """Part of the source that its text encoder sees, if any; each prompt is then
     about a picture.
     """
@@ -175,13 +175,15 @@ class ModelFacts:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""
         return (self.tokenizer_length or configured) + self.text_besides
 
-    def shown_tokens(self, height: int, width: int) -> int:
+    def encoder_picture_tokens(self, height: int, width: int) -> int:
         """Return the number of first prompt tokens that come from the source, equal for all
         prompts, by the size of its latents.
         """
-        if self.shown is None:
+        if self.encoder_picture is None:
             return 0
-        return self.shown.tokens(height * self.vae_scale_factor, width * self.vae_scale_factor)
+        return self.encoder_picture.tokens(
+            height * self.vae_scale_factor, width * self.vae_scale_factor
+        )
 
     def key_text(self, words: int, tokens: int) -> int:
         """Return the number of prompt tokens that the entries of a picture with `tokens` tokens
@@ -242,16 +244,16 @@ def one_scale(folder: Path) -> LatentSpace:
     return space
 
 
-def check_served(*asked: tuple[str, Any, Any]) -> None:
+def check_served(*requirements: tuple[str, Any, Any]) -> None:
     """Refuse a folder that says what no model of its family is served with.
 
     Args:
-        asked: (what, as the folder has it, as it is served) each.
+        requirements: (what, as the folder has it, as it is served) each.
 
     Raises:
         ConfigError: the two differ.
     """
-    for name, value, served in asked:
+    for name, value, served in requirements:
         if value != served:
             raise ConfigError(
                 f"[model] path: {name}: {value} is not served of such models; served: {served}"
@@ -259,31 +261,31 @@ def check_served(*asked: tuple[str, Any, Any]) -> None:
 
 
 def least_steps(sampler: Mapping[str, Any]) -> int:
-    """`ModelFacts.least_steps` of a sampler's scheduler_config.json."""
+    """`ModelSpec.least_steps` of a sampler's scheduler_config.json."""
     return 2 if sampler.get("shift_terminal") else 1
 
 
 def no_recorded_rows(config: Config) -> int:
-    """Return 0, for families whose steps are not CUDA graphs (`FamilyFacts.recorded_rows`)."""
+    """Return 0, for families whose steps are not CUDA graphs (`FamilyModule.recorded_rows`)."""
     return 0
 
 
-def own_stride(config: Config, facts: ModelFacts) -> float:
+def refresh_stride(config: Config, spec: ModelSpec) -> float:
     """Return the share of an edit's steps between two refresh steps; 0: it has none."""
-    if facts.own_stride is None:
+    if spec.refresh_stride is None:
         return 0.0
     configured = config.cache.own_anchors
-    return configured if configured >= 0 else facts.own_stride
+    return configured if configured >= 0 else spec.refresh_stride
 
 
-def own_rule(config: Config, facts: ModelFacts, device: str = "cuda") -> OwnRule:
+def refresh_rule(config: Config, spec: ModelSpec, device: str = "cuda") -> RefreshRule:
     """Return the rule by which rows fill their step caches (docs/adr/0044), or, beside a template,
     by which ControlNets do. `device` is the type of the worker's device.
     """
-    cache, control = config.cache, facts.control
-    text = cache.own_text == "frozen" and facts.leaves_text
-    ring, fmt = text and facts.own_ring is not None, cache.own_format_on(device)
-    rule = OWN_RULE if control is None else OwnRule(control.stride, power=control.power)
+    cache, control = config.cache, spec.control
+    text = cache.own_text == "frozen" and spec.leaves_text
+    ring, fmt = text and spec.refresh_ring is not None, cache.refresh_format_on(device)
+    rule = REFRESH_RULE if control is None else RefreshRule(control.stride, power=control.power)
     stride = cache.own_anchors if cache.own_anchors > 0 else rule.stride
     return rule._replace(stride=stride, format=fmt, text=text, ring=ring)
 
@@ -292,35 +294,35 @@ class TextShares(NamedTuple):
     """Shares of a row's reading steps that compute its text."""
 
     template: float
-    own: float
+    refresh: float
     """Share of the steps between its own refresh steps."""
-    ahead: float = 0.0
+    lookahead: float = 0.0
     """Lookahead's part, as in `RingShares`."""
 
 
 ALL_TEXT = TextShares(1.0, 1.0)
 
 
-def text_shares(config: Config, facts: ModelFacts, steps: int, *, shared: bool) -> TextShares:
+def text_shares(config: Config, spec: ModelSpec, steps: int, *, shared: bool) -> TextShares:
     """Return the mean text shares of a worker's rows.
 
     Args:
         config: configuration of the worker.
-        facts: spec of the model.
+        spec: spec of the model.
         steps: steps of an edit.
         shared: whether several devices may take a step together; rows that read a template then
             compute their text.
     """
-    anchors = own_count(steps, own_stride(config, facts))
-    if not anchors or not own_rule(config, facts).text:
+    anchors = refresh_count(steps, refresh_stride(config, spec))
+    if not anchors or not refresh_rule(config, spec).text:
         return ALL_TEXT
-    if shared or facts.shown is not None:  # of which the template has most of the text
+    if shared or spec.encoder_picture is not None:  # of which the template has most of the text
         return TextShares(1.0, 0.0)
     return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
 
 
-def anchor_stride(configured: int, facts: ModelFacts) -> int:
+def anchor_stride(configured: int, spec: ModelSpec) -> int:
     """Return the steps that share an anchor (docs/adr/0007). `configured` is `[cache] stride`; 0:
     the model's own.
     """
-    return configured or facts.stride
+    return configured or spec.stride

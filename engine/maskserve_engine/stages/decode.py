@@ -14,7 +14,7 @@ from torch import Tensor
 from maskserve_common.config import Config
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.spec.latents import LatentSpace
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.latents import to_vae
 from maskserve_engine.stages.vae import images_of, is_tiled, load_vae
@@ -40,13 +40,13 @@ class Decoder:
         self.has_pieces = plain_resnets(vae.decoder.up_blocks, UpDecoderBlock2D)
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> Decoder:
+    def load(cls, spec: ModelSpec, config: Config) -> Decoder:
         """Load the VAE of a model folder. Raises ConfigError if it cannot be loaded."""
         limit_threads(config)
-        vae = load_vae(config, facts)
+        vae = load_vae(config, spec)
         if vae.dtype == torch.float16 and vae.config.get("force_upcast"):
             vae = vae.float()  # in half precision it overflows, as its folder says
-        return cls(vae, facts.latents)
+        return cls(vae, spec.latents)
 
     def takes_pieces(self, size: tuple[int, int]) -> bool:
         """Return whether latents of this size [h, w] can be decoded in pieces. Tiles cannot,
@@ -113,7 +113,9 @@ class Decoder:
             whole = self._middle(latents)
             maps = [_cut(whole, pieces.outer(box, 0)) for box in pieces.boxes]
             maps = self._up(maps, MixedNorm(template, pieces, whole.device), pieces)
-            for box, part in zip(pieces.wanted, maps, strict=False):  # probes are no part of it
+            for box, part in zip(
+                pieces.edited_boxes, maps, strict=False
+            ):  # probes are no part of it
                 pixels[pieces.outer(box, top).slices] = _pixels(part)
         return pixels
 

@@ -13,15 +13,19 @@ from maskserve_engine.spec.latents import LatentSpace
 
 def to_model(latents: Tensor, space: LatentSpace) -> Tensor:
     """Scale the VAE's latents […, C, h, w] for the denoiser."""
-    return (latents - _each(space.shift, space, latents)) * _each(space.scale, space, latents)
+    return (latents - _per_channel(space.shift, space, latents)) * _per_channel(
+        space.scale, space, latents
+    )
 
 
 def to_vae(latents: Tensor, space: LatentSpace) -> Tensor:
     """Scale the denoiser's latents […, C, h, w] for the VAE."""
-    return latents / _each(space.scale, space, latents) + _each(space.shift, space, latents)
+    return latents / _per_channel(space.scale, space, latents) + _per_channel(
+        space.shift, space, latents
+    )
 
 
-def _each(values: tuple[float, ...], space: LatentSpace, like: Tensor) -> float | Tensor:
+def _per_channel(values: tuple[float, ...], space: LatentSpace, like: Tensor) -> float | Tensor:
     """Return the values by channel. One value for all channels stays a Python number: a
     half-precision tensor would be rounded once more than in the pipelines.
     """

@@ -13,7 +13,7 @@ import torch
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.files.weight_files import weight_files
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Folder where NVIDIA's driver lists its devices."""
@@ -151,7 +151,7 @@ def shape_of(config: Config, name: str) -> torch.nn.Module:
     return torch.nn.Module.to(model, dtype).eval().requires_grad_(False)
 
 
-def held_bytes(model: torch.nn.Module) -> int:
+def module_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, in any library's form."""
     return sum(_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
 
@@ -163,12 +163,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes + (0 if scales is None else scales.nbytes)
 
 
-def warm_up_side(config: Config, facts: ModelFacts, device: torch.device | None = None) -> int:
+def warm_up_side(config: Config, spec: ModelSpec, device: torch.device | None = None) -> int:
     """Return the side of the square warm-up picture, in pixels: a GPU chooses kernels by shape, and
     a CPU gains nothing from a large one.
     """
     on_gpu = (device or device_of(config)).type == "cuda"
-    return facts.native_resolution if on_gpu else 4 * facts.size_multiple
+    return spec.native_resolution if on_gpu else 4 * spec.size_multiple
 
 
 def load_plain(config: Config, name: str, cls: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.files.digests import file_digest
 from maskserve_common.files.gguf_header import read_gguf
-from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
+from maskserve_engine.stages.loader import device_of, dtype_of, load_part, module_bytes
 
 _BLOCKS = r"transformer_blocks\.|^(layers|noise_refiner|context_refiner)\."
 """Matches names of layers in a denoiser's blocks."""
@@ -110,7 +110,7 @@ def quantise(model: nn.Module, form: str, device: torch.device, within: str = _B
 
 def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
     """Return the bytes of a model in a form, by its shapes; it may be on torch's device `meta`."""
-    total = held_bytes(model)
+    total = module_bytes(model)
     if form != "bf16":
         for _, layer in _products(model, form, within):
             total += _packed_bytes(layer, form) - layer.weight.nbytes

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from maskserve_common.config import Config
 from maskserve_engine.spec.latents import LatentSpace
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.loader import load_part
 
 _WHOLE = 1536
 """Native size up to which pictures are not tiled by default."""
 
 
-def load_vae(config: Config, facts: ModelFacts) -> Any:
+def load_vae(config: Config, spec: ModelSpec) -> Any:
     """Load the VAE of the model folder. Raises ConfigError if it cannot be loaded."""
     import diffusers  # here: a process first says which libraries it has no use for
 
-    vae = load_part(config, "vae", getattr(diffusers, facts.latents.vae))
-    if in_tiles(config, facts):
+    vae = load_part(config, "vae", getattr(diffusers, spec.latents.vae))
+    if in_tiles(config, spec):
         vae.enable_tiling()
-    if vae.device.type == "cpu" and not facts.latents.frames:
+    if vae.device.type == "cpu" and not spec.latents.frames:
         vae.to(memory_format=torch.channels_last)  # as oneDNN's convolutions take their maps
     return vae
 
@@ -57,10 +57,10 @@ def images_of(vae: Any, latents: Tensor, space: LatentSpace) -> Tensor:
     return vae.decode(latents[:, :, None]).sample[:, :, 0]
 
 
-def in_tiles(config: Config, facts: ModelFacts) -> bool:
+def in_tiles(config: Config, spec: ModelSpec) -> bool:
     """Return whether a worker's VAE tiles large pictures."""
     vae_tiles = config.stages.vae_tiles
-    return vae_tiles == "on" or (vae_tiles == "auto" and facts.native_resolution > _WHOLE)
+    return vae_tiles == "on" or (vae_tiles == "auto" and spec.native_resolution > _WHOLE)
 
 
 def is_tiled(vae: Any, size: tuple[int, int], space: LatentSpace) -> bool:

@@ -89,7 +89,7 @@ class PixelBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    wanted: tuple[PixelBox, ...]
+    edited_boxes: tuple[PixelBox, ...]
     """Disjoint boxes of latents that were edited."""
     size: tuple[int, int]
     """(height, width) of the latents."""
@@ -102,7 +102,7 @@ class Pieces:
 
     @property
     def boxes(self) -> tuple[PixelBox, ...]:
-        return self.wanted + self.probes
+        return self.edited_boxes + self.probes
 
     def at(self, level: int) -> tuple[int, int]:
         return self.size[0] << level, self.size[1] << level
@@ -134,15 +134,15 @@ def plan_pieces(
     positions for a norm; then choose probes.
     """
     pieces = Pieces(tuple(boxes), size, halos, spread)
-    while len(pieces.wanted) > 1:
+    while len(pieces.edited_boxes) > 1:
         saving, first, second = max(
             (_saving(pieces, first, second), first, second)
-            for first, second in combinations(pieces.wanted, 2)
+            for first, second in combinations(pieces.edited_boxes, 2)
         )
-        if saving < 0 and len(pieces.wanted) <= _MOST_PIECES:
+        if saving < 0 and len(pieces.edited_boxes) <= _MOST_PIECES:
             break
-        remaining = tuple(box for box in pieces.wanted if box not in (first, second))
-        pieces = replace(pieces, wanted=(*remaining, first.joined(second)))
+        remaining = tuple(box for box in pieces.edited_boxes if box not in (first, second))
+        pieces = replace(pieces, edited_boxes=(*remaining, first.joined(second)))
     return replace(pieces, probes=_probes(pieces))
 
 
@@ -161,7 +161,7 @@ def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
         range(0, side - probe + 1, probe)
         for side, probe in zip(pieces.size, (height, width), strict=True)
     )
-    changed = [box.grown(2 * pieces.spread, pieces.size) for box in pieces.wanted]
+    changed = [box.grown(2 * pieces.spread, pieces.size) for box in pieces.edited_boxes]
     places = [PixelBox(y, x, y + height, x + width) for y, x in product(tops, lefts)]
     places = [
         box for box in places if not any(box.common(changed_box).area for changed_box in changed)
@@ -198,7 +198,7 @@ class CellSums:
 
     def known(self, pieces: Pieces) -> _Known:
         levels = range(max(self.levels) + 1)
-        changed = [[pieces.changed(box, k) for box in pieces.wanted] for k in levels]
+        changed = [[pieces.changed(box, k) for box in pieces.edited_boxes] for k in levels]
         probes = [[box.scaled(1 << k) for box in pieces.probes] for k in levels]
         outside_weights = [1.0 - self._covered(changed[k], k) for k in levels]
         areas = [self._positions(k) - sum(box.area for box in changed[k]) for k in levels]
@@ -285,8 +285,10 @@ class MixedNorm:
     def __call__(self, norm: nn.GroupNorm, maps: list[Tensor], level: int) -> list[Tensor]:
         pieces, groups = self._pieces, norm.num_groups
         (mean, variance), probes = next(self._known)
-        changed = [pieces.changed(box, level) for box in pieces.wanted]
-        inside = _moments(groups, maps, [pieces.outer(b, level) for b in pieces.wanted], changed)
+        changed = [pieces.changed(box, level) for box in pieces.edited_boxes]
+        inside = _moments(
+            groups, maps, [pieces.outer(b, level) for b in pieces.edited_boxes], changed
+        )
         if pieces.probes:
             probe_boxes = [box.scaled(1 << level) for box in pieces.probes]
             outers = [pieces.outer(box, level) for box in pieces.probes]

@@ -17,9 +17,9 @@ from maskserve_common.observations import Observations
 from maskserve_common.resources.loading import Kind, Loadable, Loaded
 from maskserve_common.resources.residency import Residency
 from maskserve_engine.adapters.control_net_loader import CONTROL_NETS, ControlNetLoader
-from maskserve_engine.adapters.control_net_loader import Bring as BringNet
+from maskserve_engine.adapters.control_net_loader import Place as BringNet
 from maskserve_engine.adapters.fuse import served_form
-from maskserve_engine.adapters.lora_loader import LORAS, Bring, LoraLoader
+from maskserve_engine.adapters.lora_loader import LORAS, LoraLoader, Place
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.base.mailbox import Inbox, OutputThread
 from maskserve_engine.cache.loader import HostMover
@@ -36,7 +36,7 @@ from maskserve_engine.fitting.memory import device_memory, memory_table
 from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.gangs.executor import GangExecutor
-from maskserve_engine.gangs.messages import DeviceFacts
+from maskserve_engine.gangs.messages import DeviceDescription
 from maskserve_engine.gangs.processes import RankProcesses
 from maskserve_engine.loop.engine import Engine, Parts
 from maskserve_engine.loop.local_executor import LocalExecutor
@@ -53,12 +53,12 @@ from maskserve_engine.requests.executor import Executor
 from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.request_table import Books
+from maskserve_engine.requests.request_table import RequestTable
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.scheduling.policies import is_static, policy_of
 from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision
@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 def load_engine(
     config: Config,
-    lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
+    lora_loader: Callable[[Config, Place], LoraSource] = LoraLoader,
     policy: MakePolicy | None = None,
     calls: ServiceCalls | None = None,
 ) -> Engine:
@@ -115,7 +115,7 @@ def load_engine(
 
 
 def _load_ranks(
-    config: Config, policy: MakePolicy, lora_loader: Callable[[Config, Bring], LoraSource]
+    config: Config, policy: MakePolicy, lora_loader: Callable[[Config, Place], LoraSource]
 ) -> Engine:
     """Build an engine with one process per device; this process holds the model's shape and no
     weights.
@@ -151,9 +151,9 @@ def assemble(
     revision: str = "",
     executor: Callable[[Adapter, Store | None], Executor] = LocalExecutor,
     policy: MakePolicy = StepScheduler,
-    lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
-    net_loader: Callable[[Config, ModelFacts, BringNet], ControlNetSource] = ControlNetLoader,
-    elsewhere: DeviceFacts | None = None,
+    lora_loader: Callable[[Config, Place], LoraSource] = LoraLoader,
+    net_loader: Callable[[Config, ModelSpec, BringNet], ControlNetSource] = ControlNetLoader,
+    elsewhere: DeviceDescription | None = None,
     inbox: Inbox | None = None,
 ) -> Engine:
     """Build an engine from its components.
@@ -185,8 +185,8 @@ def assemble(
     def arrived(key: str) -> None:
         commands.put(lambda: manager.arrived(key))
 
-    def came(kind: Kind, wanted: Loadable, outcome: Loaded | MaskserveError) -> None:
-        commands.put(lambda: manager.adapter_came(kind, wanted, outcome))
+    def on_loaded(kind: Kind, item: Loadable, outcome: Loaded | MaskserveError) -> None:
+        commands.put(lambda: manager.adapter_loaded(kind, item, outcome))
 
     cache = store = None
     if config.cache.enabled:
@@ -207,7 +207,7 @@ def assemble(
     loras = lora_loader(config, holds.bring) if config.adapters.store else None
     nets = None
     if config.controls.folder:
-        nets = net_loader(config, adapter.facts, holds.bring_net)
+        nets = net_loader(config, adapter.spec, holds.load_net)
     output, observations, counters = OutputThread(), Observations(), new_counters()
     audits = Audits(config.cache, observations)
     degrees = None
@@ -230,9 +230,9 @@ def assemble(
     )
     held_loras = held_nets = None
     if loras is not None:
-        held_loras = Loras(config, residency, loras, partial(came, LORAS), observations)
+        held_loras = Loras(config, residency, loras, partial(on_loaded, LORAS), observations)
     if nets is not None:
-        held_nets = EditControlNets(residency, nets, partial(came, CONTROL_NETS), observations)
+        held_nets = EditControlNets(residency, nets, partial(on_loaded, CONTROL_NETS), observations)
     adapters = EditAdapters(config, adapter, holds, held_loras, held_nets)
     scheduler = policy(
         config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
@@ -247,7 +247,7 @@ def assemble(
         line = costs.model.compute
         return (line.seconds(edit.flops),), line.fixed
 
-    books = Books(scheduler, residency, degrees.of if degrees else on_one_device)
+    books = RequestTable(scheduler, residency, degrees.of if degrees else on_one_device)
     in_time = InTime(config, prices.measured)
     manager = RequestManager(
         config, adapter, holds, output, books, adapters, audits, in_time, primings
@@ -262,7 +262,7 @@ def assemble(
         StepTimes(costs, holds.take_moves, counters, observations),
         counters,
         observations,
-        degrees.beside_shares if degrees is not None else lambda edits, ranks: 0.0,
+        degrees.overhead_shares if degrees is not None else lambda edits, ranks: 0.0,
     )
     return Engine(
         config,
@@ -272,7 +272,7 @@ def assemble(
             manager=manager,
             runner=runner,
             publisher=StatusPublisher(
-                config, adapter.facts, prices, manager, cache, counters, memory
+                config, adapter.spec, prices, manager, cache, counters, memory
             ),
             inbox=commands,
             output=output,

@@ -5,7 +5,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_common.config import Config
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_triton.edit_front import EditFront
 from maskserve_triton.worker_model import WorkerModel
 
@@ -15,7 +15,7 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         model = config.model
-        facts = load_facts(model.path, model.native_resolution)
+        facts = load_spec(model.path, model.native_resolution)
         self._front = EditFront(pb_utils, config, facts, "edit_stream", streaming=True)
 
     def execute(self, requests: list[Any]) -> None:

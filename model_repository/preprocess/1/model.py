@@ -10,7 +10,7 @@ from maskserve_common.contracts.request import AcceptedEdit
 from maskserve_common.contracts.tensors import CONTROL
 from maskserve_common.files.values import Values
 from maskserve_common.tracing import make_tracer
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_triton.preprocess import prepare_edit
 from maskserve_triton.sync_execute import respond
 from maskserve_triton.templates import templates_of
@@ -23,7 +23,7 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         model = config.model
-        self._facts = load_facts(model.path, model.native_resolution)
+        self._facts = load_spec(model.path, model.native_resolution)
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)
         self._tracer = make_tracer(config, "preprocess")

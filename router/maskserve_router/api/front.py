@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_common.contracts.tensors import Contract
 from maskserve_common.errors import InvalidRequest
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder, KeyRing
 from maskserve_router.messages.edit_call import parse_request
 from maskserve_router.messages.model_request import ModelRequest
@@ -27,7 +27,7 @@ class Front:
     Args:
         keys: identifies clients.
         admission: counts their bytes.
-        turns: threads that encode and decode messages.
+        fair_share: threads that encode and decode messages.
         edits: runs `edit` and `edit_stream`.
         control: runs `control`.
         workflows: runs workflows by name.
@@ -37,12 +37,12 @@ class Front:
         self,
         keys: KeyRing,
         admission: Admission,
-        turns: Turns,
+        fair_share: FairShare,
         edits: Edits,
         control: ClusterControl,
         workflows: Workflows,
     ) -> None:
-        self._keys, self._admission, self._turns = keys, admission, turns
+        self._keys, self._admission, self._fair_share = keys, admission, fair_share
         self._edits, self._control, self._workflows = edits, control, workflows
 
     @property
@@ -61,18 +61,18 @@ class Front:
 
     async def may_read(self, headers: Mapping[str, str]) -> None:
         """Wait until the next message of a call with these headers may be read."""
-        await self._turns.may_read(self.client(headers))
+        await self._fair_share.may_read(self.client(headers))
 
-    async def parse(self, raw: bytes, client: KeyHolder, held: ExitStack) -> ModelRequest:
-        """Parse a client's message, and count its bytes until `held` is closed.
+    async def parse(self, raw: bytes, client: KeyHolder, resources: ExitStack) -> ModelRequest:
+        """Parse a client's message, and count its bytes until `resources` is closed.
 
         Raises:
             InvalidRequest: as `parse_request`.
             RetryLater: too many bytes are under way.
         """
-        self._turns.came(client, len(raw))
-        held.enter_context(self._admission.hold(client, len(raw)))
-        return await self._turns.run(client, len(raw), parse_request, raw, self.models)
+        self._fair_share.received(client, len(raw))
+        resources.enter_context(self._admission.hold(client, len(raw)))
+        return await self._fair_share.run(client, len(raw), parse_request, raw, self.models)
 
     def room(self, client: KeyHolder) -> EditRoom:
         """Return `Admission.room`."""
@@ -153,7 +153,7 @@ class Front:
             async with aclosing(run) as events:
                 async for event in events:
                     room.becomes(event.ByteSize())
-                    yield await self._turns.run(client, room.size, _in_stream, event)
+                    yield await self._fair_share.run(client, room.size, _in_stream, event)
             return
         edit = self._edits.stream(message, size, client, headers, timeout, route, room)
         async with aclosing(edit) as answers:

@@ -42,17 +42,17 @@ Handler = Callable[[Request], Awaitable[Response]]
 class WrittenAnswer(StreamingResponse):
     """An answer that is written in pieces, without a copy of the rest.
 
-    `held` is closed when all is written or the client has left.
+    `resources` is closed when all is written or the client has left.
 
     Args:
         parts: parts of the body.
-        held: resources of the answer.
+        resources: resources of the answer.
         more: arguments of Response.
     """
 
-    def __init__(self, parts: Parts, held: ExitStack, **more: Any) -> None:
+    def __init__(self, parts: Parts, resources: ExitStack, **more: Any) -> None:
         super().__init__(_small(parts), **more)
-        self._parts, self._held = parts, held
+        self._parts, self._resources = parts, resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -61,7 +61,7 @@ class WrittenAnswer(StreamingResponse):
         finally:
             if isinstance(self._parts, AsyncGenerator):
                 await self._parts.aclose()
-            self._held.close()
+            self._resources.close()
 
 
 async def _small(parts: Parts) -> AsyncIterator[bytes | memoryview]:

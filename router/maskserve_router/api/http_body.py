@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.config import Http
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.scheduling.admission import Admission
 
@@ -31,14 +31,14 @@ class Bodies:
     Args:
         bounds: limits on one body.
         admission: counts bytes in memory.
-        turns: threads that inflate.
+        fair_share: threads that inflate.
     """
 
-    def __init__(self, bounds: Http, admission: Admission, turns: Turns) -> None:
-        self._bounds, self._admission, self._turns = bounds, admission, turns
+    def __init__(self, bounds: Http, admission: Admission, fair_share: FairShare) -> None:
+        self._bounds, self._admission, self._fair_share = bounds, admission, fair_share
 
-    async def read(self, request: Request, client: KeyHolder, held: ExitStack) -> bytes:
-        """Read and inflate the request's body, and count its bytes until `held` is closed.
+    async def read(self, request: Request, client: KeyHolder, resources: ExitStack) -> bytes:
+        """Read and inflate the request's body, and count its bytes until `resources` is closed.
 
         The content type is ignored: some clients send JSON as a form.
 
@@ -55,10 +55,10 @@ class Bodies:
         )
         if declared_length.isdigit() and int(declared_length) > most:
             raise InvalidRequest("body", f"is {declared_length} bytes", f"up to {most}")
-        parts = self._coming(request)
+        parts = self._chunks(request)
         if encoding in ("gzip", "deflate"):
             parts = self._inflated(parts, client)
-        await self._turns.may_read(client)
+        await self._fair_share.may_read(client)
         body = io.BytesIO()  # returns its content without a copy
         size = 0
         async with aclosing(parts):
@@ -66,11 +66,11 @@ class Bodies:
                 size += len(part)
                 if size > most:
                     raise InvalidRequest("body", f"is over {most} bytes", f"up to {most}")
-                held.enter_context(self._admission.hold(client, len(part)))
+                resources.enter_context(self._admission.hold(client, len(part)))
                 body.write(part)
         return body.getvalue()
 
-    async def _coming(self, request: Request) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body's parts as the client sends them.
 
         Each part adds the time that it may take at the least rate, up to `_PATIENCE_S`. A body that
@@ -94,16 +94,16 @@ class Bodies:
             yield part
 
     async def _inflated(
-        self, coming: AsyncGenerator[bytes, None], client: KeyHolder
+        self, chunks: AsyncGenerator[bytes, None], client: KeyHolder
     ) -> AsyncGenerator[bytes, None]:
         """Yield the parts inflated in small pieces: a kilobyte may hold a megabyte."""
         inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip and zlib, by their headers
         received_bytes = inflated_bytes = 0
-        async for part in coming:
+        async for part in chunks:
             received_bytes += len(part)
             while part and not inflater.eof:
                 try:
-                    plain = await self._turns.run(
+                    plain = await self._fair_share.run(
                         client, _INFLATED_AT_A_TIME, inflater.decompress, part, _INFLATED_AT_A_TIME
                     )
                 except zlib.error:

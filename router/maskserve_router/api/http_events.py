@@ -37,7 +37,7 @@ Event: TypeAlias = Iterable[bytes | memoryview]
 async def event_stream(
     request: Request,
     events: AsyncGenerator[Event, None],
-    held: ExitStack,
+    resources: ExitStack,
     error_event: Callable[[MaskserveError | Failure], bytes],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
@@ -46,7 +46,7 @@ async def event_stream(
     Args:
         request: the request.
         events: the events in order; an exception ends the stream.
-        held: closed when all is written.
+        resources: closed when all is written.
         error_event: makes the event of an error.
         headers: further headers of the answer.
 
@@ -63,7 +63,7 @@ async def event_stream(
         raise
     return WrittenAnswer(
         _written(first, events, error_event, request.scope.get("state", {})),
-        held.pop_all(),
+        resources.pop_all(),
         headers={**_HEADERS, **(headers or {})},
         media_type="text/event-stream; charset=utf-8",
     )
@@ -80,7 +80,7 @@ async def _begun(first: asyncio.Future[Event]) -> None:
 
 
 async def _written(
-    coming: asyncio.Future[Event],
+    next_event: asyncio.Future[Event],
     events: AsyncGenerator[Event, None],
     error_event: Callable[[MaskserveError | Failure], bytes],
     state: Mapping[str, Any],
@@ -88,23 +88,23 @@ async def _written(
     last_write_s = time.monotonic()
     try:
         while True:
-            while not (await asyncio.wait({coming}, timeout=min(_LOOK_S, _COMMENT_S)))[0]:
+            while not (await asyncio.wait({next_event}, timeout=min(_LOOK_S, _COMMENT_S)))[0]:
                 if HALF_CLOSED in state or time.monotonic() >= last_write_s + _COMMENT_S:
                     yield _COMMENT
                     last_write_s = time.monotonic()
-            for part in coming.result():
+            for part in next_event.result():
                 yield part
             last_write_s = time.monotonic()
-            coming = asyncio.ensure_future(anext(events))
+            next_event = asyncio.ensure_future(anext(events))
     except StopAsyncIteration:
         pass
     except (MaskserveError, Failure) as error:
         yield error_event(error)
     finally:
-        await _end(coming, events)
+        await _end(next_event, events)
 
 
-async def _end(coming: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> None:
-    coming.cancel()
-    await asyncio.gather(coming, return_exceptions=True)
+async def _end(next_event: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> None:
+    next_event.cancel()
+    await asyncio.gather(next_event, return_exceptions=True)
     await events.aclose()

@@ -22,13 +22,13 @@ from maskserve_router.api.http_answers import (
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.http_events import Event, event_stream
 from maskserve_router.api.kserve_http import (
-    Wanted,
+    RequestedOutputs,
     generate_request,
     generate_response,
     infer_request,
     infer_response,
 )
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import check_request
 from maskserve_router.messages.failures import Failure
@@ -43,8 +43,8 @@ _HEADER_LENGTH = "inference-header-content-length"
 class HttpInference:
     """Handlers of requests with tensors."""
 
-    def __init__(self, bodies: Bodies, front: Front, turns: Turns) -> None:
-        self._bodies, self._front, self._turns = bodies, front, turns
+    def __init__(self, bodies: Bodies, front: Front, fair_share: FairShare) -> None:
+        self._bodies, self._front, self._fair_share = bodies, front, fair_share
 
     async def infer(self, request: Request) -> Response:
         with ExitStack() as exit_stack, ExitStack() as response_stack:
@@ -53,14 +53,14 @@ class HttpInference:
             if length is not None and not _NUMBER.fullmatch(length):
                 raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
             size, split = len(body), None if length is None else int(length)
-            message, output_forms = await self._turns.run(
+            message, output_forms = await self._fair_share.run(
                 client, size, _checked_infer, self._front.models, *model_of(request), body, split
             )
             del body
             room = response_stack.enter_context(self._front.room(client))
             work = self._front.infer(message, size, client, _headers(request), None, "http", room)
             answer = await while_connected(request, work)
-            parts, head = await self._turns.run(
+            parts, head = await self._fair_share.run(
                 client, len(answer), infer_response, answer, output_forms
             )
             headers = {} if head is None else {_HEADER_LENGTH: str(head)}
@@ -87,7 +87,7 @@ class HttpInference:
             _, body = await self._body(request, exit_stack)
             return body
 
-    async def _body(self, request: Request, held: ExitStack) -> tuple[KeyHolder, bytes]:
+    async def _body(self, request: Request, resources: ExitStack) -> tuple[KeyHolder, bytes]:
         """Return the client and the body. The client is checked before the body is read.
 
         Raises:
@@ -95,15 +95,15 @@ class HttpInference:
             MaskserveError: as `Bodies.read`.
         """
         client = self._front.client(_headers(request))
-        return client, await self._bodies.read(request, client, held)
+        return client, await self._bodies.read(request, client, resources)
 
     async def _generation(
-        self, request: Request, held: ExitStack
+        self, request: Request, resources: ExitStack
     ) -> tuple[KeyHolder, ModelRequest, int]:
-        client, body = await self._body(request, held)
+        client, body = await self._body(request, resources)
         size = len(body)
         work = _checked_generate, self._front.models, *model_of(request), body
-        return client, await self._turns.run(client, size, *work), size
+        return client, await self._fair_share.run(client, size, *work), size
 
     async def _only_answer(
         self,
@@ -137,12 +137,12 @@ class HttpInference:
         """Yield each answer as JSON."""
         if not self._front.models[message.head.model_name].decoupled:
             answer = await self._front.infer(message, size, client, headers, None, "generate", room)
-            yield await self._turns.run(client, len(answer), _as_json, answer)
+            yield await self._fair_share.run(client, len(answer), _as_json, answer)
             return
         stream = self._front.stream(message, size, client, headers, None, "generate", room)
         async with aclosing(stream) as answers:
             async for raw in answers:
-                if event_json := await self._turns.run(client, len(raw), _event_as_json, raw):
+                if event_json := await self._fair_share.run(client, len(raw), _event_as_json, raw):
                     yield event_json
 
 
@@ -163,8 +163,8 @@ async def _server_sent(answers: AsyncGenerator[bytes, None]) -> AsyncGenerator[E
             yield _event(answer)
 
 
-def _event(told: bytes) -> tuple[bytes, ...]:
-    return b"data: ", told, b"\n\n"
+def _event(data: bytes) -> tuple[bytes, ...]:
+    return b"data: ", data, b"\n\n"
 
 
 def _error_event(error: MaskserveError | Failure) -> bytes:
@@ -195,7 +195,7 @@ def _written(
 
 def _checked_infer(
     models: Mapping[str, Contract], model: str, version: str, body: bytes, split: int | None
-) -> tuple[ModelRequest, Wanted]:
+) -> tuple[ModelRequest, RequestedOutputs]:
     message, output_forms = infer_request(model, version, body, split)
     check_request(message, models)
     return message, output_forms

@@ -53,7 +53,7 @@ _read_request = msgspec.json.Decoder(_Request).decode
 _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Wanted(Struct):
+class RequestedOutputs(Struct):
     """The form of outputs that the client wants: JSON or binary."""
 
     binary: dict[str, bool]
@@ -67,7 +67,7 @@ class Wanted(Struct):
 
 def infer_request(
     model: str, version: str, body: bytes, header_bytes: int | None
-) -> tuple[ModelRequest, Wanted]:
+) -> tuple[ModelRequest, RequestedOutputs]:
     """Return the message of an inference; binary inputs stay in the body.
 
     Args:
@@ -112,14 +112,16 @@ def infer_request(
         added_output = head.outputs.add(name=output.name)
         other_parameters = {k: v for k, v in output.parameters.items() if k != "binary_data"}
         _put_parameters(added_output, other_parameters)
-    output_forms = Wanted(
+    output_forms = RequestedOutputs(
         {o.name: bool(o.parameters.get("binary_data", False)) for o in request.outputs},
         bool(request.parameters.get("binary_data_output", False)),
     )
     return ModelRequest(head, contents), output_forms
 
 
-def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryview], int | None]:
+def infer_response(
+    answer: bytes, requested: RequestedOutputs
+) -> tuple[list[bytes | memoryview], int | None]:
     """Return the parts of a response's body, and the length of its JSON if binary outputs follow.
 
     Raises:
@@ -134,7 +136,7 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[list[bytes | memoryvi
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
         }
-        if wanted.is_binary(tensor.name):
+        if requested.is_binary(tensor.name):
             output["parameters"] = {"binary_data_size": len(raw)}
             tail.append(raw)
         else:

@@ -149,7 +149,7 @@ class PublicHosts:
     async def ask(
         self,
         method: str,
-        asked: PublicUrl,
+        url: PublicUrl,
         headers: Mapping[str, str],
         content: bytes | None = None,
     ) -> AbstractAsyncContextManager[httpx.Response]:
@@ -158,16 +158,16 @@ class PublicHosts:
         Raises:
             OSError: the host has no address, or one that is not public.
         """
-        addresses = await self._resolver(asked.host, asked.port)
+        addresses = await self._resolver(url.host, url.port)
         if not addresses or not all(map(self._public, addresses)):
             raise OSError("not a public address")
         # Call the address that was checked: the name may resolve differently the next time.
         # Certificate and Host are the name's.
-        at = asked.url.copy_with(host=addresses[0], fragment=None)
+        at = url.url.copy_with(host=addresses[0], fragment=None)
         return self._client.stream(
             method,
             at,
             content=content,
-            headers={"Host": asked.url.netloc.decode(), **headers},
-            extensions={"sni_hostname": asked.host},
+            headers={"Host": url.url.netloc.decode(), **headers},
+            extensions={"sni_hostname": url.host},
         )

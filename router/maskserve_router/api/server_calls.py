@@ -21,7 +21,7 @@ from maskserve_router.workers.pool import Pool
 _TIMEOUT_S = 5.0
 _PLATFORM: Final = "maskserve_workflow"
 # Extensions that are local to a host or for operators.
-_NOT_HERE = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
+_UNSUPPORTED = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
 
 
 class ServerCalls:
@@ -41,7 +41,7 @@ class ServerCalls:
         """Return a worker's metadata without extensions that the router does not serve."""
         raw = await self._ask("ServerMetadata", pb.ServerMetadataRequest())
         metadata = pb.ServerMetadataResponse.FromString(raw)
-        extensions = [e for e in metadata.extensions if not any(part in e for part in _NOT_HERE)]
+        extensions = [e for e in metadata.extensions if not any(part in e for part in _UNSUPPORTED)]
         return pb.ServerMetadataResponse(
             name=metadata.name, version=metadata.version, extensions=extensions
         )
@@ -149,5 +149,5 @@ def shared_memory_refused() -> NotSupported:
     )
 
 
-def operators_only(what: str) -> NotSupported:
-    return NotSupported(what, "is not served by a router", "the worker's own ports")
+def operators_only(call: str) -> NotSupported:
+    return NotSupported(call, "is not served by a router", "the worker's own ports")

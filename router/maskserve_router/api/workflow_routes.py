@@ -14,11 +14,11 @@ from maskserve_router.workflows.workflows import Workflows
 
 
 def workflow_routes(
-    who: Callable[[Mapping[str, str]], KeyHolder], workflows: Workflows
+    identify: Callable[[Mapping[str, str]], KeyHolder], workflows: Workflows
 ) -> list[Route]:
     """Return the routes of workflows."""
 
     async def listed(request: Request, request_id: str) -> Response:
-        return json_answer(await workflows.listed(who(request.headers)), request_id)
+        return json_answer(await workflows.listed(identify(request.headers)), request_id)
 
     return [Route("/v1/workflows", answering(listed), methods=["GET"])]

@@ -35,15 +35,15 @@ from maskserve_router.api.openai.answers import NotFound, error_body
 from maskserve_router.api.openai.edits import ImageEdits
 from maskserve_router.api.openai.form import EditForm
 from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.jobs.owners import Owners
 from maskserve_router.jobs.pauses import Pauses
 from maskserve_router.jobs.store import (
     RUN,
     TELL,
-    Holding,
     JobRecord,
     JobStore,
+    Lease,
     OtherRequest,
     QuotaReached,
     Stray,
@@ -83,7 +83,7 @@ T = TypeVar("T")
 class JobNotFound(NotFound):
     """The caller has no job with this id."""
 
-    told_as = "job_not_found"
+    openai_code = "job_not_found"
 
     def __init__(self) -> None:
         super().__init__("id", "names no job of this key")
@@ -97,7 +97,7 @@ class Jobs:
         edits: reads forms and answers them.
         keys: finds the holder of a job's scope.
         admission: counts bytes in memory.
-        turns: threads that encode and decode forms and query the database for clients.
+        fair_share: threads that encode and decode forms and query the database for clients.
         webhooks: calls webhooks when jobs end.
         metrics: counters of jobs.
     """
@@ -108,27 +108,27 @@ class Jobs:
         edits: ImageEdits,
         keys: KeyRing,
         admission: Admission,
-        turns: Turns,
+        fair_share: FairShare,
         webhooks: Webhooks,
         metrics: Metrics,
     ) -> None:
         self._config = config.jobs
-        self._place, self._why_none = place_of(config)
+        self._place, self._disabled_reason = place_of(config)
         self._edits, self._keys, self._admission = edits, keys, admission
-        self._turns, self._webhooks, self._metrics = turns, webhooks, metrics
+        self._fair_share, self._webhooks, self._metrics = fair_share, webhooks, metrics
         self._owner = f"{config.name[:24]}-{secrets.token_hex(8)}"
         self._owners = Owners(self._owner, config.jobs.lease_s)
         self._store: JobStore | None = None
         # Statements wait for the disk. Two threads, so that a large picture delays no heartbeat.
         self._threads = ThreadPoolExecutor(2, "jobs")
-        self._runs = _UnderWay(RUN, config.jobs.running)
-        self._calls = _UnderWay(TELL, _TELLING)
+        self._runs = _RunningJobs(RUN, config.jobs.running)
+        self._calls = _RunningJobs(TELL, _TELLING)
         self._pauses = Pauses()
         self._progress: dict[str, dict[str, Any]] = {}
         self._strays: frozenset[Stray] = frozenset()
         self._problem = ""
         """The database's error while it does not work; empty: it works."""
-        self._kept_progress: dict[str, dict[str, Any]] = {}
+        self._progress_by_job: dict[str, dict[str, Any]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -154,7 +154,7 @@ class Jobs:
             if jobs.database or jobs.database_file:
                 key = "database" if jobs.database else "database_file"
                 raise ConfigError(f"[jobs] {key}: {_short(error)}") from None
-            self._place, self._why_none = "", f"are not kept here: {_short(error)}"
+            self._place, self._disabled_reason = "", f"are not kept here: {_short(error)}"
             log.warning("no jobs are taken: %s", _short(error))
 
     @property
@@ -162,7 +162,7 @@ class Jobs:
         """`on`, `off` or an error of the database, for health checks."""
         if self._problem:
             return f"the database does not answer: {self._problem}"
-        return "off" if self._why_none else "on"
+        return "off" if self._disabled_reason else "on"
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more jobs, let running jobs end within `grace_s`, and free the others."""
@@ -211,18 +211,18 @@ class Jobs:
         if webhook is not None:
             self._webhooks.check(webhook, client.webhook_secret)
         store = await self._opened()
-        await self._turns.run(client, _LONG, self._edits.check_pictures, form)
+        await self._fair_share.run(client, _LONG, self._edits.check_pictures, form)
         pictures = sum(map(len, (form.image, form.mask or b"", *form.control)))
-        digest = await self._turns.run(client, pictures, _digest, form)
+        digest = await self._fair_share.run(client, pictures, _digest, form)
         seeded = form
         if form.settings.get("seed") is None:  # the seed is drawn now: each
             # try is the same edit
             seed = secrets.randbits(_SEED_BITS)
             seeded = replace(form, settings={**form.settings, "seed": seed})
-        encoded_form = await self._turns.run(client, pictures, _ENCODER.encode, seeded)
-        megapixels = await self._turns.run(client, pictures, self._edits.work, form)
+        encoded_form = await self._fair_share.run(client, pictures, _ENCODER.encode, seeded)
+        megapixels = await self._fair_share.run(client, pictures, self._edits.work, form)
         work = Daily(1, len(encoded_form), megapixels)
-        total, client_counts = await self._asked(client, store.counts, client.scope)
+        total, client_counts = await self._query(client, store.counts, client.scope)
         free = room(self._half, total.form_bytes, client_counts.form_bytes, client.scope)
         if len(encoded_form) > free:
             raise RetryLater(
@@ -235,7 +235,7 @@ class Jobs:
         )
         add = partial(store.add, job, encoded_form, digest, idempotency, work, client.daily)
         try:
-            added = await self._asked(client, add)
+            added = await self._query(client, add)
         except OtherRequest:
             raise InvalidRequest(
                 "Idempotency-Key", "came with another request before", "one key for one request"
@@ -257,7 +257,7 @@ class Jobs:
         Raises:
             JobNotFound: it has no job with this id.
         """
-        job = await self._asked(client, (await self._opened()).get, name)
+        job = await self._query(client, (await self._opened()).get, name)
         if job is None or (job.scope != client.scope and not client.admin):
             raise JobNotFound
         # A finished job's progress is read from the database, so that all routers agree.
@@ -265,7 +265,7 @@ class Jobs:
 
     async def result(self, job: JobRecord, client: KeyHolder) -> bytes | None:
         """Return the answer's JSON; None: there is none."""
-        return await self._asked(client, (await self._opened()).result, job.id)
+        return await self._query(client, (await self._opened()).result, job.id)
 
     async def listed(self, client: KeyHolder, limit: int, after: str | None) -> bytes:
         """Return a page of a client's jobs as JSON, newest first, with its usage of today.
@@ -274,7 +274,7 @@ class Jobs:
             JobNotFound: it has no job `after`.
         """
         page = partial(_listed, await self._opened(), client.scope, limit, after)
-        return await self._asked(client, page)
+        return await self._query(client, page)
 
     async def end(self, name: str, client: KeyHolder) -> JobRecord | None:
         """Cancel an open job, or delete a finished one and return None.
@@ -283,14 +283,14 @@ class Jobs:
             JobNotFound: the client has no job with this id.
         """
         job, store = await self.get(name, client), await self._opened()
-        cancel = partial(store.end, name, CANCELLED, time.time(), *self._kept, fence=None)
-        if job.open and await self._asked(client, cancel):
+        cancel = partial(store.end, name, CANCELLED, time.time(), *self._retention, fence=None)
+        if job.open and await self._query(client, cancel):
             self._counted(CANCELLED)
             if name in self._runs.tasks:
                 self._runs.tasks[name].cancel()
             self._wake.set()
             return await self.get(name, client)
-        await self._asked(client, store.remove, name)
+        await self._query(client, store.remove, name)
         return None
 
     # The database.
@@ -301,7 +301,7 @@ class Jobs:
         return self._config.max_bytes // 2
 
     @property
-    def _kept(self) -> tuple[float, int]:
+    def _retention(self) -> tuple[float, int]:
         """Seconds that finished jobs are kept, and the number kept for each key."""
         return self._config.keep_s, self._config.keep_jobs
 
@@ -309,7 +309,7 @@ class Jobs:
         if self._store is not None:
             return self._store
         if not self._place:
-            raise NotSupported("jobs", self._why_none)
+            raise NotSupported("jobs", self._disabled_reason)
         with _keeping():
             return await self._open()
 
@@ -322,14 +322,14 @@ class Jobs:
             store.close()
         return self._store
 
-    async def _asked(self, client: KeyHolder, work: Callable[..., T], *given: Any) -> T:
+    async def _query(self, client: KeyHolder, work: Callable[..., T], *arguments: Any) -> T:
         """Query the store in the client's turn; raises RetryLater if the database fails."""
         with _keeping():
-            return await self._turns.ask(client, work, *given)
+            return await self._fair_share.ask(client, work, *arguments)
 
-    async def _do(self, work: Callable[..., T], *given: Any) -> T:
+    async def _do(self, work: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._threads, work, *given))
+        return await asyncio.shield(loop.run_in_executor(self._threads, work, *arguments))
 
     # Tasks in the background.
 
@@ -348,55 +348,55 @@ class Jobs:
             await _either(self._wake, _LOOK_S)
 
     async def _take(
-        self, under_way: _UnderWay, work: Callable[[JobRecord], Coroutine[Any, Any, None]]
+        self, running: _RunningJobs, work: Callable[[JobRecord], Coroutine[Any, Any, None]]
     ) -> None:
         assert self._store is not None
-        places = under_way.places
+        places = running.places
         if places.total >= places.budget:
             return
-        keys, results = await self._do(self._store.waiting, under_way.kind, time.time())
+        keys, results = await self._do(self._store.waiting, running.kind, time.time())
         while places.total < places.budget:
-            free = [key for key in keys if self._may(under_way, key, results)]
-            turns = places.in_turn(free, lambda key: key.scope)
+            free = [key for key in keys if self._may(running, key, results)]
+            turns = places.fair_order(free, lambda key: key.scope)
             if not turns:
                 return
-            take = partial(self._store.take, self._owner, under_way.kind, turns[0].scope)
+            take = partial(self._store.take, self._owner, running.kind, turns[0].scope)
             job = await self._do(take, time.time())
             if job is None:
                 keys.remove(turns[0])
                 continue
-            if (previous_task := under_way.tasks.get(job.id)) is not None:
+            if (previous_task := running.tasks.get(job.id)) is not None:
                 # It was put back or given up just now. A job never runs twice at a time.
                 previous_task.cancel()
                 await asyncio.wait([previous_task])
             places.book(job.scope)
             task = asyncio.create_task(work(job))
-            under_way.tasks[job.id], under_way.fences[job.id] = task, job.fence
-            if under_way is self._runs:
+            running.tasks[job.id], running.fences[job.id] = task, job.fence
+            if running is self._runs:
                 self._pauses.began(job.scope, job.id)
-            task.add_done_callback(partial(self._over, under_way, job))
+            task.add_done_callback(partial(self._over, running, job))
 
-    def _may(self, under_way: _UnderWay, key: WaitingKey, results: int) -> bool:
+    def _may(self, running: _RunningJobs, key: WaitingKey, results: int) -> bool:
         """Return True if a job of the key may be taken now."""
-        if under_way is self._calls:
+        if running is self._calls:
             # Jobs give their places back soon. A webhook that nobody answers does not.
-            return bool(under_way.places.room(key.scope))
+            return bool(running.places.room(key.scope))
         # A job waits if its result would find no room.
         free = room(self._half, results, key.result_bytes, key.scope)
         return free > 0 and self._pauses.may(key.scope, time.monotonic())
 
-    def _over(self, under_way: _UnderWay, job: JobRecord, task: asyncio.Task[None]) -> None:
+    def _over(self, running: _RunningJobs, job: JobRecord, task: asyncio.Task[None]) -> None:
         try:
-            if under_way.tasks.get(job.id) is task:
-                del under_way.tasks[job.id], under_way.fences[job.id]
+            if running.tasks.get(job.id) is task:
+                del running.tasks[job.id], running.fences[job.id]
                 self._progress.pop(job.id, None)
-                self._kept_progress.pop(job.id, None)
-            if under_way is self._runs:
+                self._progress_by_job.pop(job.id, None)
+            if running is self._runs:
                 self._pauses.ended(job.scope, job.id)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("job %s: %s", job.id, _short(error), extra=about(job.id))
         finally:
-            under_way.places.give_back(job.scope)
+            running.places.give_back(job.scope)
             self._wake.set()
 
     async def _keep(self) -> None:
@@ -433,13 +433,13 @@ class Jobs:
 
     async def _beat(self) -> None:
         assert self._store is not None
-        holdings: dict[str, Holding] = {}
+        holdings: dict[str, Lease] = {}
         tasks: dict[str, asyncio.Task[None]] = {}
         for under_way in (self._runs, self._calls):
             for name, fence in under_way.fences.items():
                 far = self._progress.get(name)
-                new = far if far != self._kept_progress.get(name) else None
-                holdings[name] = Holding(under_way.kind, fence, new)
+                new = far if far != self._progress_by_job.get(name) else None
+                holdings[name] = Lease(under_way.kind, fence, new)
                 tasks[name] = under_way.tasks[name]
         confirmed_names, strays = await self._do(self._store.beat, self._owner, holdings)
         for stray in strays & self._strays:  # seen twice, so it was not taken just now
@@ -450,7 +450,7 @@ class Jobs:
             if name not in confirmed_names:
                 tasks[name].cancel()
             elif holding.progress is not None and name in self._runs.tasks:
-                self._kept_progress[name] = holding.progress
+                self._progress_by_job[name] = holding.progress
 
     async def _expire(self) -> None:
         assert self._store is not None
@@ -478,7 +478,7 @@ class Jobs:
             problem = error_body(error)["error"]
         state = FAILED if problem else SUCCEEDED
         far = self._progress.get(job.id, job.progress)
-        end = partial(self._store.end, job.id, state, time.time(), *self._kept)
+        end = partial(self._store.end, job.id, state, time.time(), *self._retention)
         end = partial(end, fence=job.fence, result=result, error=problem, progress=far)
         if await self._written(job, end):
             self._counted(state)
@@ -524,7 +524,7 @@ class Jobs:
             raw = await self._do(self._store.form, job.id)
             if raw is None:
                 raise asyncio.CancelledError  # its client ended it first
-            form = await self._turns.run(client, len(raw), _form, raw)
+            form = await self._fair_share.run(client, len(raw), _form, raw)
             del raw
             picture_progress: dict[int, tuple[int, int]] = {}
 
@@ -556,19 +556,21 @@ class Jobs:
         assert self._store is not None
         assert job.webhook is not None
         client = self._keys.holder(job.scope)
-        event = {"type": f"job.{job.state}", "timestamp": job.ended, "data": told_of(job)}
+        event = {"type": f"job.{job.state}", "timestamp": job.ended, "data": description(job)}
         is_delivered = client is not None and await self._webhooks.tell(
             job.webhook, client.webhook_secret, job.id, event
         )
         self._metrics.webhooks.labels("taken" if is_delivered else "given_up").inc()
-        record_delivery = partial(self._store.told, job.id, job.fence, taken=is_delivered)
+        record_delivery = partial(
+            self._store.webhook_ended, job.id, job.fence, delivered=is_delivered
+        )
         await self._written(job, record_delivery)
 
     def _counted(self, state: str) -> None:
         self._metrics.jobs.labels(state).inc()
 
 
-class _UnderWay:
+class _RunningJobs:
     """Jobs of one kind that this router has taken.
 
     Args:
@@ -587,7 +589,7 @@ def _listed(store: JobStore, scope: str, limit: int, after: str | None) -> bytes
     jobs = store.listed(scope, limit + 1, after)
     if jobs is None:
         raise JobNotFound
-    data = [told_of(job) for job in jobs[:limit]]
+    data = [description(job) for job in jobs[:limit]]
     return msgspec.json.encode(
         {
             "object": "list",
@@ -610,7 +612,7 @@ def _keeping() -> Iterator[None]:
         raise RetryLater("jobs cannot be kept at the moment; try again later", 5.0) from None
 
 
-def told_of(job: JobRecord) -> dict[str, Any]:
+def description(job: JobRecord) -> dict[str, Any]:
     """Return the job as clients see it, without its result."""
     return {
         "id": job.id,

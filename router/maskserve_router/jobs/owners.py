@@ -20,7 +20,7 @@ class Owners:
         self._name, self._silence_s = name, silence_s
         self._last: float | None = None
         self._watched_s = 0.0
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._beats: dict[str, tuple[int, float]] = {}
         """Owner -> its last heartbeat, and the watched seconds when that was new."""
 
     def lost(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
@@ -33,15 +33,15 @@ class Owners:
         passed = 0.0 if self._last is None else now - self._last
         self._watched_s += min(passed, self._silence_s / 4)
         self._last = now
-        self._seen = {
+        self._beats = {
             owner: last_beat
-            if (last_beat := self._seen.get(owner)) is not None and last_beat[0] == beat
+            if (last_beat := self._beats.get(owner)) is not None and last_beat[0] == beat
             else (beat, self._watched_s)
             for owner, beat in beats.items()
             if owner != self._name
         }
         return [
             (owner, beat)
-            for owner, (beat, since) in self._seen.items()
+            for owner, (beat, since) in self._beats.items()
             if self._watched_s - since >= self._silence_s
         ]

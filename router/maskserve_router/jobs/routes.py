@@ -15,7 +15,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.front import Front
 from maskserve_router.api.openai.answers import answering, json_answer
 from maskserve_router.api.openai.edits import ImageEdits
-from maskserve_router.jobs.jobs import Jobs, told_of
+from maskserve_router.jobs.jobs import Jobs, description
 from maskserve_router.jobs.store import MOST_LISTED
 
 _NAME = re.compile(r"[!-~]{1,255}")
@@ -38,7 +38,7 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
         headers = {"location": f"/v1/jobs/{job.id}"}
         if not new:
             headers["idempotent-replayed"] = "true"
-        return json_answer(told_of(job), request_id, 202, headers)
+        return json_answer(description(job), request_id, 202, headers)
 
     async def listed(request: Request, request_id: str) -> Response:
         client = front.client(request.headers)
@@ -52,7 +52,7 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
     async def one(request: Request, request_id: str) -> Response:
         client = front.client(request.headers)
         job = await jobs.get(request.path_params["id"], client)
-        body: dict[str, Any] = told_of(job)
+        body: dict[str, Any] = description(job)
         if job.state == "succeeded" and (result := await jobs.result(job, client)) is not None:
             body["result"] = msgspec.Raw(result)
         return json_answer(body, request_id)
@@ -61,7 +61,7 @@ def job_routes(front: Front, edits: ImageEdits, jobs: Jobs) -> list[Route]:
         name = request.path_params["id"]
         job = await jobs.end(name, front.client(request.headers))
         if job is not None:
-            return json_answer(told_of(job), request_id)
+            return json_answer(description(job), request_id)
         return json_answer({"id": name, "object": "job.deleted", "deleted": True}, request_id)
 
     path = "/v1/jobs/{id}"

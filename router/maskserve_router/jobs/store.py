@@ -70,7 +70,7 @@ _SILENT_MS: Final = 10_000
 _BATCH: Final = 200
 """Rows that are deleted in one transaction, so that other transactions run in between."""
 _RESERVE: Final = 8 * 2**20
-_TELL_S: Final = 3600.0
+_WEBHOOK_S: Final = 3600.0
 """Seconds that a job stays longer while its webhook has not been called."""
 MOST_LISTED: Final = 100
 """Jobs of a page."""
@@ -187,7 +187,7 @@ class JobRecord:
         return self.state in _OPEN
 
 
-class Holding(NamedTuple):
+class Lease(NamedTuple):
     """A router's hold on a job."""
 
     waited: str
@@ -316,13 +316,13 @@ def _on_a_full_disk(
     """Decorate a method that frees room or ends a job: on a full disk it uses the reserve."""
 
     @wraps(method)
-    def spared(store: JobStore, /, *given: P.args, **named: P.kwargs) -> T:
+    def spared(store: JobStore, /, *arguments: P.args, **named: P.kwargs) -> T:
         try:
-            return method(store, *given, **named)
+            return method(store, *arguments, **named)
         except OperationalError:
             if not store.use_reserve():
                 raise
-        return method(store, *given, **named)
+        return method(store, *arguments, **named)
 
     return spared
 
@@ -537,7 +537,7 @@ class JobStore:
 
     @_on_a_full_disk
     def beat(
-        self, owner: str, held: Mapping[str, Holding]
+        self, owner: str, leases: Mapping[str, Lease]
     ) -> tuple[frozenset[str], frozenset[Stray]]:
         """Send the owner's heartbeat and the progress of its jobs.
 
@@ -545,7 +545,7 @@ class JobStore:
 
         Args:
             owner: router that is alive.
-            held: job id -> its hold.
+            leases: job id -> its hold.
 
         Returns:
             Ids of the jobs that it still owns, and strays: jobs that it owns without knowing.
@@ -553,9 +553,9 @@ class JobStore:
         with self._writing() as (db, changes):
             if not _beat(db, owner):
                 db.execute(insert(_OWNERS).values(owner=owner, beat=0))
-                for name, holding in sorted(held.items()):
-                    _have_again(db, changes, owner, name, holding)
-            for name, holding in sorted(held.items()):
+                for name, holding in sorted(leases.items()):
+                    _renew(db, changes, owner, name, holding)
+            for name, holding in sorted(leases.items()):
                 if holding.progress is not None:
                     values = {"progress": msgspec.json.encode(holding.progress).decode()}
                     fenced_job = _fenced(name, holding.fence)
@@ -563,7 +563,7 @@ class JobStore:
             owned_jobs = select(_JOBS.c.id, _JOBS.c.fence).where(_JOBS.c.owner == owner)
             fences: dict[str, int] = {row[0]: row[1] for row in db.execute(owned_jobs)}
         confirmed_names = frozenset(
-            n for n, holding in held.items() if fences.get(n) == holding.fence
+            n for n, holding in leases.items() if fences.get(n) == holding.fence
         )
         strays = (
             Stray(name, fence) for name, fence in fences.items() if name not in confirmed_names
@@ -668,9 +668,9 @@ class JobStore:
         return True
 
     @_on_a_full_disk
-    def told(self, name: str, fence: int, *, taken: bool) -> None:
+    def webhook_ended(self, name: str, fence: int, *, delivered: bool) -> None:
         """Store whether the webhook's host accepted the call."""
-        values = {"told": taken, "owner": "", "gone": _JOBS.c.expires}
+        values = {"told": delivered, "owner": "", "gone": _JOBS.c.expires}
         with self._writing() as (db, _):
             db.execute(update(_JOBS).where(_fenced(name, fence)).values(**values))
 
@@ -744,7 +744,7 @@ class JobStore:
             "state": state,
             "ended": now,
             "expires": now + keep_s,
-            "gone": now + keep_s + (_TELL_S if waits else 0.0),
+            "gone": now + keep_s + (_WEBHOOK_S if waits else 0.0),
             "bytes": size,
             "error": msgspec.json.encode(error).decode(),
             "waits": waits,  # any router may call the webhook
@@ -805,11 +805,11 @@ def _beat(db: Connection, owner: str) -> bool:
     return bool(db.execute(statement.values(beat=_OWNERS.c.beat + 1)).rowcount)
 
 
-def _have_again(db: Connection, changes: _Changes, owner: str, name: str, holding: Holding) -> None:
-    free = and_(_fenced(name, holding.fence), _JOBS.c.waits == holding.waited)
+def _renew(db: Connection, changes: _Changes, owner: str, name: str, lease: Lease) -> None:
+    free = and_(_fenced(name, lease.fence), _JOBS.c.waits == lease.waited)
     for row in _locked(db, free):
         values = {"owner": owner, "waits": NOTHING}
-        if holding.waited == RUN:
+        if lease.waited == RUN:
             values["state"] = RUNNING
         db.execute(update(_JOBS).where(_JOBS.c.id == name).values(**values))
         changes.waits(row["scope"], row["waits"], NOTHING)

@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S: Final = 300
 _GONE: Final = 410
 
 
-class _NotTaken(Exception):
+class _Undelivered(Exception):
     """The reason why a call was not accepted; it may be repeated."""
 
 
@@ -98,7 +98,7 @@ class Webhooks:
         tries = AsyncRetrying(
             stop=stop_after_attempt(self._tries),
             wait=wait_random_exponential(self._pause_s, _LONGEST_PAUSE_S),
-            retry=retry_if_exception_type(_NotTaken),
+            retry=retry_if_exception_type(_Undelivered),
         )
         try:
             target = self._hosts.allowed("webhook", url)
@@ -110,7 +110,7 @@ class Webhooks:
         log.warning("job %s: its webhook was not taken: %s", name, failure)
         return False
 
-    async def _call(self, asked: PublicUrl, key: bytes, name: str, body: bytes) -> bool:
+    async def _call(self, url: PublicUrl, key: bytes, name: str, body: bytes) -> bool:
         seconds = int(time.time())
         headers = {
             "content-type": "application/json",
@@ -122,13 +122,13 @@ class Webhooks:
             # A limit on the whole call: httpx's limit is per wait, and bytes may come one by one.
             async with (
                 asyncio.timeout(self._timeout_s),
-                await self._hosts.ask("POST", asked, headers, body) as answer,
+                await self._hosts.ask("POST", url, headers, body) as answer,
             ):
                 status = answer.status_code
         except (httpx.HTTPError, OSError, UnicodeError) as error:
-            raise _NotTaken(f"{asked.host}: {type(error).__name__}: {error}") from None
+            raise _Undelivered(f"{url.host}: {type(error).__name__}: {error}") from None
         if 200 <= status < 300:
             return True
         if status == _GONE:  # the host wants no more calls
             return False
-        raise _NotTaken(f"{asked.host} answered with status {status}")
+        raise _Undelivered(f"{url.host} answered with status {status}")

@@ -53,7 +53,7 @@ class Certificates:
         for context in self._contexts:
             _load(context, *pair)
 
-    def shown_by(self, context: ssl.SSLContext) -> None:
+    def apply_to(self, context: ssl.SSLContext) -> None:
         """Register an HTTP listener's context, which gets new certificates."""
         self._contexts.append(context)
 

@@ -27,27 +27,27 @@ class Places:
     """Counts open holders by client. Use it from the event loop only.
 
     Args:
-        what: kind of the holders, in messages and metrics.
+        kind: kind of the holders, in messages and metrics.
         most: most holders in total.
         silence_s: longest silence of a holder, in seconds.
         metrics: counts refusals.
         shared: True if a client may have only as many as it leaves free.
-        own: True if a client's silent holders give way to its own newcomers. Not for calls: the
+        per_key: True if a client's silent holders give way to its own newcomers. Not for calls: the
             client may be sending a burst.
     """
 
     def __init__(
         self,
-        what: str,
+        kind: str,
         most: int,
         silence_s: float,
         metrics: Metrics,
         *,
         shared: bool = False,
-        own: bool = False,
+        per_key: bool = False,
     ) -> None:
-        self._what, self._shared, self._shares = what, shared, Shares(most)
-        self._silence_s, self._metrics, self._own = silence_s, metrics, own
+        self._kind, self._shared, self._shares = kind, shared, Shares(most)
+        self._silence_s, self._metrics, self._per_key = silence_s, metrics, per_key
         self._open: dict[Holder, str] = {}
         """Holder -> its client."""
         self._silent: dict[str, dict[Holder, asyncio.TimerHandle]] = {}
@@ -62,13 +62,13 @@ class Places:
         if self._shares.total >= self._shares.budget:
             self._make_room(client)
         elif self._shared and self._shares.room(client) < 1:
-            client_count = self._shares.held(client)
-            self._refuse(f"{client_count} {self._what} of this client are open already")
+            client_count = self._shares.in_use(client)
+            self._refuse(f"{client_count} {self._kind} of this client are open already")
         self._open[holder] = client
         self._shares.book(client)
-        self.told(holder, silent=True)
+        self.mark(holder, silent=True)
 
-    def told(self, holder: Holder, *, silent: bool) -> None:
+    def mark(self, holder: Holder, *, silent: bool) -> None:
         """Note that a holder has become silent or active."""
         client = self._open.get(holder)
         if client is None:
@@ -88,16 +88,16 @@ class Places:
         client = self._open.get(holder)
         if client is None:
             return
-        self.told(holder, silent=False)
+        self.mark(holder, silent=False)
         del self._open[holder]
         self._shares.give_back(client)
 
     def _make_room(self, client: str) -> None:
         numbers = {name: len(holders) for name, holders in self._silent.items()}
         most = max(numbers, key=numbers.__getitem__, default=client)
-        least = 0 if self._own else numbers.get(client, 0)
+        least = 0 if self._per_key else numbers.get(client, 0)
         if numbers.get(most, 0) <= least:
-            self._refuse(f"{len(self._open)} {self._what} are open already")
+            self._refuse(f"{len(self._open)} {self._kind} are open already")
         why = "it was silent, while others needed its place; try again"
         self._end(next(iter(self._silent[most])), RetryLater(why, _RETRY_S))
         self._metrics.rejections.labels("silent").inc()
@@ -107,5 +107,5 @@ class Places:
         holder.end(reason)
 
     def _refuse(self, message: str) -> None:
-        self._metrics.rejections.labels(self._what).inc()
+        self._metrics.rejections.labels(self._kind).inc()
         raise RetryLater(f"{message}; try again later", _RETRY_S)

@@ -21,9 +21,9 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def connections(wanted: int) -> int:
-    """Return the connections that one client port may have: `wanted`, or what descriptors allow."""
+def connections(most: int) -> int:
+    """Return the connections that one client port may have: `most`, or what descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return wanted
-    return min(wanted, max((soft - _RESERVED) // 2, _LEAST))
+        return most
+    return min(most, max((soft - _RESERVED) // 2, _LEAST))

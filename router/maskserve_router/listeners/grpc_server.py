@@ -391,12 +391,12 @@ def _answering(
 
 def _answering_client(
     do: Callable[[Any, KeyHolder], Awaitable[Message]],
-    who: Callable[[Mapping[str, str]], KeyHolder],
+    identify: Callable[[Mapping[str, str]], KeyHolder],
 ) -> Callable[[Any, Context], Awaitable[Message]]:
     """Return such a handler for calls that need a key."""
 
     async def handle(request: Any, context: Context) -> Message:
-        return await do(request, who(_headers(context)))
+        return await do(request, identify(_headers(context)))
 
     return handle
 

@@ -27,12 +27,12 @@ class HttpApp:
         self,
         calls: ServerCalls,
         inference: HttpInference,
-        who: Callable[[Mapping[str, str]], KeyHolder],
+        identify: Callable[[Mapping[str, str]], KeyHolder],
         more: Sequence[Route] = (),
         origins: Sequence[str] = (),
         jobs: Callable[[], str] = lambda: "off",
     ) -> None:
-        self._calls, self._inference, self._who = calls, inference, who
+        self._calls, self._inference, self._identify = calls, inference, identify
         self._more, self._origins, self._jobs = more, origins, jobs
 
     def app(self) -> Starlette:
@@ -89,7 +89,7 @@ class HttpApp:
 
     def _client(self, request: Request) -> KeyHolder:
         """Return the caller; all calls but health need a key if there are keys."""
-        return self._who(request.headers)
+        return self._identify(request.headers)
 
     async def _document(self, _: Request) -> Response:
         return Response(msgspec.json.encode(document()), media_type=JSON)

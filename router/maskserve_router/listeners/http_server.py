@@ -52,7 +52,7 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
         """Bytes of the request line, headers and trailers of the present message."""
         _unparsed_bytes = 0
         """Bytes since the parser last completed a part: it keeps incomplete ones."""
-        _behind_bytes = 0
+        _pipelined_bytes = 0
         """Bytes received since a request came while another is under way."""
         _chunks = 0
         _unread: TimerHandle | None = None
@@ -72,25 +72,25 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             places.leave(self)
-            self._headers_came()
+            self._on_headers()
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.cycle.response_complete:
-                places.told(self, silent=True)
+                places.mark(self, silent=True)
 
         def data_received(self, data: bytes) -> None:
             if self._timer is None and self.timeout_keep_alive_task is not None:
                 self._expect_headers()
             self._unparsed_bytes += len(data)
-            self._behind_bytes = self._behind_bytes + len(data) if self.pipeline else 0
+            self._pipelined_bytes = self._pipelined_bytes + len(data) if self.pipeline else 0
             super().data_received(data)
             if self.transport.is_closing():
                 return
             if self._unparsed_bytes > bounds.max_header_bytes:
                 self.send_400_response("The headers are too long.")
-            elif self._behind_bytes > bounds.max_header_bytes:
+            elif self._pipelined_bytes > bounds.max_header_bytes:
                 self.transport.close()
 
         def pause_writing(self) -> None:
@@ -137,8 +137,8 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
             if self.parser.should_upgrade():
                 return
             self._check_head()
-            self._headers_came()
-            places.told(self, silent=False)
+            self._on_headers()
+            places.mark(self, silent=False)
             self._chunks = 0
             super().on_headers_complete()
 
@@ -176,7 +176,7 @@ def bounded_protocol(bounds: Http, places: Places) -> type[Protocol]:
         def _expect_headers(self) -> None:
             self._timer = self.loop.call_later(bounds.header_timeout_s, self._too_slow)
 
-        def _headers_came(self) -> None:
+        def _on_headers(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -214,7 +214,7 @@ class HttpServer(uvicorn.Server):
         certificates: Certificates | None = None,
     ) -> None:
         files = certificates.files if certificates is not None else ()
-        places = Places("connections", most, bounds.keep_alive_s, metrics, own=True)
+        places = Places("connections", most, bounds.keep_alive_s, metrics, per_key=True)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -234,7 +234,7 @@ class HttpServer(uvicorn.Server):
         )
         self.config.load()
         if certificates is not None and self.config.ssl is not None:
-            certificates.shown_by(self.config.ssl)
+            certificates.apply_to(self.config.ssl)
         self._host, self._address = host, (host, port)
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None

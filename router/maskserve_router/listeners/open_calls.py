@@ -65,13 +65,13 @@ class OpenCall:
         """Count the call as active for the block."""
         self._working += 1
         if self._working == 1:
-            self._places.told(self, silent=False)
+            self._places.mark(self, silent=False)
         try:
             yield
         finally:
             self._working -= 1
             if not self._working:
-                self._places.told(self, silent=True)
+                self._places.mark(self, silent=True)
 
     def end(self, reason: MaskserveError) -> None:
         """Let the iterator raise `reason`."""

@@ -19,7 +19,7 @@ from maskserve_workflows.plan import INPUT_KINDS
 
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
-_TOLD = (400, 401, 404, 413, 429, 503, 504)
+_ERROR_STATUSES = (400, 401, 404, 413, 429, 503, 504)
 """Error statuses that any call may have (docs/operate.md#errors)."""
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _TEMPLATE = {
@@ -82,7 +82,7 @@ _DELETED: Json = {"type": "object", "properties": {"id": _TEXT, "object": _TEXT}
 def _openai() -> Json:
     edit = {
         "summary": "Repaint the masked part of an image",
-        **_asked("webhook"),
+        **_error_responses("webhook"),
         "responses": {
             "200": {
                 "description": "The pictures; with `stream`, server-sent events",
@@ -111,7 +111,7 @@ def _jobs() -> Json:
         "parameters": [
             {"name": "Idempotency-Key", "in": "header", "schema": {**_TEXT, "pattern": _NAMED}}
         ],
-        **_asked("stream", "partial_images"),
+        **_error_responses("stream", "partial_images"),
         "responses": {
             "202": {
                 "description": "The job, kept",
@@ -190,7 +190,7 @@ def _job() -> Json:
     return job
 
 
-def _asked(*without: str) -> Json:
+def _error_responses(*without: str) -> Json:
     """Return the body of an edit, with pictures as files or URLs, without some fields."""
     files = {"image": _PICTURE, "mask": _PICTURE}
     urls = {"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")}
@@ -309,9 +309,11 @@ def _kserve() -> Json:
 
 
 def _health() -> Json:
-    def probe(says: str, *also: int) -> Json:
+    def probe(description: str, *also: int) -> Json:
         answers = {str(code): {"description": "no"} for code in also}
-        return {"get": {"summary": says, "responses": {"200": {"description": "yes"}, **answers}}}
+        return {
+            "get": {"summary": description, "responses": {"200": {"description": "yes"}, **answers}}
+        }
 
     named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
     return {
@@ -324,11 +326,11 @@ def _health() -> Json:
     }
 
 
-def _answers(says: str, schema: Json, error: str, media: str = "application/json") -> Json:
+def _answers(description: str, schema: Json, error: str, media: str = "application/json") -> Json:
     return {
-        "summary": says,
+        "summary": description,
         "responses": {
-            "200": {"description": says, "content": {media: {"schema": schema}}},
+            "200": {"description": description, "content": {media: {"schema": schema}}},
             **_refusals(error),
         },
     }
@@ -336,7 +338,7 @@ def _answers(says: str, schema: Json, error: str, media: str = "application/json
 
 def _refusals(error: str) -> Json:
     content = {"application/json": {"schema": _ref(error)}}
-    return {str(code): {"description": "refused", "content": content} for code in _TOLD}
+    return {str(code): {"description": "refused", "content": content} for code in _ERROR_STATUSES}
 
 
 def _body(schema: Json, *, required: bool = True) -> Json:

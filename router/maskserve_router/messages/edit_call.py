@@ -161,7 +161,7 @@ def parse_request(raw: bytes, models: Mapping[str, Contract] = MODELS) -> ModelR
     return message
 
 
-_OURS_OF_PARAMETERS = {
+_SETTINGS_OF_PARAMETERS = {
     "priority": "0, and SETTINGS.priority, which may be negative",
     "timeout": "microseconds, or SETTINGS.deadline_ms",
 }
@@ -191,7 +191,7 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
     for name in ("priority", "timeout"):
         if name in head.parameters and not _is_count(head.parameters[name]):
             raise InvalidRequest(
-                f"parameters.{name}", "is no whole number from 0", _OURS_OF_PARAMETERS[name]
+                f"parameters.{name}", "is no whole number from 0", _SETTINGS_OF_PARAMETERS[name]
             )
     tensors = (*head.inputs, *head.outputs)
     if any("shared_memory_region" in tensor.parameters for tensor in tensors):

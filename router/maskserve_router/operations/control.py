@@ -17,7 +17,7 @@ from maskserve_common.contracts.keys import NO_SCOPE, edit_of, name_of, scope_of
 from maskserve_common.contracts.operations import ADAPTER_WRITES, PATIENT, SCOPED
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.routing import Edit, NoWorkerAvailable
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.control_message import (
     check_image,
@@ -31,7 +31,7 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.operations.replication_queue import MissedOperations, refused
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.scheduling.dispatch import Dispatcher
-from maskserve_router.workers.autoscaling import workers_wanted
+from maskserve_router.workers.autoscaling import workers_needed
 from maskserve_router.workers.pool import Pool
 from maskserve_router.workers.predictions import Predictions
 from maskserve_router.workers.worker import Worker
@@ -52,13 +52,13 @@ class ClusterControl:
         pool: Pool,
         dispatcher: Dispatcher,
         admission: Admission,
-        turns: Turns,
+        fair_share: FairShare,
         predictions: Predictions,
         workflows: Workflows,
     ) -> None:
         self._workflows = workflows
         self._name, self._pool, self._dispatcher = name, pool, dispatcher
-        self._admission, self._turns, self._predictions = admission, turns, predictions
+        self._admission, self._fair_share, self._predictions = admission, fair_share, predictions
         self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
 
     async def infer(self, message: ModelRequest, client: KeyHolder) -> bytes:
@@ -72,7 +72,7 @@ class ClusterControl:
             text = message.view("OP")
         except LookupError:
             raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
-        operation = await self._turns.run(client, len(text), read_operation, text)
+        operation = await self._fair_share.run(client, len(text), read_operation, text)
         result = msgspec.json.encode(await self.do(operation, client))
         answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.head.id)
         bytes_tensor.add_output(answer, "RESULT", [result])
@@ -112,10 +112,10 @@ class ClusterControl:
                 status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
                 status["nodes"] = await self._workflows.node_servers(client)
                 status["wanted"] = {
-                    "workers": workers_wanted(self._pool.workers.values()),
-                    "nodes": self._workflows.node_servers_wanted(),
+                    "workers": workers_needed(self._pool.workers.values()),
+                    "nodes": self._workflows.node_servers_needed(),
                 }
-                return status if client.admin else _as_seen_by(client, status)
+                return status if client.admin else _visible_to(client, status)
             case "cancel":
                 return await self._cancel(operation["request_id"], client)
             case "templates":
@@ -185,7 +185,7 @@ class ClusterControl:
         if not workers:
             raise NoWorkerAvailable(Edit(1, 1, 1), [])
         size = image_size(operation)
-        request = await self._turns.run(client, size, control_request, operation)
+        request = await self._fair_share.run(client, size, control_request, operation)
         answers = await asyncio.gather(
             *(_ask(worker, operation, request) for worker in workers), return_exceptions=True
         )
@@ -264,13 +264,13 @@ def cluster_status(
     }
 
 
-def _of_hosts(held: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _of_hosts(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the values that each host holds, from the record of one of its workers."""
-    hosts = {record["host"]: record for record in held if record["host"]}
+    hosts = {record["host"]: record for record in entries if record["host"]}
     return [record for _, record in sorted(hosts.items())]
 
 
-def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
+def _visible_to(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
     """Return the status without other clients' edits and LoRAs and without template ids.
 
     Counts stay, because every client's waiting time depends on them.

@@ -26,7 +26,7 @@ _AGAIN_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _Missed:
     operation: dict[str, Any]
     template_id: str
     size: int
@@ -51,7 +51,7 @@ class MissedOperations:
 
     def __init__(self, pool: Pool, max_bytes: int, send: Send) -> None:
         self._pool, self._max_bytes, self._send = pool, max_bytes, send
-        self._kept: list[_Kept] = []
+        self._missed: list[_Missed] = []
         """Queued operations, in the order in which other workers ran them."""
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
@@ -74,11 +74,11 @@ class MissedOperations:
         everybody = operation["op"] == "evict" and not scope
         undone = [
             entry
-            for entry in self._kept
+            for entry in self._missed
             if entry.template_id == template_id
             and (everybody or entry.operation.get("scope", "") == scope)
         ]
-        self._kept = [entry for entry in self._kept if entry not in undone]
+        self._missed = [entry for entry in self._missed if entry not in undone]
         # An undone operation that is being sent may arrive after this one, so this one is sent
         # again.
         crossing = {a for entry in undone for a in entry.missed_by if a in self._bringing}
@@ -87,24 +87,24 @@ class MissedOperations:
         if not addresses:
             return []
         scope_bytes = sum(
-            entry.size for entry in self._kept if entry.operation.get("scope", "") == scope
+            entry.size for entry in self._missed if entry.operation.get("scope", "") == scope
         )
         if size > room(
-            self._max_bytes, sum(entry.size for entry in self._kept), scope_bytes, scope
+            self._max_bytes, sum(entry.size for entry in self._missed), scope_bytes, scope
         ):
             text = (
                 "template %s is not kept for %s: [workers] missed_bytes has no room for its image"
             )
             log.warning(text, template_id, ", ".join(addresses))
             return []
-        self._kept.append(_Kept(operation, template_id, size, set(addresses)))
+        self._missed.append(_Missed(operation, template_id, size, set(addresses)))
         return addresses
 
     def pending(self, template_id: str) -> list[str]:
         """Return the addresses of the workers that still miss the template's registration."""
         return sorted(
             address
-            for entry in self._kept
+            for entry in self._missed
             if entry.template_id == template_id and entry.operation["op"] == "register"
             for address in entry.missed_by
         )
@@ -112,10 +112,10 @@ class MissedOperations:
     def bring(self) -> None:
         """Send queued operations to ready workers. Called when a worker may have become ready."""
         now_s = time.monotonic()
-        for address in {address for entry in self._kept for address in entry.missed_by}:
+        for address in {address for entry in self._missed for address in entry.missed_by}:
             worker = self._pool.workers.get(address)
             if worker is None:
-                self._done(address, self._kept)  # no longer one of the workers
+                self._done(address, self._missed)  # no longer one of the workers
             elif (
                 worker.ready
                 and address not in self._bringing
@@ -132,9 +132,9 @@ class MissedOperations:
     async def _bring(self, worker: Worker) -> None:
         address = worker.address
         try:
-            for entry in list(self._kept):
+            for entry in list(self._missed):
                 # It may have been undone while another operation was sent.
-                if entry not in self._kept or address not in entry.missed_by:
+                if entry not in self._missed or address not in entry.missed_by:
                     continue
                 try:
                     await self._send(worker, entry.operation)
@@ -149,7 +149,7 @@ class MissedOperations:
         finally:
             del self._bringing[address]
 
-    def _done(self, address: str, those: list[_Kept]) -> None:
-        for entry in those:
+    def _done(self, address: str, done: list[_Missed]) -> None:
+        for entry in done:
             entry.missed_by.discard(address)
-        self._kept = [entry for entry in self._kept if entry.missed_by]
+        self._missed = [entry for entry in self._missed if entry.missed_by]

@@ -155,21 +155,21 @@ class Admission:
         client: KeyHolder,
         size: int,
         reason: str,
-        what: str,
+        kind: str,
         most: float = math.inf,
     ) -> None:
-        client_total = shares.held(client.scope)
+        client_total = shares.in_use(client.scope)
         refuse = partial(
             self._refuse, error=NoRoomInMemory if shares is self._bytes else RetryLater
         )
         try:
             if client_total + size > most:
-                raise Full(own=shares.total + size <= shares.budget)
+                raise Full(of_key=shares.total + size <= shares.budget)
             shares.take(client.scope, size)
         except Full as full:
-            if full.own:
-                refuse("key", f"key {client.name} has its share: {client_total} {what}")
-            refuse(reason, f"{shares.total} {what} already")
+            if full.of_key:
+                refuse("key", f"key {client.name} has its share: {client_total} {kind}")
+            refuse(reason, f"{shares.total} {kind} already")
 
     def _ended(self, now: float) -> None:
         gap = min(now - self._ended_at, 60.0) if self._ended_at else 0.0

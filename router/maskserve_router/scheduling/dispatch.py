@@ -27,10 +27,10 @@ from maskserve_common.errors import (
     TemplateNotFound,
 )
 from maskserve_common.files.values import NO_VALUES, Values
-from maskserve_common.lru_cache import Kept
-from maskserve_common.routing import Edit, NoWorkerAvailable, dealt
+from maskserve_common.lru_cache import LruCache
+from maskserve_common.routing import Edit, NoWorkerAvailable, assign
 from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call
 from maskserve_router.messages.failures import Blame, Failure, RetryLater
@@ -45,7 +45,7 @@ from maskserve_router.workers.stream_buffer import Unread
 from maskserve_router.workers.worker import Sent, Worker, WorkerEpoch
 from maskserve_router.workers.worker_call import Send, result_of, streamed, template_of, unary
 
-_ASKED = 16
+_MOST_PREDICTED = 16
 """Most full workers that are asked for a prediction; those that free a place soonest come first."""
 
 
@@ -58,16 +58,16 @@ class Dispatcher:
         pool: Pool,
         pending: PendingQueue,
         admission: Admission,
-        turns: Turns,
+        fair_share: FairShare,
         metrics: Metrics,
         values: Values = NO_VALUES,
     ) -> None:
         self._config = config
         self._pool, self._pending, self._admission = pool, pending, admission
         self._metrics = metrics
-        self._measure = Measure(config, turns, values)
+        self._measure = Measure(config, fair_share, values)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
-        self._homes: Kept[str, str] = Kept(config.routing.remembered_images)
+        self._homes: LruCache[str, str] = LruCache(config.routing.remembered_images)
         """Id of a kept result -> `Worker.results_at` of the workers that have it."""
         self._calls: dict[str, EditCall] = {}
         """Request id -> edit under way."""
@@ -178,7 +178,7 @@ class Dispatcher:
     ) -> None:
         """Run the edit on a worker, and on others after failures that a retry may help."""
         avoid: frozenset[WorkerEpoch] = frozenset()
-        non_home_workers = self._others_than_home(edit.template_id)
+        non_home_workers = self._workers_but_home(edit.template_id)
         failure: Failure | None = None
         retried = False
         with ExitStack() as exit_stack:
@@ -302,14 +302,14 @@ class Dispatcher:
         call.by_size_ms = due_by_size(served.due_ms, pixels)
         return edit, digest
 
-    def _model(self, asked: str | None) -> str:
+    def _model(self, name: str | None) -> str:
         """Return the model of the edit: the requested one, the configured one, or the most common.
 
         The most common one must be served by more than half of the workers, so that one worker with
         another model does not change the default.
         """
         models = self._pool.models()
-        chosen = asked or self._config.routing.default_model
+        chosen = name or self._config.routing.default_model
         if not chosen and models:
             common, workers = models.most_common(1)[0]
             chosen = common if 2 * workers > models.total() else ""
@@ -358,17 +358,19 @@ class Dispatcher:
         roster = self._pool.roster
         board = roster.board(now)
 
-        def asked(number: int, ahead: Sequence[Edit] = ()) -> float:
-            return roster.worker(number).least_s(edit, now, ahead=ahead, primed=call.primed)
+        def predicted_s(number: int, queue: Sequence[Edit] = ()) -> float:
+            return roster.worker(number).least_s(edit, now, queue=queue, primed=call.primed)
 
         if len(able := board.taking(edit)):
-            return board.least_s(edit, now, able, asked, primed=call.primed)
+            return board.least_s(edit, now, able, predicted_s, primed=call.primed)
         waiting = self._pending.before(call.request_id, edit, call.arrival, call.starts_by)
         # No worker beyond these gets a waiting edit, or finishes before those that get none.
-        near = board.earliest(board.serving(edit), len(waiting) + _ASKED)
-        assignment = dealt(waiting, [board.view(number) for number in near])
+        near = board.earliest(board.serving(edit), len(waiting) + _MOST_PREDICTED)
+        assignment = assign(waiting, [board.view(number) for number in near])
         near.sort(key=lambda number: assignment.free_s[board.view(number).worker])
-        times = (asked(n, assignment.edits[board.view(n).worker]) for n in near[:_ASKED])
+        times = (
+            predicted_s(n, assignment.edits[board.view(n).worker]) for n in near[:_MOST_PREDICTED]
+        )
         return min(times, default=None)
 
     def _due(self, call: EditCall) -> float:
@@ -382,11 +384,11 @@ class Dispatcher:
         now_s, roster = time.monotonic(), self._pool.roster
         board = roster.board(now_s)
 
-        def asked(number: int) -> float:
+        def predicted_s(number: int) -> float:
             return roster.worker(number).least_s(edit, now_s, alone=True, primed=call.primed)
 
-        able = board.there(edit)
-        return board.least_s(edit, now_s, able, asked, alone=True, primed=call.primed)
+        able = board.accepting(edit)
+        return board.least_s(edit, now_s, able, predicted_s, alone=True, primed=call.primed)
 
     @contextmanager
     def _attempt(self, sent: Sent) -> Iterator[None]:
@@ -419,7 +421,7 @@ class Dispatcher:
                 return has_alternative and not retried and self._budget.allows(len(self._calls))
         return False
 
-    def _others_than_home(self, template_id: str) -> frozenset[WorkerEpoch]:
+    def _workers_but_home(self, template_id: str) -> frozenset[WorkerEpoch]:
         """Return the workers without a kept result, if a ready worker has it; otherwise none."""
         home = self._homes.get(template_id)
         if home is None:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts.request import steps_run
-from maskserve_common.contracts.reuse_levels import ReuseLevel, Way, levels_of, own_count
+from maskserve_common.contracts.reuse_levels import Execution, ReuseLevel, levels_of, refresh_count
 from maskserve_common.contracts.settings import EditSettings, shares
 from maskserve_common.contracts.status_record import Served
 from maskserve_common.files.values import NO_VALUES, Values
@@ -17,10 +17,10 @@ from maskserve_common.imaging.canvas import canvas_size
 from maskserve_common.imaging.images import Size, model_size, read_size
 from maskserve_common.imaging.masks import cover_a_side, edit_region, select, tokens_within
 from maskserve_common.imaging.view import see
-from maskserve_common.lru_cache import Kept
+from maskserve_common.lru_cache import LruCache
 from maskserve_common.routing import Edit
 from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 
 _MASKS = 16_384
@@ -28,7 +28,7 @@ _MASKS = 16_384
 _PART = 16 * 1024
 _LONG = 2**30
 """A size that always takes a thread: a small mask file can have many pixels."""
-_LOSSY_PIXEL, _BESIDE = 2, 16 * 1024
+_LOSSY_PIXEL, _META_BYTES = 2, 16 * 1024
 """Upper bounds: bytes per pixel of a lossy answer, and bytes of META."""
 _MOST_PIXELS = 2**24
 """Most pixels of a mask that the router decodes; a pixel takes up to six bytes. An edit with a
@@ -51,30 +51,32 @@ class MaskTokens(NamedTuple):
 
 
 def _levels(
-    settings: EditSettings, served: Served, own_steps: int
-) -> dict[Way, tuple[ReuseLevel, ...]]:
+    settings: EditSettings, served: Served, refresh_steps: int
+) -> dict[Execution, tuple[ReuseLevel, ...]]:
     """Return the reuse levels that an edit may step down to, by how it runs.
 
     Args:
         settings: settings of the edit.
         served: properties of the model.
-        own_steps: number of refresh steps; 0: none.
+        refresh_steps: number of refresh steps; 0: none.
     """
     if settings.mask_ring is None:
         settings = structs.replace(settings, mask_ring=served.mask_ring)
-    ways: tuple[Way, ...] = ("cached", "own", "dense")
-    return {way: levels_of(settings, served.skipping, way, own_steps) for way in ways}
+    ways: tuple[Execution, ...] = ("cached", "own", "dense")
+    return {way: levels_of(settings, served.skipping, way, refresh_steps) for way in ways}
 
 
 class Measure:
     """Computes the cost of edits. Use it from the event loop; masks are decoded in threads."""
 
-    def __init__(self, config: RouterConfig, turns: Turns, values: Values = NO_VALUES) -> None:
+    def __init__(
+        self, config: RouterConfig, fair_share: FairShare, values: Values = NO_VALUES
+    ) -> None:
         self._values = values
         self._limits = config.limits
-        self._tokens: Kept[bytes, MaskTokens] = Kept(_MASKS)
-        self._templates: Kept[bytes, str] = Kept(config.routing.remembered_images)
-        self._turns = turns
+        self._tokens: LruCache[bytes, MaskTokens] = LruCache(_MASKS)
+        self._templates: LruCache[bytes, str] = LruCache(config.routing.remembered_images)
+        self._fair_share = fair_share
 
     async def edit(
         self,
@@ -105,11 +107,13 @@ class Measure:
         image = memoryview(self._values.read(image, client.scope))
         digest = image_digest(image)
         drawn_on = b"" if mask else digest  # without a mask, the image gives the size
-        key = await self._turns.run(client, len(mask), _mask_key, mask, drawn_on, settings, served)
+        key = await self._fair_share.run(
+            client, len(mask), _mask_key, mask, drawn_on, settings, served
+        )
         tokens = self._tokens.get(key)
         if tokens is None:
             drawn = self._values.read(mask, client.scope)
-            tokens = await self._turns.run(
+            tokens = await self._fair_share.run(
                 client, _LONG, _count, image, drawn, settings, served, self._limits
             )
             self._tokens.put(key, tokens)
@@ -121,7 +125,7 @@ class Measure:
         )
         controls = shares(settings.controls, steps)
         adapters = tuple(lora.name for lora in settings.loras if lora.scale)
-        refresh_steps = _own_steps(settings, served, steps, active / total)
+        refresh_steps = _refresh_steps(settings, served, steps, active / total)
         levels = _levels(settings, served, refresh_steps)
         edit = Edit(
             steps=steps,
@@ -134,14 +138,15 @@ class Measure:
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
-            own_steps=refresh_steps,
-            own=refresh_steps > 0 and (served.own_over_template or settings.cache == "own"),
+            refresh_steps=refresh_steps,
+            always_refreshes=refresh_steps > 0
+            and (served.own_over_template or settings.cache == "own"),
             inner_tokens=passes * inner,
             ring_tokens=passes * ring,
             adapters=adapters,
             controls=controls,
             cached_levels=levels["cached"],
-            own_levels=levels["own"],
+            refresh_levels=levels["own"],
             dense_levels=levels["dense"],
         )
         return edit, digest, answer_bytes(pixels, settings)
@@ -156,11 +161,11 @@ class Measure:
         return not digest or self._templates.get(digest) is not None
 
 
-def _own_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
+def _refresh_steps(settings: EditSettings, served: Served, steps: int, mask_ratio: float) -> int:
     """Return the number of refresh steps if the template is not at hand; 0: all steps are dense."""
     if not settings.may_anchor or mask_ratio >= served.dense_above_ratio:
         return 0
-    return own_count(steps, served.own_stride)
+    return refresh_count(steps, served.own_stride)
 
 
 def image_digest(image: memoryview) -> bytes:
@@ -237,7 +242,7 @@ def answer_bytes(pixels: int, settings: EditSettings) -> int:
         settings.output_format == "webp" and settings.output_quality is not None
     )
     channels = 4 if settings.background == "transparent" else 3
-    size = pixels * (_LOSSY_PIXEL if lossy else channels) + _BESIDE
+    size = pixels * (_LOSSY_PIXEL if lossy else channels) + _META_BYTES
     return size * 4 // 3 if settings.output_encoding == "base64" else size
 
 

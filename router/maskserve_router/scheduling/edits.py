@@ -56,7 +56,7 @@ class Edits:
         """Return the answer to one edit; arguments and errors are those of `Front.infer`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
-        with self._told(call, client, route, foreign_id(headers)):
+        with self._logged(call, client, route, foreign_id(headers)):
             return await self._dispatcher.infer(call, client, room)
 
     async def stream(
@@ -72,13 +72,15 @@ class Edits:
         """Yield the answers to one edit; arguments and errors are those of `Front.stream`."""
         await self._masks.filled_in(message, client)
         call = _edit_call(message, size, headers, timeout, client)
-        with self._told(call, client, route, foreign_id(headers)):
+        with self._logged(call, client, route, foreign_id(headers)):
             async with aclosing(self._dispatcher.stream(call, client, room)) as answers:
                 async for answer in answers:
                     yield answer
 
     @contextmanager
-    def _told(self, call: EditCall, client: KeyHolder, route: str, foreign: str) -> Iterator[None]:
+    def _logged(
+        self, call: EditCall, client: KeyHolder, route: str, foreign: str
+    ) -> Iterator[None]:
         """Write a log line, a count and a span when the edit ends."""
         span = self._tracing.open(call)
         error: MaskserveError | Failure | None = None

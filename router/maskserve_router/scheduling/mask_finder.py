@@ -9,7 +9,7 @@ from msgspec import structs
 
 from maskserve_common.contracts.settings import MaskFrom, dump_settings, parse_settings
 from maskserve_common.errors import InvalidRequest, split_code
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
@@ -37,20 +37,20 @@ class MaskFinder:
 
     Args:
         nodes: the node servers.
-        turns: threads that read and write requests off the loop.
+        fair_share: threads that read and write requests off the loop.
     """
 
-    def __init__(self, nodes: NodePool, turns: Turns) -> None:
-        self._nodes, self._turns = nodes, turns
+    def __init__(self, nodes: NodePool, fair_share: FairShare) -> None:
+        self._nodes, self._fair_share = nodes, fair_share
 
     async def find(
-        self, image: bytes, asked: MaskFrom, client: KeyHolder, field: str = FIELD
+        self, image: bytes, prompt: MaskFrom, client: KeyHolder, field: str = FIELD
     ) -> FoundMask:
         """Return the mask of a thing in a picture.
 
         Args:
             image: the picture's file.
-            asked: name, points or box of the thing.
+            prompt: name, points or box of the thing.
             client: holder of the key that asks, for fair share.
             field: field of the request for errors; empty: `text`, `points` or `box`.
 
@@ -58,14 +58,14 @@ class MaskFinder:
             InvalidRequest: nothing is found, or no segmenter of that kind is served.
             EngineFailed: its server was lost.
         """
-        asked.check(field)
-        field = field or ("text" if asked.text else "points" if asked.points else "box")
-        kind = NODE_TYPES["find" if asked.text else "segment"]
+        prompt.check(field)
+        field = field or ("text" if prompt.text else "points" if prompt.points else "box")
+        kind = NODE_TYPES["find" if prompt.text else "segment"]
         if not hosts(kind.model, await self._nodes.records(client)):
-            selector = "a thing's name" if asked.text else "clicks and boxes"
+            selector = "a thing's name" if prompt.text else "clicks and boxes"
             raise InvalidRequest(field, f"no segmenter that takes {selector} is served", "a mask")
         try:
-            answer = await self._nodes.call(_task(kind, image, asked), client)
+            answer = await self._nodes.call(_task(kind, image, prompt), client)
         except Failure as failure:
             if failure.code != InvalidRequest.code:
                 raise
@@ -92,7 +92,7 @@ class MaskFinder:
         settings = parse_settings(raw)
         if settings.mask_from is None:
             return
-        image = await self._turns.run(client, message.size, message.read, "IMAGE")
+        image = await self._fair_share.run(client, message.size, message.read, "IMAGE")
         if message.view("MASK"):
             raise InvalidRequest(FIELD, "is given beside MASK", "one of them; MASK may be empty")
         if not image:
@@ -106,8 +106,8 @@ class MaskFinder:
         message.write("SETTINGS", dump_settings(mask_settings))
 
 
-def _task(kind: NodeType, image: bytes, asked: MaskFrom) -> Task:
-    settings = {} if asked.text else {"points": asked.points, "box": asked.box}
+def _task(kind: NodeType, image: bytes, prompt: MaskFrom) -> Task:
+    settings = {} if prompt.text else {"points": prompt.points, "box": prompt.box}
     node_settings = {name: value for name, value in msgspec.to_builtins(settings).items() if value}
-    inputs = {"picture": image, **({"name": asked.text} if asked.text else {})}
+    inputs = {"picture": image, **({"name": prompt.text} if prompt.text else {})}
     return Task(kind.name, NodeCall(id=kind.name, node=kind.name, settings=node_settings), inputs)

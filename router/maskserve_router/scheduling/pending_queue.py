@@ -39,11 +39,11 @@ class Waiting:
         return self.key < other.key
 
     @property
-    def whose(self) -> tuple[str, str]:
-        return _whose(self.request_id, self.edit)
+    def owner(self) -> tuple[str, str]:
+        return _key_of(self.request_id, self.edit)
 
 
-def _whose(request_id: str, edit: Edit) -> tuple[str, str]:
+def _key_of(request_id: str, edit: Edit) -> tuple[str, str]:
     """Return the key of its turns: the client's scope and the model."""
     return scope_of(request_id), edit.model
 
@@ -133,7 +133,7 @@ class PendingQueue:
         ahead = []
         waiting = self._waiting.copy()
         insort(waiting, new)
-        for candidate in self._sent.in_turn(waiting, lambda waiting: waiting.whose):
+        for candidate in self._sent.fair_order(waiting, lambda waiting: waiting.owner):
             if candidate is new:
                 break
             if candidate.edit.model == edit.model and not candidate.place.done():
@@ -153,7 +153,7 @@ class PendingQueue:
     def leave(self, sent: Sent) -> None:
         """Take an edit off its worker's ledger and give its place to the next edit."""
         sent.worker.remove(sent)
-        self._sent.give_back(_whose(sent.request_id, sent.edit))
+        self._sent.give_back(_key_of(sent.request_id, sent.edit))
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -164,7 +164,7 @@ class PendingQueue:
         full = {model for model, edit in edits.items() if self._full(edit)}
         if all(waiting.edit.model in full and not waiting.avoid for waiting in self._waiting):
             return
-        for waiting in self._sent.in_turn(self._waiting, lambda waiting: waiting.whose):
+        for waiting in self._sent.fair_order(self._waiting, lambda waiting: waiting.owner):
             if waiting.place.done():
                 continue  # it has just ended, and `enter` drops it
             if waiting.edit.model in full and not waiting.avoid:
@@ -194,7 +194,7 @@ class PendingQueue:
         predicted = worker.predict(edit, now_s)
         sent_edit = Sent(waiting.request_id, edit, worker, now_s, predicted, listed_at=now_s)
         worker.add(sent_edit)
-        self._sent.book(waiting.whose)
+        self._sent.book(waiting.owner)
         worker.breaker.sent(waiting.request_id)
         return sent_edit
 

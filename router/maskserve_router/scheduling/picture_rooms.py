@@ -30,7 +30,7 @@ class PictureRooms:
     def __init__(self, admission: Admission, client: KeyHolder) -> None:
         self._admission, self._client = admission, client
         self._changed = asyncio.Condition()
-        self._taken = 0
+        self._begun = 0
         """Pictures that have taken their memory."""
         self.short = asyncio.Event()
         """Set when a picture waits for memory: the finished pictures must be written now."""
@@ -41,7 +41,7 @@ class PictureRooms:
 
     async def _take(self, number: int, room: EditRoom, size: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._taken == number)
+            await self._changed.wait_for(lambda: self._begun == number)
         end = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -53,7 +53,7 @@ class PictureRooms:
             self.short.set()
             await asyncio.sleep(_LOOK_S)
         async with self._changed:
-            self._taken += 1
+            self._begun += 1
             self._changed.notify_all()
 
 

@@ -16,17 +16,17 @@ class RetryBudget:
 
     def __init__(self, share: float, floor: int) -> None:
         self._share, self._floor = share, floor
-        self.under_way = 0
+        self.running = 0
 
     def allows(self, edits: int) -> bool:
         """Return whether one more retry may start beside `edits` edits under way."""
-        return self.under_way < max(self._floor, self._share * edits)
+        return self.running < max(self._floor, self._share * edits)
 
     @contextmanager
     def spend(self) -> Iterator[None]:
         """Count a retry as under way for the block."""
-        self.under_way += 1
+        self.running += 1
         try:
             yield
         finally:
-            self.under_way -= 1
+            self.running -= 1

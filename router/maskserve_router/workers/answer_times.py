@@ -29,15 +29,15 @@ class AnswerTimes:
         slowdown · denoised + rest · tokens
 
     `denoised` is the predicted denoising, `tokens` the size of the picture. `slowdown` covers
-    delays while the edit runs: edits that are sent later, other programs on the machine. `rest`
-    covers steps that workers do not price: transfer, reading, encoding, preparing, decoding. Both
-    are fitted to the last answers by least squares of the relative error. Large errors count
-    linearly (Huber 1964), because predictions before a worker has measured anything are poor.
-    Neither is below 0.
+    delays while the edit runs: edits that are sent later, other programs on the machine.
+    `remainder_s` covers steps that workers do not price: transfer, reading, encoding, preparing,
+    decoding. Both are fitted to the last answers by least squares of the relative error. Large
+    errors count linearly (Huber 1964), because predictions before a worker has measured anything
+    are poor. Neither is below 0.
     """
 
     def __init__(self) -> None:
-        self.slowdown, self.rest = 1.0, 0.0
+        self.slowdown, self.remainder_s = 1.0, 0.0
         self._last: deque[_Answer] = deque(maxlen=_LAST)
 
     def learn(self, tokens: int, denoised_s: float, answered_s: float) -> None:
@@ -49,7 +49,7 @@ class AnswerTimes:
 
     def predict(self, tokens: float, denoised_s: float) -> float:
         """Return the seconds until an edit's answer; `denoised_s` as long as nothing is learned."""
-        return self.slowdown * denoised_s + self.rest * tokens
+        return self.slowdown * denoised_s + self.remainder_s * tokens
 
     def _fit(self) -> None:
         """Fit Huber's estimate: repeated least squares in which large residuals weigh less."""
@@ -72,10 +72,13 @@ class AnswerTimes:
             ta += weight * tokens * answered
         common = dd * tt - dt * dt
         if common > 1e-6 * dd * tt:
-            self.slowdown, self.rest = (tt * da - dt * ta) / common, (dd * ta - dt * da) / common
+            self.slowdown, self.remainder_s = (
+                (tt * da - dt * ta) / common,
+                (dd * ta - dt * da) / common,
+            )
         else:  # edits all alike do not tell one from the other
-            self.slowdown, self.rest = 1.0, (ta - dt) / tt
-        if self.rest < 0.0:
-            self.slowdown, self.rest = da / dd, 0.0
+            self.slowdown, self.remainder_s = 1.0, (ta - dt) / tt
+        if self.remainder_s < 0.0:
+            self.slowdown, self.remainder_s = da / dd, 0.0
         elif self.slowdown < 0.0:
-            self.slowdown, self.rest = 0.0, ta / tt
+            self.slowdown, self.remainder_s = 0.0, ta / tt

@@ -9,16 +9,16 @@ from maskserve_router.workers.worker import Worker
 from maskserve_workflows.live_placement import BUSY_SHARE
 
 
-def servers_wanted(busy: float) -> int:
+def servers_needed(busy: float) -> int:
     """Return the number of servers for `busy` busy ones; at least one."""
     return max(1, math.ceil(busy / BUSY_SHARE))
 
 
-def workers_wanted(workers: Iterable[Worker]) -> dict[str, int]:
+def workers_needed(workers: Iterable[Worker]) -> dict[str, int]:
     """Return the number of workers for each model, from the edits that run and wait there."""
     rows: dict[str, float] = {}
     for worker in workers:
         if worker.up and (status := worker.status) is not None:
             edits = len(status.running) + len(status.waiting)
             rows[status.model] = rows.get(status.model, 0.0) + edits / status.max_rows
-    return {model: servers_wanted(busy) for model, busy in sorted(rows.items())}
+    return {model: servers_needed(busy) for model, busy in sorted(rows.items())}

@@ -23,11 +23,11 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import EngineFailed, InvalidRequest, TemplateNotFound
 from maskserve_common.files.values import NO_VALUES, Values, parse
 from maskserve_common.imaging.images import as_file
-from maskserve_common.lru_cache import Kept
+from maskserve_common.lru_cache import LruCache
 from maskserve_common.shares import PATIENCE_S, urgency
 from maskserve_router.config import WorkflowFiles
 from maskserve_router.dns import DNS, resolved
-from maskserve_router.fair_share import InTurn, Turns
+from maskserve_router.fair_share import FairPlaces, FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import Blame, Failure
 from maskserve_router.workers.upstream import Upstream
@@ -51,7 +51,7 @@ from maskserve_workflows.wire import (
 
 log = logging.getLogger("maskserve.router")
 _TIMEOUT_S = 120.0
-_ASK_S = 5.0
+_STATUS_S = 5.0
 _PATIENCE_S = 120.0
 """Seconds to wait for a lost server, which its supervisor restarts."""
 _LOOK_S = 0.2
@@ -63,7 +63,7 @@ _PLACE_S = 5.0
 _MODEL = "nodes"
 _UNKNOWN = ("unknown model", NOT_HOSTED)
 """Errors of a server that does not run a node, from Triton or from the server's model."""
-_NOT_TAKEN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
+_NEVER_BEGUN = ("failed to connect", "resolution failed", "Server is stopping", "Server not ready")
 """UNAVAILABLE errors, from gRPC and Triton, of a server that did not take the call. Any other error
 without our code means a connection lost during the call."""
 _MOST_LOST = 2
@@ -78,7 +78,7 @@ _REMEMBERED = 0.2
 """Weight of the newest call in the mean seconds of a node type."""
 
 
-class Made(NamedTuple):
+class NodeAnswer(NamedTuple):
     """A node's answer."""
 
     outputs: dict[str, Any]
@@ -87,11 +87,11 @@ class Made(NamedTuple):
     """Seconds that the node ran."""
     tries: int
     """2 if a server was lost, failed the call, or had to be waited for."""
-    kept: bool = False
+    reused: bool = False
     """True if an earlier call made the answer."""
 
 
-class _Asked(NamedTuple):
+class _AnswerKey(NamedTuple):
     """Key of a kept answer: the client's scope and the digest of the call."""
 
     scope: str
@@ -119,7 +119,7 @@ class NodePool:
 
     Args:
         files: addresses of the servers, and limits of kept answers.
-        turns: threads that encode and decode messages.
+        fair_share: threads that encode and decode messages.
         order: `[routing] order`, for a key's own calls.
         values: this host's folder of values.
         place_s: seconds between two placements of models.
@@ -128,30 +128,30 @@ class NodePool:
     def __init__(
         self,
         files: WorkflowFiles,
-        turns: Turns,
+        fair_share: FairShare,
         order: str = "slack",
         values: Values = NO_VALUES,
         place_s: float = _PLACE_S,
     ) -> None:
-        self._turns, self._order = turns, order
+        self._fair_share, self._order = fair_share, order
         self._addresses, self._resolves_at = files.nodes, -math.inf
         self._resolving: asyncio.Task[None] | None = None
         self._place_s = place_s
         self._values, self._keeping = values, set[str]()
         self._keeper = f"kept{secrets.token_hex(8)}"
         """Owner of the values of kept answers, in place of a run; unique to this router."""
-        self._here: dict[str, bool] = {}
+        self._shares_folder: dict[str, bool] = {}
         """Address -> whether the server shares the folder; lost servers have no entry."""
-        self._kept: Kept[_Asked, Made] = Kept(
+        self._stored: LruCache[_AnswerKey, NodeAnswer] = LruCache(
             files.kept_bytes,
             _nbytes,
             lambda asked: asked.scope,
             files.kept_s,
-            gone=self._let_go,
+            on_evict=self._forget,
         )
-        self._coming: dict[_Asked, asyncio.Future[Made]] = {}
+        self._pending: dict[_AnswerKey, asyncio.Future[NodeAnswer]] = {}
         """Answers that are being made."""
-        self._places: dict[str, InTurn] = {}
+        self._places: dict[str, FairPlaces] = {}
         """Triton model -> places for its calls."""
         self._servers: dict[str, Upstream] = {}
         self._load: dict[str, float] = {}
@@ -182,7 +182,7 @@ class NodePool:
     async def place(self) -> None:
         """Read what servers have loaded and tell them what to load."""
         records = await self._all_records()
-        changes = await asyncio.to_thread(self._placement.seen, records, time.monotonic())
+        changes = await asyncio.to_thread(self._placement.observe, records, time.monotonic())
         for address, models in changes.items():
             log.info("node server %s is to have %s", address, ", ".join(sorted(models)) or "none")
             await self._record(address, {PLACED: sorted(models)})
@@ -192,7 +192,7 @@ class NodePool:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
         for scope in self._keeping:
-            await self._turns.locked(self._values.end, scope, self._keeper)
+            await self._fair_share.locked(self._values.end, scope, self._keeper)
         tasks = [*self._leaving, *([self._resolving] if self._resolving else [])]
         for task in tasks:
             task.cancel()
@@ -282,12 +282,12 @@ class NodePool:
         if server is None:
             return None
         try:
-            answer = await server.infer(request.SerializeToString(), _ASK_S)
+            answer = await server.infer(request.SerializeToString(), _STATUS_S)
             (raw,) = bytes_tensor.elements(_contents(answer)["RESULT"], 1)
             record: dict[str, Any] = msgspec.json.decode(raw)
         except (grpc.aio.AioRpcError, KeyError, ValueError, msgspec.MsgspecError):
             return None
-        self._here[address] = self._values.host == record.get("values", {}).get("host", "")
+        self._shares_folder[address] = self._values.host == record.get("values", {}).get("host", "")
         return record
 
     def seconds(self, node: str) -> float | None:
@@ -296,7 +296,7 @@ class NodePool:
 
     async def call(
         self, task: Task, client: KeyHolder, due: float = math.inf, run: str = ""
-    ) -> Made:
+    ) -> NodeAnswer:
         """Run a node at the server that finishes first among those that have its model.
 
         If that server is lost or cannot run it, the next one is tried, or the first one that comes
@@ -313,67 +313,71 @@ class NodePool:
             EngineFailed: no server runs it, or two servers failed it without an error code. The
                 same call may succeed later.
         """
-        answer = await self._had(task, client, due, run)
+        answer = await self._stored_answer(task, client, due, run)
         return answer._replace(server=self._known(answer.server, client))
 
-    async def _had(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
+    async def _stored_answer(
+        self, task: Task, client: KeyHolder, due: float, run: str
+    ) -> NodeAnswer:
         """Return a kept answer or make one; like `call`, with the server's address."""
         kind, size = NODE_TYPES[task.call.node], nbytes(task.inputs)
-        message = await self._turns.run(client, size, self._message, task, kind, client.scope, run)
+        message = await self._fair_share.run(
+            client, size, self._message, task, kind, client.scope, run
+        )
         if not kind.deterministic:
-            return await self._made(message, kind, client, due)
-        cache_key = _Asked(client.scope, message.digest)
-        while (answer := self._kept.get(cache_key)) is not None or cache_key in self._coming:
+            return await self._call_node(message, kind, client, due)
+        cache_key = _AnswerKey(client.scope, message.digest)
+        while (answer := self._stored.get(cache_key)) is not None or cache_key in self._pending:
             if answer is None:
-                await asyncio.wait([pending := self._coming[cache_key]])
+                await asyncio.wait([pending := self._pending[cache_key]])
                 if pending.cancelled():
                     continue
                 answer = pending.result()
-            run_answer = await self._turns.locked(self._taken, answer, client.scope, run)
+            run_answer = await self._fair_share.locked(self._taken_over, answer, client.scope, run)
             if run_answer is not None:
-                return run_answer._replace(kept=True)
-            self._kept.drop(cache_key)
-        pending = self._coming[cache_key] = asyncio.get_running_loop().create_future()
+                return run_answer._replace(reused=True)
+            self._stored.drop(cache_key)
+        pending = self._pending[cache_key] = asyncio.get_running_loop().create_future()
         try:
-            answer = await self._made(message, kind, client, due)
+            answer = await self._call_node(message, kind, client, due)
             cache_copy = _copied(answer)  # the run's values may be made again under other names
             await self._keep(cache_key, cache_copy)
             pending.set_result(cache_copy)
             return answer
         finally:
-            del self._coming[cache_key]
+            del self._pending[cache_key]
             pending.cancel()  # no effect after an answer; otherwise a waiting call makes its own
 
-    async def _keep(self, asked: _Asked, made: Made) -> None:
-        if names := _names(made):
-            self._keeping.add(asked.scope)
-            if not await self._turns.locked(self._have, names, asked.scope):
+    async def _keep(self, key: _AnswerKey, answer: NodeAnswer) -> None:
+        if names := _names(answer):
+            self._keeping.add(key.scope)
+            if not await self._fair_share.locked(self._have, names, key.scope):
                 return
-        self._kept.put(asked, made)
+        self._stored.put(key, answer)
 
     def _have(self, names: Sequence[str], scope: str) -> bool:
         """Own the values of a kept answer. Return False: they no longer exist."""
         self._values.begin(scope, self._keeper)
-        return self._values.own(names, scope, self._keeper)
+        return self._values.share(names, scope, self._keeper)
 
-    def _let_go(self, asked: _Asked, made: Made) -> None:
+    def _forget(self, key: _AnswerKey, answer: NodeAnswer) -> None:
         """Free the values of an answer that is no longer kept."""
-        if names := _names(made):
-            self._turns.later(self._values.free, names, asked.scope, self._keeper)
+        if names := _names(answer):
+            self._fair_share.later(self._values.free, names, key.scope, self._keeper)
 
-    def _taken(self, made: Made, scope: str, run: str) -> Made | None:
+    def _taken_over(self, answer: NodeAnswer, scope: str, run: str) -> NodeAnswer | None:
         """Return a kept answer for a run, which then owns its values; None: they are gone."""
-        if not (names := _names(made)):
-            return made
-        if not self._values.own(names, scope, self._keeper):  # renews their time to live
+        if not (names := _names(answer)):
+            return answer
+        if not self._values.share(names, scope, self._keeper):  # renews their time to live
             return None
         if run:
-            return _copied(made) if self._values.own(names, scope, run) else None
+            return _copied(answer) if self._values.share(names, scope, run) else None
         try:
-            files = read_all(made.outputs, self._values, scope)
+            files = read_all(answer.outputs, self._values, scope)
         except TemplateNotFound:
             return None
-        return made._replace(outputs={k: changed(v, _as_sent) for k, v in files.items()})
+        return answer._replace(outputs={k: changed(v, _as_sent) for k, v in files.items()})
 
     def _message(self, task: Task, kind: NodeType, scope: str, run: str) -> _Message:
         layout, elements = laid_out(task.inputs, kind.inputs)
@@ -390,18 +394,20 @@ class NodePool:
 
         return _Message(digest.digest(), whole, plain if run else None)
 
-    async def _is_here(self, address: str) -> bool:
-        if address not in self._here:
+    async def _is_local(self, address: str) -> bool:
+        if address not in self._shares_folder:
             await self._record(address)
-        return self._here.get(address, False)
+        return self._shares_folder.get(address, False)
 
-    async def _made(self, message: _Message, kind: NodeType, client: KeyHolder, due: float) -> Made:
+    async def _call_node(
+        self, message: _Message, kind: NodeType, client: KeyHolder, due: float
+    ) -> NodeAnswer:
         await self._look()
-        line = self._places.setdefault(kind.model, InTurn(self._most()))
+        line = self._places.setdefault(kind.model, FairPlaces(self._most()))
         starts_by = due - self._seconds.get(kind.name, kind.price_s)
         async with line.place(client.scope, self._urgency(starts_by)):
             answer, address, tries = await self._answer(message, kind, client)
-            return await self._turns.run(client, len(answer), _made, answer, address, tries)
+            return await self._fair_share.run(client, len(answer), _parsed, answer, address, tries)
 
     def _urgency(self, starts_by: float) -> float:
         due_time = None if self._order == "fcfs" else starts_by
@@ -420,24 +426,26 @@ class NodePool:
             candidates = self._servers.keys() - broken
             for address in sorted(candidates, key=partial(self._rank, kind.model)):
                 raw = message.whole
-                if message.plain is not None and not await self._is_here(address):
-                    raw = plain = plain or await self._turns.run(client, _LONG, message.plain)
+                if message.plain is not None and not await self._is_local(address):
+                    raw = plain = plain or await self._fair_share.run(client, _LONG, message.plain)
                 if address not in self._servers:
                     is_unreachable = True
                     continue
-                self._placement.goes(kind.model, address)
+                self._placement.count_call(kind.model, address)
                 try:
                     return await self._sent(address, raw, kind), address, tries
                 except grpc.aio.AioRpcError as error:
                     failure = Failure(error.code(), error.details() or "")
                 if failure.code != InvalidRequest.code:
-                    self._here.pop(address, None)  # another server may take over the address
+                    self._shares_folder.pop(
+                        address, None
+                    )  # another server may take over the address
                 if any(words in failure.details for words in _UNKNOWN):
                     continue
                 tries = 2
                 unavailable = failure.status is grpc.StatusCode.UNAVAILABLE
                 if unavailable and (
-                    failure.coded or any(words in failure.details for words in _NOT_TAKEN)
+                    failure.coded or any(words in failure.details for words in _NEVER_BEGUN)
                 ):
                     is_unreachable = True
                 elif not failure.coded:
@@ -466,7 +474,7 @@ class NodePool:
     def _rank(self, model: str, address: str) -> tuple[float, float, bool, str]:
         """Rank servers by predicted end; of equal ones those that take names come first."""
         score = self._placement.score(model, address, self._load[address])
-        return *score, not self._here.get(address, True), address
+        return *score, not self._shares_folder.get(address, True), address
 
     async def _sent(self, address: str, raw: bytes, kind: NodeType) -> bytes:
         """Send one call and count its work at the server while it is under way."""
@@ -496,16 +504,16 @@ def _contents(answer: bytes) -> dict[str, bytes]:
     return dict(zip(names, response.raw_output_contents, strict=True))
 
 
-def _names(made: Made) -> list[str]:
-    parsed_names = (parse(value.element) for value in named_in(list(made.outputs.values())))
+def _names(answer: NodeAnswer) -> list[str]:
+    parsed_names = (parse(value.element) for value in named_in(list(answer.outputs.values())))
     return [parsed_name[0] for parsed_name in parsed_names if parsed_name is not None]
 
 
-def _copied(made: Made) -> Made:
+def _copied(answer: NodeAnswer) -> NodeAnswer:
     def own(part: Any) -> Any:
         return NamedValue(part.reference) if isinstance(part, NamedValue) else part
 
-    return made._replace(outputs={k: changed(v, own) for k, v in made.outputs.items()})
+    return answer._replace(outputs={k: changed(v, own) for k, v in answer.outputs.items()})
 
 
 def _as_sent(part: Any) -> Any:
@@ -513,16 +521,16 @@ def _as_sent(part: Any) -> Any:
     return as_file(part) if isinstance(part, memoryview) else part
 
 
-def _nbytes(made: Made) -> int:
-    return nbytes(made.outputs) + _SMALL
+def _nbytes(answer: NodeAnswer) -> int:
+    return nbytes(answer.outputs) + _SMALL
 
 
-def _made(answer: bytes, address: str, tries: int) -> Made:
+def _parsed(answer: bytes, address: str, tries: int) -> NodeAnswer:
     try:
         contents = _contents(answer)
         result = msgspec.json.decode(bytes_tensor.only(contents["RESULT"]), type=NodeResult)
         parts = bytes_tensor.elements(contents["MADE"], MOST_ELEMENTS)
-        return Made(picked_up(result.outputs, parts), address, result.seconds, tries)
+        return NodeAnswer(picked_up(result.outputs, parts), address, result.seconds, tries)
     except (KeyError, ValueError, msgspec.MsgspecError):
         raise EngineFailed("a node server answered with something else") from None
 

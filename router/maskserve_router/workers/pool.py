@@ -22,7 +22,7 @@ from maskserve_router.workers.worker import Worker, read_status
 
 log = logging.getLogger("maskserve.router")
 _STATUS = control_request({"op": "status"})
-_TAKEN_IN_SHARE = 0.02
+_READING_SHARE = 0.02
 """Share of a core for the records of one worker; long records are polled less often."""
 
 
@@ -147,7 +147,7 @@ class Pool:
         if worker.misses:
             return config.poll_interval_s
         shared = len(self.workers) / config.polls_per_s
-        return max(config.poll_interval_s, shared, worker.taken_in_s / _TAKEN_IN_SHARE)
+        return max(config.poll_interval_s, shared, worker.reading_s / _READING_SHARE)
 
     async def _poll_once(self, worker: Worker) -> None:
         try:
@@ -160,7 +160,7 @@ class Pool:
         else:
             was_ready = worker.ready
             worker.heard(status, time.monotonic())
-            worker.taken_in_s = time.perf_counter() - begin
+            worker.reading_s = time.perf_counter() - begin
             why = "its engine does not step"
             if worker.ready and not was_ready:
                 log.info("worker %s serves %s", worker.address, status.model)
@@ -179,7 +179,7 @@ class Pool:
             except grpc.aio.AioRpcError as error:
                 if "OP.templates" not in (error.details() or ""):
                     raise
-                worker.tells_all()
+                worker.reports_all()
         return await worker.upstream.control(_STATUS, timeout)
 
     def _lost(self, worker: Worker, why: str) -> None:

@@ -49,7 +49,7 @@ class Roster:
         for worker in self._changed | self._ejected:
             number, times = worker.number, worker.times
             view = worker.view(now)
-            self._board.put(number, view, times.slowdown, times.rest, there=worker.ready)
+            self._board.put(number, view, times.slowdown, times.remainder_s, accepts=worker.ready)
             served = worker.served
             self._serves(number, worker.model, by_size=bool(served and served.due_ms))
             if worker.breaker.ejected:

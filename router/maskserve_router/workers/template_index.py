@@ -100,10 +100,10 @@ class _Tiers(Mapping[str, Container[str]]):
 
 
 class _Tier:
-    __slots__ = ("_held", "_number")
+    __slots__ = ("_number", "_templates")
 
-    def __init__(self, held: Mapping[str, int], number: int) -> None:
-        self._held, self._number = held, number
+    def __init__(self, templates: Mapping[str, int], number: int) -> None:
+        self._templates, self._number = templates, number
 
     def __contains__(self, template: object) -> bool:
-        return bool(self._held.get(template, 0) >> self._number & 1)  # type: ignore[call-overload]
+        return bool(self._templates.get(template, 0) >> self._number & 1)  # type: ignore[call-overload]

@@ -34,7 +34,7 @@ UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5
 class PolledStatus(WorkerStatus):
     """The status record as returned by `control`."""
 
-    told_age_s: float = msgspec.field(default=0.0, name="age_s")
+    reported_age_s: float = msgspec.field(default=0.0, name="age_s")
     """Age of the record when it was sent, in seconds; the clocks of two hosts do not compare."""
     alive: bool = True
     in_flight: int = 0
@@ -80,7 +80,7 @@ def _check_status(status: PolledStatus) -> None:
     within("max_rows", status.max_rows, 1, _MOST_ROWS)
     within("devices", status.devices, 1, _MOST_DEVICES)
     within("max_waiting", status.max_waiting, 0, 10**9)
-    within("age_s", status.told_age_s, 0.0, 86_400.0)
+    within("age_s", status.reported_age_s, 0.0, 86_400.0)
     within("in_flight", status.in_flight, 0, 10**9)
     within("the number of rows", len(status.running) + len(status.waiting), 0, _MOST_ROWS)
     for row in (*status.running, *status.waiting):
@@ -139,7 +139,7 @@ class Sent:
     at: float
     """When it was sent, on the router's clock."""
     predicted: Prediction
-    seen: bool = False
+    listed: bool = False
     """True once a record has listed it."""
     listed_at: float = 0.0
     """When a record last listed it; before that, when it was sent."""
@@ -170,7 +170,7 @@ class Worker:
     """When the record was written, on the router's clock."""
     up: bool = False
     misses: int = 0
-    taken_in_s: float = 0.0
+    reading_s: float = 0.0
     """Seconds that parsing its last record took."""
     epochs: int = 0
     """Number of times that it was lost."""
@@ -257,18 +257,18 @@ class Worker:
         else:
             self.misses += 1
         self._take_templates(status)
-        self.status, self.as_of = status, now - status.told_age_s
+        self.status, self.as_of = status, now - status.reported_age_s
         self._answered.clear()
         listed = {row.request_id for row in (*status.running, *status.waiting)}
         for name, sent_edit in list(self.sent.items()):
             if name in listed:
-                sent_edit.seen, sent_edit.listed_at = True, now
+                sent_edit.listed, sent_edit.listed_at = True, now
             elif now - sent_edit.listed_at > self.config.faults.unlisted_s:
                 message = "[ENGINE_FAILED] the worker does nothing about the edit"
                 sent_edit.end(Failure(grpc.StatusCode.UNAVAILABLE, message))
         self._see_anew()
 
-    def tells_all(self) -> None:
+    def reports_all(self) -> None:
         """Note that the worker lists all templates in every record and reports no changes."""
         self.index.clear(self.number)
         self.templates_version, self._listed = None, {}
@@ -278,7 +278,7 @@ class Worker:
         changes = status.template_changes
         if changes is None:
             if self.templates_version is not None:
-                self.tells_all()
+                self.reports_all()
             if self._listed == status.templates:
                 return
             previous, self._listed = self._listed, status.templates
@@ -303,7 +303,7 @@ class Worker:
     def share_left(self, request_id: str) -> float | None:
         """Return the share of steps left of an edit with a row; None: it waits for a row."""
         sent_edit = self.sent.get(request_id)
-        if sent_edit is None or not sent_edit.seen or self.status is None:
+        if sent_edit is None or not sent_edit.listed or self.status is None:
             return None
         if any(row.request_id == request_id for row in self.status.waiting):
             return None
@@ -322,7 +322,7 @@ class Worker:
         edit: Edit,
         now: float,
         *,
-        ahead: Sequence[Edit] = (),
+        queue: Sequence[Edit] = (),
         alone: bool = False,
         primed: bool = False,
     ) -> float:
@@ -331,13 +331,13 @@ class Worker:
         Args:
             edit: edit to send to this worker now.
             now: time.monotonic().
-            ahead: edits that are sent before it.
+            queue: edits that are sent before it.
             alone: predict for an idle worker.
             primed: predict as if the worker had the edit's template.
         """
         view = self.view(now)
-        if ahead:
-            view = view.sent(ahead)
+        if queue:
+            view = view.sent(queue)
         if alone:
             view = replace(view, running=(), waiting=())
         if primed:
@@ -368,7 +368,7 @@ class Worker:
         An edit that a record has listed and no longer lists is past its last step.
         """
         if self._view is None:
-            self._view = self._base().sent(s.edit for s in self.sent.values() if not s.seen)
+            self._view = self._base().sent(s.edit for s in self.sent.values() if not s.listed)
         usable = self.ready and self.breaker.allows(now)
         return self._view if self._view.ready == usable else replace(self._view, ready=usable)
 

@@ -104,11 +104,11 @@ class RunTimes:
 
     def due_of(self, run: RunTime, task: Task) -> float:
         """Return when a node is due: the run's due time less the seconds of the nodes after it."""
-        return run.due - run.machine.behind(task.key, self._price(run))
+        return run.due - run.machine.chain_s(task.key, self._price(run))
 
-    def wanted_until(self, run: RunTime, task: Task) -> float:
+    def deadline_of(self, run: RunTime, task: Task) -> float:
         """Return when a node's answer is too late for the nodes after it."""
-        behind = run.machine.behind(task.key, self._price(run, guess=False))
+        behind = run.machine.chain_s(task.key, self._price(run, guess=False))
         return run.until - behind / self._slack
 
     def check_next(self, run: RunTime, task: Task) -> None:
@@ -120,7 +120,7 @@ class RunTimes:
         if run.until == math.inf:
             return
         price, remaining_s = self._price(run, guess=False), self._left(run)
-        needed = self._own(run, task, price) + run.machine.behind(task.key, price)
+        needed = self._own(run, task, price) + run.machine.chain_s(task.key, price)
         if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
                 f"{task.key} and what lies behind it take about {needed:.1f} s, and "
@@ -133,7 +133,7 @@ class RunTimes:
         admitted = [self._still(admitted_run) for admitted_run in self._runs]
         if not places or admits(new, admitted, places, Prices(), now_s, self._order) is not None:
             return
-        remaining_s, needed = self._left(run), new.behind_s + new.run_s[0]
+        remaining_s, needed = self._left(run), new.chain_s + new.run_s[0]
         if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
                 f"{max(remaining_s, 0.0):.1f} s are too short for {run.plan.name}, "
@@ -153,7 +153,7 @@ class RunTimes:
         """
         price = self._price(run, guess=False)
 
-        def rest(task: Task, *, rows: bool = True) -> float:
+        def remaining(task: Task, *, rows: bool = True) -> float:
             share = self._share_left(run.sent[task.key]) if task.key in run.sent else None
             task_s = self._own(run, task, price)
             return task_s if share is None else task_s * share * rows
@@ -162,9 +162,9 @@ class RunTimes:
             return price(call) if call.node == EDIT else 0.0
 
         def waiting(task: Task) -> float:
-            return rest(task, rows=False) if task.call.node == EDIT else 0.0
+            return remaining(task, rows=False) if task.call.node == EDIT else 0.0
 
-        path, _ = run.machine.left(price, rest)
+        path, _ = run.machine.left(price, remaining)
         _, work = run.machine.left(edits, waiting)
         due_time = run.begin + (run.until - run.begin) * self._slack
         return in_pieces(str(id(run)), run.begin, due_time, path, work)

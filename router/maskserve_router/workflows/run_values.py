@@ -32,7 +32,7 @@ class RunValues:
         self._values, self._scope, self._later = values, scope, later
         self.run = secrets.token_hex(16) if values.host else ""
         self.host = values.host
-        self._given: dict[NamedValue, bytes] = {}
+        self._inputs: dict[NamedValue, bytes] = {}
         self._names: dict[str, int] = {}
         """Name -> bytes of the values that the run holds."""
         self.count = self.bytes = 0
@@ -61,7 +61,7 @@ class RunValues:
 
         return {name: changed(value, put) for name, value in outputs.items()}
 
-    def made(self, outputs: Mapping[str, Any]) -> None:
+    def store(self, outputs: Mapping[str, Any]) -> None:
         """Register values that a node has stored as files."""
         for value in named_in(list(outputs.values())):
             if (parsed_name := parse(value.element)) is not None and parsed_name[
@@ -80,15 +80,15 @@ class RunValues:
             if unneeded_names:
                 self._later(self._values.free, unneeded_names, self._scope, self.run)
 
-    def there(self, value: NamedValue) -> bool:
+    def exists(self, value: NamedValue) -> bool:
         """Return True if a value can be read; a client's own input always can.
 
         No lock is taken: a value stays until the run frees it.
         """
         if parse(value.element) is None or self._values.has(_name(value), self._scope, self.run):
             return True
-        if value in self._given:
-            value.is_now(self._given[value])
+        if value in self._inputs:
+            value.is_now(self._inputs[value])
             return True
         return False
 
@@ -102,8 +102,8 @@ class RunValues:
             return value
         put = drawn(reference)
         assert isinstance(put, NamedValue)
-        self._given[put] = value
-        self.made({"": put})
+        self._inputs[put] = value
+        self.store({"": put})
         return put
 
 

@@ -47,7 +47,7 @@ from maskserve_common.errors import (
 from maskserve_common.files.values import NO_VALUES, RUN, Values
 from maskserve_common.imaging.images import as_file
 from maskserve_common.logs import about
-from maskserve_router.fair_share import IN_A_THREAD, Turns
+from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.keys import EditCounts, KeyHolder
 from maskserve_router.messages.control_message import control_request
 from maskserve_router.messages.edit_call import MODELS, request_id_of
@@ -55,7 +55,7 @@ from maskserve_router.messages.failures import Failure, let_go
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.admission import Admission, EditRoom
 from maskserve_router.scheduling.edits import Edits
-from maskserve_router.workers.autoscaling import servers_wanted
+from maskserve_router.workers.autoscaling import servers_needed
 from maskserve_router.workers.node_pool import NodePool, hosts
 from maskserve_router.workers.stream_buffer import Message, Unread
 from maskserve_router.workers.worker import Worker
@@ -86,7 +86,7 @@ _OF_EVENTS: Final = ("event", "step", "steps", "restarts")
 _OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
 """Fields of an edit's META that the run's META repeats."""
 _OF_NODES: Final = ("server", "seconds", "kept", "tries")
-"""Fields of `node_pool.Made` that the run's META repeats."""
+"""Fields of `node_pool.NodeAnswer` that the run's META repeats."""
 _EARLY_S: Final = 60.0
 
 
@@ -99,7 +99,7 @@ class Workflows:
         nodes: the node servers.
         workers: returns the workers that take edits now.
         admission: counts runs as a key's operations, and their values as its bytes.
-        turns: threads that copy pictures off the loop.
+        fair_share: threads that copy pictures off the loop.
         limits: limits on texts.
         times: predicts runs.
         values: this host's folder.
@@ -112,20 +112,20 @@ class Workflows:
         nodes: NodePool,
         workers: Callable[[], list[Worker]],
         admission: Admission,
-        turns: Turns,
+        fair_share: FairShare,
         limits: LimitsConfig,
         times: RunTimes,
         values: Values = NO_VALUES,
     ) -> None:
         self._times, self._values = times, values
-        self._admission, self._turns, self._limits = admission, turns, limits
+        self._admission, self._fair_share, self._limits = admission, fair_share, limits
         self.plans = {plan.name: plan for plan in plans}
         self.models = {**MODELS, **{plan.name: contract_of(plan) for plan in plans}}
         """Model name -> tensors, for all models that clients may call."""
         self._edits, self._nodes, self._workers = edits, nodes, workers
         self._runs: dict[str, asyncio.Task[Any]] = {}
         """Request id -> run under way."""
-        self._coming: set[str] = set()
+        self._loading: set[str] = set()
         """LoRAs that workers are loading ahead of edits."""
 
     def cancel(self, request_id: str) -> bool:
@@ -146,9 +146,9 @@ class Workflows:
         """Return each node server's record; None: the server does not answer."""
         return await self._nodes.records(client)
 
-    def node_servers_wanted(self) -> int:
+    def node_servers_needed(self) -> int:
         """Return the number of node servers that recent calls need; 0: none are configured."""
-        return servers_wanted(sum(self._nodes.busy().values())) if self._nodes.known else 0
+        return servers_needed(sum(self._nodes.busy().values())) if self._nodes.known else 0
 
     async def stream(
         self,
@@ -179,9 +179,9 @@ class Workflows:
             exit_stack.enter_context(self._admission.operation(client, message.size))
             plan = self.plans[message.head.model_name]
             begin = time.monotonic()
-            turn = partial(self._turns.run, client)
+            turn = partial(self._fair_share.run, client)
             settings, inputs = await turn(
-                message.size, _asked, message, plan, client, self._limits.max_prompt_chars
+                message.size, _parsed, message, plan, client, self._limits.max_prompt_chars
             )
             if not watched:
                 settings = structs.replace(settings, progress=False, preview_every=0)
@@ -192,9 +192,9 @@ class Workflows:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            whose = self._values, client.scope, self._turns.later
+            whose = self._values, client.scope, self._fair_share.later
             named = bool(self._values.host)
-            files = await self._turns.locked(RunValues, *whose) if named else RunValues(*whose)
+            files = await self._fair_share.locked(RunValues, *whose) if named else RunValues(*whose)
             exit_stack.callback(files.end)
             locks = IN_A_THREAD if named else 0
             inputs = await turn(max(message.size, locks), files.given, plan, inputs)
@@ -206,7 +206,7 @@ class Workflows:
                 event = _event(plan, {**meta, "request_id": _own(settings)}, outputs)
                 unread.put(Message(event.SerializeToString(), **more))
 
-            machine = WorkflowRun(plan, inputs, files.there)
+            machine = WorkflowRun(plan, inputs, files.exists)
             run = _timed(plan, machine, begin, timeout, settings)
 
             async def measure(task: Task) -> None:
@@ -216,7 +216,7 @@ class Workflows:
                     if (seconds := await self._edits.alone_s(edit, client)) is not None:
                         run.edit_s[task.key] = seconds
 
-            for step in _edits_of_given_masks(plan):
+            for step in _edits_with_input_masks(plan):
                 step_inputs = {
                     name: inputs.get(_input(ref), b"") for name, ref in step.inputs.items()
                 }
@@ -232,7 +232,7 @@ class Workflows:
                 request = await turn(
                     nbytes(task.inputs), _edit_request, task, settings, streams, due_s, files
                 )
-                deadline = self._times.wanted_until(run, task)
+                deadline = self._times.deadline_of(run, task)
                 left_s = None if deadline == math.inf else max(deadline - begin, 0.001)
                 arguments = request, request.size, client, headers, left_s, _ROUTE, room
                 if streams:
@@ -281,7 +281,7 @@ class Workflows:
             work.add_done_callback(unread.end)
             self._runs[settings.request_id] = work
             try:
-                with _logged(plan, settings, client, driven.told):
+                with _logged(plan, settings, client, driven.reports):
                     async for event in unread:
                         yield pb.ModelInferResponse.FromString(event)
                     try:
@@ -302,7 +302,7 @@ class Workflows:
                     "digest": plan.digest,
                     "seconds": round(time.monotonic() - begin, 4),
                     "outputs": output_kinds(plan),
-                    "nodes": driven.told,
+                    "nodes": driven.reports,
                     "values": {"count": files.count, "bytes": files.bytes},
                 }
                 yield await turn(nbytes(outputs), _event, plan, meta, outputs)
@@ -323,15 +323,15 @@ class Workflows:
         run = self.stream(message, headers, timeout, client, watched=False)
         async with aclosing(run) as events:
             (answer,) = [event async for event in events]
-        return await self._turns.run(client, answer.ByteSize(), answer.SerializeToString)
+        return await self._fair_share.run(client, answer.ByteSize(), answer.SerializeToString)
 
     async def _bring(self, names: Sequence[str]) -> None:
         """Let the workers load LoRAs, each once at a time for all runs.
 
         Errors are ignored here: the edit that needs the LoRA reports them.
         """
-        new = set(names) - self._coming
-        self._coming |= new
+        new = set(names) - self._loading
+        self._loading |= new
         calls = [
             worker.upstream.control(control_request({"op": "adapter_load", "name": name}), _EARLY_S)
             for worker in self._workers()
@@ -340,7 +340,7 @@ class Workflows:
         try:
             await asyncio.gather(*calls, return_exceptions=True)
         finally:
-            self._coming -= new
+            self._loading -= new
 
 
 class _Driven:
@@ -360,9 +360,9 @@ class _Driven:
         files: RunValues,
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._call, self._tell = call, tell
+        self._call, self._on_ended = call, tell
         self._machine, self._files = machine, files
-        self.told: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         """Reports of finished nodes, in order of their ends."""
 
     async def run(self, until: float) -> dict[str, Any]:
@@ -397,10 +397,10 @@ class _Driven:
             return None
         outputs = self._machine.outputs
         lost_values = [
-            value for value in named_in(list(outputs.values())) if not self._files.there(value)
+            value for value in named_in(list(outputs.values())) if not self._files.exists(value)
         ]
         if lost_values:
-            self._machine.again(lost_values)
+            self._machine.rerun_sources_of(lost_values)
             return None
         return self._files.read(outputs)
 
@@ -427,12 +427,12 @@ class _Driven:
             raise InvalidRequest(task.key, split_code(text)[1]) from None
         total_tries = call_report.pop("tries", 1) + tries - 1
         report = {"key": task.key, "node": task.call.node, "tries": total_tries, **call_report}
-        self.told[:] = [
-            node_report for node_report in self.told if node_report["key"] != task.key
+        self.reports[:] = [
+            node_report for node_report in self.reports if node_report["key"] != task.key
         ]  # a node that runs again replaces its report
-        self.told.append(report)
-        self._tell({"event": "node", **report})
-        self._files.made(outputs)
+        self.reports.append(report)
+        self._on_ended({"event": "node", **report})
+        self._files.store(outputs)
         self._machine.done(task.key, outputs)
 
     def _lost(self, task: Task, error: MaskserveError | Failure) -> None:
@@ -447,7 +447,7 @@ def _nodes_of(plan: WorkflowPlan) -> set[str]:
     return {call.node for call in calls} - {EDIT}
 
 
-def _edits_of_given_masks(plan: WorkflowPlan) -> list[NodeCall]:
+def _edits_with_input_masks(plan: WorkflowPlan) -> list[NodeCall]:
     """Return the edits whose masks are inputs of the workflow."""
     calls = (step for step in every_step(plan.steps) if isinstance(step, NodeCall))
     return [step for step in calls if step.node == EDIT and _input(step.inputs["mask"])]
@@ -471,14 +471,14 @@ def _heard(message: bytes) -> _Called:
 
 async def _followed(
     answers: AsyncGenerator[bytes, None],
-    turn: Callable[..., Coroutine[Any, Any, _Called]],
+    call: Callable[..., Coroutine[Any, Any, _Called]],
     passing: Callable[[dict[str, Any], dict[str, Any]], None],
 ) -> _Called:
     """Return the last message of an edit; call `passing` for progress and previews before it."""
     last: _Called = {}, {}
     async with aclosing(answers):
         async for answer in answers:
-            picture, meta = await turn(len(answer), _heard, answer)
+            picture, meta = await call(len(answer), _heard, answer)
             if meta.get("event") in _PASSING:
                 passing({name: meta[name] for name in _OF_EVENTS if name in meta}, picture)
             elif meta:
@@ -540,7 +540,7 @@ def contract_of(plan: WorkflowPlan) -> Contract:
     )
 
 
-def _asked(
+def _parsed(
     message: ModelRequest, plan: WorkflowPlan, client: KeyHolder, longest: int
 ) -> tuple[EditSettings, dict[str, Any]]:
     """Return the settings of all edits of a run, with seed and request id, and the run's inputs.

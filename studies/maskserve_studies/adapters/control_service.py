@@ -21,7 +21,7 @@ from maskserve_benchmarks.steps.service_process import PATIENCE_S, alone_on, ser
 from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.unet.control import (
@@ -121,11 +121,11 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     control = ControlInput(NET, np.zeros((0, 0, 3), np.uint8))
     net = UnetControlNet.of(build_net(PRESET), bench.model, 4)
     with torch.inference_mode():
-        net_input = UnetNetInput.made(control, net, picture, texts, (pooled, sizes))
+        net_input = UnetNetInput.encode(control, net, picture, texts, (pooled, sizes))
     plan = refreshed_every(1, bench.steps)
     in_process_row.control = RowControl((net_input,), plan)
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
-    facts = OpeningFacts((OpenedControl.of(control),), tuple(served.timesteps_ahead), plan)
+    facts = OpeningMessage((OpenedControl.of(control),), tuple(served.precomputed_timesteps), plan)
     row = service.open(Opening(facts, arrays))
     served.control = UnetServedControl(row, (ServedPass(row, 0),))
     rows = plain, in_process_row, served

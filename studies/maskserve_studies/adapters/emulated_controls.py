@@ -37,13 +37,13 @@ from maskserve_benchmarks.steps.replay import refreshed_every
 from maskserve_benchmarks.steps.service_process import PipeCalls, service_process
 from maskserve_benchmarks.steps.unet_rig import UNETS
 from maskserve_common.contracts.settings import AdapterMode
-from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.served import (
     ControlService,
-    RowAsk,
+    RowRequest,
     ServedRow,
-    ask_service,
     new_batch,
+    request_residuals,
 )
 from maskserve_engine.control_link.transport import Answered, Connection, Lost
 from maskserve_engine.families.control import NetStep, Residual, Send
@@ -170,7 +170,9 @@ class Base:
         self._device.launch(nets * self.net_s + self.step_s)
         self._device.wait()
 
-    def served(self, asks: Sequence[RowAsk], batch: int, bytes_per_s: float | None = None) -> None:
+    def served(
+        self, asks: Sequence[RowRequest], batch: int, bytes_per_s: float | None = None
+    ) -> None:
         """A step that waits for ControlNets where they add something.
 
         Args:
@@ -178,7 +180,7 @@ class Base:
             batch: its number.
             bytes_per_s: at which it brings residuals from host memory; None: they are here.
         """
-        ask_service(asks, batch)
+        request_residuals(asks, batch)
         self._device.launch(self._down_s)
         for place in reversed(range(_PLACES)):
             for ask in asks:
@@ -203,7 +205,7 @@ def _row(
     """Of a new edit with these ControlNets, which the service has."""
     controls = tuple([OpenedControl(name, 1.0, 0.0, 1.0, None) for name in nets])
     row = session.open(
-        Opening(OpeningFacts(controls, (0.0,) * steps, refreshed_every(1, steps)), {}), adapters
+        Opening(OpeningMessage(controls, (0.0,) * steps, refreshed_every(1, steps)), {}), adapters
     )
     row.await_opened()
     return row
@@ -254,7 +256,7 @@ def three_controls(repeat: int) -> dict[str, Any]:
                     batch: int = batch,
                     bytes_per_s: float | None = bytes_per_s,
                 ) -> None:
-                    asks = [RowAsk(row, number, torch.zeros(1)) for row in rows]
+                    asks = [RowRequest(row, number, torch.zeros(1)) for row in rows]
                     base.served(asks, batch, bytes_per_s)
 
                 times[name] += _timed([partial(step, n) for n in range(_DENSE_STEPS)])
@@ -380,7 +382,7 @@ def _edit(base: Base, row: ServedRow) -> None:
     for step in range(_EDIT_STEPS):
         # As rows have it: before the first step's answer there is nothing to extrapolate with.
         ahead = None if step == 0 else latents
-        base.served([RowAsk(row, step, latents, 1, partial(_same, ahead))], batch)
+        base.served([RowRequest(row, step, latents, 1, partial(_same, ahead))], batch)
 
 
 def _same(latents: torch.Tensor | None) -> torch.Tensor | None:

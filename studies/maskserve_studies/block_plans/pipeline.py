@@ -38,7 +38,7 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.mmdit.rows import FlowRow
 from maskserve_engine.loop.measured_costs import MeasuredCosts
-from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.flops import KINDS, RowTokens, Totals
 from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
@@ -132,11 +132,11 @@ class Pipeline:
     def _naive(self, reader: EntryReader, n: int) -> float:
         """Everything is loaded, then the step runs."""
         plan = evaluate(self._costs(reader, n), ["kv"] * self.bench.blocks, lead=0.0)
-        assert reader.now is not None
+        assert reader.entry is not None
         begin = time.perf_counter()
-        reader.now.want(wants_of(plan), n)
+        reader.entry.want(parts_of(plan), n)
         for block in range(self.bench.blocks):
-            reader.now.wait(block, "kv")
+            reader.entry.wait(block, "kv")
         self.bench.step([self.row], plan.kinds)
         return time.perf_counter() - begin
 
@@ -160,19 +160,19 @@ class Pipeline:
         assert handle is not None
         self.row.entry = handle
         planned = self.planner.plan(self.bench.work, [Reading(self.totals, handle.load, 1)], None)
-        handle.want(wants_of(planned.plan), n)
+        handle.want(parts_of(planned.plan), n)
         ahead = reader.look_ahead(n)
         if ahead is not None:
-            ahead[0].want(wants_of(planned.ahead), ahead[1])
+            ahead[0].want(parts_of(planned.next_plan), ahead[1])
         self.bench.step([self.row], planned.plan.kinds)
-        self.predicted = planned.ahead.latency
+        self.predicted = planned.next_plan.latency
         return time.perf_counter() - begin
 
     def _within(self, reader: EntryReader, n: int, kinds: Sequence[str]) -> float:
         plan = evaluate(self._costs(reader, n), kinds, lead=0.0)
-        assert reader.now is not None
+        assert reader.entry is not None
         begin = time.perf_counter()
-        reader.now.want(wants_of(plan), n)
+        reader.entry.want(parts_of(plan), n)
         self.bench.step([self.row], plan.kinds)
         return time.perf_counter() - begin
 

@@ -49,13 +49,13 @@ from maskserve_benchmarks.steps.step_rig import NO_TEXT, PRESETS, Bench
 from maskserve_benchmarks.steps.unet_rig import UNETS, UnetBench
 from maskserve_benchmarks.timing import Timer, hardware
 from maskserve_common.config import CacheConfig
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
-from maskserve_engine.families.flux.spec import OWN_STRIDES
+from maskserve_engine.families.flux.spec import REFRESH_STRIDES
 from maskserve_engine.fitting.memory import device_memory, peak_values
 from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.stages.device_probe import peak_rates
@@ -193,7 +193,7 @@ def _served_step(
         share = step["dense_ms"] / step["anchor_ms"] / (whole / cached)
         step["anchor_of_limit"] = round(share, 3)
     if between and batch == 1:
-        anchors = own_count(STEPS, OWN_STRIDES[FILL])
+        anchors = refresh_count(STEPS, REFRESH_STRIDES[FILL])
         edit = step["dense_ms"] + (anchors - 1) * step["anchor_ms"] + (STEPS - anchors) * step["ms"]
         step["edit_times"] = round(STEPS * step["dense_ms"] / edit, 3)
     bench.weights = weights
@@ -228,7 +228,7 @@ def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
     """Of one row of a UNet that has anchors of its own: an anchor's step, and one between two."""
     figures, timer = [], Timer(bench.device)
     for ratio in RATIOS:
-        rows = [bench.row(ratio, 0, own=OwnPlan(frozenset({0}), FORMAT, text=False))]
+        rows = [bench.row(ratio, 0, own=RefreshSchedule(frozenset({0}), FORMAT, text=False))]
         step = partial(bench.step, rows, "kv")
         anchors = [timer.ms(step) for _ in range(2)]
         bench.turn_between(rows)

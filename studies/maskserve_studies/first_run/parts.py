@@ -36,7 +36,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.entry_store import open_reserve
 from maskserve_engine.layers.attention import missing_varlen, segments, varlen
 from maskserve_engine.layers.scatter_kv import Change, KvSource, scatter_kv, slots_of
@@ -399,7 +399,7 @@ def time_edits(
         count: of edits, for each that is under way at once.
         worker: starts one, of a model with a folder for its files.
     """
-    size = load_facts(str(model)).native_resolution
+    size = load_spec(str(model)).native_resolution
     edits = drawn_edits(size, count * max(_AT_ONCE), 4)
     try:
         with (

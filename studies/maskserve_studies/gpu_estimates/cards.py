@@ -34,11 +34,11 @@ from maskserve_benchmarks.steps.kernel_counts import (
     unet_step,
 )
 from maskserve_benchmarks.steps.launch_log import WEIGHTS
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
-from maskserve_engine.families.flux.spec import OWN_STRIDES as FLUX_STRIDES
+from maskserve_engine.families.flux.spec import REFRESH_STRIDES as FLUX_STRIDES
 from maskserve_engine.families.flux.spec import flux_work
-from maskserve_engine.families.unet.spec import OWN_STRIDES as UNET_STRIDES
+from maskserve_engine.families.unet.spec import REFRESH_STRIDES as UNET_STRIDES
 from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.planning.entry_bytes import EntryFormat, block_bytes, end_bytes
 from maskserve_engine.planning.flops import TERMS, ModelWork
@@ -345,7 +345,7 @@ def main() -> int:
         # SDXL's VAE runs in float32; its text encoders take next to nothing.
         rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
         stages_s = (vae if model == "SDXL" else vae + t5) / rate
-        dense, share = took(offer, None), own_count(steps, STRIDES[model]) / steps
+        dense, share = took(offer, None), refresh_count(steps, STRIDES[model]) / steps
         hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
         reads = 1 - 1 / steps  # beside all anchors but the first
         means = [dense, *hits, *(share * dense + reads * item for item in owns)]

@@ -52,15 +52,15 @@ from maskserve_benchmarks.steps.step_rig import NO_TEXT, Bench
 from maskserve_benchmarks.timing import Timer, hardware
 from maskserve_common.config import CacheConfig
 from maskserve_common.config_file import config_of
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_common.contracts.semantics import FILL
-from maskserve_engine.batch.step_cache import OwnPlan
-from maskserve_engine.families.flux.spec import OWN_STRIDES
+from maskserve_engine.batch.step_cache import RefreshSchedule
+from maskserve_engine.families.flux.spec import REFRESH_STRIDES
 from maskserve_studies.first_run.parts import as_served
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
 _STEPS = 28
-_ANCHORS = own_count(_STEPS, OWN_STRIDES[FILL])
+_ANCHORS = refresh_count(_STEPS, REFRESH_STRIDES[FILL])
 
 
 def fidelity(
@@ -80,19 +80,19 @@ def fidelity(
     rig = Rig(folder, 20)
     [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
     choice = replace(served(rig, job, count), ring=ring, bends=False if straight else None)
-    cached = default(rig.adapter.facts, 20)
+    cached = default(rig.adapter.spec, 20)
     begun = replace(cached, dense_steps=1, stride=7)
     text = served(rig, job)
-    power = rig.adapter.facts.own_evenly_over
-    plan = OwnPlan(
-        frozenset(text.dense), choice.format, True, text.leaves_ring, power, foresees=True
+    power = rig.adapter.spec.refresh_evenly_over
+    plan = RefreshSchedule(
+        frozenset(text.dense), choice.format, True, text.leaves_ring, power, looks_ahead=True
     )
     ways = {
         "hit": (cached, None),
         "hit_text": (cached, replace(plan, ring=False)),
         "hit_frozen": (cached, plan),
         **{f"hit_ring_{n}": (replace(cached, ring=n), plan) for n in (4, 6)},
-        "hit_first_anchor": (begun, replace(plan, lifts=True)),
+        "hit_first_anchor": (begun, replace(plan, corrects_residuals=True)),
     }
     qualities: dict[str, dict[str, list[EditQuality]]] = {
         w: {} for w in (ways if hits else ("own",))
@@ -123,7 +123,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     blocks = (1, 1) if device.type == "cpu" else None  # a GPU would wait for the host
-    bench = Bench("flux-1024", blocks, dtype, device, CacheConfig().own_format_on(device.type))
+    bench = Bench("flux-1024", blocks, dtype, device, CacheConfig().refresh_format_on(device.type))
     bench.weights = as_served(bench)
     bench.fill_entry("kv")
     timer = Timer(device, args.clock)

@@ -90,7 +90,7 @@ class Scene:
         """[pixels in the mask] from the nearest rim of a piece inside of the picture."""
         rims = np.full((_SIDE, _SIDE), _SIDE)
         y, x = np.mgrid[:_SIDE, :_SIDE]
-        for box in pieces.wanted:
+        for box in pieces.edited_boxes:
             top, left, bottom, right = pieces.outer(box, 2)
             sides = (
                 (y - top, top > 0),

@@ -16,7 +16,7 @@ from maskserve_common.config import ValuesConfig
 from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import as_file, encode_png, plain_picture
 from maskserve_router.config import WorkflowFiles
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.workers.node_pool import NodePool
 from maskserve_workflows.plan import NodeCall
@@ -45,8 +45,8 @@ def by_name(address: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 async def _by_name(address: str, values: Values, rounds: int) -> dict[str, Any]:
     files, rng = WorkflowFiles(nodes=(address,), kept_bytes=0), np.random.default_rng()
-    named = NodePool(files, Turns(2), values=values)
-    plain = NodePool(files, Turns(2))
+    named = NodePool(files, FairShare(2), values=values)
+    plain = NodePool(files, FairShare(2))
     seconds: dict[str, list[float]] = {"named": [], "plain": []}
     white = np.zeros((_SIDE, _SIDE + 1), np.uint8)
     white[100:132, 100:132] = 255

@@ -22,7 +22,7 @@ from maskserve_common.config import ValuesConfig
 from maskserve_common.files.values import Values
 from maskserve_common.imaging.images import as_file, encode_png
 from maskserve_router.config import WorkflowFiles
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.workers.node_pool import NodePool
 from maskserve_router.workflows.run_values import RunValues
@@ -70,7 +70,7 @@ def two_hosts(
 
 async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> dict[str, Any]:
     pools = {
-        host: NodePool(WorkflowFiles(nodes=(item,), kept_bytes=0), Turns(2), values=values)
+        host: NodePool(WorkflowFiles(nodes=(item,), kept_bytes=0), FairShare(2), values=values)
         for host, item in addresses.items()
     }
     rng, seconds = np.random.default_rng(), {way: list[float]() for way in _WAYS}

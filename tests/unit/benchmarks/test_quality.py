@@ -60,7 +60,7 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     jobs = rig.jobs(edits)
     dense = rig.dense(edits, jobs)
     cached_pictures = rig.cached(
-        edits, jobs, rig.entries(jobs), default(rig.adapter.facts, rig.steps)
+        edits, jobs, rig.entries(jobs), default(rig.adapter.spec, rig.steps)
     )
     masked_only = rig.alone(edits, jobs, [rig.tokens_of(job) for job in jobs])
     cached_summary, masked_only_summary = (
@@ -78,7 +78,7 @@ def test_a_bucket_of_tokens_costs_no_quality(rig: Rig, monkeypatch: pytest.Monke
     edits = [edit for name in CLASSES if name != "most" for edit in edits_of(name, 2)]
     jobs = rig.jobs(edits)
     dense, entries = rig.dense(edits, jobs), rig.entries(jobs)
-    choice = default(rig.adapter.facts, rig.steps)
+    choice = default(rig.adapter.spec, rig.steps)
     plain = summary(compare(edits, rig.cached(edits, jobs, entries, choice), dense))
     monkeypatch.setattr(rig.adapter._preparation, "_buckets", True)
     more = summary(compare(edits, rig.cached(edits, jobs, entries, choice), dense))
@@ -98,7 +98,7 @@ def test_small_weights_lose_no_more_by_the_cache(form: str) -> None:
     jobs = rig.jobs(edits)
     dense = rig.dense(edits, jobs)
     cached_pictures = rig.cached(
-        edits, jobs, rig.entries(jobs), default(rig.adapter.facts, rig.steps)
+        edits, jobs, rig.entries(jobs), default(rig.adapter.spec, rig.steps)
     )
     cached_summary = summary(compare(edits, cached_pictures, dense))
     assert cached_summary.psnr_in_mask >= BAR
@@ -111,7 +111,7 @@ def test_what_stands_far_away_is_found_with_the_cache_and_not_without(relations:
     edits = [edit for name in RELATIONS for edit in edits_of(name, EACH)]
     jobs = relations.jobs(edits)
     dense = relations.dense(edits, jobs)
-    chosen = default(relations.adapter.facts, relations.steps)
+    chosen = default(relations.adapter.spec, relations.steps)
     cached_pictures = relations.cached(edits, jobs, relations.entries(jobs), chosen)
     masked_only = relations.alone(edits, jobs, [relations.tokens_of(job) for job in jobs])
     right = [
@@ -142,13 +142,13 @@ def _equal(made: Sequence[Picture], expected: Sequence[Picture], edits: Sequence
 
 
 def test_every_choice_of_the_frontier_has_a_name_of_its_own(rig: Rig) -> None:
-    choices = frontier(default(rig.adapter.facts, rig.steps), rig.steps)
+    choices = frontier(default(rig.adapter.spec, rig.steps), rig.steps)
     assert len({choice.name for choice in choices}) == len(choices)
 
 
 def test_counts_on_the_grid_of_flux(rig: Rig) -> None:
     """A GiB per template, and 15 % more FLOPs than without a ring, at most."""
-    chosen, no_ring = default(rig.adapter.facts, rig.steps), CacheChoice().flux_flops()
+    chosen, no_ring = default(rig.adapter.spec, rig.steps), CacheChoice().flux_flops()
     assert chosen.flux_bytes(28) < 2**30
     early = replace(chosen, dense_steps=2)
     assert no_ring < chosen.flux_flops() < early.flux_flops()

@@ -57,7 +57,7 @@ def test_scenes_on_photographs_are_none_that_training_draws(name: str) -> None:
 
 def test_all_first_looks_are_made_and_a_worker_serves_one_of_them(rig: Rig) -> None:
     classes = {name: named_class(name, 1, (64, 96)) for name in NAMED_CLASSES[:2]}
-    run, looks = Run(rig, classes), first_looks(default(rig.adapter.facts, 4), rig.adapter.facts, 4)
+    run, looks = Run(rig, classes), first_looks(default(rig.adapter.spec, 4), rig.adapter.spec, 4)
     run.make(looks)
     assert {look.name for look in looks} < run.pictures.keys()
     exact = replace(looks[0], format="model", ring=64, dense_steps=4)
@@ -98,7 +98,7 @@ def test_models_of_any_family_are_judged(build: Callable[[Path], Path], tmp_path
     [name] = NAMED_CLASSES[:1]
     edits = named_class(name, 1, (64, 96))
     run = Run(rig, {name: edits})
-    run.make(first_looks(run.default, rig.adapter.facts, 2)[:1])
+    run.make(first_looks(run.default, rig.adapter.spec, 2)[:1])
     assert {"dense", "masked_tokens_alone", "crop_and_stitch", "served"} < run.pictures.keys()
     outside = ~edits[0].mask
     for pictures_by_name in run.pictures.values():
@@ -138,12 +138,12 @@ def test_templates_may_be_primed_without_a_word(rig: Rig) -> None:
 
 def test_anchors_come_from_the_schedule_that_a_model_is_made_for(rig: Rig) -> None:
     assert Rig(rig.folder, steps=20).schedule == 4
-    chosen = default(rig.adapter.facts, 20)
+    chosen = default(rig.adapter.spec, 20)
     assert chosen.stride == 1
 
 
 def test_bytes_and_flops_are_counted_at_kleins_size(rig: Rig) -> None:
-    work, choice = published(rig.adapter.facts), CacheChoice("kv", "int4", ALL_STEPS)
+    work, choice = published(rig.adapter.spec), CacheChoice("kv", "int4", ALL_STEPS)
     assert choice.flux_bytes(4, work) / 2**30 == pytest.approx(0.66, abs=0.005)
     assert replace(choice, stride=1).flux_bytes(4, work) == 4 * choice.flux_bytes(4, work)
     alone_choice = replace(choice, references_alone=True)

@@ -121,7 +121,7 @@ def test_an_edit_that_misses_its_template_is_dense_at_its_own_anchors_alone() ->
     result, cluster = run(Scenario(workload, workers=1, tiers=cold, warmup=0.0), HARDWARE, 1)
     [job] = cluster.jobs
     anchors, steps, active = job.own, job.request.steps, round(job.row.tokens)
-    assert len(anchors) == job.edit.own_steps == 3 < steps
+    assert len(anchors) == job.edit.refresh_steps == 3 < steps
     between, dense = HARDWARE.step_seconds(1, active, 0, 1), HARDWARE.step_seconds(0, 0, 1)
     # All but the first are computed beside a step that reads.
     anchor_step_s = HARDWARE.step_seconds(1, active, 1, 1)
@@ -145,7 +145,7 @@ def test_tiers_fetch_prime_and_evict(known: bool):
     assert result.fetches > 0
     (host,) = cluster.hosts
     tiers = host.tiers()
-    assert tiers == {"host": set(host.memory.held()), "disk": set(host.disk.held())}
+    assert tiers == {"host": set(host.memory.entries()), "disk": set(host.disk.entries())}
     assert len(tiers["host"]) == 5
     assert len(tiers["disk"]) == 10
     for tier in (host.memory, host.disk):

@@ -70,7 +70,7 @@ def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes() -> None:
 def test_the_cache_is_sized_for_the_anchors_that_the_engine_takes(stride: int) -> None:
     config = config_of({"model": {"path": str(DEMO)}, "cache": {"stride": stride}})
     adapter = load_adapter(config)
-    tokens = (adapter.facts.native_resolution // adapter.facts.token_pixels) ** 2
+    tokens = (adapter.spec.native_resolution // adapter.spec.token_pixels) ** 2
     anchors = adapter.anchors(tokens, config.model.num_inference_steps, stride)
     single_anchor_config = config_of({"model": {"path": str(DEMO)}, "cache": {"stride": 1000}})
     assert template_bytes(config) == len(anchors) * template_bytes(single_anchor_config)

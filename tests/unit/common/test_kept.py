@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_common.lru_cache import Kept
+from maskserve_common.lru_cache import LruCache
 
 
 @given(
@@ -15,7 +15,7 @@ from maskserve_common.lru_cache import Kept
 def test_it_does_what_a_list_in_order_of_use_does(
     budget: int, operations: list[tuple[str, int]]
 ) -> None:
-    cache: Kept[int, bytes] = Kept(budget, len)
+    cache: LruCache[int, bytes] = LruCache(budget, len)
     order: list[int] = []
     for operation, key in operations:
         value = bytes(1 + 3 * key)
@@ -34,32 +34,32 @@ def test_it_does_what_a_list_in_order_of_use_does(
                 order.append(key)
             while sum(1 + 3 * size for size in order) > budget:
                 order.pop(0)
-        assert cache.held_bytes == sum(1 + 3 * size for size in order) <= budget
+        assert cache.nbytes == sum(1 + 3 * size for size in order) <= budget
         assert len(cache) == len(order)
 
 
 def test_owners_share_the_budget() -> None:
     evicted: list[tuple[str, int]] = []
-    cache: Kept[tuple[str, int], bytes] = Kept(
-        100, len, owner=lambda key: key[0], gone=lambda key, value: evicted.append(key)
+    cache: LruCache[tuple[str, int], bytes] = LruCache(
+        100, len, owner=lambda key: key[0], on_evict=lambda key, value: evicted.append(key)
     )
     for i in range(10):
         cache.put(("greedy", i), bytes(10))
-    assert cache.held_bytes == 50  # alone it leaves as much as it has
+    assert cache.nbytes == 50  # alone it leaves as much as it has
     for i in range(10):
         cache.put(("modest", i), bytes(10))
     assert {("modest", 9), ("greedy", 9)} <= set(cache._values)
     evicted.clear()
     cache.put(("third", 0), bytes(40))
     assert evicted == [("greedy", 5)]
-    assert cache.held_bytes <= 100
+    assert cache.nbytes <= 100
 
 
 def test_after_its_time_a_value_goes() -> None:
     now_s = 0.0
     evicted: list[str] = []
-    cache: Kept[str, str] = Kept(
-        10, expires_s=5.0, now=lambda: now_s, gone=lambda key, value: evicted.append(value)
+    cache: LruCache[str, str] = LruCache(
+        10, expires_s=5.0, now=lambda: now_s, on_evict=lambda key, value: evicted.append(value)
     )
     cache.put("a", "x")
     cache.put("b", "y")
@@ -68,11 +68,11 @@ def test_after_its_time_a_value_goes() -> None:
     now_s = 6.0
     assert (cache.get("b"), len(cache)) == (None, 1)
     now_s = 9.1
-    assert (cache.get("a"), cache.held_bytes) == (None, 0)
+    assert (cache.get("a"), cache.nbytes) == (None, 0)
     assert evicted == ["y", "x"]
     cache.put("c", "first")
     cache.put("c", "second")  # what another replaces is not gone
     cache.drop("c")
     assert evicted[2:] == ["second"]
-    Kept[str, str](0, gone=lambda key, value: evicted.append(value)).put("d", "too large")
+    LruCache[str, str](0, on_evict=lambda key, value: evicted.append(value)).put("d", "too large")
     assert evicted[3:] == ["too large"]

@@ -10,7 +10,7 @@ from hypothesis import given as random
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from maskserve_common.reading import Misread, Table, given, read
+from maskserve_common.reading import Misread, Table, read, require_known
 
 
 class Part(Table, frozen=True):
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_named(value: Any, path: str, problem: str, accepted: s
 def test_null_stands_for_not_given_where_the_key_is_known() -> None:
     known_fields = {*Whole.__struct_fields__, *Part.__struct_fields__}
     value = {"count": None, "mode": None, "parts": [{"name": "a", "scale": None}], "x": None}
-    assert given(value, known_fields) == {"parts": [{"name": "a"}], "x": None}
+    assert require_known(value, known_fields) == {"parts": [{"name": "a"}], "x": None}
 
 
 json = st.recursive(

@@ -15,8 +15,8 @@ def test_keys_that_take_all_they_may_leave_as_much_to_the_next(keys: int, each: 
     names = [f"k{i}" for i in range(keys)]
     while takers := [name for name in names if shares.room(name)]:
         # In turn, as whoever is served by `in_turn` does.
-        shares.take(shares.in_turn(takers, str)[0])
-    assert all(each - 1 <= shares.held(name) <= each + 1 for name in names)
+        shares.take(shares.fair_order(takers, str)[0])
+    assert all(each - 1 <= shares.in_use(name) <= each + 1 for name in names)
     assert shares.room("newcomer") >= (100 - shares.total) // 2 > 0
 
 
@@ -24,14 +24,14 @@ def test_one_key_alone_cannot_fill_the_budget_and_everybody_can():
     shares = Shares(100)
     with pytest.raises(Full) as full:
         shares.take("greedy", 51)
-    assert full.value.own
+    assert full.value.of_key
     with shares.hold("greedy", 50):
         with shares.hold("other", 25), pytest.raises(Full) as full:
             shares.take(EVERYBODY, 26)
-        assert not full.value.own
+        assert not full.value.of_key
         shares.take(EVERYBODY, 50)
         assert shares.room("other") == 0
-    assert (shares.total, shares.held(EVERYBODY), shares.held("greedy")) == (50, 50, 0)
+    assert (shares.total, shares.in_use(EVERYBODY), shares.in_use("greedy")) == (50, 50, 0)
 
 
 def test_who_holds_nothing_may_have_one_unit_of_the_smallest_budget():
@@ -54,7 +54,7 @@ def test_whatever_is_taken_stays_within_budget_and_share(asked: list[tuple[str, 
             with pytest.raises(Full):
                 shares.take(key, size)
         assert shares.total == sum(books.values()) <= 97
-    assert all(shares.held(key) == booked_size for key, booked_size in books.items())
+    assert all(shares.in_use(key) == booked_size for key, booked_size in books.items())
 
 
 def test_a_key_that_asks_for_much_waits_behind_itself_alone():
@@ -62,7 +62,7 @@ def test_a_key_that_asks_for_much_waits_behind_itself_alone():
     for _ in range(6):
         shares.book("greedy")
     waiting = [f"greedy {i}" for i in range(40)] + ["modest 0", "modest 1"]
-    assert shares.in_turn(waiting, lambda each: each.split()[0])[:2] == ["modest 0", "modest 1"]
+    assert shares.fair_order(waiting, lambda each: each.split()[0])[:2] == ["modest 0", "modest 1"]
 
 
 def test_keys_that_hold_as_much_take_turns():
@@ -70,7 +70,7 @@ def test_keys_that_hold_as_much_take_turns():
     shares, served = Shares(1), []
     for _ in range(6):
         waiting = ["greedy", "greedy", "modest"]
-        served.append(shares.in_turn(waiting, str)[0])
+        served.append(shares.fair_order(waiting, str)[0])
         with shares.hold(served[-1]):
             pass
     assert served in (["greedy", "modest"] * 3, ["modest", "greedy"] * 3)
@@ -79,7 +79,7 @@ def test_keys_that_hold_as_much_take_turns():
 def test_of_one_key_the_order_stays():
     shares = Shares(4)
     shares.book("a", 3)
-    assert shares.in_turn("acebd", lambda _: "a") == list("acebd")
+    assert shares.fair_order("acebd", lambda _: "a") == list("acebd")
 
 
 @given(st.integers(0, 100), st.floats(0, 1e4), st.none() | st.floats(0, 1e6))

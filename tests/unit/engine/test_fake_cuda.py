@@ -44,7 +44,7 @@ from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_engine.loop.local_executor import LocalExecutor
-from maskserve_engine.loop.measured_costs import MeasuredCosts, StepTimes, TakenStep
+from maskserve_engine.loop.measured_costs import MeasuredCosts, QueuedStep, StepTimes
 from maskserve_engine.loop.status_publisher import new_counters
 from maskserve_engine.planning.cost_model import H100, estimate
 from maskserve_engine.requests.executor import Read, StepInput
@@ -331,7 +331,7 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
     with FakeCuda() as cuda:
         with torch.device("meta"):
             model = FluxTransformer2DModel.from_config(real.model.config)
-        adapter = FluxAdapter(real.facts, fake_weights(model), real.sampler)
+        adapter = FluxAdapter(real.spec, fake_weights(model), real.sampler)
         adapter._preparation.schedule = lambda job: schedule  # type: ignore[method-assign]
         adapter.dense_row(job)  # its size's rotary factors are made once
         makers: tuple[Callable[[], object], ...] = (
@@ -362,7 +362,7 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
     depth = len(real.model.down_blocks)
     with FakeCuda() as cuda:
         adapter = UnetAdapter(
-            real.facts, fake_weights(real.model.to("meta")), real.sampler, exact_vae=False,
+            real.spec, fake_weights(real.model.to("meta")), real.sampler, exact_vae=False,
             halo=halo,
         )  # fmt: skip
         with cuda.watch() as log, torch.inference_mode():
@@ -400,7 +400,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         with cuda.watch() as log:
             for number in range(3):
                 took = executor.run(StepInput(number, ("edit",), reads=reads, plan=plan))
-                times.add(TakenStep(took.span, took.stalls, None, plan.latency, 1, ()))
+                times.add(QueuedStep(took.span, took.stalls, None, plan.latency, 1, ()))
             times.book()
             assert (counters["steps_total"], counters["step_seconds_total"]) == (3, 0.0)
             cuda.catch_up()

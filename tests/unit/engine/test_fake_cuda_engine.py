@@ -54,8 +54,8 @@ def on_fake(real: Real) -> Real:
     """The adapter with its model on the fake device."""
     model = fake_weights(real.model.to("meta"))
     if isinstance(real, FluxAdapter):
-        return FluxAdapter(real.facts, model, real.sampler)
-    return UnetAdapter(real.facts, model, real.sampler, exact_vae=False, halo=real._halo)
+        return FluxAdapter(real.spec, model, real.sampler)
+    return UnetAdapter(real.spec, model, real.sampler, exact_vae=False, halo=real._halo)
 
 
 class Watched(LocalExecutor):
@@ -115,7 +115,7 @@ class Loop:
         """One turn of the engine, judged."""
         before, made, foresaw = self.ran, self._made(), self.foresaw
         with self.cuda.watch() as log:
-            self.engine.turn()
+            self.engine.run_once()
         self.cuda.catch_up()
         assert [copy for copy in log.copies if "waits" in copy] == []
         changed = self.primed or self.foresaw or foresaw or not self._made() <= made
@@ -126,7 +126,7 @@ class Loop:
     def _made(self) -> set[str]:
         manager = self.engine.manager
         request_states: list[RequestState | PrimingState] = [*manager.edits.values()]
-        request_states += manager.primings.held.values()
+        request_states += manager.primings.states.values()
         return {edit.request_id for edit in request_states if edit.running}
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     """
     rng = fresh_rng()
     sinks: dict[str, Sink] = {}
-    reads, led = False, loop.engine.adapter.facts.true_cfg
+    reads, led = False, loop.engine.adapter.spec.true_cfg
     turns, most = (24, 12) if isinstance(loop.engine.adapter, FluxAdapter) else (12, 5)
     for number in range(examples.number(turns, least=6)):
         if number == 0 or rng.random() < 0.15:
@@ -189,7 +189,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
 def test_an_answer_is_told_when_the_device_has_it(loop: Loop) -> None:
     """Not before, though the turn that asked for it is over."""
     sink = loop.submit(0, "edit", num_inference_steps=1, cache="off")
-    loop.engine.turn()
+    loop.engine.run_once()
     assert not loop.engine.manager.edits
     assert not sink.done.wait(0.05)
     loop.cuda.catch_up()

@@ -25,7 +25,7 @@ from maskserve_lora.catalogue import Catalogue
 from maskserve_lora.header_process import Described
 from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.storage import CHUNK_BYTES, Storage, StorageFailed
-from maskserve_lora.store import AdapterStore, file_facts
+from maskserve_lora.store import AdapterStore, describe_file
 from tests.fakes.loras import OTHER_MODEL, lora, write
 
 DEMO = Path(__file__).parents[3] / "assets" / "models" / "demo"
@@ -142,15 +142,15 @@ def test_files_in_folders_are_named_after_both(tmp_path: Path, folder: Path) -> 
 def test_a_folder_is_checked_as_the_file_in_it(tmp_path: Path) -> None:
     write(tmp_path / "one" / "Any Name.SAFETENSORS")
     with pytest.raises(BadAdapter, match="name that is not served: 'Any Name'"):
-        file_facts(tmp_path / "one")
+        describe_file(tmp_path / "one")
     write(tmp_path / "two" / "mine.SAFETENSORS")
-    assert file_facts(tmp_path / "two")["name"] == "mine"
+    assert describe_file(tmp_path / "two")["name"] == "mine"
     write(tmp_path / "two" / "other.safetensors")
     with pytest.raises(BadAdapter, match=r"each an adapter of its own: mine\S+, other"):
-        file_facts(tmp_path / "two")
+        describe_file(tmp_path / "two")
     (tmp_path / "none").mkdir()
     with pytest.raises(BadAdapter, match="is a folder without pytorch_lora_weights"):
-        file_facts(tmp_path / "none")
+        describe_file(tmp_path / "none")
 
 
 def test_a_clock_that_is_set_back_hides_no_adapter(tmp_path: Path, folder: Path) -> None:
@@ -298,18 +298,18 @@ def test_a_file_comes_through_the_disk_and_is_checked_there(tmp_path: Path, fold
         store.catalogue.scan()
         brought(store, "x")
         assert store.disk is not None
-        assert [each.name for each in store.disk.held()] == ["x"]
+        assert [each.name for each in store.disk.files()] == ["x"]
         store.host.remove("x")
         shelf.gone = True
         assert brought(store, "x") == raw  # from disk
         store.host.remove("x")
-        [disk_file] = store.disk.held()
+        [disk_file] = store.disk.files()
         data = bytearray(raw)
         data[-1] ^= 1
         disk_file.path.write_bytes(data)
         with pytest.raises(Overloaded, match="network is unreachable"):
             brought(store, "x")
-        assert not store.disk.held()
+        assert not store.disk.files()
         shelf.gone = False
         assert brought(store, "x") == raw
 
@@ -341,7 +341,7 @@ def test_what_is_begun_is_there_later(tmp_path: Path, folder: Path) -> None:
         for _ in range(5):
             store.begin("x", adapter.version)
         deadline = time.monotonic() + 10
-        while not store.host.held():
+        while not store.host.files():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -354,12 +354,12 @@ def test_the_least_recently_used_makes_room(tmp_path: Path, folder: Path) -> Non
         store.catalogue.scan()
         brought(store, "a")
         brought(store, "b")
-        os.utime(store.host.held()[0].path, (1, 1))
+        os.utime(store.host.files()[0].path, (1, 1))
         reader = store.fetch("b", store.catalogue.find("b").version).path.open("rb")
         os.utime(store.fetch("a", store.catalogue.find("a").version).path, (9e9, 9e9))
         os.utime(store.fetch("b", store.catalogue.find("b").version).path, (1, 1))
         brought(store, "c")
-        assert sorted(each.name for each in store.host.held()) == ["a", "c"]
+        assert sorted(each.name for each in store.host.files()) == ["a", "c"]
         with reader:
             assert len(reader.read()) == size  # evicted, and whole for who reads it
 
@@ -373,10 +373,10 @@ def test_what_is_pinned_stays(tmp_path: Path, folder: Path) -> None:
         brought(store, "a")
         with pytest.raises(Overloaded, match="no room"):
             brought(store, "b")
-        assert [each.name for each in store.host.held()] == ["a"]
+        assert [each.name for each in store.host.files()] == ["a"]
         store.host.pin("a", pinned=False)
         brought(store, "b")
-        assert [each.name for each in store.host.held()] == ["b"]
+        assert [each.name for each in store.host.files()] == ["b"]
 
 
 def test_what_a_dead_process_left_is_swept(tmp_path: Path, folder: Path) -> None:
@@ -496,7 +496,7 @@ def test_pieces_of_two_files_make_no_adapter(tmp_path: Path, folder: Path) -> No
         shelf.between = lambda: path.write_bytes(second)
         with pytest.raises(Overloaded, match="replaced"):
             brought(store, "x")
-        assert not store.host.held()
+        assert not store.host.files()
         shelf.between = None
         store.catalogue.scan(at_once=True)
         assert brought(store, "x") == second

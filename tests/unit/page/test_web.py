@@ -132,7 +132,7 @@ def test_pictures_go_by_their_bytes_and_their_age(tmp_path: Path) -> None:
     first_file, second_file, three = (encode(Image.effect_noise((64, 64), 99)) for _ in range(3))
     most = len(second_file) + len(three)
     pictures = PagePictures(
-        tmp_path, most_bytes=most, expires_s=9, gone=evicted.append, now=lambda: clock[0]
+        tmp_path, most_bytes=most, expires_s=9, on_evict=evicted.append, now=lambda: clock[0]
     )
     first, second, third = (pictures.take(file) for file in (first_file, second_file, three))
     assert first.name in evicted
@@ -262,8 +262,8 @@ def test_to_go_on_with_a_result_sends_no_picture(kept: PagePictures) -> None:
         Image.new("RGB", (8, 8), (1, 2, 3)), b"", {"result_template_id": f"{1:016x}"}
     )
     picture = kept.take(encode(result.image))
-    session.made(picture, result)
-    session.made(kept.take(encode(Image.new("RGB", (9, 9)))), EditResult(result.image, b"", {}))
+    session.remember(picture, result)
+    session.remember(kept.take(encode(Image.new("RGB", (9, 9)))), EditResult(result.image, b"", {}))
     assert list(session.events(picture, MASK, "x", {})) == [Progress(1, 2)]
     assert client.registered == 0
     assert client.sent == [f"{1:016x}"]
@@ -310,7 +310,7 @@ def test_what_is_yet_to_be_done_is_a_hint_and_no_failure() -> None:
 def test_what_the_page_registered_goes_with_its_picture(tmp_path: Path) -> None:
     client: Any = Asked(f"{2:016x}")  # which another client has registered before
     session = Session(client)
-    pictures = PagePictures(tmp_path, most=1, gone=session.forget)
+    pictures = PagePictures(tmp_path, most=1, on_evict=session.forget)
     for n in (1, 2, 3):
         picture = pictures.take(encode(Image.new("RGB", (n, n))))
         session.prepare(picture)

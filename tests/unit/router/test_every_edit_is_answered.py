@@ -19,9 +19,9 @@ from maskserve_benchmarks.emulated.server import answer_of
 from maskserve_common.contracts.pricing import Pricing
 from maskserve_common.contracts.status_record import RowStatus, Served, ValuesHeld
 from maskserve_common.errors import CODES, MaskserveError
-from maskserve_common.routing import POLICIES, Edit, dealt, make_policy
+from maskserve_common.routing import POLICIES, Edit, assign, make_policy
 from maskserve_router.config import router_config_of
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import EditCall, make_edit_call, parse_request
 from maskserve_router.messages.failures import Failure
@@ -143,7 +143,7 @@ class Site:
         self.pending = PendingQueue(self.pool, make_policy(policy), 5.0, lambda _: None)
         metrics = Metrics()
         self.admission = Admission(self.config.admission, metrics)
-        self.turns = Turns(1)
+        self.turns = FairShare(1)
         self.dispatcher = Dispatcher(
             self.config, self.pool, self.pending, self.admission, self.turns, metrics
         )
@@ -332,4 +332,4 @@ def test_an_edit_with_a_deadline_that_comes_while_others_wait_and_no_worker_is_r
 
 
 def test_nobody_gets_what_waits_where_there_is_nobody() -> None:
-    assert dealt([Edit(4, 1, 9)], []).edits == {}
+    assert assign([Edit(4, 1, 9)], []).edits == {}

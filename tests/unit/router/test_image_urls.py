@@ -18,7 +18,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.api.public_hosts import is_public
 from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_of
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
@@ -53,7 +53,7 @@ def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> Image
         ImageHosts(hosts=(f"pictures.example:{host.port}",), timeout_s=timeout_s),
         LIMITS,
         Admission(AdmissionBounds(), Metrics()),
-        Turns(1),
+        FairShare(1),
         here,
         (lambda _: True) if public else is_public,
         trusted_by(host),
@@ -192,7 +192,7 @@ NOWHERE = ImageUrls(
     ImageHosts(hosts=("pictures.example",)),
     LIMITS,
     Admission(AdmissionBounds(), Metrics()),
-    Turns(1),
+    FairShare(1),
     _nowhere,
     trusted=ssl.create_default_context(),
 )

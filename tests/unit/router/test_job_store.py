@@ -23,9 +23,9 @@ from maskserve_router.jobs.store import (
     RUN,
     TELL,
     Counts,
-    Holding,
     JobRecord,
     JobStore,
+    Lease,
     OtherRequest,
     QuotaReached,
     open_store,
@@ -125,7 +125,7 @@ def test_a_job_goes_its_way(store: JobStore) -> None:
     assert (record.id, record.state, record.started, record.runs) == ("1", RUNNING, 1.0, 1)
     assert take(store, "y", 2.0) is None  # it is x's
     assert store.form("1") == b"form"
-    assert store.beat("x", {"1": Holding(RUN, record.fence, {"step": 3})})[0] == {"1"}
+    assert store.beat("x", {"1": Lease(RUN, record.fence, {"step": 3})})[0] == {"1"}
     assert take(store, "y", 1e9) is None  # no clock takes it from x
     assert store.get("1").progress == {"step": 3}  # type: ignore[union-attr]
     assert end(store, "1", record.fence, result=b"picture")
@@ -148,7 +148,7 @@ def test_a_lost_routers_job_has_one_end(store: JobStore) -> None:
     assert (second_run.runs, second_run.fence) == (2, 2)
     late = first.fence
     assert not end(store, "1", late, result=b"late")  # x was only slow
-    assert store.beat("x", {"1": Holding(RUN, first.fence)})[0] == frozenset()
+    assert store.beat("x", {"1": Lease(RUN, first.fence)})[0] == frozenset()
     store.put_back("1", late, 0.0, failed=True)
     assert end(store, "1", second_run.fence, result=b"picture")
     assert not end(store, "1", second_run.fence, state=FAILED)
@@ -164,7 +164,7 @@ def test_who_was_taken_for_lost_goes_on_with_what_nobody_has_begun(store: JobSto
     assert tells is not None
     lose(store, "x")
     assert store.take("x", RUN, "a", 20.0) is None  # it does not take its own job again
-    claims = {"1": Holding(RUN, runs.fence), "2": Holding(TELL, tells.fence)}
+    claims = {"1": Lease(RUN, runs.fence), "2": Lease(TELL, tells.fence)}
     assert store.beat("x", claims)[0] == {"1", "2"}
     assert take(store, "y", 20.0) is None
     assert take(store, "y", 20.0, TELL) is None
@@ -181,7 +181,7 @@ def test_a_late_writer_fails_on_the_fence(store: JobStore) -> None:
     second_run = take(store, "x", 1.0)
     assert second_run is not None
     assert not end(store, "1", first.fence, result=b"late")
-    assert store.beat("x", {"1": Holding(RUN, first.fence)})[0] == frozenset()
+    assert store.beat("x", {"1": Lease(RUN, first.fence)})[0] == frozenset()
     assert end(store, "1", second_run.fence, result=b"picture")
 
 
@@ -234,15 +234,15 @@ def test_a_client_ends_a_job_whoever_has_it(store: JobStore) -> None:
     record = take(store, "x", 0.0)
     assert record is not None
     assert end(store, "1", None, state=CANCELLED, now=1.0)
-    assert store.beat("x", {"1": Holding(RUN, record.fence)})[0] == frozenset()
+    assert store.beat("x", {"1": Lease(RUN, record.fence)})[0] == frozenset()
     assert not end(store, "1", record.fence, result=b"picture")
     telling = take(store, "y", 3.0, TELL)
     assert telling is not None
     assert (telling.state, telling.told) == (CANCELLED, None)
     store.expire(100.0, 60.0, 1e6, None)
     assert store.get("1") is not None  # until its webhook has been told
-    store.told("1", telling.fence, taken=False)
-    store.told("1", telling.fence, taken=True)
+    store.webhook_ended("1", telling.fence, delivered=False)
+    store.webhook_ended("1", telling.fence, delivered=True)
     assert take(store, "y", 100.0, TELL) is None
     assert store.get("1").told is True  # type: ignore[union-attr]
     store.expire(101.0, 60.0, 1e6, None)
@@ -319,11 +319,11 @@ def test_each_statement_finds_its_rows_by_an_index(tmp_path: Path) -> None:
     for name in ("0", "1"):
         record = take(store, "x", 1.0)
         assert record is not None
-        store.beat("x", {name: Holding(RUN, record.fence, {"step": 1})})
+        store.beat("x", {name: Lease(RUN, record.fence, {"step": 1})})
         end(store, name, record.fence, most=1)
     telling = take(store, "x", 99.0, TELL)
     assert telling is not None
-    store.told(telling.id, telling.fence, taken=True)
+    store.webhook_ended(telling.id, telling.fence, delivered=True)
     record = take(store, "x", 2.0)
     assert record is not None
     store.put_back(record.id, record.fence, 0.0, failed=True)
@@ -357,7 +357,7 @@ def test_what_is_counted_is_what_is_there(store: JobStore) -> None:
                 name = draw.choice(list(claims))
                 result = bytes(draw.randrange(9))
                 end(store, name, claims[name][1], now=now_s, most=4, keep_s=30.0, result=result)
-                store.told(name, claims.pop(name)[1], taken=True)
+                store.webhook_ended(name, claims.pop(name)[1], delivered=True)
             case 6 if claims:
                 name = draw.choice(list(claims))
                 store.put_back(name, claims.pop(name)[1], now_s + 3, failed=draw.random() < 0.5)
@@ -365,9 +365,7 @@ def test_what_is_counted_is_what_is_there(store: JobStore) -> None:
                 owner = draw.choice("xy")
                 if draw.random() < 0.5 and owner in store.beats():
                     lose(store, owner)
-                store.beat(
-                    owner, {n: Holding(RUN, h[1]) for n, h in claims.items() if h[0] == owner}
-                )
+                store.beat(owner, {n: Lease(RUN, h[1]) for n, h in claims.items() if h[0] == owner})
             case 8:
                 scope = draw.choice("abc")
                 for listed_job in (store.listed(scope, 2) or [])[1:]:

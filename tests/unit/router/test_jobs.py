@@ -171,7 +171,7 @@ async def test_a_job_waits_until_there_is_a_worker(tmp_path: Path) -> None:
             worker.silent = True
         await until("none is up", lambda: not router.pool.ready())
         name = await client.give()
-        await until("it has been tried", lambda: router._jobs._runs.places._turns)
+        await until("it has been tried", lambda: router._jobs._runs.places._served_at)
         for worker in workers:
             worker.silent = False
         assert (await client.ended(name))["status"] == "succeeded"

@@ -19,12 +19,12 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import decode_mask
 from maskserve_common.imaging.masks import selected
 from maskserve_router.api.openai.masks import _text_of_mask
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.scheduling.mask_finder import MaskFinder
-from maskserve_router.workers.node_pool import Made
+from maskserve_router.workers.node_pool import NodeAnswer
 from maskserve_workflows.run import Task
 from maskserve_workflows.values import Judgement
 from tests.fakes.pictures import encode, scene
@@ -44,16 +44,16 @@ class Pool:
     async def records(self, client: Any) -> dict[str, Any]:
         return {"gone": None, "there": {"models": [{"name": name} for name in self.models]}}
 
-    async def call(self, task: Task, client: KeyHolder) -> Made:
+    async def call(self, task: Task, client: KeyHolder) -> NodeAnswer:
         self.asked.append(task)
         if self.fails:
             raise Failure(grpc.StatusCode.INVALID_ARGUMENT, self.fails)
         verdict = {} if task.call.node == "find" else {"verdict": Judgement(0.75, passed=True)}
-        return Made({"mask": b"a mask", **verdict}, "there", 0.1, 1)
+        return NodeAnswer({"mask": b"a mask", **verdict}, "there", 0.1, 1)
 
 
 def finder(pool: Pool) -> MaskFinder:
-    return MaskFinder(pool, Turns(1))  # type: ignore[arg-type]
+    return MaskFinder(pool, FairShare(1))  # type: ignore[arg-type]
 
 
 def request(mask: bytes = b"", image: bytes = b"picture", **settings: Any) -> Any:
@@ -173,7 +173,7 @@ async def test_what_does_not_go_with_it_is_refused(given: dict[str, Any], told: 
 
 async def test_a_client_that_leaves_ends_the_call() -> None:
     class Never(Pool):
-        async def call(self, task: Task, client: KeyHolder) -> Made:
+        async def call(self, task: Task, client: KeyHolder) -> NodeAnswer:
             await asyncio.Event().wait()
             raise AssertionError
 

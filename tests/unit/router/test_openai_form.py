@@ -21,7 +21,7 @@ from maskserve_router.api.openai.edits import _margins
 from maskserve_router.api.openai.form import EditForm, read_form
 from maskserve_router.api.openai.image_urls import ImageUrls
 from maskserve_router.config import AdmissionBounds, ImageHosts
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
 from maskserve_router.messages.failures import Failure
 from maskserve_router.metrics import Metrics
@@ -40,7 +40,7 @@ async def now(work: Any, *given: Any) -> Any:
 async def picture(field: str, url: str) -> bytes:
     """As a router reads URLs that is allowed to ask no host."""
     urls = ImageUrls(
-        ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()), Turns(1)
+        ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()), FairShare(1)
     )
     with ExitStack() as stack:
         return await urls.read(field, url, KeyRing((), 99).client({}), stack)

@@ -36,7 +36,7 @@ from maskserve_router.api.kserve_http import generate_request, infer_request
 from maskserve_router.api.openai import edits
 from maskserve_router.api.openai.form import EditForm, Fields
 from maskserve_router.config import AdmissionBounds, Http
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.listeners import grpc_server, http_server
 from maskserve_router.listeners.descriptors import connections, raise_limit
@@ -293,7 +293,7 @@ class Zipped:
 
 async def test_inflated_bytes_are_counted_as_they_come():
     """Thirty bodies of 158 KiB with 159 MiB in each restarted a supervised router."""
-    admission, turns = Admission(AdmissionBounds(max_bytes=16 * MIB), Metrics()), Turns(1)
+    admission, turns = Admission(AdmissionBounds(max_bytes=16 * MIB), Metrics()), FairShare(1)
     bodies = Bodies(Http(), admission, turns)
     request: Any = Zipped(100 * MIB, level=0)
     tracemalloc.start()
@@ -316,7 +316,7 @@ async def test_what_inflates_a_hundredfold_is_refused_early():
     """Each of such bodies cost as much as its share of bytes allowed, thirty of them five
     seconds of a processor, and two when 16 MiB of each were inflated.
     """
-    admission, turns = Admission(AdmissionBounds(), Metrics()), Turns(1)
+    admission, turns = Admission(AdmissionBounds(), Metrics()), FairShare(1)
     request: Any = Zipped(150 * MIB)
     tracemalloc.start()
     with ExitStack() as stack, pytest.raises(InvalidRequest, match="times what is sent"):
@@ -406,7 +406,7 @@ def test_a_tensor_of_any_number_has_not_any_number_of_elements():
 
 
 async def test_one_clients_work_is_done_in_its_turn():
-    turns = Turns(2)
+    turns = FairShare(2)
     goes_on, begun = threading.Event(), []
 
     def work(name: str) -> str:
@@ -430,7 +430,7 @@ async def test_one_clients_work_is_done_in_its_turn():
 
 
 async def test_who_leaves_while_others_wait_for_a_thread_is_passed_over():
-    turns, goes_on = Turns(1), threading.Event()
+    turns, goes_on = FairShare(1), threading.Event()
     busy = asyncio.create_task(turns.run(holder("a"), MIB, goes_on.wait, 30))
     leaving = [asyncio.create_task(turns.run(holder("b"), MIB, str, i)) for i in range(5)]
     staying = asyncio.create_task(turns.run(holder("b"), MIB, str, 9))
@@ -717,7 +717,7 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     watch(http_inference, "generate_response")
     any_front: Any = Front()
     none: Any = None
-    generated = http_inference.HttpInference(none, any_front, Turns(1))
+    generated = http_inference.HttpInference(none, any_front, FairShare(1))
     for model in ("edit", "edit_stream"):
         message = ModelRequest(pb.ModelInferRequest(model_name=model))
         call_arguments = message, 0, holder("a"), {}, any_front.room(holder("a"))
@@ -726,8 +726,8 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     for name in ("_edit_message", "_picture_of"):
         watch(edits, name)
     form = EditForm(Fields(prompt="a"), b"i" * MIB, b"m", {})
-    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, Turns(1), none, none, none)
-    pictures = handlers._made(holder("a"), form, 2 * MIB, {}, "r")
+    handlers = edits.ImageEdits(none, LimitsConfig(), any_front, FairShare(1), none, none, none)
+    pictures = handlers._pictures(holder("a"), form, 2 * MIB, {}, "r")
     assert [len(picture) async for picture, _ in pictures] == [MIB]
     assert threads.pop("_picture_of") is not threading.current_thread()
     room = any_front.room(holder("a"))

@@ -65,7 +65,7 @@ async def test_an_eviction_that_meets_a_registration_on_its_way_wins():
         await until("it is on its way", lambda: second.registering == 1)
         assert second.address in (await told(router, "evict", template_id=name))["pending"]
         second.holds_registrations.set()
-        await until("all is brought", lambda: not router._control.missed._kept)
+        await until("all is brought", lambda: not router._control.missed._missed)
         assert not second.templates
 
 

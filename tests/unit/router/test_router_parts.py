@@ -116,7 +116,7 @@ def test_retries_are_a_share_of_edits_with_a_floor():
         with budget.spend():
             assert not budget.allows(10)
             assert budget.allows(11)
-    assert budget.under_way == 0
+    assert budget.running == 0
 
 
 def test_keys_name_their_client_and_bound_it():
@@ -137,7 +137,7 @@ def test_keys_name_their_client_and_bound_it():
         admission.edit(client),
     ):
         pass
-    assert (admission.edits, admission.bytes, admission._edits.held(client.scope)) == (0, 0, 0)
+    assert (admission.edits, admission.bytes, admission._edits.in_use(client.scope)) == (0, 0, 0)
     assert KeyRing((), 7).client({}).admin
 
 

@@ -13,7 +13,7 @@ import maskserve_router.fair_share as turns
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.config import AdmissionBounds, Http, Key
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder, KeyRing
 from maskserve_router.messages.failures import RetryLater
 from maskserve_router.metrics import Metrics
@@ -27,7 +27,7 @@ def client(name: str) -> KeyHolder:
 
 
 def bodies(admission: Admission) -> Bodies:
-    return Bodies(Http(), admission, Turns(1))
+    return Bodies(Http(), admission, FairShare(1))
 
 
 class Body:
@@ -91,14 +91,14 @@ async def test_a_key_that_uses_much_of_the_router_is_read_from_at_its_pace(
         now_s, slept = now_s + seconds, slept + 1
 
     monkeypatch.setattr(turns.asyncio, "sleep", sleep)
-    paced, greedy = Turns(1), client("greedy")
+    paced, greedy = FairShare(1), client("greedy")
 
     async def messages(until: float, seconds: float) -> int:
         """Of 40 MiB, as many as are read."""
         read, end = 0, now_s + until
         while now_s < end:
             await paced.may_read(greedy)
-            paced.came(greedy, 40 * MIB)
+            paced.received(greedy, 40 * MIB)
             read += 1
             await sleep(seconds)
         return read

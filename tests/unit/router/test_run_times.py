@@ -47,9 +47,9 @@ def test_a_node_is_due_before_what_lies_behind_it() -> None:
 def test_nobody_wants_a_node_whose_run_could_not_be_in_time_behind_it() -> None:
     run = a_run(1000.0)
     task = run.machine.ready()[0]
-    assert times().wanted_until(run, task) == run.until - 3.0 / 1.5
+    assert times().deadline_of(run, task) == run.until - 3.0 / 1.5
     endless = a_run()
-    assert times().wanted_until(endless, endless.machine.ready()[0]) == math.inf
+    assert times().deadline_of(endless, endless.machine.ready()[0]) == math.inf
 
 
 def test_runs_are_taken_while_all_can_be_in_time() -> None:

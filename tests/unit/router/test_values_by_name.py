@@ -24,14 +24,14 @@ from maskserve_common.errors import TemplateNotFound
 from maskserve_common.files.values import RUN, Values
 from maskserve_common.imaging.images import encode_png, plain_picture
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
-from maskserve_router.fair_share import IN_A_THREAD, Turns
+from maskserve_router.fair_share import IN_A_THREAD, FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import make_edit_call
 from maskserve_router.messages.failures import Failure
 from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
-from maskserve_router.workers.node_pool import Made, NodePool
+from maskserve_router.workers.node_pool import NodeAnswer, NodePool
 from maskserve_router.workflows.run_times import RunTimes
 from maskserve_router.workflows.run_values import RunValues
 from maskserve_router.workflows.workflows import Workflows, _edit_request
@@ -57,7 +57,7 @@ def values(tmp_path: Path) -> Values:
 
 
 def left(values: Values) -> int:
-    return values.held().count
+    return values.stored().count
 
 
 class Served(NodePool):
@@ -65,11 +65,11 @@ class Served(NodePool):
 
     def __init__(self, *addresses: str, values: Values, kept_bytes: int = 2**20) -> None:
         files = WorkflowFiles(nodes=addresses, kept_bytes=kept_bytes)
-        super().__init__(files, Turns(1), values=values)
+        super().__init__(files, FairShare(1), values=values)
         self.theirs, self.asked = values, list[list[bytes]]()
 
     async def _record(self, address: str) -> dict[str, Any]:
-        self._here[address] = address == "here:1"
+        self._shares_folder[address] = address == "here:1"
         return {}
 
     async def _sent(self, address: str, raw: bytes, kind: Any) -> bytes:
@@ -93,7 +93,7 @@ def call(mask: Any) -> Task:
     return Task("invert-1", NodeCall("invert-1", "invert"), {"mask": mask})
 
 
-async def inverted(pool: NodePool, files: RunValues) -> Made:
+async def inverted(pool: NodePool, files: RunValues) -> NodeAnswer:
     inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
     return await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
 
@@ -131,7 +131,7 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     for is_kept in (False, True):
         files = RunValues(values, "k1")
         answer = await inverted(pool, files)
-        assert answer.kept is is_kept
+        assert answer.reused is is_kept
         files.end()
     assert left(values) == 1  # the kept one
     files = RunValues(values, "k1")
@@ -140,13 +140,13 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     drawn = np.zeros((3, 5), np.uint8)
     put = b"".join(plain_picture(drawn))[::-1]
     first = await pool.call(call(files.given(PLAN, {"mask": put})["mask"]), CLIENT, run=files.run)
-    assert not first.kept
+    assert not first.reused
     plain = await pool.call(call(files.given(PLAN, {"mask": put})["mask"]), CLIENT)
-    assert (plain.kept, plain.outputs) == (True, {"mask": encode_png(drawn)})  # as a file
+    assert (plain.reused, plain.outputs) == (True, {"mask": encode_png(drawn)})  # as a file
     for name in values.ids():
         values.remove(name)
     answer = await inverted(pool, files)
-    assert not answer.kept
+    assert not answer.reused
     assert bytes(files.read(answer.outputs)["mask"]) == MASK[::-1]
     files.end()
     other_values = RunValues(values, "k2")
@@ -154,7 +154,7 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     answer = await pool.call(
         call(inputs["mask"]), KeyHolder("b", 64, admin=False, scope="k2"), run=other_values.run
     )
-    assert not answer.kept
+    assert not answer.reused
     other_values.end()
     await pool.close()
     assert left(values) == 0
@@ -182,7 +182,7 @@ async def test_what_a_router_keeps_no_other_lets_go(values: Values, how: str) ->
         inputs = files.given(PLAN, {"mask": mask})
         answer = await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
         files.end()
-        return answer.kept
+        return answer.reused
 
     assert [await kept(first_pool), await kept(second_pool)] == [False, False]
     if how == "ends":
@@ -227,13 +227,13 @@ async def test_kept_answers_that_are_only_read_do_not_expire(
         files = RunValues(values, "k1")
         mask_value = files.given(PLAN, {"mask": MASK})["mask"]
         run = "" if is_kept and by == "callers" else files.run
-        assert (await pool.call(call(mask_value), CLIENT, run=run)).kept is is_kept
+        assert (await pool.call(call(mask_value), CLIENT, run=run)).reused is is_kept
         files.end()
         for mark in (tmp_path / "values").glob(".open/*"):
             mtime = mark.stat().st_mtime - 40 * 60
             os.utime(mark, (mtime, mtime))
         values.begin("k2", "another")
-        values.own([], "k2", "another")  # ends what has expired
+        values.share([], "k2", "another")  # ends what has expired
     await pool.close()
     assert left(values) == 0
 
@@ -292,7 +292,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
 
         async def check(self, nodes: Any) -> None: ...
 
-        async def call(self, task: Task, client: KeyHolder, due: float, run: str) -> Made:
+        async def call(self, task: Task, client: KeyHolder, due: float, run: str) -> NodeAnswer:
             called.append(task.key)
             [input_value] = task.inputs.values()
             if called.count("outline-2") == 2 and task.key == "outline-2":
@@ -305,7 +305,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
             put = theirs.put([task.key.encode() + raw], "k1", run)
             assert put is not None
             kind = "mask" if task.call.node == "invert" else "picture"
-            return Made({kind: NamedValue(put)}, "here:1", 0.1, 1)
+            return NodeAnswer({kind: NamedValue(put)}, "here:1", 0.1, 1)
 
     class Edits:
         async def alone_s(self, message: ModelRequest, client: KeyHolder) -> None:
@@ -327,7 +327,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
     plan, config, nodes = compiled(late.plan), RouterConfig(), Nodes()
     theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
     served = Workflows(
-        [plan], Edits(), nodes, list, Admission(AdmissionBounds(), Metrics()), Turns(2),  # type: ignore[arg-type]
+        [plan], Edits(), nodes, list, Admission(AdmissionBounds(), Metrics()), FairShare(2),  # type: ignore[arg-type]
         LimitsConfig(), RunTimes(config, nodes.seconds, lambda: [0.0]), values,
     )  # fmt: skip
     message = ModelRequest(pb.ModelInferRequest(model_name="late"))
@@ -336,7 +336,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
     gc.disable()
     try:
         raw = await served.infer(message, {}, None, CLIENT)
-        await served._turns.locked(int)  # behind the run's end
+        await served._fair_share.locked(int)  # behind the run's end
         assert str(values._store.folder) not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()
@@ -363,13 +363,13 @@ def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
     assert (files.count, files.bytes) == (2, len(PICTURE) + len(MASK))
     for name in values.ids():
         values.remove(name)
-    assert all(map(files.there, inputs.values()))  # in memory: that takes no lock
+    assert all(map(files.exists, inputs.values()))  # in memory: that takes no lock
     assert bytes(files.read(inputs)["image"]) == PICTURE
     files.free([inputs["mask"]])
     assert left(values) == 0
     full = Values(ValuesConfig(str(values._store.folder), least_bytes=1, max_bytes=0))
     files._values = full
-    assert files.there(inputs["image"])  # in memory, where there is no room for a file
+    assert files.exists(inputs["image"])  # in memory, where there is no room for a file
     assert files.read({"": inputs["image"]})[""] == PICTURE
     files.end()
     assert left(values) == 0
@@ -397,7 +397,7 @@ def test_what_another_host_answered_lies_in_files_of_this_one(values: Values) ->
     assert {
         name: as_sent(value) for name, value in files.read(local_outputs).items()
     } == answer_outputs
-    files.made(local_outputs)
+    files.store(local_outputs)
     assert files.count == 2  # equal ones are one file
     files.end()
     assert left(values) == 0
@@ -418,7 +418,7 @@ async def test_kept_answers_take_no_lock_in_the_event_loop(
 ) -> None:
     """Held by a process that is stopped, it held up edits and health."""
     theirs = Values(ValuesConfig(str(values._store.folder), least_bytes=1))
-    turns = Turns(1)
+    turns = FairShare(1)
     pool = Served("here:1", values=values, kept_bytes=2000)
     pool.theirs = theirs
     for number in range(12):
@@ -427,7 +427,7 @@ async def test_kept_answers_take_no_lock_in_the_event_loop(
             given = await turns.run(
                 CLIENT, IN_A_THREAD, files.given, PLAN, {"mask": b"%d" % number}
             )
-            assert (await pool.call(call(given["mask"]), CLIENT, run=files.run)).kept is kept
+            assert (await pool.call(call(given["mask"]), CLIENT, run=files.run)).reused is kept
             files.free([])
         files.end()
     await turns.locked(int)

@@ -20,7 +20,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.contracts import bytes_tensor
 from maskserve_common.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
 from maskserve_router.config import AdmissionBounds, RouterConfig, WorkflowFiles
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.edit_call import check_request
 from maskserve_router.messages.failures import Failure, RetryLater
@@ -28,7 +28,7 @@ from maskserve_router.messages.model_request import ModelRequest
 from maskserve_router.metrics import Metrics
 from maskserve_router.scheduling.admission import Admission
 from maskserve_router.workers import node_pool
-from maskserve_router.workers.node_pool import Made, NodePool
+from maskserve_router.workers.node_pool import NodeAnswer, NodePool
 from maskserve_router.workers.upstream import Upstream
 from maskserve_router.workflows import workflows as served_workflows
 from maskserve_router.workflows.run_times import RunTimes
@@ -67,7 +67,7 @@ class Nodes:
 
     async def call(
         self, task: Any, client: KeyHolder, due: float = math.inf, run: str = ""
-    ) -> Made:
+    ) -> NodeAnswer:
         self.keys.append(task.key)
         await asyncio.sleep(0)
         if self.fails.get(task.call.node, 0):
@@ -80,7 +80,7 @@ class Nodes:
             },
             "enlarge": lambda inputs: {"picture": b"large " + inputs["picture"]},
         }[task.call.node](task.inputs)  # fmt: skip
-        return Made(outputs, "here:1", 0.25, 1)
+        return NodeAnswer(outputs, "here:1", 0.25, 1)
 
 
 class Edits:
@@ -157,7 +157,7 @@ def workflows(
     times = RunTimes(config, getattr(nodes, "seconds", lambda node: None), lambda: [0.0])
     bounds = AdmissionBounds(max_edits=4, max_bytes=most_bytes)
     admission = Admission(bounds, Metrics())
-    return Workflows([plan], edits, nodes, workers, admission, Turns(2), LimitsConfig(), times)
+    return Workflows([plan], edits, nodes, workers, admission, FairShare(2), LimitsConfig(), times)
 
 
 async def run(nodes: Nodes, edits: Edits, message: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -210,7 +210,7 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
             return None if address in down else {"models": hosted}
 
     down: set[str] = set()
-    pool, edits = Pool(WorkflowFiles(nodes=("a:1", "b:1")), Turns(1)), Edits()
+    pool, edits = Pool(WorkflowFiles(nodes=("a:1", "b:1")), FairShare(1)), Edits()
     with pytest.raises(EngineFailed, match="enlarge: no node server runs enlarge"):
         await run(pool, edits, request())  # type: ignore[arg-type]
     assert not edits.asked
@@ -226,7 +226,7 @@ async def test_a_run_of_which_a_node_runs_nowhere_is_refused_before_its_edits() 
 
 async def test_what_a_node_refuses_names_the_node() -> None:
     class Refusing(Nodes):
-        async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> Made:
+        async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> NodeAnswer:
             text = "[INVALID_REQUEST] name: 'a boat' is not found in the picture"
             raise Failure(grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -336,9 +336,9 @@ async def test_of_calls_at_node_servers_each_key_has_its_turn() -> None:
             await goes_on.wait()
             return made_answer("mask")
 
-    pool = Slow(WorkflowFiles(nodes=("127.0.0.1:1",)), Turns(1))
+    pool = Slow(WorkflowFiles(nodes=("127.0.0.1:1",)), FairShare(1))
 
-    def call(key: str) -> asyncio.Task[Made]:
+    def call(key: str) -> asyncio.Task[NodeAnswer]:
         task = Task("invert-1", NodeCall("invert-1", "invert"), {"mask": key.encode()})
         return asyncio.create_task(pool.call(task, holder(key.split()[0])))
 
@@ -376,9 +376,9 @@ async def test_servers_behind_a_name_are_found_anew(monkeypatch: pytest.MonkeyPa
             self._load[address] -= 1.0
             return made_answer("mask", seconds=30.0)
 
-    pool = Served(WorkflowFiles(nodes=("dns:nodes:9",), kept_bytes=0), Turns(1))
+    pool = Served(WorkflowFiles(nodes=("dns:nodes:9",), kept_bytes=0), FairShare(1))
 
-    def call(name: str) -> asyncio.Task[Made]:
+    def call(name: str) -> asyncio.Task[NodeAnswer]:
         task = Task("find-1", NodeCall("find-1", "find"), {"picture": b"p", "name": name})
         return asyncio.create_task(pool.call(task, CLIENT))
 
@@ -429,7 +429,7 @@ async def test_calls_go_where_their_model_is_placed() -> None:
             self._load[address] += 1.0  # as if it had not answered yet
             return made_answer("picture")
 
-    pool = Pool(WorkflowFiles(nodes=tuple(states), kept_bytes=0), Turns(1))
+    pool = Pool(WorkflowFiles(nodes=tuple(states), kept_bytes=0), FairShare(1))
     calls = itertools.count()
 
     async def call() -> str:
@@ -468,7 +468,7 @@ class Told(NodePool):
     def __init__(
         self, servers: Sequence[str], words: Callable[[str], str | None], status: str = "INTERNAL"
     ) -> None:
-        super().__init__(WorkflowFiles(nodes=tuple(servers), kept_bytes=0), Turns(1))
+        super().__init__(WorkflowFiles(nodes=tuple(servers), kept_bytes=0), FairShare(1))
         self.words, self.status, self.asked = words, grpc.StatusCode[status], list[str]()
 
     async def _record(self, address: str, settings: Any = None) -> None:
@@ -480,7 +480,7 @@ class Told(NodePool):
             raise grpc.aio.AioRpcError(self.status, None, None, words)
         return made_answer("picture")
 
-    async def enlarged(self) -> Made:
+    async def enlarged(self) -> NodeAnswer:
         task = Task("enlarge-1", NodeCall("enlarge-1", "enlarge"), {"picture": b"p"})
         return await self.call(task, CLIENT)
 
@@ -574,7 +574,7 @@ async def test_words_of_a_port_that_nobody_listens_at_are_known() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await server.infer(b"", 60.0)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert any(words in str(refused.value.details()) for words in node_pool._NOT_TAKEN)
+    assert any(words in str(refused.value.details()) for words in node_pool._NEVER_BEGUN)
     await server.close()
 
 
@@ -587,7 +587,7 @@ async def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixtur
             looked += 1
             raise ValueError("a record that cannot be read")
 
-    pool = Pool(WorkflowFiles(nodes=("127.0.0.1:1",)), Turns(1), place_s=0.001)
+    pool = Pool(WorkflowFiles(nodes=("127.0.0.1:1",)), FairShare(1), place_s=0.001)
     pool.start()
     await until("it looks again", lambda: looked >= 2)
     await pool.close()
@@ -608,9 +608,9 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
                 )
             return made_answer("mask", made=bytes(1000))
 
-    pool = Served(WorkflowFiles(nodes=("127.0.0.1:1",), kept_bytes=20_000), Turns(1))
+    pool = Served(WorkflowFiles(nodes=("127.0.0.1:1",), kept_bytes=20_000), FairShare(1))
 
-    def call(name: str, key: str = "a", **settings: float) -> asyncio.Task[Made]:
+    def call(name: str, key: str = "a", **settings: float) -> asyncio.Task[NodeAnswer]:
         node = NodeCall("find-1", "find", settings=settings)
         task = Task("find-1", node, {"picture": b"p", "name": name})
         return asyncio.create_task(pool.call(task, holder(key)))
@@ -620,16 +620,16 @@ async def test_answers_of_nodes_are_kept_for_their_key() -> None:
     goes_on.set()
     with pytest.raises(Failure, match="no"):  # it alone: who waited for it asks again
         await first
-    assert [(await other_call).kept for other_call in other_calls] == [False, True, True, True]
+    assert [(await other_call).reused for other_call in other_calls] == [False, True, True, True]
     assert node_names == ["find", "find"]
     for distinct_call in (call("boat"), call("star", key="b"), call("star", threshold=0.4)):
-        assert not (await distinct_call).kept
-    assert (await call("star")).kept
+        assert not (await distinct_call).reused
+    assert (await call("star")).reused
     assert node_names.count("find") == 5
     for i in range(20):
         await call(f"cat {i}")  # there is no room for all
-    assert pool._kept.held_bytes <= 20_000
-    assert (await call("star", key="b")).kept
+    assert pool._stored.nbytes <= 20_000
+    assert (await call("star", key="b")).reused
     await pool.close()
 
 
@@ -652,7 +652,7 @@ async def test_runs_and_what_they_make_count_with_their_key() -> None:
     await asyncio.gather(*runs, return_exceptions=True)
 
     class Large(Nodes):
-        async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> Made:
+        async def call(self, task: Any, client: KeyHolder, due: float, run: str) -> NodeAnswer:
             answer = await super().call(task, client)
             return answer._replace(outputs={**answer.outputs, "more": bytes(300_000)})
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from maskserve_common.config import beside_denoiser, cores
+from maskserve_common.config import cores, sharing_the_device
 from maskserve_common.files.stages import STAGES
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, checked
@@ -20,7 +20,7 @@ from maskserve_serving.spec import Spec, with_controlnets, with_stages
 
 def spec(folder: Path, **asked: Any) -> Spec:
     options = ServeOptions(
-        "m", base_port=free_base_port(), log_dir=folder, say=lambda line: None, **asked
+        "m", base_port=free_base_port(), log_dir=folder, report=lambda line: None, **asked
     )
     files = WorkerFiles(folder / "memory" / "worker-0", folder / "disk" / "worker-0")
     return Spec(0, options, cast(Any, None), {}, files)
@@ -70,7 +70,7 @@ def test_the_stage_service_has_the_workers_own_configuration_but_for_where_it_ru
     process = StagesProcess(service_spec)
     config = checked(process.tables())
     assert process.models() == ["encoder", "decoder"]
-    assert {beside_denoiser(config, stage).model.device for stage in STAGES} == {"cuda:1"}
+    assert {sharing_the_device(config, stage).model.device for stage in STAGES} == {"cuda:1"}
     assert (config.stages.service, config.stages.encode_halo) == ("", 3)
     assert config.model.t5_weights == "int8"
     worker = checked(service_spec.with_adapters(tables))

@@ -17,15 +17,15 @@ import tomli_w
 
 from maskserve_benchmarks.checkout import DEMO_MODEL
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_common.config import Config, ConfigError, SafetyConfig, gpus_wanted
+from maskserve_common.config import Config, ConfigError, SafetyConfig, gpus_required
 from maskserve_common.config_file import config_of
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir
 from maskserve_serving.source import (
     resolve_model,
-    with_its_cache,
     with_model,
+    with_model_cache,
     with_node_folders,
 )
 from maskserve_serving.spec import Spec
@@ -299,10 +299,10 @@ def test_a_model_without_a_cache_is_served_without_which_is_said(tmp_path: Path)
         file.write_text(json.dumps(file_config))
     tables: dict[str, Any] = {"model": {"path": str(tmp_path)}}
     messages: list[str] = []
-    assert with_its_cache(tables, messages.append)["cache"] == {"enabled": False}
+    assert with_model_cache(tables, messages.append)["cache"] == {"enabled": False}
     assert "this model is served dense only" in messages.pop()
     enabled_tables = {**tables, "cache": {"enabled": True}}
-    assert with_its_cache(enabled_tables, messages.append) == enabled_tables
+    assert with_model_cache(enabled_tables, messages.append) == enabled_tables
     assert not messages
 
 
@@ -390,7 +390,7 @@ def test_what_a_living_supervisor_has_is_left(
         base_port=ports.free_base_port(),
         log_dir=tmp_path,
         tritonserver=server,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     supervisor = Supervisor(options)
     supervisor.start(until=lambda: True)
@@ -461,7 +461,7 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
         log_dir=tmp_path / "logs",
         tritonserver=server,
         unheard_s=0.3,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     supervisor = Supervisor(options, backoff_s=(0.1,))
     try:
@@ -550,19 +550,19 @@ def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wanted(**devices: str) -> int:
-        return gpus_wanted(config_of({"model": devices}))
+        return gpus_required(config_of({"model": devices}))
 
     assert wanted() == wanted(device="cuda", encoder_device="cpu") == 1
     assert wanted(encoder_device="cuda:1", decoder_device="cuda") == 2
     served = {"model": {"encoder_device": "cuda:1"}, "stages": {"service": "127.0.0.1:9015"}}
-    assert gpus_wanted(config_of(served)) == 1
+    assert gpus_required(config_of(served)) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5")
-    assert [command.gpus_of_worker(i, 2, each=2) for i in range(2)] == ["0,1", "4,5"]
+    assert [command.gpus_of_worker(i, 2, per_worker=2) for i in range(2)] == ["0,1", "4,5"]
     with pytest.raises(ServeError, match=r"3 workers of 2 GPU\(s\) on 4 GPU"):
-        command.gpus_of_worker(0, 3, each=2)
+        command.gpus_of_worker(0, 3, per_worker=2)
     for share in (False, True):
         with pytest.raises(ServeError, match=r"--devices-per-worker: 8 GPUs .* 4 are here"):
-            command.gpus_of_worker(0, 1, each=8, share=share)
+            command.gpus_of_worker(0, 1, per_worker=8, share=share)
 
 
 def test_an_installed_server_is_spared_the_hosts_cuda(

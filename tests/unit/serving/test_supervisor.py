@@ -46,7 +46,7 @@ def start(tmp_path: Path, said: list[str]) -> Iterator[Start]:
             config=config,
             log_dir=tmp_path / "logs",
             tritonserver=fake_triton(tmp_path),
-            say=said.append,
+            report=said.append,
         )
         running.append(Supervisor(options, backoff_s=(0.1,)))
         running[-1].start()
@@ -61,7 +61,7 @@ def restarted(supervisor: Supervisor, times: int = 1) -> None:
     """Wait until the worker has been restarted so often and is ready."""
     [worker] = supervisor.workers
     eventually("it is restarted", lambda: worker.restarts >= times, timeout_s=60)
-    eventually("it is ready", lambda: heartbeat.says_ready(worker.http_url), timeout_s=60)
+    eventually("it is ready", lambda: heartbeat.is_ready(worker.http_url), timeout_s=60)
 
 
 def kill_server(supervisor: Supervisor) -> None:
@@ -188,7 +188,7 @@ def test_what_speaks_no_http_is_not_ready() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert not heartbeat.says_ready(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert not heartbeat.is_ready(f"http://127.0.0.1:{server.getsockname()[1]}")
         thread.join()
 
 

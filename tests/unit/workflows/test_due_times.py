@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_workflows.passes import PASSES, compiled
-from maskserve_workflows.plan import Each, taken
+from maskserve_workflows.plan import Each, references_of
 from maskserve_workflows.run import WorkflowRun
 from maskserve_workflows.values import Areas, Judgement
 from tests.support.examples import examples
@@ -55,7 +55,7 @@ def longest_behind(run, others, task):
 def begins(plan, ended, key):
     """Whether all loops over this task's regions wait for nothing else."""
     loops = [x for x in plan.steps if isinstance(x, Each) and x.over == f"{key}.regions"]
-    owners = {ref.partition(".")[0] for loop in loops for ref in taken(loop)}
+    owners = {ref.partition(".")[0] for loop in loops for ref in references_of(loop)}
     return bool(loops) and owners - ended <= {key, "inputs"}
 
 
@@ -69,7 +69,7 @@ def test_a_node_is_due_as_long_before_its_plan_as_what_lies_behind_it_takes(plan
         if len(run.tries) <= 6:
             for task in under_way:
                 other_tasks = [other_task for other_task in under_way if other_task is not task]
-                assert run.behind(task.key, price) == longest_behind(run, other_tasks, task)
+                assert run.chain_s(task.key, price) == longest_behind(run, other_tasks, task)
             assert run.left(price) == drive(copy.deepcopy(run), list(under_way), price)
             assert run.left(price, lambda task: price(task.call)) == run.left(price)
         task = under_way.pop(rng.randrange(len(under_way)))

@@ -106,7 +106,7 @@ class Site:
                 alive,
                 key=lambda n: router.score(model, n, max(0.0, self.servers[n].free_at - self.now)),
             )
-            router.goes(model, name)
+            router.count_call(model, name)
             self.servers[name].call(model, at, run_s)
             self.went.append((model, name))
         self.now = end_s
@@ -116,7 +116,7 @@ class Site:
             name: None if name in self.dead else server.record(self.now)
             for name, server in self.servers.items()
         }
-        for name, models in router.seen(records, self.now).items():
+        for name, models in router.observe(records, self.now).items():
             self.changes.append(self.now)
             self.servers[name].place(models)
 
@@ -165,7 +165,7 @@ def test_scores_alone_load_again_and_again() -> None:
             return 0, super().score(model, server, queue_s)[1]
 
         def seen(self, records: Any, now: float) -> dict[str, frozenset[str]]:
-            super().seen(records, now)
+            super().observe(records, now)
             return {}
 
     site = Site(Server(SIZES, 2), Server(SIZES, 2))
@@ -231,7 +231,7 @@ def test_a_model_that_no_server_has_has_the_last_place_everywhere() -> None:
     site.run(20, a=0.1)
     router = site.routers[0]
     assert {router.score("d", name, 1.5) for name in site.servers} == {(3, 1.5)}
-    router.goes("d", "s0")  # it is asked all the same, and says that it has none
+    router.count_call("d", "s0")  # it is asked all the same, and says that it has none
     assert router.score("b", "s0", 0.0) < router.score("b", "s1", 0.0)
     assert LivePlacement().score("a", "s0", 2.0) == (3, 2.0)
 
@@ -246,7 +246,7 @@ def test_a_call_goes_last_to_where_its_model_cannot_be_loaded(why: str) -> None:
     else:
         cannot.room = 1
     router = LivePlacement()
-    router.seen({"x": cannot.record(0.0), "y": other_server.record(0.0)}, 0.0)
+    router.observe({"x": cannot.record(0.0), "y": other_server.record(0.0)}, 0.0)
     assert router.score("d", "y", 9.0) < router.score("d", "x", 0.0)
 
 
@@ -274,18 +274,18 @@ def test_a_call_goes_to_who_would_be_done_first() -> None:
     }
     records["z"]["models"][0]["state"] = "coming"
     router = LivePlacement()
-    assert router.seen(records, 0.0) == {}
+    assert router.observe(records, 0.0) == {}
     assert router.score("a", "x", 0.0) == (0, pytest.approx(0.1))
     assert router.score("a", "x", 1.0) > router.score("a", "y", 0.0)
     assert router.score("a", "z", 0.0) == (0, pytest.approx(3.0))
     assert router.score("b", "x", 0.0) == (1, pytest.approx(0.5))
-    router.goes("b", "x")
-    router.goes("c", "x")
+    router.count_call("b", "x")
+    router.count_call("c", "x")
     assert router.score("b", "x", 0.0) == (0, pytest.approx(0.5))
     full = Server({**SIZES, "d": 1}, 3).record(0.0)
-    router.seen({"x": full, "y": full}, 5.0)
+    router.observe({"x": full, "y": full}, 5.0)
     for name in SIZES:
-        router.goes(name, "x")
+        router.count_call(name, "x")
     assert router.score("d", "y", 2.0) < router.score("d", "x", 0.0), "nothing has to go for it"
 
 
@@ -296,6 +296,6 @@ def test_a_server_that_was_started_anew_counts_from_the_start() -> None:
     changes: dict[str, frozenset[str]] = {}
     for now_s, ended in ((0.0, 1000), (5.0, 1050), (10.0, 50), (15.0, 100)):
         first.ended["a"] = ended
-        changes = router.seen({"x": first.record(now_s), "y": second.record(now_s)}, now_s)
+        changes = router.observe({"x": first.record(now_s), "y": second.record(now_s)}, now_s)
         assert bool(changes) == (now_s > 0.0)
     assert changes == {"y": {"a"}}

@@ -126,7 +126,7 @@ def test_a_run_whose_values_are_lost_gives_what_it_would_have_given(
         lost_values = [v for v in named_in(list(run.outputs.values())) if not folder.there(v)]
         if not lost_values:
             break
-        run.again(lost_values)
+        run.rerun_sources_of(lost_values)
     expected = interpret(plan, INPUTS, node)
     assert {name: folder.seen(value) for name, value in run.outputs.items()} == expected
 
@@ -167,11 +167,11 @@ def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
     plan, rng, folder = compiled(plan), random.Random(seed), Folder()
     run = WorkflowRun(plan, INPUTS, folder.there)
     waiting, ends = run.ready(), rng.randrange(1, 10)
-    while waiting and len(run._made) < ends:
+    while waiting and len(run._answered) < ends:
         task = waiting.pop(rng.randrange(len(waiting)))
         run.done(task.key, folder.called(task))
         waiting += run.ready()
-    calls_before, makers = dict(run._made), list(run._maker)
+    calls_before, makers = dict(run._answered), list(run._maker)
     folder.files -= {name for name in sorted(folder.files) if rng.random() < 0.5}
     lost_values = [value for value in makers if not folder.there(value)]
     if waiting:
@@ -179,7 +179,7 @@ def test_the_fewest_calls_bring_lost_values_back(plan: Any, seed: int) -> None:
         run.lost(waiting[0].key)
     else:
         needed_values = [value for value in makers if rng.random() < 0.3]
-        run.again([value for value in needed_values if value in lost_values])
+        run.rerun_sources_of([value for value in needed_values if value in lost_values])
     ended, queue = list[str](), [task for task in run.ready() if task.key in calls_before]
     while queue:
         task = queue.pop(rng.randrange(len(queue)))

@@ -14,7 +14,7 @@ from maskserve_common.config import ConfigError
 from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_workflows.node_models import NodeModels
-from maskserve_workflows.node_request import AskedNode, one_by_one
+from maskserve_workflows.node_request import NodeRequest, one_by_one
 from tests.support.eventually import eventually
 
 KINDS = {"find": "clipseg", "enlarge": "swin2sr"}
@@ -66,12 +66,12 @@ class Server:
         def __init__(self, server: Server) -> None:
             self._server = server
 
-        def run(self, calls: Sequence[AskedNode]) -> Iterable[dict[str, Any] | Exception]:
+        def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
             assert self._server.may_run.wait(10)
             self._server.ran.append([call.settings["name"] for call in calls])
             return one_by_one(self._run, calls)
 
-        def _run(self, asked: AskedNode) -> dict[str, Any]:
+        def _run(self, asked: NodeRequest) -> dict[str, Any]:
             if asked.settings["name"] == "bad":
                 raise InvalidRequest("name", "is bad")
             return {"said": asked.settings["name"]}
@@ -80,7 +80,7 @@ class Server:
         def done(made: Any, seconds: float) -> None:
             self.made[name] = made
 
-        self.models.call(model, AskedNode(model, {}, {"name": name}), done)
+        self.models.call(model, NodeRequest(model, {}, {"name": name}), done)
 
     def states(self) -> dict[str, tuple[str, int]]:
         records = self.models.record()["models"]

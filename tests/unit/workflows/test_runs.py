@@ -131,7 +131,7 @@ def test_no_region_leaves_the_picture_and_too_many_are_an_error():
     assert run.outputs == {"image": "image"}
     run = WorkflowRun(flow.plan, {"image": "image", "mask": "mask"})
     with pytest.raises(WorkflowError, match="each-1: 3 regions are too many; accepted: up to 2"):
-        run.done("split-1", {"regions": Areas.in_turn(["a", "b", "c"])})
+        run.done("split-1", {"regions": Areas.of_masks(["a", "b", "c"])})
 
 
 def test_a_verifier_that_never_agrees_gives_the_best_answer():

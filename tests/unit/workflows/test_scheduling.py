@@ -68,8 +68,8 @@ def test_three_cycles_of_algorithm_1_by_hand():
 def test_the_least_slack_begins_and_what_cannot_be_in_time_is_told():
     nodes = [
         ReadyNode("easy", 0.0, 0, 90.0, (1.0,)),
-        ReadyNode("tight", 1.0, 0, 9.0, (1.0,), behind_s=4.0),
-        ReadyNode("lost", 0.0, 0, 4.0, (3.0,), behind_s=2.0),
+        ReadyNode("tight", 1.0, 0, 9.0, (1.0,), chain_s=4.0),
+        ReadyNode("lost", 0.0, 0, 4.0, (3.0,), chain_s=2.0),
     ]
     started_nodes, late = decide(nodes, [NodePlace("a", 0.0)], Prices(), 1.0)
     assert [(d.nodes[0].key, d.places) for d in started_nodes] == [("tight", ("a",))]
@@ -174,4 +174,4 @@ def test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anywa
 def test_pieces_of_what_is_left_make_up_its_path_and_its_work(path, work):
     pieces = in_pieces("x", 0.0, 9.0, max(path, work / 16), work)
     assert math.isclose(pieces.at_once * pieces.run_s[0], work)
-    assert math.isclose(pieces.run_s[0] + pieces.behind_s, max(path, work / 16))
+    assert math.isclose(pieces.run_s[0] + pieces.chain_s, max(path, work / 16))

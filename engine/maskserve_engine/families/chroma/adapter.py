@@ -17,7 +17,7 @@ from maskserve_engine.families.mmdit.weights import FluxWeights, TwoLayers, plac
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.low_rank import Place, is_layer, layer_shape
-from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.family import FamilyModule
 
 _APPROXIMATOR = "distilled_guidance_layer"
 
@@ -54,7 +54,7 @@ class Approximator(NamedTuple):
 class ChromaWeights(FluxWeights):
     """FLUX.1's weights, with an approximator in place of the blocks' modulation layers."""
 
-    told: Any = None
+    time_inputs: Any = None
     """Module without weights that maps times [B] to the approximator's input [B, vectors, in]."""
     approximator: Approximator | None = None
 
@@ -64,7 +64,7 @@ class ChromaBatch(FluxBatch):
         assert isinstance(weights, ChromaWeights)
         assert weights.approximator is not None
         times = timesteps.to(weights.dtype) / 1000 * 1000  # by the pipeline, and by the model
-        embedded_times = weights.told(times.flatten())
+        embedded_times = weights.time_inputs(times.flatten())
         steps, rows, count = *timesteps.shape, embedded_times.shape[1]
         spans = [(row * count, (row + 1) * count) for row in range(rows)]
         modulations = weights.approximator(embedded_times.view(steps, rows * count, -1), spans)
@@ -72,7 +72,7 @@ class ChromaBatch(FluxBatch):
 
 
 class ChromaAdapter(FluxAdapter):
-    spec: ClassVar[FamilyFacts] = chroma
+    family: ClassVar[FamilyModule] = chroma
     batches = ChromaBatch
 
     @staticmethod
@@ -88,7 +88,7 @@ class ChromaAdapter(FluxAdapter):
             base_weights,
             placed_bytes=placed_bytes,
             graphs=graphs,
-            told=model.time_text_embed,
+            time_inputs=model.time_text_embed,
             approximator=Approximator.of(model.distilled_guidance_layer),
         )
 
@@ -104,25 +104,25 @@ class ChromaAdapter(FluxAdapter):
         }
 
 
-def vectors(weights: FluxWeights, found: Tensor) -> tuple[Vectors, ...]:
-    """Return the approximator's output by step and block. `found`, [S, R, vectors, width], is
-    written to: three vectors of each single block, six of each double block's image stream, six of
-    each text stream, two of the last layer.
+def vectors(weights: FluxWeights, vectors_of_times: Tensor) -> tuple[Vectors, ...]:
+    """Return the approximator's output by step and block. `vectors_of_times`, [S, R, vectors,
+    width], is written to: three vectors of each single block, six of each double block's image
+    stream, six of each text stream, two of the last layer.
     """
     singles, doubles = len(weights.single_blocks), len(weights.double_blocks)
     of_image, of_text = 3 * singles, 3 * singles + 6 * doubles
     scales = [3 * block + 1 for block in range(singles)]
     scales += [of_image + 6 * part + at for part in range(2 * doubles) for at in (1, 4)]
     for scale in (*scales, -1):
-        found[:, :, scale] += 1
+        vectors_of_times[:, :, scale] += 1
 
     def parts(first: int, count: int, blocks: int) -> Sequence[Tensor]:
         """Return [S, R, count · width] of each block."""
-        span = found[:, :, first : first + count * blocks]
+        span = vectors_of_times[:, :, first : first + count * blocks]
         return span.unflatten(2, (blocks, count)).flatten(3).unbind(2)
 
     image, text = parts(of_image, 6, doubles), parts(of_text, 6, doubles)
-    single, last = parts(0, 3, singles), found[:, :, -2:].flip(2).flatten(2)
+    single, last = parts(0, 3, singles), vectors_of_times[:, :, -2:].flip(2).flatten(2)
     return tuple(
         Vectors(
             tuple(
@@ -132,5 +132,5 @@ def vectors(weights: FluxWeights, found: Tensor) -> tuple[Vectors, ...]:
             tuple(block_part[at] for block_part in single),
             last[at],
         )
-        for at in range(len(found))
+        for at in range(len(vectors_of_times))
     )

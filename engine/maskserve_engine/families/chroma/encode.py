@@ -11,7 +11,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.quantise import load_t5
 
 
@@ -33,7 +33,7 @@ class ChromaEncoder(OneTextEncoder):
     """
 
     @staticmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from transformers import T5EncoderModel
 
         length = config.model.max_sequence_length

@@ -13,7 +13,7 @@ from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import FixedWork, ModelWork
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
-    ModelFacts,
+    ModelSpec,
     least_steps,
     no_recorded_rows,
     one_scale,
@@ -37,11 +37,11 @@ control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a Chroma folder. Raises ConfigError if a part is unreadable."""
     latents = one_scale(folder)
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
-    return ModelFacts(
+    return ModelSpec(
         family="chroma",
         semantics=PIPELINES[pipeline],
         latents=latents,
@@ -52,7 +52,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=0.0,
+        refresh_stride=0.0,
         true_cfg=False,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,

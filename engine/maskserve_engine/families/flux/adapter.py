@@ -14,7 +14,7 @@ from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning, EditJob
 from maskserve_engine.batch.forward import Transformer
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.families.control import NetBatch, RowControl
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
@@ -23,7 +23,7 @@ from maskserve_engine.families.mmdit.blocks import (
     FluxStep,
     Vectors,
     embed,
-    steps_ahead,
+    precomputed_steps,
     vectors,
 )
 from maskserve_engine.families.mmdit.control import (
@@ -37,8 +37,8 @@ from maskserve_engine.families.mmdit.preparation import PATCH
 from maskserve_engine.families.mmdit.rows import FlowRow, Row
 from maskserve_engine.families.mmdit.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place, low_rank
-from maskserve_engine.spec.family import FamilyFacts
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.family import FamilyModule
+from maskserve_engine.spec.model_spec import ModelSpec
 
 _CONTEXT = "context_embedder"
 
@@ -54,8 +54,8 @@ class FluxBatch(FlowBatch[FluxWeights]):
         self._nets = FluxNets() if self._controlled else None
 
     @staticmethod
-    def steps_ahead(passes: int) -> int:
-        return steps_ahead(passes)
+    def precomputed_steps(passes: int) -> int:
+        return precomputed_steps(passes)
 
     def begin_step(self, weights: FluxWeights, at: int) -> Transformer:
         if self._nets is not None:
@@ -81,24 +81,24 @@ class FluxBatch(FlowBatch[FluxWeights]):
             net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
             times = [step.timestep for step in row.walk(0)]
             net_rows.append(controlled(control, net_tokens, times, row.step))
-            if row.foreseen is not None:
-                at, whole = row.foreseen.step, row.all_tokens(row.foreseen.step)
+            if row.lookahead is not None:
+                at, whole = row.lookahead.step, row.all_tokens(row.lookahead.step)
                 net_tokens = NetTokens(whole, len(whole.tokens), row.active)
-                net_rows.append(controlled(control.ahead, net_tokens, times, row.step, at))
+                net_rows.append(controlled(control.for_lookahead, net_tokens, times, row.step, at))
         nets.run(net_rows)
 
 
 class FluxAdapter(FlowAdapter[FluxWeights]):
-    spec: ClassVar[FamilyFacts] = flux
+    family: ClassVar[FamilyModule] = flux
     batches = FluxBatch
     text_places: ClassVar[tuple[str, ...]] = (_CONTEXT,)
     shallowest = False
     """Whether `[controls] unequal_depths` is `shallowest`; passed on by
-    `OpeningFacts.shallowest`."""
+    `OpeningMessage.shallowest`."""
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> Self:
-        adapter = super().load(facts, config)
+    def load(cls, spec: ModelSpec, config: Config) -> Self:
+        adapter = super().load(spec, config)
         adapter.shallowest = config.controls.unequal_depths == "shallowest"
         return adapter
 
@@ -116,7 +116,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return places_of(model)
 
     def blank_prompt(self, tokens: int) -> Conditioning:
-        width = self.facts.denoiser.get("pooled_projection_dim")
+        width = self.spec.denoiser.get("pooled_projection_dim")
         pooled = {} if width is None else {"pooled": np.zeros(width, np.float32)}
         return {**super().blank_prompt(tokens), **pooled}
 
@@ -127,7 +127,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
         return embedder(embeds, ((0, len(embeds)),))
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        pictures = 1 + self.facts.semantics.reference
+        pictures = 1 + self.spec.semantics.reference
         ids = torch.zeros(text + pictures * height * width, 3, device=self.device)
         # The picture's number, row and column.
         axes = [torch.arange(n, device=self.device) for n in (pictures, height, width)]
@@ -145,7 +145,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
 
     def control_net(self, model: Any) -> FluxControlNet:
         with torch.inference_mode():
-            return FluxControlNet.of(model, self.model, self.facts.latent_channels * PATCH**2)
+            return FluxControlNet.of(model, self.model, self.spec.latent_channels * PATCH**2)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)
@@ -155,7 +155,7 @@ class FluxAdapter(FlowAdapter[FluxWeights]):
             cis = row.cis
             if row.inactive is not None:
                 cis = torch.cat((cis, row.inactive.cis))
-            facts = OpeningFacts(
+            facts = OpeningMessage(
                 tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
                 tuple([step.timestep for step in row.walk(0)]),
                 self._of_nets(row),

@@ -10,7 +10,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.quantise import load_t5
 from maskserve_engine.stages.vae import load_vae
@@ -19,19 +19,19 @@ from maskserve_engine.stages.vae import load_vae
 class FluxEncoder(Encoder):
     """VAE encoder and the two text encoders of a FLUX folder."""
 
-    def __init__(self, facts: ModelFacts, vae: Any, clip: TextEncoder, t5: TextEncoder) -> None:
-        super().__init__(facts, vae)
+    def __init__(self, spec: ModelSpec, vae: Any, clip: TextEncoder, t5: TextEncoder) -> None:
+        super().__init__(spec, vae)
         self.clip, self.t5 = clip, t5
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> FluxEncoder:
+    def load(cls, spec: ModelSpec, config: Config) -> FluxEncoder:
         """Load the parts of a model folder. Raises ConfigError if a part cannot be loaded."""
         from transformers import CLIPTextModel, T5EncoderModel
 
         limit_threads(config)
         return cls(
-            facts,
-            load_vae(config, facts),
+            spec,
+            load_vae(config, spec),
             TextEncoder.load(config, CLIPTextModel),
             TextEncoder.load(
                 config, T5EncoderModel, "_2", config.model.max_sequence_length, load=load_t5

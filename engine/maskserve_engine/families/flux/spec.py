@@ -18,7 +18,7 @@ from maskserve_common.contracts.semantics import FILL, INPAINT, REFERENCE
 from maskserve_engine.planning.flops import BlockWork, FixedWork, ModelWork
 from maskserve_engine.spec.mmdit import (
     CONTROL,
-    STEPS_AHEAD,
+    PRECOMPUTED_STEPS,
     VECTORS_AT_ONCE,
     by_block,
     joint_attention,
@@ -26,7 +26,7 @@ from maskserve_engine.spec.mmdit import (
 from maskserve_engine.spec.model_spec import (
     ALL_STEPS,
     EditDefaults,
-    ModelFacts,
+    ModelSpec,
     least_steps,
     one_scale,
 )
@@ -62,12 +62,12 @@ _FEW_STEPS = 4
 its own anchor."""
 _BLENDED = DenseSteps(prompt=1, side=1)
 _DENSE_STEPS = {FILL: DenseSteps(), INPAINT: _BLENDED, REFERENCE: _BLENDED}
-OWN_STRIDES = {FILL: 0.45, INPAINT: 0.25, REFERENCE: 0.0}
+REFRESH_STRIDES = {FILL: 0.45, INPAINT: 0.25, REFERENCE: 0.0}
 """Strides of refresh steps; 0 where their effect has not been measured (Kontext, and distilled
 models)."""
-_OWN_GROWTH = {FILL: 1.0, INPAINT: 2.15, REFERENCE: 1.0}
+_REFRESH_GROWTH = {FILL: 1.0, INPAINT: 2.15, REFERENCE: 1.0}
 """A base model's picture round the mask changes faster the more noise there is."""
-_OWN_RING = {FILL: 2}
+_REFRESH_RING = {FILL: 2}
 """Cached ring, by semantics. A base model's picture round the mask changes with its noise, so there
 the ring is worth computing."""
 _STRIDES = {FILL: ALL_STEPS, INPAINT: 7, REFERENCE: 7}
@@ -78,7 +78,7 @@ _CONTROLS = {FILL: CONTROL, INPAINT: replace(CONTROL, stride=0.25, power=3.0), R
 """Where the picture round the mask is noised like the rest, its keys and values change less the
 less noise there is."""
 
-_FLUX_HELD = 24
+_FLUX_TOKEN_WIDTHS = 24
 """Largest number of widths that a token holds, before a single block's attention in plain
 operations: the block's input, its joint product (7), queries and keys in float32 (4 widths of half
 precision), rotated (4), and the result; one that a dense block left for later cached blocks; and
@@ -149,7 +149,7 @@ def flux_work(
     image = (height // 2) * (width // 2)
     context_tokens = image * references
     tokens, fixed_tokens = (image, context_tokens) if exact else (image + context_tokens, 0)
-    peak_token = _FLUX_HELD * h + 2.0 * int(
+    peak_token = _FLUX_TOKEN_WIDTHS * h + 2.0 * int(
         config["attention_head_dim"]
     )  # and rotary factors, complex
     vectors = (12 * counts[0] + 3 * counts[1] + 2) * h
@@ -164,9 +164,9 @@ def flux_work(
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
         restore_ends=False,
         # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
-        peak_row=tokens * (peak_token + channels + out) + STEPS_AHEAD * vectors,
+        peak_row=tokens * (peak_token + channels + out) + PRECOMPUTED_STEPS * vectors,
         peak_text=peak_token,
-        peak_once=(VECTORS_AT_ONCE - STEPS_AHEAD) * vectors,
+        peak_once=(VECTORS_AT_ONCE - PRECOMPUTED_STEPS) * vectors,
         heads=int(config["num_attention_heads"]),
     )
 
@@ -189,7 +189,7 @@ def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         blocks=tuple(blocks),
         before=(replace(embed, token=embed.token + hint),),
         after=FixedWork(),
-        beside=float(base.tokens[0] * h * (1 + len(blocks))),
+        carried_numbers=float(base.tokens[0] * h * (1 + len(blocks))),
     )
 
 
@@ -261,7 +261,7 @@ def _mlp(inputs: int, width: int) -> float:
     return 2.0 * inputs * width + 2.0 * width * width
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a FLUX folder. Raises ConfigError if a part is unreadable."""
     semantics, latents = PIPELINES[pipeline], one_scale(folder)
     vae = read_json(folder / "vae" / "config.json")
@@ -275,7 +275,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         num_inference_steps=_FEW_STEPS if distilled else semantics_defaults.num_inference_steps,
         guidance_scale=semantics_defaults.guidance_scale if embedded else 0.0,
     )
-    return ModelFacts(
+    return ModelSpec(
         family="flux",
         semantics=semantics,
         latents=latents,
@@ -287,12 +287,12 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=defaults,
         stride=1 if distilled else _STRIDES[semantics],
         dense_steps=_DENSE_STEPS[semantics],
-        own_stride=0.0 if distilled else OWN_STRIDES[semantics],
-        own_growth=_OWN_GROWTH[semantics],
-        own_bends=semantics == INPAINT,
-        own_over_template=semantics.blends and not distilled,
-        lifts_entries=semantics.masked_picture,
-        own_ring=_OWN_RING.get(semantics),
+        refresh_stride=0.0 if distilled else REFRESH_STRIDES[semantics],
+        refresh_growth=_REFRESH_GROWTH[semantics],
+        second_order_refresh=semantics == INPAINT,
+        refreshes_over_template=semantics.blends and not distilled,
+        corrects_residuals=semantics.masked_picture,
+        refresh_ring=_REFRESH_RING.get(semantics),
         true_cfg=semantics.blends,
         denoiser=transformer,
         control=_CONTROLS[semantics],

@@ -17,7 +17,7 @@ from maskserve_engine.families.flux2.weights import places_of, weights_of
 from maskserve_engine.families.mmdit.preparation import PATCH, FlowPreparation, unpack_latents
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.low_rank import Place
-from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.family import FamilyModule
 from maskserve_engine.stages.latents import draw
 
 _REFERENCE = 10
@@ -48,7 +48,7 @@ class Flux2Preparation(FlowPreparation):
 
 
 class Flux2Adapter(FluxAdapter):
-    spec: ClassVar[FamilyFacts] = flux2
+    family: ClassVar[FamilyModule] = flux2
     preparation = Flux2Preparation
 
     @staticmethod
@@ -73,7 +73,7 @@ class Flux2Adapter(FluxAdapter):
         return places_of(model)
 
     def positions(self, height: int, width: int, text: int) -> Tensor:
-        ids = ids_of(1 + self.facts.semantics.reference, height, width, text)
+        ids = ids_of(1 + self.spec.semantics.reference, height, width, text)
         cos, sin = self.model.pos_embed(*to_device([ids], self.device))
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 

@@ -10,7 +10,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.loader import load_part
 
 _LAYERS = (9, 18, 27)
@@ -23,7 +23,7 @@ class Flux2Encoder(OneTextEncoder):
     """
 
     @staticmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from transformers import Qwen3Model
 
         return ChatEncoder.load(

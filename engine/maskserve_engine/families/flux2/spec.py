@@ -16,7 +16,7 @@ from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.latents import latent_space, with_statistics
-from maskserve_engine.spec.model_spec import EditDefaults, ModelFacts, least_steps, no_recorded_rows
+from maskserve_engine.spec.model_spec import EditDefaults, ModelSpec, least_steps, no_recorded_rows
 
 PIPELINES = {
     "Flux2KleinInpaintPipeline": REFERENCE,
@@ -31,7 +31,7 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=8.0)
 _DISTILLED = EditDefaults(num_inference_steps=4, guidance_scale=0.0)
 """Steps that these models are distilled to; no pipeline's signature says so."""
 _STRIDE = 7
-_OWN_STRIDE = 0.5
+_REFRESH_STRIDE = 0.5
 """Two refresh steps of four steps, and of 20: both meet the quality limits
 (docs/decisions/refresh-steps.md); with exact references the effect has not been measured."""
 _PATCH = 2
@@ -41,7 +41,7 @@ control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a FLUX.2 folder. Raises ConfigError if a part is unreadable."""
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     vae = read_json(folder / "vae" / "config.json")
@@ -50,7 +50,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     semantics, index = PIPELINES[pipeline], read_json(folder / "model_index.json")
     # The pipeline with exact references has no other models, and no word for it.
     distilled = semantics.exact or bool(index.get("is_distilled", False))
-    return ModelFacts(
+    return ModelSpec(
         family="flux2",
         semantics=semantics,
         latents=latents,
@@ -61,9 +61,9 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=_DISTILLED if distilled else DEFAULTS,
         stride=1 if distilled else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=0.0 if semantics.exact else _OWN_STRIDE,
-        own_ring=0,
-        own_over_template=not semantics.exact,
+        refresh_stride=0.0 if semantics.exact else _REFRESH_STRIDE,
+        refresh_ring=0,
+        refreshes_over_template=not semantics.exact,
         true_cfg=False,
         negative_prompts=False,
         mask_latents=_PATCH,

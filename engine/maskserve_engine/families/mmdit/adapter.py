@@ -20,7 +20,7 @@ from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry
@@ -36,13 +36,13 @@ from maskserve_engine.families.mmdit.preparation import (
     grid_of,
 )
 from maskserve_engine.families.mmdit.rows import (
+    ExtrapolatedOutside,
     FixedWords,
     FlowInactive,
     FlowPrimingRow,
     FlowRing,
     FlowRow,
     Negative,
-    OwnOutside,
     References,
     Row,
 )
@@ -54,11 +54,11 @@ from maskserve_engine.families.mmdit.schedule import (
 )
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, Place, low_rank_set
 from maskserve_engine.planning.flops import ModelWork, RowTokens, Totals
-from maskserve_engine.planning.refresh_steps import OWN_RULE, OwnRule
-from maskserve_engine.spec.family import FamilyFacts, family_work
-from maskserve_engine.spec.model_spec import ModelFacts, own_rule
+from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule
+from maskserve_engine.spec.family import FamilyModule, family_work
+from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
-from maskserve_engine.stages.loader import device_of, held_bytes
+from maskserve_engine.stages.loader import device_of, module_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 
 W = TypeVar("W", bound=FlowWeights)
@@ -69,7 +69,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     methods here, and a `FlowBatch`.
 
     Args:
-        facts: describes the model folder.
+        spec: describes the model folder.
         model: the family's `transformer`, in eval mode.
         sampler: computes schedules; it steps no row.
         placed_bytes: `[cache] placed_bytes`.
@@ -78,7 +78,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         own_rule: when rows refresh, and how they keep the result.
     """
 
-    spec: ClassVar[FamilyFacts]
+    family: ClassVar[FamilyModule]
     batches: ClassVar[type[FlowBatch[Any]]]
     text_places: ClassVar[tuple[str, ...]]
     """Prefixes of the weights' places that `text` reads."""
@@ -92,60 +92,60 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def __init__(
         self,
-        facts: ModelFacts,
+        spec: ModelSpec,
         model: Any,
         sampler: Any,
         *,
         placed_bytes: int = 0,
         outside_noise: str = "auto",
         graphs: bool = False,
-        own: OwnRule = OWN_RULE,
+        refresh_rule: RefreshRule = REFRESH_RULE,
     ) -> None:
         check_sampler(sampler)
-        self.facts, self.model, self.sampler = facts, model, sampler
+        self.spec, self.model, self.sampler = spec, model, sampler
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.weight_bytes = held_bytes(model)
+        self.weight_bytes = module_bytes(model)
         recorder = Graphs.on(model.device, model.dtype) if graphs else None
         room = placed_bytes if recorder is None else 0
         self.weights = self.weights_of(model, room, recorder)
         super().__init__(self.batches, self.weights)
         self.blocks = self.entry_blocks = len(self.weights.blocks)
         self._preparation = self.preparation(
-            facts,
+            spec,
             sampler,
             dtype=self.dtype,
             outside_noise=outside_noise,
             shift=self.shift,
             buckets=recorder is not None,
         )
-        self._own = own
+        self._refresh_rule = refresh_rule
         self._places = self.places_of(model)
         self._positions = lru_cache(maxsize=64)(self.positions)
         self.work = lru_cache(maxsize=64)(self._make_work)
         self.anchors = lru_cache(maxsize=64)(self._make_anchors)
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> Self:
+    def load(cls, spec: ModelSpec, config: Config) -> Self:
         """Load a model folder.
 
         Raises:
             ConfigError: a part is missing or unreadable, or its entries could not be used.
         """
-        if facts.shown is not None and config.cache.entry_kind != "kv":
+        if spec.encoder_picture is not None and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] entry_kind: {config.cache.entry_kind} is not served with models whose "
                 "prompts are about a picture; use kv"
             )
         fuse_weights = partial(fused, config, part="denoiser")
         return cls(
-            facts,
+            spec,
             load_denoiser(config, "transformer", cls.transformer(), fuse_weights),
             load_sampler(config, tells_sigmas=cls.tells_sigmas),
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=outside_noise(config),
-            graphs=cls.spec.recorded_rows(config) > 0,
-            own=own_rule(config, facts, device_of(config).type),
+            graphs=cls.family.recorded_rows(config) > 0,
+            refresh_rule=refresh_rule(config, spec, device_of(config).type),
         )
 
     @staticmethod
@@ -168,7 +168,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """Where the layers that a LoRA may change lie in the weights."""
 
     def blank_prompt(self, tokens: int) -> Conditioning:
-        width = self.facts.denoiser["joint_attention_dim"]
+        width = self.spec.denoiser["joint_attention_dim"]
         return {"prompt_embeds": np.zeros((tokens, width), np.float32)}
 
     @abstractmethod
@@ -202,15 +202,17 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def tokens(self, job: EditJob) -> TokenCounts:
         (gh, gw), active = grid_of(job), self._preparation.active(job)
         inner, ring = map(len, self._preparation.ringed(job))
-        side = self.facts.dense_steps.side > 0 and cover_a_side(active, gh, gw)
+        side = self.spec.dense_steps.side > 0 and cover_a_side(active, gh, gw)
         return TokenCounts(len(active), gh * gw, inner, ring, side)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         recorded = self.weights.graphs is not None
-        return family_work(self.spec, self.facts, height, width, recorded=recorded)
+        return family_work(self.family, self.spec, height, width, recorded=recorded)
 
-    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
-        text, tokens = own is None or anchor or not own.text, self.tokens(job)
+    def counted(
+        self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
+    ) -> Totals:
+        text, tokens = schedule is None or anchor or not schedule.text, self.tokens(job)
         _, height, width = job.moments.shape
         prompts = [
             conditioning
@@ -218,10 +220,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             if conditioning is not None
         ]
         computed = tokens.active
-        if own is not None and own.ring:
+        if schedule is not None and schedule.ring:
             computed = tokens.inner + tokens.ring * anchor
         active, grid = (float(computed),), grid_of(job)
-        prompt_pictures = self._preparation.shown(job)  # the work has them as context
+        prompt_pictures = self._preparation.picture_words(job)  # the work has them as context
         lengths = [
             float(self.text_tokens(len(p["prompt_embeds"]), grid)) - prompt_pictures
             for p in prompts
@@ -241,8 +243,8 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         """Choose the middle one of every `stride` timesteps, and more until every possible step is
         within tolerance of one.
         """
-        shift, model_sigmas = self.shift, self.facts.sigmas
-        walk = make_schedule(self.sampler, steps, tokens, shift=shift, own=model_sigmas).walk
+        shift, model_sigmas = self.shift, self.spec.sigmas
+        walk = make_schedule(self.sampler, steps, tokens, shift=shift, sigmas=model_sigmas).walk
         chosen = anchor_steps([step.sigma for step in walk], stride)
         anchors = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(anchors), self.anchor_tolerance)
@@ -264,11 +266,13 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         with torch.inference_mode():
             return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))
 
-    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> FlowRow:
+    def cached_row(
+        self, job: EditJob, noise_seed: int, schedule: RefreshSchedule | None = None
+    ) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             whole = self._preparation.template(job, noise_seed)
-            leaves_ring = own is not None and own.ring
+            leaves_ring = schedule is not None and schedule.ring
             *ids, selection = self._preparation.split(job, leaves_ring=leaves_ring)
             active, ring, index = map(torch.from_numpy, (*ids, *selection.levels))
             outside = index[: len(whole.clean) - len(active) - len(ring)]
@@ -293,32 +297,32 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             selection.sent([index])
             row = self._row(job, inputs)
             text_cis, image = row.cis.tensor_split((len(row.text),))
-            template, picture_tokens = self._filled(template), self._preparation.shown(job)
+            template, picture_tokens = self._filled(template), self._preparation.picture_words(job)
             cached_cis = torch.cat((image, text_cis[:picture_tokens]))[index]
             row.inactive = FlowInactive(
                 active, index, template, cached_cis, selection, picture_tokens
             )
             row.cis = torch.cat((text_cis, image[active]))
             if leaves_ring:
-                tokens = OwnOutside.begin(around, clean, ring=len(ring))
+                tokens = ExtrapolatedOutside.begin(around, clean, ring=len(ring))
                 row.ring = FlowRing(ring, tokens, image[ring])
-            self.keep_own(row, own)
+            self.attach_step_cache(row, schedule)
             return row
 
     @staticmethod
-    def keep_own(row: FlowRow, plan: OwnPlan | None) -> None:
+    def attach_step_cache(row: FlowRow, plan: RefreshSchedule | None) -> None:
         """Give both passes of a row new step caches; without a schedule, none."""
         if plan is not None:
-            row.own = OwnAnchors(plan)
+            row.step_cache = StepCache(plan)
             if row.negative is not None:
-                row.negative = replace(row.negative, own=OwnAnchors(plan))
+                row.negative = replace(row.negative, cache=StepCache(plan))
 
-    def anchored_row(self, job: EditJob, plan: OwnPlan) -> FlowRow:
+    def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> FlowRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             inner, ring, selection = self._preparation.split(job, leaves_ring=plan.ring)
             [ids] = selection.levels  # its text, all of it, is what its own anchors keep
-            ids = np.concatenate((ring, ids[: len(ids) - self._preparation.shown(job)]))
+            ids = np.concatenate((ring, ids[: len(ids) - self._preparation.picture_words(job)]))
             active, index = map(torch.from_numpy, (inner, ids))
             start = ready.inputs.start
             outside_ids = index[: len(start.latents) - len(active)]
@@ -336,10 +340,10 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             inputs, outside_start, clean, context, active, index = moved(host_tensors, self.device)
             row = self._row(job, inputs)
             text, image = row.cis.tensor_split((len(row.text),))
-            outside = OwnOutside.begin(outside_start, clean, context, ring=len(ring))
+            outside = ExtrapolatedOutside.begin(outside_start, clean, context, ring=len(ring))
             row.inactive = FlowInactive(active, index, outside, image[index], selection)
             row.cis = torch.cat((text, image[active]))
-            self.keep_own(row, plan)
+            self.attach_step_cache(row, plan)
             return row
 
     def anchored_bytes(self, job: EditJob) -> int:
@@ -358,9 +362,9 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
             flow_template, picture_tokens = (
                 self._preparation.template(job, noise_seed),
-                self._preparation.shown(job),
+                self._preparation.picture_words(job),
             )
-            if self.facts.shown and not self.facts.primed_by_prompt:
+            if self.spec.encoder_picture and not self.spec.primed_by_prompt:
                 prompt = {"prompt_embeds": job.conditioning["prompt_embeds"][:picture_tokens]}
             host_tensors = (flow_template, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(host_tensors, self.device)
@@ -374,25 +378,25 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
                 embeds=inputs.embeds,
                 pooled=inputs.pooled,
                 guidance=self._guidance(job),
-                cis=self._own_positions(job, len(text)),
+                cis=self._image_positions(job, len(text)),
                 kinds=kinds,
                 format=format,
                 references=self._references(job, len(text)),
                 pads=self.pads(grid_of(job)),
-                shown=picture_tokens,
+                picture_words=picture_tokens,
                 timeless=self.timeless,
             )
 
-    def _own_positions(self, job: EditJob, text: int) -> Tensor:
+    def _image_positions(self, job: EditJob, text: int) -> Tensor:
         height, width = grid_of(job)
         whole = self._positions(height, width, text)
-        return whole[: text + height * width] if self.facts.semantics.exact else whole
+        return whole[: text + height * width] if self.spec.semantics.exact else whole
 
     def _references(self, job: EditJob, text: int) -> References | None:
         """Return the reference pictures of a model whose references do not depend on the row; None
         for others. `text` counts the text tokens before them.
         """
-        if not self.facts.semantics.exact:
+        if not self.spec.semantics.exact:
             return None
         height, width = grid_of(job)
         [tokens] = moved((self._preparation.clean(job),), self.device)
@@ -416,7 +420,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         if not isinstance(row, FlowRow):
             return ()
         outside = None if row.inactive is None else row.inactive.outside
-        outside_latents = (outside.now,) if isinstance(outside, OwnOutside) else ()
+        outside_latents = (outside.latents_now,) if isinstance(outside, ExtrapolatedOutside) else ()
         return (row.latents, row.memory, *outside_latents)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
@@ -425,10 +429,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         if isinstance(row, FlowRow):
             (row.latents, row.memory, *outside_latents), row.moved = carried, None
             outside = None if row.inactive is None else row.inactive.outside
-            if row.inactive is not None and isinstance(outside, OwnOutside):
+            if row.inactive is not None and isinstance(outside, ExtrapolatedOutside):
                 row.inactive.outside = outside.begun(*outside_latents)
-            if row.own is not None:
-                self.keep_own(row, row.own.plan)  # what it has kept is of other steps
+            if row.step_cache is not None:
+                self.attach_step_cache(
+                    row, row.step_cache.plan
+                )  # what it has kept is of other steps
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
@@ -436,8 +442,12 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         changed_adapters, row.adapters = (*row.adapters, *adapters), adapters
-        if isinstance(row, FlowRow) and row.own is not None and row.own.plan.foresees:
-            self.keep_own(row, row.own.plan)  # foreseen without them
+        if (
+            isinstance(row, FlowRow)
+            and row.step_cache is not None
+            and row.step_cache.plan.looks_ahead
+        ):
+            self.attach_step_cache(row, row.step_cache.plan)  # foreseen without them
         if row.references is not None and isinstance(row.references.entry, AnchorEntry):
             row.references.entry = None  # made without them
         changed = {place for adapter, _ in changed_adapters for place in adapter.updates}
@@ -468,13 +478,13 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
     def net_batch(self) -> NetBatch:
         raise ValueError("this model takes no ControlNets")
 
-    def _of_nets(self, row: FlowRow) -> OwnPlan:
+    def _of_nets(self, row: FlowRow) -> RefreshSchedule:
         """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
         all tokens when the base does.
         """
-        if row.own is not None and row.anchored:
-            return replace(row.own.plan, anchors=frozenset())
-        return OwnPlan.of(self._own, row.steps)
+        if row.step_cache is not None and row.anchored:
+            return replace(row.step_cache.plan, anchors=frozenset())
+        return RefreshSchedule.of(self._refresh_rule, row.steps)
 
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
         row.residuals = control
@@ -494,7 +504,7 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
             text=text,  # the same at every step, so embedded once
             pooled=inputs.prompt.pooled,
             guidance=self._guidance(job),
-            cis=self._own_positions(job, len(text)),
+            cis=self._image_positions(job, len(text)),
             latents=start.latents,
             condition=start.condition,
             blend=start.blend,
@@ -509,11 +519,11 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         )
 
     def _guidance(self, job: EditJob) -> float | None:
-        return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
+        return job.request.settings.guidance_scale if self.spec.guidance == "embedded" else None
 
     def _filled(self, template: FlowTemplate) -> FlowTemplate:
-        masked = self.facts.semantics.masked_picture
-        return template.filled(self.facts.vae_scale_factor) if masked else template
+        masked = self.spec.semantics.masked_picture
+        return template.filled(self.spec.vae_scale_factor) if masked else template
 
     def words(
         self, job: EditJob, prompt: FlowPrompt, references: References | None
@@ -522,16 +532,20 @@ class FlowAdapter(Stepping[Row, W], OpenedRows, Generic[W]):
         return None
 
     def _negative(
-        self, job: EditJob, prompt: FlowPrompt | None, own: int, references: References | None
+        self,
+        job: EditJob,
+        prompt: FlowPrompt | None,
+        image_tokens: int,
+        references: References | None,
     ) -> Negative | None:
         if prompt is None:
             return None
         settings = job.request.settings
-        cfg = self.facts.guidance == "cfg"
+        cfg = self.spec.guidance == "cfg"
         scale = settings.guidance_scale if cfg else settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
         grid = grid_of(job)
         text = self.text(prompt.embeds, grid)
-        cis = None if len(text) == own else self._positions(*grid, len(text))[: len(text)]
+        cis = None if len(text) == image_tokens else self._positions(*grid, len(text))[: len(text)]
         words = self.words(job, prompt, references)
         return Negative(text, prompt.pooled, scale, cis=cis, words=words)

@@ -22,16 +22,16 @@ from maskserve_engine.batch.graphs import AtOnce, Graphs
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
-from maskserve_engine.batch.stepping import KeptBatch
+from maskserve_engine.batch.stepping import ReusableBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import (
-    ForeseenAsk,
-    RowAsk,
+    LookaheadRequest,
+    RowRequest,
     ServedRow,
-    ask_service,
     new_batch,
+    request_residuals,
 )
-from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, Foreseen, Negative, Row
+from maskserve_engine.families.mmdit.rows import FlowPrimingRow, FlowRow, Lookahead, Negative, Row
 from maskserve_engine.families.mmdit.schedule import Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
@@ -87,7 +87,7 @@ class FlowStep:
 W = TypeVar("W", bound=FlowWeights)
 
 
-class FlowBatch(KeptBatch[Row, W]):
+class FlowBatch(ReusableBatch[Row, W]):
     """Rows and their packed inputs. A row belongs to the batch that packed it last."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -97,12 +97,14 @@ class FlowBatch(KeptBatch[Row, W]):
         """Index and negative prompt of rows with a second pass; second passes are packed behind all
         rows."""
         foreseen = [
-            (i, lookahead_input) for i, row in enumerate(rows) for lookahead_input in _foreseen(row)
+            (i, lookahead_input)
+            for i, row in enumerate(rows)
+            for lookahead_input in _lookahead_inputs(row)
         ]
-        self._foresee = tuple([i for i, _ in foreseen])
+        self._lookahead_rows = tuple([i for i, _ in foreseen])
         """Row index of each lookahead pass; these are packed last."""
-        self.ahead = self.steps_ahead(len(rows) + len(self._guided))
-        back = rows[0].step % self.ahead if len(rows) == 1 else 0
+        self.precomputed = self.precomputed_steps(len(rows) + len(self._guided))
+        back = rows[0].step % self.precomputed if len(rows) == 1 else 0
         """Products of other shapes round differently. So what is computed ahead for a lone row
         covers the same steps wherever among them the row was packed."""
         self.steps = back + min(row.steady for row in rows)
@@ -129,7 +131,7 @@ class FlowBatch(KeptBatch[Row, W]):
         longest = max(end - begin for begin, end in narrow.all_keys.k_spans)
         few = narrow.row_stream.spans[-1][1] <= longest  # more keep the device busy by themselves
         self._recorded = few and all(row.recorded for row in rows) and not needs_eager
-        extra_passes = [*(i for i, _ in self._guided), *self._foresee]
+        extra_passes = [*(i for i, _ in self._guided), *self._lookahead_rows]
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i in extra_passes))
         self._weights: W | None = None
         self._share: RankShare | _Passes | None = None
@@ -140,7 +142,7 @@ class FlowBatch(KeptBatch[Row, W]):
         )
         self._number = new_batch() if self._served else 0
         self._vectors: Sequence[Any] = ()
-        """Vectors of `ahead` steps, including the present one."""
+        """Vectors of `precomputed` steps, including the present one."""
         self._lay_out()
 
     @classmethod
@@ -151,7 +153,7 @@ class FlowBatch(KeptBatch[Row, W]):
         return batch
 
     @staticmethod
-    def steps_ahead(passes: int) -> int:
+    def precomputed_steps(passes: int) -> int:
         """Return the number of steps for which a family computes its vectors at once, in a batch of
         so many passes.
         """
@@ -197,23 +199,25 @@ class FlowBatch(KeptBatch[Row, W]):
         """Compute missing keys and values of references, alone and at time 0, since they do not
         depend on the row. Families with other fixed tokens extend this.
         """
-        lacking = [row for row in self.rows if row.lacks_references]
+        lacking = [row for row in self.rows if row.needs_references]
         if not lacking:
             return
         making = [FlowPrimingRow.of_references(row, len(model.blocks)) for row in lacking]
         type(self)(making).step(model, ())
         for row in lacking:
             assert row.references is not None
-            row.references.made = True
+            row.references.computed = True
 
     def begin_step(self, weights: W, at: int) -> Transformer:
         """Ask services for residuals, and return the transformer at a step."""
         if self._served:
-            ask_service([_asked(row, served) for row, served in self._served], self._number)
-        if at % self.ahead == 0 or not self._vectors:
-            first = at - at % self.ahead
-            self._vectors = self.vectors(weights, self.timesteps[first : first + self.ahead])
-        return self.at_step(weights, self._vectors[at % self.ahead])
+            request_residuals(
+                [_residuals_request(row, served) for row, served in self._served], self._number
+            )
+        if at % self.precomputed == 0 or not self._vectors:
+            first = at - at % self.precomputed
+            self._vectors = self.vectors(weights, self.timesteps[first : first + self.precomputed])
+        return self.at_step(weights, self._vectors[at % self.precomputed])
 
     @abstractmethod
     def vectors(self, weights: W, timesteps: Tensor) -> Sequence[Any]:
@@ -233,13 +237,15 @@ class FlowBatch(KeptBatch[Row, W]):
             raise ValueError("rows that may skip blocks take their steps on one device")
         if self._share is None or self._share.exchange is not exchange:
             if exchange.deals or (exchange.count == 2 and len(self._guided) == len(self.rows)):
-                self._share = _Passes(self.packed, self.rows, self._guided, self._foresee, exchange)
+                self._share = _Passes(
+                    self.packed, self.rows, self._guided, self._lookahead_rows, exchange
+                )
             else:
                 self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
                 heads = self._share.heads[exchange.rank]
                 for row in self.rows:
-                    if isinstance(row, FlowRow) and row.own is not None:
-                        row.own.sees(heads)
+                    if isinstance(row, FlowRow) and row.step_cache is not None:
+                        row.step_cache.sees(heads)
         return self._share
 
     def _lay_out(self) -> None:
@@ -251,7 +257,7 @@ class FlowBatch(KeptBatch[Row, W]):
         changes = [[step.change for step in walk] for walk in walks]
         times += [times[i] for i, _ in self._guided]
         changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
-        ahead = [self._anchor_of(i) for i in self._foresee]
+        ahead = [self._anchor_of(i) for i in self._lookahead_rows]
         times += [[step.timestep] * self.steps for _, step in ahead]
         changes += [[1.0] * self.steps for _ in ahead]  # what moves is the velocity
         by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
@@ -272,22 +278,24 @@ class FlowBatch(KeptBatch[Row, W]):
         for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
             row.settle(part, begin)
         spans = stream.spans[count + len(self._guided) :]
-        for i, span in reversed(list(zip(self._foresee, spans, strict=True))):  # its first pass
+        for i, span in reversed(
+            list(zip(self._lookahead_rows, spans, strict=True))
+        ):  # its first pass
             row = self.rows[i]
             assert isinstance(row, FlowRow)
-            row.foreseen = Foreseen(self._anchor_of(i)[0], slice(*span))
+            row.lookahead = Lookahead(self._anchor_of(i)[0], slice(*span))
 
     def _anchor_of(self, i: int) -> tuple[int, Walk]:
         row = self.rows[i]
         assert isinstance(row, FlowRow)
-        step = row.foresees
+        step = row.lookahead_step
         assert step is not None
         return step, row.schedule.walk[step]
 
     def _guide(self, velocity: Tensor) -> None:
         answers, rows = velocity.split(self._stream.lengths), len(self.rows)
         ahead: dict[int, list[Tensor]] = {}
-        for number, i in enumerate(self._foresee, start=rows + len(self._guided)):
+        for number, i in enumerate(self._lookahead_rows, start=rows + len(self._guided)):
             ahead.setdefault(i, []).append(answers[number])
         for (i, negative), away in zip(self._guided, answers[rows:], strict=False):
             self.guide(answers[i], away, negative.scale)
@@ -296,11 +304,11 @@ class FlowBatch(KeptBatch[Row, W]):
                 self.guide(answer, foreseen, negative.scale)
 
     @staticmethod
-    def guide(own: Tensor, away: Tensor, scale: float) -> None:
-        """Apply diffusers' true classifier-free guidance to `own` [n, C], in place; `away` [n,
-        C] is the negative prompt's. Families with another rule override this.
+    def guide(positive: Tensor, negative: Tensor, scale: float) -> None:
+        """Apply diffusers' true classifier-free guidance to `positive` [n, C], in place; `negative`
+        [n, C] is the negative prompt's. Families with another rule override this.
         """
-        own.sub_(away).mul_(scale).add_(away)
+        positive.sub_(negative).mul_(scale).add_(negative)
 
     def _move(self, velocity: Tensor, change: Tensor) -> None:
         """Take the sampler's step for all rows.
@@ -324,8 +332,8 @@ class FlowBatch(KeptBatch[Row, W]):
         return moved
 
 
-def _foreseen(row: Row) -> list[RowInput]:
-    return row.foreseen_inputs() if isinstance(row, FlowRow) else []
+def _lookahead_inputs(row: Row) -> list[RowInput]:
+    return row.lookahead_inputs() if isinstance(row, FlowRow) else []
 
 
 def _frozen(rows: Sequence[Row]) -> tuple[bool, ...]:
@@ -339,7 +347,7 @@ class _Passes:
         whole: the batch.
         rows: rows of the batch; their second passes are packed behind their first passes.
         guided: rows that have second passes.
-        foresee: row of each lookahead pass; each runs on the rank of the pass that reads it.
+        lookahead_rows: row of each lookahead pass; each runs on the rank of the pass that reads it.
         exchange: connects the ranks.
 
     Raises:
@@ -351,7 +359,7 @@ class _Passes:
         whole: Packed,
         rows: Sequence[Row],
         guided: Sequence[tuple[int, Negative]],
-        foresee: Sequence[int],
+        lookahead_rows: Sequence[int],
         exchange: Exchange,
     ) -> None:
         if any(isinstance(row, FlowPrimingRow) for row in rows):
@@ -362,7 +370,7 @@ class _Passes:
         passes = [[i, second[i]] if i in second else [i] for i in range(len(rows))]
         groups_by_pass = {number: [number] for of_row in passes for number in of_row}
         ahead = iter(range(len(rows) + len(guided), len(whole.rows)))
-        for i in dict.fromkeys(foresee):
+        for i in dict.fromkeys(lookahead_rows):
             for number in passes[i]:
                 groups_by_pass[number].append(next(ahead))
 
@@ -377,10 +385,10 @@ class _Passes:
         stays = [anchored[i].request_id if i in anchored else None for i in range(len(rows))]
         self._share = PassShare([list(map(cost, group)) for group in passes], stays, exchange)
         dealt = [groups_by_pass[number] for group in passes for number in group]
-        self.own = [pass_number for i in self._share.own for pass_number in dealt[i]]
+        self.passes = [pass_number for i in self._share.passes for pass_number in dealt[i]]
         for i, row in anchored.items():
             for number, step_cache in zip(passes[i], row.anchors, strict=True):
-                step_cache.sees("here" if number in self.own else "elsewhere")
+                step_cache.sees("here" if number in self.passes else "elsewhere")
         numbers = [pass_number for group in dealt for pass_number in group]
         self._answered = [numbers.index(i) for i in range(len(numbers))]
         """Position of the answer to each of the batch's passes."""
@@ -388,9 +396,9 @@ class _Passes:
             [len(whole.rows[i].tokens) * self._channels for i in group] for group in dealt
         ]
         """Elements in the answers to passes that one rank computes together."""
-        self._packed = Packed([whole.rows[i] for i in self.own]) if self.own else None
+        self._packed = Packed([whole.rows[i] for i in self.passes]) if self.passes else None
         spans = whole.layout.narrow.image_stream.spans
-        at = [torch.arange(*spans[i]) for i in self.own] or [torch.arange(0)]
+        at = [torch.arange(*spans[i]) for i in self.passes] or [torch.arange(0)]
         [self._tokens] = to_device([torch.cat(at)], whole.tokens.device)
 
     def forward(self, model: Transformer, tokens: Tensor, kinds: Sequence[str]) -> Tensor:
@@ -399,7 +407,7 @@ class _Passes:
             answer = tokens.new_empty(0)
         else:
             self._packed.tokens = tokens.index_select(0, self._tokens)
-            answer = forward(model.take(self.own), self._packed, kinds)
+            answer = forward(model.take(self.passes), self._packed, kinds)
         gathered = self._share.gather(answer, list(map(sum, self._lengths)))
         answer_lengths = zip(gathered, self._lengths, strict=True)
         parts = [
@@ -422,12 +430,12 @@ def _still(packed: Packed) -> Tensor | None:
     return places
 
 
-def _asked(row: FlowRow, served: ServedRow) -> RowAsk:
+def _residuals_request(row: FlowRow, served: ServedRow) -> RowRequest:
     """Return the latents of all tokens that a ControlNet service needs for a row's next step, and
     for its lookahead.
     """
     tokens, foreseen = row.all_tokens().tokens[:, : row.channels], None
-    if row.foreseen is not None:
-        ahead = row.all_tokens(row.foreseen.step).tokens[:, : row.channels]
-        foreseen = ForeseenAsk(row.foreseen.step, ahead, len(ahead))
-    return RowAsk(served, row.step, tokens, row.computed, row.latents_ahead, foreseen)
+    if row.lookahead is not None:
+        ahead = row.all_tokens(row.lookahead.step).tokens[:, : row.channels]
+        foreseen = LookaheadRequest(row.lookahead.step, ahead, len(ahead))
+    return RowRequest(served, row.step, tokens, row.computed, row.extrapolated_latents, foreseen)

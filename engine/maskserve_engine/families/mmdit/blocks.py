@@ -34,18 +34,18 @@ from maskserve_engine.layers.linear import (
 )
 from maskserve_engine.layers.modulation import Norm, Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
-from maskserve_engine.spec.mmdit import STEPS_AHEAD, VECTORS_AT_ONCE
+from maskserve_engine.spec.mmdit import PRECOMPUTED_STEPS, VECTORS_AT_ONCE
 
-AHEAD = STEPS_AHEAD
+LEAST_PRECOMPUTED_STEPS = PRECOMPUTED_STEPS
 """Minimum number of steps whose vectors are computed at once. A batch that ends earlier loses
 little: the time goes into reading the weights."""
 
 
-def steps_ahead(passes: int) -> int:
+def precomputed_steps(passes: int) -> int:
     """Return the number of steps for a batch of so many passes; few passes take more, a lone one a
     whole edit.
     """
-    return max(AHEAD, VECTORS_AT_ONCE // passes)
+    return max(LEAST_PRECOMPUTED_STEPS, VECTORS_AT_ONCE // passes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +276,13 @@ class FluxStep:
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        ahead: Any,
+        carried: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block = self.blocks[number]
         if isinstance(block, Double):
             block_vectors = self.vectors.double[number]
-            streams: _Streams = ahead or (
+            streams: _Streams = carried or (
                 Modulated.of(block.text.qkv, packing.text_stream, text, block_vectors[1]),
                 Modulated.of(block.image.qkv, packing.image_stream, image, block_vectors[0]),
             )
@@ -291,7 +291,7 @@ class FluxStep:
             qk_norm_rope(qk, block.norms, cis, packing.stream_of)
             return qk, v, tuple((stream.x, stream.vectors) for stream in streams)
         vectors = self.vectors.single[number - self.two_streams]
-        row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
+        row: Modulated = carried or Modulated.of(block.qkv_up, packing.row_stream, image, vectors)
         width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
             end = block.qkv_up.out_features
@@ -336,21 +336,21 @@ class FluxStep:
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        kept: Any,
+        carried: Any,
         packing: Packing,
         *,
-        goes_on: bool,
+        continues: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         block = self.blocks[number]
         half = image.dtype == torch.float16  # whose streams are clipped before the next norm
         if isinstance(block, Double):
-            behind = number + 1 if goes_on and not half else None
-            c, x, ahead = self._after_streams(block, kept, attended, packing, behind)
+            behind = number + 1 if continues and not half else None
+            c, x, ahead = self._after_streams(block, carried, attended, packing, behind)
             c, x = clip(c), clip(x)
             return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
-        joined, x, gate = kept
+        joined, x, gate = carried
         rows = packing.row_stream.spans
         if image_alone:
             attended, joined, x, image = (tokens[begin:] for tokens in (attended, joined, x, image))
@@ -376,7 +376,7 @@ class FluxStep:
             else:
                 gelu(up, out=up)
             hidden = block.out(joined, rows)
-        if not goes_on or half:
+        if not continues or half:
             out, _ = add_gated(x, gate, hidden)
             return text, (clip(out) if half else out).view_as(image), None
         following = number + 1 - self.two_streams
@@ -388,18 +388,21 @@ class FluxStep:
     def _after_streams(
         self,
         block: Double,
-        kept: Sequence[tuple[Tensor, Sequence[Vector]]],
+        carried: Sequence[tuple[Tensor, Sequence[Vector]]],
         attended: Tensor,
         packing: Packing,
-        behind: int | None,
+        next_block: int | None,
     ) -> tuple[Tensor, Tensor, _Streams | None]:
-        """Return text and image stream, and the modulated streams for the double block `behind`, if
-        it receives them unchanged.
+        """Return text and image stream, and the modulated streams for the double block
+        `next_block`, if it receives them unchanged.
         """
-        (c, c_vectors), (x, x_vectors) = kept
+        (c, c_vectors), (x, x_vectors) = carried
         norms: Sequence[Norm | None] = None, None
-        if behind is not None:
-            following, vectors = self.weights.double_blocks[behind], self.vectors.double[behind]
+        if next_block is not None:
+            following, vectors = (
+                self.weights.double_blocks[next_block],
+                self.vectors.double[next_block],
+            )
             width = attended.shape[1]
             of_text = _spread(packing.text_stream, vectors[1], width)
             of_image = _spread(packing.image_stream, vectors[0], width)
@@ -423,7 +426,7 @@ class FluxStep:
             norm=norms[0],
             gated=self.gated,
         )
-        if behind is None:
+        if next_block is None:
             return c, x, None
         return c, x, (Modulated(c, of_text, c_normed), Modulated(x, of_image, x_normed))
 

@@ -20,11 +20,17 @@ from torch import Tensor
 from maskserve_engine.base.job import ControlInput
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.packing import Packed, RowInput
-from maskserve_engine.batch.step_cache import OwnAnchors, foretold
+from maskserve_engine.batch.step_cache import StepCache, lookahead_input
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.families.control import Asked, Controlled, Nets, RowControl, Said
-from maskserve_engine.families.mmdit.blocks import AHEAD, FluxStep, Vectors, embed, vectors
+from maskserve_engine.families.control import Controlled, NetOutput, NetRequest, Nets, RowControl
+from maskserve_engine.families.mmdit.blocks import (
+    LEAST_PRECOMPUTED_STEPS,
+    FluxStep,
+    Vectors,
+    embed,
+    vectors,
+)
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.spec.mmdit import CONTROL
@@ -156,7 +162,7 @@ class FluxNetInput(NamedTuple):
     guidance: float | None
 
     @classmethod
-    def made(
+    def encode(
         cls,
         control: ControlInput,
         net: FluxControlNet,
@@ -197,30 +203,38 @@ class FluxNets(Nets[FluxNetInput]):
         """By net and inputs: the first row's step, and the vectors of that step and the next
         ones."""
 
-    def say(self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]]) -> Iterator[Said]:
-        inputs = [_given(request) for request in same]
+    def outputs(
+        self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]]
+    ) -> Iterator[NetOutput]:
+        inputs = [_net_input(request) for request in same]
         packed = Packed(inputs)
         samples = net.samples(packed, self._vectors_of(net, same, packed))
         for places, by_row in zip(net.places, samples, strict=True):
             active = zip(same, by_row, strict=True)
-            yield places, [[sample[: request.row.given.computed]] for request, sample in active]
+            yield (
+                places,
+                [[sample[: request.row.base_input.computed]] for request, sample in active],
+            )
         for request, row_input in zip(same, inputs, strict=True):
-            if isinstance(row_input.capture, OwnAnchors):
+            if isinstance(row_input.capture, StepCache):
                 row_input.capture.passed(request.row.timesteps[0])
                 request.keep([row_input.capture])
 
     def _vectors_of(
-        self, net: FluxControlNet, same: Sequence[Asked[FluxNetInput]], packed: Packed
+        self, net: FluxControlNet, same: Sequence[NetRequest[FluxNetInput]], packed: Packed
     ) -> Vectors:
         """Return the step's vectors, computed for up to AHEAD steps at once. A lone row always gets
         the same groups of steps, because products of other shapes round differently.
         """
         first = same[0].row
-        key, step = (id(net), *(id(request.own) for request in same)), first.step
+        key, step = (id(net), *(id(request.net_input) for request in same)), first.step
         begin, step_vectors = self._vectors.get(key, (step, ()))
         if not begin <= step < begin + len(step_vectors):
             before = first.before if all(request.row is first for request in same) else ()
-            ahead = min(AHEAD, *(len(before) + len(request.row.timesteps) for request in same))
+            ahead = min(
+                LEAST_PRECOMPUTED_STEPS,
+                *(len(before) + len(request.row.timesteps) for request in same),
+            )
             by_row = [[*before, *request.row.timesteps][:ahead] for request in same]
             [timesteps] = to_device([torch.tensor(by_row).T.contiguous()], packed.tokens.device)
             emb = embed(net.weights, timesteps, packed.pooled, packed.guidance)
@@ -239,41 +253,44 @@ class NetTokens(NamedTuple):
     """Number of them that are computed between refresh steps; 0: the row has none."""
 
 
-def _given(asked: Asked[FluxNetInput]) -> RowInput:
+def _net_input(request: NetRequest[FluxNetInput]) -> RowInput:
     """Return the net's input: the computed tokens between refresh steps, else all of them, with a
-    `OwnAnchors` as capture if the others are to be kept.
+    `StepCache` as capture if the others are to be kept.
     """
-    row, (net_tokens, computed, active) = asked.row, asked.row.given
-    if asked.kept is not None:
+    row, (net_tokens, computed, active) = request.row, request.row.base_input
+    if request.cached is not None:
         cis, cached_cis = net_tokens.cis.tensor_split((len(net_tokens.text) + computed,))
-        computed_input = asked.own.of(
+        computed_input = request.net_input.of(
             replace(net_tokens, tokens=net_tokens.tokens[:computed], cis=cis)
         )
-        [previous_cache] = asked.kept
-        return foretold(computed_input, cached_cis, previous_cache, lambda: row.timesteps[0])
-    row_input = asked.own.of(net_tokens)
-    if not asked.keeps:
+        [previous_cache] = request.cached
+        return lookahead_input(computed_input, cached_cis, previous_cache, lambda: row.timesteps[0])
+    row_input = request.net_input.of(net_tokens)
+    if not request.keeps:
         return row_input
-    last = asked.last
-    [step_cache] = [OwnAnchors(row.control.own)] if last is None else last.tokens
-    at, reads = row.timesteps[0], row.foreseen is not None
+    last = request.last
+    [step_cache] = [StepCache(row.control.schedule)] if last is None else last.tokens
+    at, reads = row.timesteps[0], row.lookahead is not None
     step_cache.anchor(row.step, at, active, len(row_input.tokens), reads=reads)
     return replace(row_input, capture=step_cache)
 
 
 def controlled(
     control: RowControl[FluxNetInput],
-    given: NetTokens,
+    tokens: NetTokens,
     times: Sequence[float],
     step: int,
-    foreseen: int | None = None,
+    lookahead: int | None = None,
 ) -> Controlled[FluxNetInput]:
     """Return a row before its step; `times` are the timesteps of all its steps."""
-    sparse, idle = given.computed < len(given.row.tokens), given.active > 0
-    now, before = times[step : step + AHEAD], times[step - step % AHEAD : step]
-    if foreseen is not None:
-        now, before = times[foreseen : foreseen + 1], ()
-    return Controlled(control, given, sparse, idle, now, step, len(times), foreseen, before)
+    sparse, idle = tokens.computed < len(tokens.row.tokens), tokens.active > 0
+    now, before = (
+        times[step : step + LEAST_PRECOMPUTED_STEPS],
+        times[step - step % LEAST_PRECOMPUTED_STEPS : step],
+    )
+    if lookahead is not None:
+        now, before = times[lookahead : lookahead + 1], ()
+    return Controlled(control, tokens, sparse, idle, now, step, len(times), lookahead, before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,13 +308,13 @@ class FluxNetRow:
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
         """Build from `FluxAdapter.opening`, moved to the nets' device (`Opening.on`)."""
-        facts, arrays = opening.facts, opening.arrays
+        facts, arrays = opening.spec, opening.arrays
         row_nets = [nets[opened.net] for opened in facts.controls]
         if facts.shallowest:
             depth = common_depth([net.depth for net in row_nets])
             row_nets = [net.as_shallow_as(depth) for net in row_nets]
         inputs = [
-            FluxNetInput.made(
+            FluxNetInput.encode(
                 opened.input, row_nets[i], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
             )
             for i, opened in enumerate(facts.controls)
@@ -306,14 +323,14 @@ class FluxNetRow:
         text = arrays["embeds"].new_empty(facts.text, 0)
         cis = torch.view_as_complex(arrays["cis"])
         base = RowInput(none, text, arrays["pooled"], None, cis)
-        control = RowControl(tuple(inputs), facts.own)
+        control = RowControl(tuple(inputs), facts.schedule)
         return cls(control, base, cis, facts.timesteps, facts.active)
 
     def at(
-        self, step: int, sample: Tensor, computed: int, foreseen: int | None
+        self, step: int, sample: Tensor, computed: int, lookahead: int | None
     ) -> Controlled[FluxNetInput]:
         """See `NetRow`; `sample` is [N, channels], tokens that the base computes first."""
         row = replace(self.base, tokens=sample, cis=self.cis)
         net_tokens = NetTokens(row, computed, self.active)
-        control = self.control if foreseen is None else self.control.ahead
-        return controlled(control, net_tokens, self.timesteps, step, foreseen)
+        control = self.control if lookahead is None else self.control.for_lookahead
+        return controlled(control, net_tokens, self.timesteps, step, lookahead)

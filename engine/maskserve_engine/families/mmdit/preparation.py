@@ -23,7 +23,7 @@ from maskserve_engine.base.buckets import bucket
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.mmdit.schedule import Schedule, Shift, linear_shift, make_schedule
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.latents import (
     Posterior,
     draw,
@@ -259,7 +259,7 @@ class FlowPreparation:
 
     def __init__(
         self,
-        facts: ModelFacts,
+        spec: ModelSpec,
         sampler: Any,
         *,
         dtype: torch.dtype,
@@ -267,7 +267,7 @@ class FlowPreparation:
         shift: Shift = linear_shift,
         buckets: bool = False,
     ) -> None:
-        self._facts, self._sampler = facts, sampler
+        self._spec, self._sampler = spec, sampler
         self._dtype, self._buckets = dtype, buckets
         self._outside_noise, self._shift = outside_noise, shift
 
@@ -285,7 +285,7 @@ class FlowPreparation:
             None if job.negative is None else self.prompt(job.negative),
         )
         return FlowPrepared(
-            inputs, None, active, self._others(job, active), *self._ringed(job), controls
+            inputs, None, active, self._cached_selection(job, active), *self._ringed(job), controls
         )
 
     def with_ring(self, job: EditJob, ring: int) -> EditJob:
@@ -294,7 +294,7 @@ class FlowPreparation:
             return ringed
         active = self._computed(ringed)
         inner, around = self._ringed(ringed)
-        cached_selection = self._others(job, active)
+        cached_selection = self._cached_selection(job, active)
         ringed_prepared = replace(
             job.prepared, active=active, selection=cached_selection, inner=inner, ring=around
         )
@@ -304,7 +304,7 @@ class FlowPreparation:
         """Return the job's prepared template; if missing, draw its noise."""
         if isinstance(job.prepared, FlowPrepared) and job.prepared.template is not None:
             return job.prepared.template
-        image, context = self._posterior(job.moments), self._facts.semantics.context
+        image, context = self._posterior(job.moments), self._spec.semantics.context
         return template_inputs(image, noise_seed, context=context)
 
     def clean(self, job: EditJob) -> Tensor:
@@ -318,7 +318,7 @@ class FlowPreparation:
 
     def _computed(self, job: EditJob) -> TokenIds:
         """Return the tokens of mask and ring, widened to a bucket if steps are recorded."""
-        active = active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
+        active = active_tokens(job.edit_mask, self._spec.token_pixels, job.mask_ring)
         return self._bucket(job, active)
 
     def ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
@@ -328,8 +328,8 @@ class FlowPreparation:
         return self._ringed(job)
 
     def _ringed(self, job: EditJob) -> tuple[TokenIds, TokenIds]:
-        ring = max(self._facts.own_ring or 0, job.mask_ring)
-        inner, outer = tokens_within(job.edit_mask, self._facts.token_pixels, 0, ring)
+        ring = max(self._spec.refresh_ring or 0, job.mask_ring)
+        inner, outer = tokens_within(job.edit_mask, self._spec.token_pixels, 0, ring)
         inner = self._bucket(job, inner)
         return inner, np.setdiff1d(outer, inner)
 
@@ -355,14 +355,14 @@ class FlowPreparation:
         if isinstance(job.prepared, FlowPrepared):
             return job.prepared.inputs.schedule
         settings, (height, width) = job.request.settings, grid_of(job)
-        steps, model_sigmas = settings.num_inference_steps, self._facts.sigmas
+        steps, model_sigmas = settings.num_inference_steps, self._spec.sigmas
         assert steps is not None
         return make_schedule(
             self._sampler, steps, height * width, settings.strength, self._shift, model_sigmas
         )
 
-    def prompt(self, given: Conditioning) -> FlowPrompt:
-        embeds, pooled = torch.from_numpy(given["prompt_embeds"]), given.get("pooled")
+    def prompt(self, conditioning: Conditioning) -> FlowPrompt:
+        embeds, pooled = torch.from_numpy(conditioning["prompt_embeds"]), conditioning.get("pooled")
         if pooled is None:
             return FlowPrompt(embeds.to(self._dtype), None)
         return FlowPrompt(embeds.to(self._dtype), torch.from_numpy(pooled).to(self._dtype))
@@ -382,9 +382,9 @@ class FlowPreparation:
         """Draw all other random numbers of the edit, on the CPU, in the pipeline's order. Families
         with another order override this.
         """
-        image, semantics = self._posterior(job.moments), self._facts.semantics
+        image, semantics = self._posterior(job.moments), self._spec.semantics
         if semantics.masked_picture:
-            masked, factor = self._posterior(job.masked_moments), self._facts.vae_scale_factor
+            masked, factor = self._posterior(job.masked_moments), self._spec.vae_scale_factor
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
         chosen = semantics.reference and not semantics.sampled
         clean = image.mode() if chosen else image.sample(generator)
@@ -413,23 +413,23 @@ class FlowPreparation:
         ready = self.prepared(job)
         if not leaves_ring:
             return ready.active, ready.ring[:0], ready.selection
-        beyond = self._others(job, np.concatenate((ready.inner, ready.ring)))
+        beyond = self._cached_selection(job, np.concatenate((ready.inner, ready.ring)))
         return ready.inner, ready.ring, beyond
 
-    def _others(self, job: EditJob, active: TokenIds) -> Selection:
+    def _cached_selection(self, job: EditJob, active: TokenIds) -> Selection:
         """Return the tokens that a cached row does not compute: image tokens, the context, then
         tokens of the prompt's picture.
         """
         height, width = grid_of(job)
-        tokens = height * width * (1 + self._facts.semantics.context) + self.shown(job)
+        tokens = height * width * (1 + self._spec.semantics.context) + self.picture_words(job)
         return Selection([np.setdiff1d(np.arange(tokens), active)])
 
-    def shown(self, job: EditJob) -> int:
+    def picture_words(self, job: EditJob) -> int:
         _, height, width = job.moments.shape
-        return self._facts.shown_tokens(height, width)
+        return self._spec.encoder_picture_tokens(height, width)
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
-        return Posterior(moments, self._facts.latents, self._dtype)
+        return Posterior(moments, self._spec.latents, self._dtype)
 
 
 def grid_of(job: EditJob) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from maskserve_common.contracts.keys import STILL, Anchor
 from maskserve_engine.batch.packing import FixedTokens, InactiveTokens, RowInput, RowResiduals
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.batch.step_cache import Entry, OwnAnchors, foretold, without_text
+from maskserve_engine.batch.step_cache import Entry, StepCache, lookahead_input, without_text
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
@@ -40,7 +40,7 @@ class Negative:
     pooled: Tensor | None
     scale: float
     """true_cfg_scale, above 1."""
-    own: OwnAnchors | None = None
+    cache: StepCache | None = None
     cis: Tensor | None = None
     """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
     words: FixedWords | None = None
@@ -55,7 +55,7 @@ class FixedWords:
     embeds: Tensor
     """[T, in] states of the prompt."""
     cis: Tensor
-    seen: tuple[FixedTokens, ...] = ()
+    pictures: tuple[FixedTokens, ...] = ()
     back: Tensor | None = None
     """See `RowInput.back`; for the tokens that attend to the prompt."""
     entry: AnchorEntry | None = None
@@ -78,7 +78,7 @@ class References:
     cis: Tensor
     entry: AnchorEntry | Handle | None = None
     """Keys and values, computed by the row or read from the template; None until then."""
-    made: bool = False
+    computed: bool = False
     """Whether the row's last step computed them, or the words."""
     before: FixedWords | None = None
     """Prompt tokens before the references, which they attend to."""
@@ -105,13 +105,13 @@ class FlowInactive:
     """[n] ids of the computed tokens."""
     index: Tensor
     """[m + R + picture] ids of the cached tokens: image, context, then the prompt's picture."""
-    outside: FlowTemplate | OwnOutside
+    outside: FlowTemplate | ExtrapolatedOutside
     """Latents of these tokens, for dense steps and for the result."""
     cis: Tensor
     """[m + R + picture, head_dim / 2]."""
     selection: Selection
     """The same ids, for loading entries."""
-    shown: int = 0
+    picture_words: int = 0
     """Number of the last of these ids that are text tokens about the picture; they are the first
     tokens of the row's text in steps that read entries."""
 
@@ -122,9 +122,9 @@ class CachedTokens:
 
     row: FlowRow
     inactive: FlowInactive
-    own: OwnAnchors | None = None
+    step_cache: StepCache | None = None
     """Step cache of the pass, if it corrects the entries by residuals."""
-    ahead: int | None = None
+    lookahead: int | None = None
     """Step that the pass computes ahead; None: the row's next step."""
 
     @property
@@ -136,26 +136,26 @@ class CachedTokens:
         return (self,)
 
     def tokens(self) -> Tensor:
-        assert not self.inactive.shown, "of text tokens there are keys and values alone"
-        assert self.ahead is None, "a foreseen pass reads keys and values alone"
+        assert not self.inactive.picture_words, "of text tokens there are keys and values alone"
+        assert self.lookahead is None, "a foreseen pass reads keys and values alone"
         return self.inactive.outside.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> KvSource:
         kv_source = KvSource(*self._handle.wait_whole(block, part))
-        if self.own is None or part != "kv":
+        if self.step_cache is None or part != "kv":
             return kv_source
-        return self.own.lifted(block, kv_source, self._sigma)
+        return self.step_cache.lifted(block, kv_source, self._sigma)
 
     @property
     def entry(self) -> object:
         """A different object at each step while entries are corrected."""
-        lifted = self.own is not None and self.own.lifts
+        lifted = self.step_cache is not None and self.step_cache.corrects_residuals
         return self._sigma if lifted else self._handle
 
     @property
     def _sigma(self) -> float:
         row = self.row
-        return row.schedule.walk[row.step if self.ahead is None else self.ahead].sigma
+        return row.schedule.walk[row.step if self.lookahead is None else self.lookahead].sigma
 
     @property
     def _handle(self) -> Handle:
@@ -164,7 +164,7 @@ class CachedTokens:
 
 
 @dataclass(slots=True)
-class OwnOutside:
+class ExtrapolatedOutside:
     """The cached tokens of a row with refresh steps. Between refresh steps they move by the
     extrapolated velocity; if the pipeline blends, they are the noised source.
     """
@@ -187,7 +187,7 @@ class OwnOutside:
     @classmethod
     def begin(
         cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
-    ) -> OwnOutside:
+    ) -> ExtrapolatedOutside:
         """Return the tokens of a row before its first step; `ring` of them come first and lie round
         the mask.
         """
@@ -198,7 +198,7 @@ class OwnOutside:
         """[m, 4C] latents in the edit's result: the source, except for the ring."""
         if not self.ring:
             return self.clean
-        around = self.now if self.blend is None else self.blend.clean
+        around = self.latents_now if self.blend is None else self.blend.clean
         return torch.cat((around[: self.ring], self.clean[self.ring :]))
 
     def at(self, sigma: Tensor, change: float = 0.0) -> Tensor:
@@ -208,18 +208,18 @@ class OwnOutside:
         if self.blend is not None:
             latents = self.blend.source(sigma)
         else:
-            latents = self.now + change * self.velocity[0] if change else self.now
+            latents = self.latents_now + change * self.velocity[0] if change else self.latents_now
         return model_inputs(latents, self.condition, self.context)
 
     @property
-    def now(self) -> Tensor:
+    def latents_now(self) -> Tensor:
         """[m, 4C] extrapolated latents, if the pipeline does not blend."""
         latents = self.latents
         for velocity, times in zip(self.velocity, self.times, strict=False):
             latents = latents + times * velocity
         return latents
 
-    def begun(self, latents: Tensor) -> OwnOutside:
+    def begun(self, latents: Tensor) -> ExtrapolatedOutside:
         """Return the same tokens with latents [m, 4C], before any refresh step."""
         return replace(self, latents=latents, velocity=(), times=(0.0, 0.0))
 
@@ -228,12 +228,12 @@ class OwnOutside:
         if self.blend is None:
             self.velocity, self.times = (move / change, *self.velocity[:1]), (0.0, 0.0)
 
-    def foreseen(self, velocity: Tensor) -> None:
+    def lookahead(self, velocity: Tensor) -> None:
         """Record the [m, 4C] velocity of a refresh step computed ahead, and keep the present
         latents.
         """
         if self.blend is None:
-            self.latents, self.times = self.now, (0.0, 0.0)
+            self.latents, self.times = self.latents_now, (0.0, 0.0)
             self.velocity = (velocity, *self.velocity[:1])
 
     def passed(self, change: float, weight: float) -> None:
@@ -249,12 +249,12 @@ class FlowRing(NamedTuple):
 
     ids: Tensor
     """[r]"""
-    tokens: OwnOutside
+    tokens: ExtrapolatedOutside
     cis: Tensor
     """[r, head_dim / 2]"""
 
 
-class Foreseen(NamedTuple):
+class Lookahead(NamedTuple):
     """A refresh step that a row's next step computes beside its own tokens."""
 
     step: int
@@ -294,7 +294,7 @@ class FlowRow:
     inactive: FlowInactive | None = None
     ring: FlowRing | None = None
     """None: all steps compute the ring, or the row reads no template."""
-    own: OwnAnchors | None = None
+    step_cache: StepCache | None = None
     """Step cache of the first pass; for a row with a template it keeps text and ring, and
     corrections of entries."""
     entry: Entry | None = None
@@ -307,9 +307,9 @@ class FlowRow:
     place: slice = field(default_factory=lambda: slice(0))
     moved: Tensor | None = None
     """[n, 4C] change of the computed tokens in the last step."""
-    others: Tensor | None = None
+    cached_latents: Tensor | None = None
     """[m + R or less, 4C] cached tokens, where they were packed beside the computed ones."""
-    foreseen: Foreseen | None = None
+    lookahead: Lookahead | None = None
     """Refresh step computed ahead, as it was packed."""
 
     @property
@@ -317,7 +317,7 @@ class FlowRow:
         return self.schedule.steps
 
     @property
-    def lacks_references(self) -> bool:
+    def needs_references(self) -> bool:
         """Whether its next step needs keys and values of references that are not computed yet."""
         return self.references is not None and self.references.entry is None
 
@@ -347,25 +347,25 @@ class FlowRow:
         """
         if self.inactive is not None and self.entry is None:
             return 1  # the tokens pinned to that step are packed, too
-        if self._sees or self.foresees is not None:
+        if self._sees or self.lookahead_step is not None:
             return 1  # what sees it is told of that step
-        anchors = frozenset[int]() if self.own is None else self.own.plan.computed_at
+        anchors = frozenset[int]() if self.step_cache is None else self.step_cache.plan.computed_at
         return min((a for a in anchors if a > self.step), default=self.steps) - self.step
 
     @property
     def anchored(self) -> bool:
         """Whether the row has refresh steps and reads no template."""
-        return self.inactive is not None and isinstance(self.inactive.outside, OwnOutside)
+        return self.inactive is not None and isinstance(self.inactive.outside, ExtrapolatedOutside)
 
     @property
-    def anchors(self) -> tuple[OwnAnchors, ...]:
-        pass_caches = (self.own, None if self.negative is None else self.negative.own)
+    def anchors(self) -> tuple[StepCache, ...]:
+        pass_caches = (self.step_cache, None if self.negative is None else self.negative.cache)
         return tuple([step_cache for step_cache in pass_caches if step_cache is not None])
 
     @property
     def keeps_text(self) -> bool:
         """Whether its step caches can serve a step that does not compute the text."""
-        return self.anchored or (self.own is not None and self.own.whole())
+        return self.anchored or (self.step_cache is not None and self.step_cache.whole())
 
     @property
     def _whole_step(self) -> bool:
@@ -374,80 +374,86 @@ class FlowRow:
 
     @property
     def _sees_text(self) -> bool:
-        step_cache = self.own
+        step_cache = self.step_cache
         return step_cache is not None and step_cache.text and not self.anchored and self._whole_step
 
     @property
     def _sees(self) -> bool:
-        lifts = self.own is not None and self.own.plan.lifts and self.entry is None
+        lifts = (
+            self.step_cache is not None
+            and self.step_cache.plan.corrects_residuals
+            and self.entry is None
+        )
         return lifts or self._sees_text
 
     @property
-    def foresees(self) -> int | None:
+    def lookahead_step(self) -> int | None:
         """Refresh step to compute beside the next step: the first one behind it, once the line from
         the last one ends here; None: none.
         """
-        step_cache = self.own
+        step_cache = self.step_cache
         if (
             step_cache is None
-            or not step_cache.plan.foresees
+            or not step_cache.plan.looks_ahead
             or self._whole_step
             or self.moved is None
         ):
             return None
         return (
-            step_cache.plan.behind(self.step) if step_cache.reaches >= self.walk_sigma() else None
+            step_cache.plan.refresh_before(self.step)
+            if step_cache.reaches >= self.walk_sigma()
+            else None
         )
 
     def model_input(self) -> RowInput:
-        return self._input(self.text, self.pooled, self.own, self.cis, self.words)
+        return self._input(self.text, self.pooled, self.step_cache, self.cis, self.words)
 
     def second_input(self) -> RowInput:
         negative = self._negative()
         return self._input(
-            negative.text, negative.pooled, negative.own, self._second_cis(), negative.words
+            negative.text, negative.pooled, negative.cache, self._second_cis(), negative.words
         )
 
-    def foreseen_inputs(self) -> list[RowInput]:
+    def lookahead_inputs(self) -> list[RowInput]:
         """Return the input of each pass at the refresh step to compute ahead; empty if there is
         none.
         """
-        step, step_cache = self.foresees, self.own
+        step, step_cache = self.lookahead_step, self.step_cache
         if step is None or step_cache is None:
             return []
         row_inputs = [
-            self._foreseen(step, self.text, self.pooled, step_cache, self.cis, self.words)
+            self._lookahead_input(step, self.text, self.pooled, step_cache, self.cis, self.words)
         ]
         away = self.negative
         if away is not None:
-            assert away.own is not None, "both passes have what is their own"
+            assert away.cache is not None, "both passes have what is their own"
             cis = self._second_cis()
             row_inputs.append(
-                self._foreseen(step, away.text, away.pooled, away.own, cis, away.words)
+                self._lookahead_input(step, away.text, away.pooled, away.cache, cis, away.words)
             )
         return row_inputs
 
-    def _foreseen(
+    def _lookahead_input(
         self,
         step: int,
         text: Tensor,
         pooled: Tensor | None,
-        own: OwnAnchors,
+        cache: StepCache,
         cis: Tensor,
         words: FixedWords | None,
     ) -> RowInput:
         """Return one pass; arguments as in `_input`."""
         assert self.inactive is not None
-        row_input = self._own_tokens(text, pooled, cis, words, step)
+        row_input = self._image_tokens(text, pooled, cis, words, step)
         if not self.anchored:
             row_input = replace(
-                self._with_ring(row_input, step), rest=self._cached(self.inactive, own, step)
+                self._with_ring(row_input, step), cached=self._cached(self.inactive, cache, step)
             )
-            return replace(row_input, capture=self._beside(own, row_input, step))
+            return replace(row_input, capture=self._cache_with_template(cache, row_input, step))
         row_input = self._whole(row_input, self.inactive, step)
         sigma, total = self.schedule.walk[step].sigma, len(row_input.tokens)
-        capture = own.anchor(self.step, sigma, self.active, total, reads=True)
-        residuals = None if self.residuals is None else self.residuals.ahead
+        capture = cache.anchor(self.step, sigma, self.active, total, reads=True)
+        residuals = None if self.residuals is None else self.residuals.for_lookahead
         return replace(row_input, capture=capture, residuals=residuals)
 
     def _negative(self) -> Negative:
@@ -463,52 +469,56 @@ class FlowRow:
         self,
         text: Tensor,
         pooled: Tensor | None,
-        own: OwnAnchors | None,
+        cache: StepCache | None,
         cis: Tensor,
         words: FixedWords | None,
     ) -> RowInput:
         """Return one pass; `cis` covers its text and the computed tokens."""
         inactive = self.inactive
-        read = 0 if inactive is None or self.entry is None else inactive.shown
-        row_input = self._own_tokens(text[read:], pooled, cis[read:], words, self.step)
+        read = 0 if inactive is None or self.entry is None else inactive.picture_words
+        row_input = self._image_tokens(text[read:], pooled, cis[read:], words, self.step)
         if inactive is None:
             return row_input
         if self.entry is None:
             row_input = self._whole(row_input, inactive, self.step)
-        elif own is not None and self.anchored:
-            return foretold(row_input, inactive.cis, own, self.walk_sigma)
+        elif cache is not None and self.anchored:
+            return lookahead_input(row_input, inactive.cis, cache, self.walk_sigma)
         else:
-            cached_tokens = self._cached(inactive, own)
-            if own is not None and not self._whole_step:
+            cached_tokens = self._cached(inactive, cache)
+            if cache is not None and not self._whole_step:
                 ring = cis[:0] if self.ring is None else self.ring.cis
                 return without_text(
-                    replace(row_input, rest=cached_tokens), ring, own, self.walk_sigma
+                    replace(row_input, cached=cached_tokens), ring, cache, self.walk_sigma
                 )
-            row_input = replace(self._with_ring(row_input, self.step), rest=cached_tokens)
-        if own is None or not (self.anchored or self._sees):
+            row_input = replace(self._with_ring(row_input, self.step), cached=cached_tokens)
+        if cache is None or not (self.anchored or self._sees):
             return row_input
         if not self.anchored:
-            return replace(row_input, capture=self._beside(own, row_input, self.step))
-        capture = own.anchor(self.step, self.walk_sigma(), self.active, len(row_input.tokens))
+            return replace(
+                row_input, capture=self._cache_with_template(cache, row_input, self.step)
+            )
+        capture = cache.anchor(self.step, self.walk_sigma(), self.active, len(row_input.tokens))
         return replace(row_input, capture=capture)
 
     def _cached(
-        self, inactive: FlowInactive, own: OwnAnchors | None, ahead: int | None = None
+        self, inactive: FlowInactive, cache: StepCache | None, lookahead: int | None = None
     ) -> CachedTokens:
-        lifts = own is not None and own.plan.lifts
-        return CachedTokens(self, inactive, own if lifts else None, ahead)
+        lifts = cache is not None and cache.plan.corrects_residuals
+        return CachedTokens(self, inactive, cache if lifts else None, lookahead)
 
-    def _beside(self, own: OwnAnchors, made: RowInput, step: int) -> OwnAnchors:
+    def _cache_with_template(self, cache: StepCache, row_input: RowInput, step: int) -> StepCache:
         end = self.active + self._ring_tokens
-        cached_count = len(made.tokens) - end if self.entry is None else 0
+        cached_count = len(row_input.tokens) - end if self.entry is None else 0
         around, sigma = slice(self.active, end), self.schedule.walk[step].sigma
         ahead = step != self.step
-        return own.beside(self.step, len(made.text), around, cached_count, sigma, reads=ahead)
+        return cache.begin_with_template(
+            self.step, len(row_input.text), around, cached_count, sigma, reads=ahead
+        )
 
     def walk_sigma(self) -> float:
         return self.schedule.walk[self.step].sigma
 
-    def _own_tokens(
+    def _image_tokens(
         self, text: Tensor, pooled: Tensor | None, cis: Tensor, words: FixedWords | None, step: int
     ) -> RowInput:
         latents = self.latents if step == self.step else self._moved_to(step)
@@ -528,29 +538,29 @@ class FlowRow:
     def _ring_tokens(self) -> int:
         return 0 if self.ring is None else len(self.ring.ids)
 
-    def _with_ring(self, made: RowInput, step: int) -> RowInput:
+    def _with_ring(self, row_input: RowInput, step: int) -> RowInput:
         """Append the ring as image tokens, unless it is among the computed ones."""
         if self.ring is None:
-            return made
+            return row_input
         around = self.ring.tokens.at(self.schedule.sigmas[step], self._change_to(step))
-        tokens = torch.cat((made.tokens, around))
-        return replace(made, tokens=tokens, cis=torch.cat((made.cis, self.ring.cis)))
+        tokens = torch.cat((row_input.tokens, around))
+        return replace(row_input, tokens=tokens, cis=torch.cat((row_input.cis, self.ring.cis)))
 
-    def _whole(self, made: RowInput, inactive: FlowInactive, step: int) -> RowInput:
-        made = self._with_ring(made, step)
+    def _whole(self, row_input: RowInput, inactive: FlowInactive, step: int) -> RowInput:
+        row_input = self._with_ring(row_input, step)
         outside_latents, context = self._outside_at(inactive, step), 0
         if inactive.outside.context is not None:
             context = len(inactive.outside.context)
-        count = len(inactive.cis) - inactive.shown
-        cis = torch.cat((made.cis, inactive.cis[:count]))
+        count = len(inactive.cis) - inactive.picture_words
+        cis = torch.cat((row_input.cis, inactive.cis[:count]))
         return replace(
-            made, tokens=torch.cat((made.tokens, outside_latents)), cis=cis, still=context
+            row_input, tokens=torch.cat((row_input.tokens, outside_latents)), cis=cis, still=context
         )
 
     def _outside_at(self, inactive: FlowInactive, step: int) -> Tensor:
         """Return [m + R, in_channels] model inputs of the cached tokens at a step."""
         outside, sigma = inactive.outside, self.schedule.sigmas[step]
-        if isinstance(outside, OwnOutside):
+        if isinstance(outside, ExtrapolatedOutside):
             return outside.at(sigma, self._change_to(step))
         return outside.at(sigma)
 
@@ -568,12 +578,12 @@ class FlowRow:
             return latents
         return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
-    def all_tokens(self, foreseen: int | None = None) -> RowInput:
-        """Return all tokens, those first that its steps compute; predicted, if `foreseen` is a
+    def all_tokens(self, lookahead: int | None = None) -> RowInput:
+        """Return all tokens, those first that its steps compute; predicted, if `lookahead` is a
         later step.
         """
-        step = self.step if foreseen is None else foreseen
-        row_input = self._own_tokens(self.text, self.pooled, self.cis, None, step)
+        step = self.step if lookahead is None else lookahead
+        row_input = self._image_tokens(self.text, self.pooled, self.cis, None, step)
         return row_input if self.inactive is None else self._whole(row_input, self.inactive, step)
 
     @property
@@ -583,7 +593,7 @@ class FlowRow:
             return row_tokens
         if self.entry is not None:
             return row_tokens if self.frozen else row_tokens + self._ring_tokens
-        return row_tokens + self._ring_tokens + len(inactive.index) - inactive.shown
+        return row_tokens + self._ring_tokens + len(inactive.index) - inactive.picture_words
 
     @property
     def active(self) -> int:
@@ -598,7 +608,7 @@ class FlowRow:
         """
         computed = len(self.latents)
         self.latents, self.place = latents[:computed], slice(begin, begin + computed)
-        self.others, self.foreseen = latents[computed:], None
+        self.cached_latents, self.lookahead = latents[computed:], None
 
     def steer(self, velocity: Tensor) -> None:
         """Replace the model's answer, [N, 4C] of the whole batch, by the velocity that takes the
@@ -632,45 +642,45 @@ class FlowRow:
         sigma.
         """
         self.moved, self.memory = moves[self.place], self.next_memory
-        if self.own is not None and self.inactive is not None:
-            self._go_on(self.own, moves)
+        if self.step_cache is not None and self.inactive is not None:
+            self._go_on(self.step_cache, moves)
         self.step += 1
 
-    def _go_on(self, own: OwnAnchors, moves: Tensor) -> None:
+    def _go_on(self, cache: StepCache, moves: Tensor) -> None:
         """Update step caches, and move the tokens that the step left out."""
-        walk, ahead = self.schedule.walk[self.step], self.foreseen
+        walk, ahead = self.schedule.walk[self.step], self.lookahead
         if ahead is not None:
             self._passed(self.schedule.walk[ahead.step].sigma)
-        elif self._whole_step and (own.text or self.anchored):
+        elif self._whole_step and (cache.text or self.anchored):
             self._passed(walk.sigma)
         left_out = self._left_out
         if left_out is None:
             return
         count = len(left_out.clean)
         if self._whole_step:
-            assert self.others is not None, "a step is taken of rows that were packed"
+            assert self.cached_latents is not None, "a step is taken of rows that were packed"
             begin = self.place.stop
-            left_out.latents = self.others[:count]
+            left_out.latents = self.cached_latents[:count]
             left_out.anchored(moves[begin : begin + count], walk.change)
             return
         if ahead is not None:
             begin = ahead.place.start + len(self.latents)
-            left_out.foreseen(moves[begin : begin + count])
-        left_out.passed(walk.change, own.weight(walk.sigma))
+            left_out.lookahead(moves[begin : begin + count])
+        left_out.passed(walk.change, cache.weight(walk.sigma))
 
     @property
-    def _left_out(self) -> OwnOutside | None:
+    def _left_out(self) -> ExtrapolatedOutside | None:
         """Image tokens that only some steps compute and whose latents the row keeps."""
         if self.ring is not None:
             return self.ring.tokens
         outside = None if self.inactive is None else self.inactive.outside
-        return outside if isinstance(outside, OwnOutside) else None
+        return outside if isinstance(outside, ExtrapolatedOutside) else None
 
     def _passed(self, sigma: float) -> None:
         for step_cache in self.anchors:
             step_cache.passed(sigma)
 
-    def latents_ahead(self) -> Tensor | None:
+    def extrapolated_latents(self) -> Tensor | None:
         """Return [gh·gw, 4C] of all tokens after the next step, the computed ones first, if the
         model's last answer holds; None: no answer yet, or no further step.
         """
@@ -702,7 +712,7 @@ class FlowRow:
             outside_parts += [] if self.ring is None else [(self.ring.ids, self.ring.tokens)]
             for ids, outside in outside_parts:
                 answer = outside.clean
-                if ended and isinstance(outside, OwnOutside):
+                if ended and isinstance(outside, ExtrapolatedOutside):
                     answer = outside.answer
                 tokens[ids[: len(answer)]] = answer.to(computed.dtype)
         return HostCopy(unpack_latents(tokens, self.grid).float())
@@ -739,7 +749,7 @@ class FlowPrimingRow:
     references: References | None = None
     """Reference pictures that do not depend on the row, if the model takes any."""
     pads: int = 0
-    shown: int = 0
+    picture_words: int = 0
     """Number of first text tokens whose keys and values are recorded."""
     timeless: bool = False
     step: int = 0
@@ -772,7 +782,7 @@ class FlowPrimingRow:
         return len(self.anchors)
 
     @property
-    def lacks_references(self) -> bool:
+    def needs_references(self) -> bool:
         references = self.references
         return (
             references is not None and references.entry is None and self.anchors[self.step] != STILL
@@ -804,8 +814,10 @@ class FlowPrimingRow:
                 fixed=references.sees,
             )  # fmt: skip
         tokens = self.template.at(self.sigmas[self.step])
-        words = len(self.text) - self.shown
-        self.recorder = Recorder(self.kinds, self.format, shown=self.shown, words=words)
+        words = len(self.text) - self.picture_words
+        self.recorder = Recorder(
+            self.kinds, self.format, text_tokens=self.picture_words, words=words
+        )
         context = self.template.context
         row_input = RowInput(
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder,

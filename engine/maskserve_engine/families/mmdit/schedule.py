@@ -141,7 +141,7 @@ def make_schedule(
     tokens: int,
     strength: float = 1.0,
     shift: Shift = linear_shift,
-    own: Sequence[float] = (),
+    sigmas: Sequence[float] = (),
 ) -> Schedule:
     """Return the schedule of diffusers' inpaint pipelines for flow models.
 
@@ -151,22 +151,22 @@ def make_schedule(
         tokens: number of image tokens, which shift the schedule of most models.
         strength: share of the steps that is run.
         shift: shift of the family.
-        own: `ModelFacts.sigmas`.
+        sigmas: `ModelSpec.sigmas`.
     """
-    assert not own or len(own) == steps, "other steps are refused of such models"
+    assert not sigmas or len(sigmas) == steps, "other steps are refused of such models"
     mu, begin = shift(sampler.config, tokens, steps), steps - steps_run(steps, strength)
     if type(sampler).__name__ == _EULER:
-        sampler = _walked(copy.copy(sampler), steps, mu, own)  # it changes
+        sampler = _walked(copy.copy(sampler), steps, mu, sigmas)  # it changes
         return _schedule(sampler, begin, ())
-    return _multistep(sampler, steps, mu, begin, tuple(own))
+    return _multistep(sampler, steps, mu, begin, tuple(sigmas))
 
 
-def _walked(sampler: Any, steps: int, mu: float | None, own: Sequence[float]) -> Any:
+def _walked(sampler: Any, steps: int, mu: float | None, listed_sigmas: Sequence[float]) -> Any:
     """Set the sampler's timesteps as diffusers' pipeline does."""
     if mu is None:
         sampler.set_timesteps(steps)
     else:
-        sigmas = np.array(own) if own else np.linspace(1.0, 1 / steps, steps)
+        sigmas = np.array(listed_sigmas) if listed_sigmas else np.linspace(1.0, 1 / steps, steps)
         sampler.set_timesteps(sigmas=sigmas, mu=mu)
     return sampler
 
@@ -179,10 +179,10 @@ def _schedule(sampler: Any, begin: int, moves: tuple[Move, ...]) -> Schedule:
 
 @lru_cache(maxsize=256)
 def _multistep(
-    sampler: Any, steps: int, mu: float | None, begin: int, own: tuple[float, ...]
+    sampler: Any, steps: int, mu: float | None, begin: int, listed_sigmas: tuple[float, ...]
 ) -> Schedule:
     """Return a multistep sampler's schedule. Cached: probing takes some milliseconds per step."""
-    sampler = _walked(copy.deepcopy(sampler), steps, mu, own)
+    sampler = _walked(copy.deepcopy(sampler), steps, mu, listed_sigmas)
     sampler.set_begin_index(begin)
     probe_sampler = copy.deepcopy(sampler)
     moves = matrices(

@@ -14,20 +14,20 @@ from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.qwen_image import spec as qwen_image
 from maskserve_engine.families.qwen_image.weights import places_of, weights_of
 from maskserve_engine.layers.low_rank import Adapters, Place
-from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.family import FamilyModule
 
 
 class QwenImageBatch(FluxBatch):
     @staticmethod
-    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+    def guide(positive: Tensor, negative: Tensor, scale: float) -> None:
         """Guide, then scale each token's answer to the length of its first pass's."""
-        length = own.norm(dim=-1, keepdim=True)
-        FluxBatch.guide(own, away, scale)
-        own.mul_(length / own.norm(dim=-1, keepdim=True))
+        length = positive.norm(dim=-1, keepdim=True)
+        FluxBatch.guide(positive, negative, scale)
+        positive.mul_(length / positive.norm(dim=-1, keepdim=True))
 
 
 class QwenImageAdapter(FluxAdapter):
-    spec: ClassVar[FamilyFacts] = qwen_image
+    family: ClassVar[FamilyModule] = qwen_image
     batches = QwenImageBatch
 
     @staticmethod
@@ -54,6 +54,6 @@ class QwenImageAdapter(FluxAdapter):
         """Return the factors of pictures, centred at 0, and of the text behind them on their
         diagonal.
         """
-        pictures = [(1, height, width)] * (1 + self.facts.semantics.reference)
+        pictures = [(1, height, width)] * (1 + self.spec.semantics.reference)
         image, words = self.model.pos_embed([pictures], device=self.device, max_txt_seq_len=text)
         return torch.cat((words, image))

@@ -17,7 +17,7 @@ from maskserve_common.config import Config
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 
@@ -64,7 +64,7 @@ class QwenImageEncoder(OneTextEncoder):
     text: _TemplateEncoder
 
     @staticmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from diffusers import QwenImageInpaintPipeline
 
         return _TemplateEncoder.of(_text_of(config), QwenImageInpaintPipeline)
@@ -88,12 +88,14 @@ class QwenImageEditEncoder(OneTextEncoder):
     text: _TemplateEncoder
 
     @staticmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from diffusers import QwenImageEditInpaintPipeline, QwenImageEditPlusPipeline
         from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
-        assert facts.shown is not None
-        pipeline = QwenImageEditPlusPipeline if facts.shown.area else QwenImageEditInpaintPipeline
+        assert spec.encoder_picture is not None
+        pipeline = (
+            QwenImageEditPlusPipeline if spec.encoder_picture.area else QwenImageEditInpaintPipeline
+        )
         text = _text_of(config)
         pictures = load_plain(config, "processor", Qwen2VLImageProcessorPil)
         return _TemplateEncoder.of(
@@ -108,11 +110,11 @@ class QwenImageEditEncoder(OneTextEncoder):
         pipeline.
         """
         assert pixels is not None, "the prompt is about a picture"
-        assert self.facts.shown is not None
-        check_said(prompt)
+        assert self.spec.encoder_picture is not None
+        check_prompt(prompt)
         (height, width), pipeline = pixels.shape[:2], self.text.pipeline
         picture = pipeline.image_processor.resize(
-            Image.fromarray(pixels), *self.facts.shown.size(height, width)
+            Image.fromarray(pixels), *self.spec.encoder_picture.size(height, width)
         )
         with torch.inference_mode():
             [states], _ = pipeline.encode_prompt(prompt, picture)
@@ -120,7 +122,7 @@ class QwenImageEditEncoder(OneTextEncoder):
         return {"prompt_embeds": to_numpy(states[:used_tokens])}
 
 
-def check_said(prompt: str) -> None:
+def check_prompt(prompt: str) -> None:
     """Check that a prompt contains no picture token. Raises InvalidRequest if it does."""
     for place in (_PLACE, _FILM):
         if place in prompt:

@@ -13,9 +13,9 @@ from maskserve_common.contracts.semantics import INPAINT, REFERENCE, SAMPLED_REF
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
-from maskserve_engine.spec.encoder_picture import Shown
+from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import latent_space
-from maskserve_engine.spec.model_spec import EditDefaults, ModelFacts, least_steps, no_recorded_rows
+from maskserve_engine.spec.model_spec import EditDefaults, ModelSpec, least_steps, no_recorded_rows
 
 PIPELINES = {
     "QwenImageInpaintPipeline": INPAINT,
@@ -32,7 +32,7 @@ DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=0.0)
 """Defaults of QwenImageInpaintPipeline, which guides if an edit has a negative prompt."""
 _PLUS = EditDefaults(num_inference_steps=40, guidance_scale=0.0)
 """The publisher's settings for -2509 and -2511, whose pipeline's signature says 50."""
-_SHOWN_AREA = 384 * 384
+_ENCODER_AREA = 384 * 384
 """Pixels to which these models' pipeline scales the picture for the text encoder."""
 _STRIDE = 7
 _PATCH = 2
@@ -42,15 +42,15 @@ control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a Qwen-Image folder. Raises ConfigError if a part is unreadable."""
     sampler = read_json(folder / "scheduler" / "scheduler_config.json")
     latents = latent_space(read_json(folder / "vae" / "config.json"))
     semantics, shown_spec = PIPELINES[pipeline], None
     if semantics.reference:
         processor = _of_pictures(folder / "processor")
-        shown_spec = Shown.of(processor, 0 if semantics.sampled else _SHOWN_AREA)
-    return ModelFacts(
+        shown_spec = EncoderPicture.of(processor, 0 if semantics.sampled else _ENCODER_AREA)
+    return ModelSpec(
         family="qwen_image",
         semantics=semantics,
         latents=latents,
@@ -62,13 +62,13 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=_PLUS if semantics is REFERENCE else DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=0.0,
+        refresh_stride=0.0,
         true_cfg=True,
         denoiser=read_json(folder / "transformer" / "config.json"),
         control=None,
         keeps_placed=True,
         padded_to=1,
-        shown=shown_spec,
+        encoder_picture=shown_spec,
         least_steps=least_steps(sampler),
     )
 

@@ -28,12 +28,12 @@ from maskserve_engine.families.mmdit.preparation import BEFORE, FlowPrompt, grid
 from maskserve_engine.families.mmdit.rows import FixedWords, FlowRow, References, Row
 from maskserve_engine.families.mmdit.weights import FluxWeights
 from maskserve_engine.families.qwen_image21 import spec as qwen_image21
-from maskserve_engine.families.qwen_image21.blocks import said, vectors
+from maskserve_engine.families.qwen_image21.blocks import fixed_words_entry, vectors
 from maskserve_engine.families.qwen_image21.weights import QwenImage21Weights, places_of, weights_of
 from maskserve_engine.layers.low_rank import Adapters, Place
-from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.family import FamilyModule
 
-_TURNS = 10_000.0
+_ROTARY_BASE = 10_000.0
 """Base of the rotary angles."""
 
 
@@ -60,12 +60,12 @@ def _say(model: FluxWeights, row: Row, words: FixedWords | None) -> None:
     if words is not None and words.entry is None:
         assert isinstance(model, QwenImage21Weights)
         assert row.references is not None
-        words.entry = said(model.with_adapters((row.adapters,)), words)
-        row.references.made = True
+        words.entry = fixed_words_entry(model.with_adapters((row.adapters,)), words)
+        row.references.computed = True
 
 
 class QwenImage21Adapter(FluxAdapter):
-    spec: ClassVar[FamilyFacts] = qwen_image21
+    family: ClassVar[FamilyModule] = qwen_image21
     batches = QwenImage21Batch
     preparation = Flux2Preparation
     text_places = ()
@@ -141,7 +141,7 @@ def places_of_pictures(height: int, width: int) -> Tensor:
 def rotary(model: Any, places: Tensor) -> Tensor:
     """Return [N, head_dim / 2] complex factors of positions [N, 3]."""
     angles = [
-        torch.outer(along.float(), 1.0 / _TURNS ** (torch.arange(0, size, 2) / size))
+        torch.outer(along.float(), 1.0 / _ROTARY_BASE ** (torch.arange(0, size, 2) / size))
         for along, size in zip(places.unbind(1), model.pos_embed.axes_dim, strict=True)
     ]
     all_angles = torch.cat(angles, dim=1)

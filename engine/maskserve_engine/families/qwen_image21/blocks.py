@@ -42,7 +42,7 @@ def vectors(weights: QwenImage21Weights, timesteps: Tensor) -> tuple[Vectors, ..
     )
 
 
-def said(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
+def fixed_words_entry(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
     """Return keys and values of text in all blocks; each token attends to those before it, at time
     0. Those visible to `words` must have been computed.
     """
@@ -50,7 +50,7 @@ def said(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
     [at_zero] = vectors(weights, torch.zeros(1, 1, device=device))
     shared = at_zero.double[0][0].view(6, -1).unbind()
     x, rows = weights.embedded(words.embeds), ((0, len(words)),)
-    places = spans([len(tokens) for tokens in words.seen])
+    places = spans([len(tokens) for tokens in words.pictures])
     visible_tokens = places[-1][1] if places else 0
     slots = moved(slots_of(places), device) if places else None
     allowed = torch.ones(len(words), visible_tokens + len(words), dtype=torch.bool, device=device)
@@ -69,7 +69,7 @@ def said(weights: QwenImage21Weights, words: FixedWords) -> AnchorEntry:
             break  # nobody reads the text behind the last block
         keys, values = k.new_empty(2, visible_tokens + len(words), *k.shape[1:])
         if slots is not None:
-            scatter_kv([tokens.source(number) for tokens in words.seen], (keys, values), slots)
+            scatter_kv([tokens.source(number) for tokens in words.pictures], (keys, values), slots)
         keys[visible_tokens:], values[visible_tokens:] = k, v
         q, keys, values = (tokens.transpose(0, 1)[None] for tokens in (q, keys, values))
         attention_out = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed)

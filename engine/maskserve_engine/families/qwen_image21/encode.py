@@ -15,8 +15,8 @@ from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import OneTextEncoder, TextEncoder, to_numpy
 from maskserve_engine.families.mmdit.preparation import BEFORE
-from maskserve_engine.families.qwen_image.encode import check_said, picture_processor
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.families.qwen_image.encode import check_prompt, picture_processor
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.encoded import TokensRead
 from maskserve_engine.stages.loader import load_plain
 
@@ -45,7 +45,7 @@ class QwenImage21Encoder(OneTextEncoder):
     text: _SentenceEncoder
 
     @staticmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from diffusers import QwenImage21Pipeline
         from transformers import (
             Qwen2VLImageProcessorPil,
@@ -76,7 +76,7 @@ class QwenImage21Encoder(OneTextEncoder):
         those before it. Long prompts are cut, unlike in the pipeline.
         """
         assert pixels is not None, "the prompt is about a picture"
-        check_said(prompt)
+        check_prompt(prompt)
         with torch.inference_mode():
             [states], _, [slots] = self.text.pipeline.encode_prompt(
                 prompt, [Image.fromarray(pixels)]

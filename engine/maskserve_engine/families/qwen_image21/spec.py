@@ -16,11 +16,11 @@ from maskserve_common.contracts.semantics import EXACT_REFERENCE
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
-from maskserve_engine.spec.encoder_picture import Shown
+from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_engine.spec.latents import latent_space
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
-    ModelFacts,
+    ModelSpec,
     check_served,
     least_steps,
     no_recorded_rows,
@@ -41,7 +41,7 @@ control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a Qwen-Image-2.1 folder.
 
     Raises:
@@ -51,13 +51,13 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
     transformer = read_json(folder / "transformer" / "config.json")
     vae, index = read_json(folder / "vae" / "config.json"), read_json(folder / "model_index.json")
     latents, least = latent_space(vae), least_steps(sampler)
-    sigmas = _own_sigmas(index.get("sample_sigmas"), least)
+    sigmas = _listed_sigmas(index.get("sample_sigmas"), least)
     check_served(
         ("transformer: causal_condition", transformer.get("causal_condition", True), True),
         ("transformer: patch_size", transformer.get("patch_size", 1), 1),
         ("vae: patch_size", vae.get("patch_size"), None),
     )
-    return ModelFacts(
+    return ModelSpec(
         family="qwen_image21",
         semantics=PIPELINES[pipeline],
         latents=latents,
@@ -69,7 +69,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=replace(DEFAULTS, num_inference_steps=len(sigmas)) if sigmas else DEFAULTS,
         stride=1 if sigmas else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=0.0,
+        refresh_stride=0.0,
         leaves_text=False,
         true_cfg=True,
         denoiser=as_flux(transformer),
@@ -77,24 +77,24 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         keeps_placed=True,
         padded_to=1,
         mask_latents=_PATCH,
-        shown=Shown(latents.pixels * _PATCH * 2, 0, 0, replaced=True),
+        encoder_picture=EncoderPicture(latents.pixels * _PATCH * 2, 0, 0, replaced=True),
         least_steps=least,
         sigmas=sigmas,
     )
 
 
-def _own_sigmas(given: Any, least: int) -> tuple[float, ...]:
-    """Return `ModelFacts.sigmas` from a pipeline's `sample_sigmas`."""
-    if given is None:
+def _listed_sigmas(value: Any, least: int) -> tuple[float, ...]:
+    """Return `ModelSpec.sigmas` from a pipeline's `sample_sigmas`."""
+    if value is None:
         return ()
-    numbers = given if isinstance(given, list) else []
+    numbers = value if isinstance(value, list) else []
     try:
         falls = all(a > b for a, b in pairwise([math.nextafter(1.0, 2.0), *numbers, 0.0]))
     except TypeError:
         falls = False
     if not falls or len(numbers) < least:
         raise ConfigError(
-            f"[model] path: model_index.json: sample_sigmas: {given} is no schedule; "
+            f"[model] path: model_index.json: sample_sigmas: {value} is no schedule; "
             f"use {least} or more numbers that fall from at most 1 to above 0"
         )
     return tuple(map(float, numbers))
@@ -135,7 +135,7 @@ def count(
         blocks=tuple(blocks),
         before=(replace(embed, row=embed.row + 2.0 * 4 * h * h, text=0.0),),
         after=replace(base.after, row=2.0 * h * h),
-        said_once=True,
+        computes_text_once=True,
         peak_text=2.0 * h * len(blocks),
     )
 

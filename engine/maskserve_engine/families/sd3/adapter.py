@@ -31,7 +31,7 @@ from maskserve_engine.layers.attention import Segments, Span, attention, segment
 from maskserve_engine.layers.low_rank import Place
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
-from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.family import FamilyModule
 
 _PATCH = 4
 """Latents per token."""
@@ -61,20 +61,23 @@ class Sd3Step(FluxStep):
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        ahead: Any,
+        carried: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """Run the first part of a block. A second attention is included in the inputs of `post`: it
         sees computed tokens only.
         """
-        qk, v, post_inputs = super().pre(number, text, image, packing, cis, ahead, room)
+        qk, v, post_inputs = super().pre(number, text, image, packing, cis, carried, room)
         second = self._own.seconds[number]
         if second is not None:
             of_text, (x, vectors) = post_inputs
-            post_inputs = of_text, (self._seen_alone(second, x, vectors[6:], packing, cis), vectors)
+            post_inputs = (
+                of_text,
+                (self._attend_alone(second, x, vectors[6:], packing, cis), vectors),
+            )
         return qk, v, post_inputs
 
-    def _seen_alone(
+    def _attend_alone(
         self, second: Second, x: Tensor, vectors: Sequence[Vector], packing: Packing, cis: Tensor
     ) -> Tensor:
         stream, (shift, scale, gate) = packing.image_stream, vectors
@@ -91,18 +94,18 @@ class Sd3Step(FluxStep):
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        kept: Any,
+        carried: Any,
         packing: Packing,
         *,
-        goes_on: bool,
+        continues: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         if number + 1 < self.block_count:
             return super().post(
-                number, text, image, attended, kept, packing,
-                goes_on=goes_on, image_alone=image_alone,
+                number, text, image, attended, carried, packing,
+                continues=continues, image_alone=image_alone,
             )  # fmt: skip
-        _, (x, vectors) = kept
+        _, (x, vectors) = carried
         _, attended = packing.split(attended)
         image_weights, rows = self.weights.double_blocks[number].image, packing.image_stream.spans
         x, _ = stream_post(image_weights, x, attended, vectors, rows=rows)
@@ -152,17 +155,17 @@ class Sd3Preparation(FlowPreparation):
         Raises:
             InvalidRequest: the picture is larger than the model's position table.
         """
-        side = int(self._facts.denoiser["pos_embed_max_size"])
+        side = int(self._spec.denoiser["pos_embed_max_size"])
         grid = grid_of(job)
         if max(grid) > side:
-            most = side * self._facts.token_pixels
+            most = side * self._spec.token_pixels
             raise InvalidRequest("IMAGE", f"is longer than {most} pixels to the model", "less")
         axes = [torch.arange(n) + (side - n) // 2 - side // 2 for n in grid]
         return torch.cartesian_prod(*axes).to(self._dtype)
 
 
 class Sd3Adapter(FluxAdapter):
-    spec: ClassVar[FamilyFacts] = sd3
+    family: ClassVar[FamilyModule] = sd3
     batches = Sd3Batch
     preparation = Sd3Preparation
     tells_sigmas = False
@@ -195,4 +198,4 @@ class Sd3Adapter(FluxAdapter):
         """
         ranks = super().most_ranks(job)
         passes = 1 if job.negative is None else 2
-        return ranks if self.facts.caches else min(ranks, passes)
+        return ranks if self.spec.caches else min(ranks, passes)

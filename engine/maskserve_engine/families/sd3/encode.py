@@ -11,7 +11,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.quantise import load_t5
 from maskserve_engine.stages.vae import load_vae
@@ -22,12 +22,12 @@ class Sd3Encoder(Encoder):
     folder.
     """
 
-    def __init__(self, facts: ModelFacts, vae: Any, texts: Sequence[TextEncoder]) -> None:
-        super().__init__(facts, vae)
+    def __init__(self, spec: ModelSpec, vae: Any, texts: Sequence[TextEncoder]) -> None:
+        super().__init__(spec, vae)
         self._texts = texts
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> Sd3Encoder:
+    def load(cls, spec: ModelSpec, config: Config) -> Sd3Encoder:
         """Load the parts of a model folder. Raises ConfigError if a part cannot be loaded."""
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
@@ -35,7 +35,7 @@ class Sd3Encoder(Encoder):
         clips = [TextEncoder.load(config, CLIPTextModelWithProjection, n) for n in ("", "_2")]
         length = config.model.max_sequence_length
         t5 = TextEncoder.load(config, T5EncoderModel, "_3", length, load=load_t5)
-        return cls(facts, load_vae(config, facts), (*clips, t5))
+        return cls(spec, load_vae(config, spec), (*clips, t5))
 
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:

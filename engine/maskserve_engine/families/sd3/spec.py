@@ -16,7 +16,7 @@ from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
-    ModelFacts,
+    ModelSpec,
     check_served,
     least_steps,
     no_recorded_rows,
@@ -44,7 +44,7 @@ control_work = flux.control_work
 recorded_rows = no_recorded_rows
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a Stable Diffusion 3.5 folder.
 
     Raises:
@@ -59,7 +59,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         ("transformer: patch_size", transformer.get("patch_size"), _PATCH),
         ("scheduler: use_dynamic_shifting", sampler.get("use_dynamic_shifting", False), False),
     )
-    return ModelFacts(
+    return ModelSpec(
         family="sd3",
         semantics=PIPELINES[pipeline],
         latents=latents,
@@ -70,7 +70,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=DEFAULTS,
         stride=_STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=None if transformer.get(_SECOND) else 0.0,
+        refresh_stride=None if transformer.get(_SECOND) else 0.0,
         true_cfg=False,
         denoiser=as_flux(transformer),
         control=None,

@@ -17,10 +17,10 @@ from maskserve_common.contracts.settings import acting
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.base.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.batch.graphs import Graphs
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningMessage
 from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.control import NetBatch, OpenedRows, RowControl
 from maskserve_engine.families.unet.batch import Row, UnetBatch
@@ -47,9 +47,9 @@ from maskserve_engine.families.unet.surroundings import RingRoom
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.planning.flops import ModelWork, Totals
-from maskserve_engine.planning.refresh_steps import OWN_RULE, OwnRule
-from maskserve_engine.spec.model_spec import ModelFacts, own_rule
-from maskserve_engine.stages.loader import device_of, held_bytes
+from maskserve_engine.planning.refresh_steps import REFRESH_RULE, RefreshRule
+from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule
+from maskserve_engine.stages.loader import device_of, module_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 
 
@@ -57,11 +57,11 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     """Steps rows of edits over one UNet2DConditionModel.
 
     Args:
-        facts: describes the model folder.
+        spec: describes the model folder.
         model: UNet2DConditionModel in eval mode.
         sampler: the pipeline's sampler.
         exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
-        own_entries: whether the negative pass of guided steps has its own entries, if they
+        entries_with_loras: whether the negative pass of guided steps has its own entries, if they
             would differ (`[cache] cfg_entries`).
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
@@ -75,36 +75,36 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
 
     def __init__(
         self,
-        facts: ModelFacts,
+        spec: ModelSpec,
         model: Any,
         sampler: Any,
         *,
         exact_vae: bool,
-        own_entries: bool = False,
+        entries_with_loras: bool = False,
         halo: int = 0,
         outside_noise: str = "auto",
         graphs: bool = False,
-        own: OwnRule = OWN_RULE,
+        refresh_rule: RefreshRule = REFRESH_RULE,
     ) -> None:
         check_sampler(sampler)
         recorder = Graphs.on(model.device, model.dtype) if graphs else None
         self.weights = replace(UnetWeights.of(model), graphs=recorder)
         super().__init__(UnetBatch, self.weights)
-        self.facts, self.model, self.sampler = facts, model, sampler
+        self.spec, self.model, self.sampler = spec, model, sampler
         self.exact_vae = exact_vae
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.weight_bytes = held_bytes(model)
-        self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
-        self._halo, self._own = halo, own
+        self.weight_bytes = module_bytes(model)
+        self.entry_halves = 2 if entries_with_loras and spec.zeros_for_empty_prompt else 1
+        self._halo, self._refresh_rule = halo, refresh_rule
         self._places = places_of(model)
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
-        self._own_maps = unet_work(facts.denoiser, 1, 1, halo=1).maps
+        self._cached_maps = unet_work(spec.denoiser, 1, 1, halo=1).maps
         self.entry_blocks = self.blocks + (self._maps + 1 if self._maps else 0)
         self.work = lru_cache(maxsize=64)(self._make_work)
         self._preparation = UnetPreparation(
-            facts,
+            spec,
             sampler,
             vae_dtype=torch.float32 if exact_vae else self.dtype,
             dtype=self.dtype,
@@ -115,7 +115,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         )
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> UnetAdapter:
+    def load(cls, spec: ModelSpec, config: Config) -> UnetAdapter:
         """Load a model folder.
 
         Raises:
@@ -130,17 +130,17 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             )
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
-            facts,
+            spec,
             load_denoiser(
                 config, "unet", UNet2DConditionModel, partial(fused, config, part="denoiser")
             ),
-            load_sampler(config, facts),
-            exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
-            own_entries=config.cache.cfg_entries == "own",
+            load_sampler(config, spec),
+            exact_vae=spec.micro_conditioning and bool(vae.get("force_upcast", True)),
+            entries_with_loras=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=outside_noise(config),
             graphs=recorded_rows(config) > 0,
-            own=own_rule(config, facts, device_of(config).type),
+            refresh_rule=refresh_rule(config, spec, device_of(config).type),
         )
 
     def steps(self, job: EditJob) -> int:
@@ -149,10 +149,12 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def tokens(self, job: EditJob) -> TokenCounts:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
-        side = self.facts.dense_sides and active.cover_a_side
+        side = self.spec.dense_sides and active.cover_a_side
         return TokenCounts(len(active.levels[0]), height * width, cover_a_side=side)
 
-    def counted(self, job: EditJob, own: OwnPlan | None = None, *, anchor: bool = False) -> Totals:
+    def counted(
+        self, job: EditJob, schedule: RefreshSchedule | None = None, *, anchor: bool = False
+    ) -> Totals:
         _, height, width = job.moments.shape
         active = self._preparation.active(job)
         passes = [
@@ -161,7 +163,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             if conditioning is not None
         ]
         rows = [
-            active.row(len(conditioning["prompt_embeds"]), own=own is not None)
+            active.row(len(conditioning["prompt_embeds"]), refreshes=schedule is not None)
             for conditioning in passes
         ]
         return self.work(height, width).totals(rows)
@@ -172,7 +174,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def blank_prompt(self, tokens: int) -> Conditioning:
         config = self.model.config
         prompt = {"prompt_embeds": np.zeros((tokens, config.cross_attention_dim), np.float32)}
-        if self.facts.micro_conditioning:
+        if self.spec.micro_conditioning:
             sizes = 6 * config.addition_time_embed_dim
             pooled = config.projection_class_embeddings_input_dim - sizes
             prompt["pooled"] = np.zeros(pooled, np.float32)
@@ -210,16 +212,20 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         with torch.inference_mode():
             return self._row(job, self._preparation.prepared(job).inputs)
 
-    def cached_row(self, job: EditJob, noise_seed: int, own: OwnPlan | None = None) -> UnetRow:
+    def cached_row(
+        self, job: EditJob, noise_seed: int, schedule: RefreshSchedule | None = None
+    ) -> UnetRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
             return self._row(job, ready.inputs, self._inactive(job, noise_seed))
 
-    def anchored_row(self, job: EditJob, plan: OwnPlan) -> UnetRow:
+    def anchored_row(self, job: EditJob, plan: RefreshSchedule) -> UnetRow:
         with torch.inference_mode():
             ready, seed = self._preparation.prepared(job), job.request.template_noise_seed
             inactive = replace(
-                self._inactive(job, seed), tile=ready.active.own_tile, kept=self._own_maps
+                self._inactive(job, seed),
+                tile=ready.active.refresh_tile,
+                feature_maps=self._cached_maps,
             )
             return self._row(job, ready.inputs, inactive, plan)
 
@@ -227,12 +233,15 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         """Return the bytes of the surroundings of its tile (as they are, their change, and at the
         next step) and of kept answers.
         """
-        tile, (channels, height, width) = self._preparation.active(job).own_tile, job.moments.shape
+        tile, (channels, height, width) = (
+            self._preparation.active(job).refresh_tile,
+            job.moments.shape,
+        )
         answers = 2 * (channels // 2) * height * width * self.dtype.itemsize
         if tile is None:
             return answers
         passes = 1 if job.negative is None else 2
-        return answers + 3 * RingRoom.bytes_of(tile, self._own_maps, passes, self.dtype)
+        return answers + 3 * RingRoom.bytes_of(tile, self._cached_maps, passes, self.dtype)
 
     def priming_row(
         self,
@@ -288,14 +297,14 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
-        if isinstance(row, UnetRow) and row.plan is not None and row.plan.foresees:
+        if isinstance(row, UnetRow) and row.plan is not None and row.plan.looks_ahead:
             row.begin_anew()  # foreseen without them
         with torch.inference_mode():
             row.change_prompts(lambda prompt: self._changed(prompt, adapters))
 
     def control_net(self, model: Any) -> UnetControlNet:
         with torch.inference_mode():
-            return UnetControlNet.of(model, self.model, self.facts.latent_channels)
+            return UnetControlNet.of(model, self.model, self.spec.latent_channels)
 
     def controlled_by(self, row: Any, control: RowControl[Any]) -> None:
         row.control = control
@@ -305,7 +314,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         if not acts:
             return None
         with torch.inference_mode():
-            text, micro, pictures = self._given(row, job, acts)
+            text, micro, pictures = self._net_inputs(row, job, acts)
             arrays = {"texts": text}
             arrays |= {f"micro.{i}": tensor for i, tensor in enumerate(micro)}
             arrays |= {f"picture.{i}": tensor for i, tensor in enumerate(pictures)}
@@ -313,17 +322,17 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
                 active = row.inactive.active
                 arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
             controls = tuple([OpenedControl.of(tensor) for tensor in acts])
-            timesteps = tuple(row.timesteps_ahead)
-            facts = OpeningFacts(controls, timesteps, self._of_nets(row))
+            timesteps = tuple(row.precomputed_timesteps)
+            facts = OpeningMessage(controls, timesteps, self._of_nets(row))
             return Opening(facts, arrays)
 
-    def _of_nets(self, row: UnetRow) -> OwnPlan:
+    def _of_nets(self, row: UnetRow) -> RefreshSchedule:
         """Return the schedule of the row's ControlNets. In a row with refresh steps they compute
         all tokens when the base does.
         """
         if row.plan is not None:
             return replace(row.plan, anchors=frozenset())
-        return OwnPlan.of(self._own, row.steps)
+        return RefreshSchedule.of(self._refresh_rule, row.steps)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
         count = 1 if row.guidance is None else 2
@@ -337,7 +346,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def net_batch(self) -> NetBatch:
         return NetBatch(UnetNets())
 
-    def _given(
+    def _net_inputs(
         self, row: Any, job: EditJob, acts: Sequence[ControlInput]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return a net's inputs for an edit, in host memory: the passes' texts, SDXL's
@@ -366,7 +375,7 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
         job: EditJob,
         inputs: UnetInputs,
         inactive: UnetInactive | None = None,
-        plan: OwnPlan | None = None,
+        plan: RefreshSchedule | None = None,
     ) -> UnetRow:
         levels = () if inactive is None else inactive.selection.levels
         level_indices = tuple(map(torch.from_numpy, levels))
@@ -392,9 +401,9 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
             plan=plan,
         )
 
-    def prompt(self, given: Conditioning, job: EditJob) -> UnetPrompt:
+    def prompt(self, conditioning: Conditioning, job: EditJob) -> UnetPrompt:
         """Return a prompt as the edit's passes take it, on the device."""
-        return self._prompt(moved(self._preparation.texts(given, job), self.device))
+        return self._prompt(moved(self._preparation.texts(conditioning, job), self.device))
 
     def _changed(self, prompt: UnetPrompt, adapters: Adapters) -> UnetPrompt:
         """Return the prompt with its micro-conditioning recomputed for the row's LoRAs."""
@@ -412,5 +421,5 @@ class UnetAdapter(Stepping[Row, UnetWeights], OpenedRows):
     def _make_work(self, height: int, width: int) -> ModelWork:
         recorded = self.weights.graphs is not None
         return unet_work(
-            self.facts.denoiser, height, width, guidance=False, halo=self._halo, recorded=recorded
+            self.spec.denoiser, height, width, guidance=False, halo=self._halo, recorded=recorded
         )

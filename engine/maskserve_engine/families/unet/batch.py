@@ -10,9 +10,14 @@ import torch
 
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.batch.stepping import KeptBatch
+from maskserve_engine.batch.stepping import ReusableBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.control_link.served import ForeseenAsk, RowAsk, ask_service, new_batch
+from maskserve_engine.control_link.served import (
+    LookaheadRequest,
+    RowRequest,
+    new_batch,
+    request_residuals,
+)
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.captures import UnetAnchors
 from maskserve_engine.families.unet.control import (
@@ -23,15 +28,15 @@ from maskserve_engine.families.unet.control import (
 )
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
-from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
-from maskserve_engine.families.unet.rows import UnetAhead, UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.latents import PackedLatents, extrapolated_latents
+from maskserve_engine.families.unet.rows import UnetLookahead, UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.stack import StackCapture
 from maskserve_engine.families.unet.weights import UnetWeights
 
-Row = UnetRow | UnetPrimingRow | UnetAhead
+Row = UnetRow | UnetPrimingRow | UnetLookahead
 
 
-class UnetBatch(KeptBatch[Row, UnetWeights]):
+class UnetBatch(ReusableBatch[Row, UnetWeights]):
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         row_passes = [row.passes() for row in rows]
@@ -43,7 +48,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._latents = PackedLatents(edits) if edits else None
         self._packed: PackedPasses | None = None
         self._begin = rows[0].step
-        ahead = [row.timesteps_ahead for row in self._order]
+        ahead = [row.precomputed_timesteps for row in self._order]
         steps, counts = min(map(len, ahead)), torch.tensor(self._passes)
         self._by_step = torch.tensor(
             [row_passes[:steps] for row_passes in ahead]
@@ -54,10 +59,10 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._weights: UnetWeights | None = None
         self._share: PassShare | None = None
         """Share of this rank in the last step; None: one rank took it alone."""
-        self._own: torch.Tensor | None = None
+        self._pass_numbers: torch.Tensor | None = None
         """Numbers of this rank's passes; None: all."""
         self._nets = UnetNets()
-        self._tell_anchors()
+        self._begin_captures()
 
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
@@ -65,7 +70,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def step(
         self, model: UnetWeights, kinds: Sequence[str], exchange: Exchange | None = None
     ) -> None:
-        samples, ahead = self._samples(), self._foreseen()
+        samples, ahead = self._samples(), self._lookaheads()
         self._run_nets(samples, ahead)
         if ahead:  # passes over the whole picture, which share no convolution with those over tiles
             UnetBatch(ahead).step(model, (), exchange)
@@ -82,7 +87,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         if self._share is None:
             answer = self._forward(model, sample, timesteps, kinds)
         else:
-            answer = self._forward_own(self._share, model, sample, timesteps, kinds)
+            answer = self._forward_share(self._share, model, sample, timesteps, kinds)
         answers = list(zip(self._order, answer.split(self._passes), strict=True))
         if self._latents is not None:
             self._latents.advance(
@@ -92,13 +97,13 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             if not isinstance(row, UnetRow):
                 row.advance(row_answer)
 
-    def _foreseen(self) -> list[UnetAhead]:
+    def _lookaheads(self) -> list[UnetLookahead]:
         ahead = []
         for row in self._order:
             if isinstance(row, UnetRow):
-                row.foreseen = row.foresees
-                if row.foreseen is not None:
-                    ahead.append(UnetAhead(row, row.foreseen))
+                row.lookahead = row.lookahead_step
+                if row.lookahead is not None:
+                    ahead.append(UnetLookahead(row, row.lookahead))
         return ahead
 
     def _samples(self) -> list[torch.Tensor]:
@@ -108,9 +113,9 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
 
     def _share_with(self, exchange: Exchange | None) -> None:
         """Switch to all passes, or to this rank's share of them."""
-        self._packed = self._weights = self._share = self._own = None
+        self._packed = self._weights = self._share = self._pass_numbers = None
         if exchange is None:
-            self._tell_anchors()
+            self._begin_captures()
             return
         if any(isinstance(row, UnetPrimingRow) for row in self.rows):
             raise ValueError("rows that record what they compute take their steps on one device")
@@ -118,7 +123,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         costs = [[1.0] * count for count in self._passes]
         stays = [row.request_id if anchors else None for row, _, anchors in self._anchors()]
         self._share = PassShare(costs, stays, exchange)
-        self._tell_anchors()
+        self._begin_captures()
 
     def _anchors(self) -> Iterator[tuple[Row, int, Sequence[UnetAnchors]]]:
         """Yield each row, the number of its first pass, and its step caches."""
@@ -127,14 +132,14 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             yield row, first, () if isinstance(row, UnetPrimingRow) else row.anchors
             first += count
 
-    def _tell_anchors(self) -> None:
+    def _begin_captures(self) -> None:
         share = self._share
         for _, first, anchors in self._anchors():
             for number, step_cache in enumerate(anchors, start=first):
-                is_elsewhere = share is not None and number not in share.own
+                is_elsewhere = share is not None and number not in share.passes
                 step_cache.sees(None if share is None else "elsewhere" if is_elsewhere else "here")
 
-    def _forward_own(
+    def _forward_share(
         self,
         share: PassShare,
         model: UnetWeights,
@@ -144,10 +149,12 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     ) -> torch.Tensor:
         """Run `_forward` for this rank's passes, and gather the answers to all."""
         answer = sample.new_empty(0)
-        if share.own:
-            if self._own is None:
-                [self._own] = to_device([torch.tensor(share.own)], sample.device)
-            rank_sample, rank_times = (x.index_select(0, self._own) for x in (sample, timesteps))
+        if share.passes:
+            if self._pass_numbers is None:
+                [self._pass_numbers] = to_device([torch.tensor(share.passes)], sample.device)
+            rank_sample, rank_times = (
+                x.index_select(0, self._pass_numbers) for x in (sample, timesteps)
+            )
             answer = self._forward(model, rank_sample, rank_times, kinds)
         shape = int(model.model.config.out_channels), *sample.shape[2:]
         answers = share.gather(answer, [math.prod(shape)] * len(sample))
@@ -161,7 +168,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         kinds: Sequence[str],
     ) -> torch.Tensor:
         """Return the model's answer to the passes of this rank, from [P, in_channels, h, w]."""
-        pass_numbers = range(len(self._inputs)) if self._share is None else self._share.own
+        pass_numbers = range(len(self._inputs)) if self._share is None else self._share.passes
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
@@ -187,12 +194,14 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             for row in self.rows
         )
 
-    def _run_nets(self, samples: Sequence[torch.Tensor], ahead: Sequence[UnetAhead]) -> None:
+    def _run_nets(
+        self, samples: Sequence[torch.Tensor], lookaheads: Sequence[UnetLookahead]
+    ) -> None:
         """Run ControlNets for this step and for its lookahead, from the rows' [in_channels,
         h, w].
         """
         service_requests, local_rows = [], []
-        foreseen = {id(lookahead_row.row): lookahead_row for lookahead_row in ahead}
+        foreseen = {id(lookahead_row.row): lookahead_row for lookahead_row in lookaheads}
         for row, sample in zip(self._order, samples, strict=True):
             if not isinstance(row, UnetRow):
                 continue
@@ -203,10 +212,10 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 count = row_sample[0].numel() if row.active is None else len(row.active[0])
                 also = None
                 if anchor is not None and lookahead_sample is not None:
-                    also = ForeseenAsk(anchor.anchor, lookahead_sample, row_sample[0].numel())
-                later = partial(latents_ahead, row)
+                    also = LookaheadRequest(anchor.anchor, lookahead_sample, row_sample[0].numel())
+                later = partial(extrapolated_latents, row)
                 service_requests.append(
-                    RowAsk(control.served, row.step, row_sample, count, later, also)
+                    RowRequest(control.served, row.step, row_sample, count, later, also)
                 )
             elif isinstance(control, RowControl):
                 unet_sample = UnetSample(row_sample, row.active)
@@ -215,11 +224,11 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 )
                 if anchor is not None and lookahead_sample is not None:
                     at, whole = anchor.anchor, UnetSample(lookahead_sample, None)
-                    [timestep] = anchor.timesteps_ahead
+                    [timestep] = anchor.precomputed_timesteps
                     local_rows.append(
-                        controlled(control.ahead, whole, timestep, row.step, row.steps, at)
+                        controlled(control.for_lookahead, whole, timestep, row.step, row.steps, at)
                     )
-        ask_service(service_requests, self._number)
+        request_residuals(service_requests, self._number)
         self._nets.run(local_rows)
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
@@ -232,7 +241,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         for a row at a refresh step each pass.
         """
         captures: list[tuple[int, int, StackCapture]] = []
-        pass_numbers = range(len(self._inputs)) if self._share is None else self._share.own
+        pass_numbers = range(len(self._inputs)) if self._share is None else self._share.passes
         for (row, first, _), count in zip(self._anchors(), self._passes, strict=True):
             if isinstance(row, UnetPrimingRow):
                 captures.append((first, first + count, row.capture))

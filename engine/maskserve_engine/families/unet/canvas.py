@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.families.unet.moments import Moments, normalise
-from maskserve_engine.families.unet.surroundings import Around, HeldSurroundings, Surroundings
+from maskserve_engine.families.unet.surroundings import Around, CopiedSurroundings, Surroundings
 
 
 class Site(NamedTuple):
@@ -130,30 +130,30 @@ class Tiled(Canvas):
     """Passes of a row whose convolutions run on its tile."""
 
     def __init__(
-        self, passes: slice, surroundings: Surroundings | HeldSurroundings, first: int
+        self, passes: slice, surroundings: Surroundings | CopiedSurroundings, first: int
     ) -> None:
         super().__init__(passes)
         self.tile, self._surroundings = surroundings.tile, surroundings
-        self._own = slice(first, first + passes.stop - passes.start)
+        self._passes = slice(first, first + passes.stop - passes.start)
 
     @property
     def shapes(self) -> Hashable:
-        return self.passes.start, self.passes.stop, self._own.start, self._surroundings.shapes
+        return self.passes.start, self.passes.stop, self._passes.start, self._surroundings.shapes
 
     def copied(self) -> Tiled:
         assert isinstance(self._surroundings, Surroundings)
-        return Tiled(self.passes, HeldSurroundings(self._surroundings), self._own.start)
+        return Tiled(self.passes, CopiedSurroundings(self._surroundings), self._passes.start)
 
     def take(self, other: Canvas) -> None:
         assert isinstance(other, Tiled)
         assert isinstance(other._surroundings, Surroundings)
-        assert isinstance(self._surroundings, HeldSurroundings)
+        assert isinstance(self._surroundings, CopiedSurroundings)
         self._surroundings.take(other._surroundings)
 
     def turn_to(self, other: Canvas) -> None:
         assert isinstance(other, Tiled)
         assert isinstance(other._surroundings, Surroundings)
-        assert isinstance(self._surroundings, HeldSurroundings)
+        assert isinstance(self._surroundings, CopiedSurroundings)
         self._surroundings.turn_to(other._surroundings)
 
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Tiled(Canvas):
 
     def _around(self, site: Site, *, strided: bool = False) -> Around | None:
         around = self._surroundings.around(site.number, site.level, strided=strided)
-        return None if around is None else around.of_passes(self._own)
+        return None if around is None else around.of_passes(self._passes)
 
     def _moments(self, norm: Any, x: Tensor, around: Around | None) -> Moments:
         tile_moments = Moments.of(x, norm.num_groups)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.unet.extrapolation import OwnSurroundings
+from maskserve_engine.families.unet.extrapolation import StepCacheSurroundings
 from maskserve_engine.families.unet.moments import Moments
 
 
@@ -25,7 +25,7 @@ class UnetRecorder(Recorder):
         self.moments(torch.cat((moments.mean, moments.variance), dim=1))
 
 
-class UnetAnchors(OwnAnchors):
+class UnetAnchors(StepCache):
     """Step cache of one pass (`stack.StackCapture`).
 
     Cached tokens are kept as they leave a stack's last block. The stack adds them to its input map,
@@ -34,11 +34,11 @@ class UnetAnchors(OwnAnchors):
 
     def __init__(
         self,
-        plan: OwnPlan,
+        plan: RefreshSchedule,
         number: int,
         selection: Selection,
         halves: int,
-        surroundings: OwnSurroundings | None,
+        surroundings: StepCacheSurroundings | None,
     ) -> None:
         super().__init__(plan)
         self.text = False  # it is in attention of its own, and its keys and values do not change
@@ -47,7 +47,7 @@ class UnetAnchors(OwnAnchors):
 
     def at(self, step: int, sigma: float, *, reads: bool = False) -> UnetAnchors:
         """Prepare to capture a refresh step, and return itself; arguments as in
-        `OwnAnchors.anchor`.
+        `StepCache.anchor`.
         """
         self._step, self._at, self._reads = step, sigma, reads
         return self
@@ -59,6 +59,6 @@ class UnetAnchors(OwnAnchors):
         if self._surroundings is not None:
             self._surroundings.see(self._number, number, x[0], groups)
 
-    def _others(self, block: int, x: Tensor) -> Tensor:
+    def _cached_of(self, block: int, x: Tensor) -> Tensor:
         ids = self._selection.on(block, x.device)
         return x.index_select(0, ids[: len(ids) // self._halves])

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.base.job import ControlInput
-from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.opening import Opening
-from maskserve_engine.control_link.served import ServedAhead, ServedRow
+from maskserve_engine.control_link.served import LookaheadResiduals, ServedRow
 from maskserve_engine.families.control import (
-    Asked,
     Controlled,
+    NetOutput,
+    NetRequest,
     Nets,
     PassResiduals,
     RowControl,
-    Said,
 )
 from maskserve_engine.families.unet.forward import (
     PackedPasses,
@@ -99,11 +99,11 @@ class UnetNetInput(NamedTuple):
     """[C, h, w] embedded picture."""
     passes: tuple[PassInput, ...]
     """Passes of the prompt and the negative prompt, which compute all tokens."""
-    others: tuple[Tensor, ...] = ()
+    cached_ids: tuple[Tensor, ...] = ()
     """Level → [m] ids of a cached row's cached tokens; empty for a dense row."""
 
     @classmethod
-    def made(
+    def encode(
         cls,
         control: ControlInput,
         net: UnetControlNet,
@@ -127,7 +127,7 @@ class UnetNetInput(NamedTuple):
         return cls(control, net, net.read(picture), tuple(passes))
 
 
-def others_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor]:
+def cached_ids_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor]:
     """Return level → [m] ids of the tokens outside `active`, in host memory; `size` is that of the
     latents.
     """
@@ -137,13 +137,15 @@ def others_of(active: Mapping[int, Ids], size: Sequence[int]) -> list[Tensor]:
     ]
 
 
-class NetAnchors(OwnAnchors):
+class NetAnchors(StepCache):
     """Step cache of a pass in a net's stacks (`stack.StackCapture`)."""
 
-    def __init__(self, plan: OwnPlan, others: Sequence[Tensor], levels: Sequence[int]) -> None:
+    def __init__(
+        self, plan: RefreshSchedule, cached_ids: Sequence[Tensor], levels: Sequence[int]
+    ) -> None:
         super().__init__(plan)
         self.text = False  # a UNet's is in attention of its own
-        self._ids, self._levels = others, levels
+        self._ids, self._levels = cached_ids, levels
         self.now = 0.0
 
     def end(self, block: int, output: Tensor) -> None:
@@ -152,14 +154,14 @@ class NetAnchors(OwnAnchors):
     def map(self, number: int, x: Tensor, groups: int) -> None:
         """Ignore feature maps: convolutions run on the whole picture."""
 
-    def _others(self, block: int, x: Tensor) -> Tensor:
+    def _cached_of(self, block: int, x: Tensor) -> Tensor:
         return x.index_select(0, self._ids[self._levels[block]])
 
 
 class ServedPass(NamedTuple):
     """Residuals of one pass of a row whose nets run in a service."""
 
-    served: ServedRow | ServedAhead
+    served: ServedRow | LookaheadResiduals
     number: int
 
     def after(self, number: int) -> Tensor | None:
@@ -175,13 +177,15 @@ class UnetServedControl:
     passes: tuple[ServedPass, ...]
 
     @property
-    def ahead(self) -> UnetServedControl:
-        passes = [ServedPass(self.served.ahead, served_pass.number) for served_pass in self.passes]
+    def for_lookahead(self) -> UnetServedControl:
+        passes = [
+            ServedPass(self.served.for_lookahead, served_pass.number) for served_pass in self.passes
+        ]
         return UnetServedControl(self.served, tuple(passes))
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
+class _CachedTokens:
     """`stack.InactivePassTokens` of one pass in one net, from its present step cache."""
 
     control: RowControl[UnetNetInput]
@@ -190,9 +194,9 @@ class _Rest:
     half: int
     """Number of the pass."""
 
-    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
-        assert wanted is None, "a net's passes have no tile"
-        step_cache: NetAnchors = self.control.kept[self.number].tokens[self.half]
+    def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
+        assert positions is None, "a net's passes have no tile"
+        step_cache: NetAnchors = self.control.residuals[self.number].tokens[self.half]
         return step_cache.source(block, step_cache.now, part)
 
 
@@ -204,15 +208,17 @@ class UnetSample(NamedTuple):
 
 def controlled(
     control: RowControl[UnetNetInput],
-    given: UnetSample,
+    conditioning: UnetSample,
     timestep: float,
     step: int,
     steps: int,
-    foreseen: int | None = None,
+    lookahead: int | None = None,
 ) -> Controlled[UnetNetInput]:
-    has_cached = bool(control.inputs[0].others)
-    sparse = given.active is not None
-    return Controlled(control, given, sparse, has_cached, (timestep,), step, steps, foreseen)
+    has_cached = bool(control.inputs[0].cached_ids)
+    sparse = conditioning.active is not None
+    return Controlled(
+        control, conditioning, sparse, has_cached, (timestep,), step, steps, lookahead
+    )
 
 
 class _Run(NamedTuple):
@@ -229,13 +235,15 @@ class UnetNets(Nets[UnetNetInput]):
         self._runs: dict[tuple[int, ...], _Run] = {}
         """By net, inputs, and which rows compute only the base's computed tokens."""
 
-    def say(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> Iterator[Said]:
+    def outputs(
+        self, net: UnetControlNet, same: Sequence[NetRequest[UnetNetInput]]
+    ) -> Iterator[NetOutput]:
         run = self._packed(net, same)
-        counts = [len(request.own.passes) for request in same]
+        counts = [len(request.net_input.passes) for request in same]
         rows = [
             request.row for request, count in zip(same, counts, strict=True) for _ in range(count)
         ]
-        sample = torch.stack([row.given.sample for row in rows])
+        sample = torch.stack([row.base_input.sample for row in rows])
         timesteps = torch.tensor([row.timesteps[0] for row in rows])
         [timesteps] = to_device([timesteps], sample.device)
         captures_by_row = [_seeing(net, request) for request in same]
@@ -244,7 +252,7 @@ class UnetNets(Nets[UnetNetInput]):
             captures += [
                 (i, i + 1, step_cache) for i, step_cache in enumerate(anchors, start=first)
             ]
-            first += len(request.own.passes)
+            first += len(request.net_input.passes)
         maps = maps_of_net(net.weights, run.packed, sample, run.hints, timesteps, captures)
         for request, anchors in zip(same, captures_by_row, strict=True):
             for step_cache in anchors:
@@ -254,46 +262,47 @@ class UnetNets(Nets[UnetNetInput]):
         for number, (out, map) in enumerate(zip(net.outs, maps, strict=True)):
             yield (number,), [request.unbind() for request in out(map).split(counts)]
 
-    def _packed(self, net: UnetControlNet, same: Sequence[Asked[UnetNetInput]]) -> _Run:
+    def _packed(self, net: UnetControlNet, same: Sequence[NetRequest[UnetNetInput]]) -> _Run:
         key = (
             id(net),
-            *[id(request.own) for request in same],
-            *[request.kept is None for request in same],
+            *[id(request.net_input) for request in same],
+            *[request.cached is None for request in same],
         )
         if key not in self._runs:
-            hints = [request.own.hint for request in same for _ in request.own.passes]
-            sample, depth = same[0].row.given.sample, len(net.weights.down_blocks)
+            hints = [request.net_input.hint for request in same for _ in request.net_input.passes]
+            sample, depth = same[0].row.base_input.sample, len(net.weights.down_blocks)
             height, width = sample.shape[1:]
-            pass_inputs = list(chain.from_iterable(map(_given, same)))
+            pass_inputs = list(chain.from_iterable(map(_net_inputs, same)))
             packed = PackedPasses(pass_inputs, (height, width), depth, sample.device)
             self._runs[key] = _Run(packed, torch.stack(hints))
         return self._runs[key]
 
 
-def _seeing(net: UnetControlNet, asked: Asked[UnetNetInput]) -> Sequence[NetAnchors]:
+def _seeing(net: UnetControlNet, request: NetRequest[UnetNetInput]) -> Sequence[NetAnchors]:
     """Return the step caches that capture the net's passes of a row; empty if nothing is kept."""
-    row, last = asked.row, asked.last
-    if not asked.keeps:
-        for step_cache in asked.kept or ():
+    row, last = request.row, request.last
+    if not request.keeps:
+        for step_cache in request.cached or ():
             step_cache.now = row.timesteps[0]
         return ()
     new_caches = [
-        NetAnchors(row.control.own, asked.own.others, net.levels) for _ in asked.own.passes
+        NetAnchors(row.control.schedule, request.net_input.cached_ids, net.levels)
+        for _ in request.net_input.passes
     ]
     anchors: Sequence[NetAnchors] = new_caches if last is None else last.tokens
-    reads = row.foreseen is not None
+    reads = row.lookahead is not None
     for step_cache in anchors:
         step_cache.anchor(row.step, row.timesteps[0], 0, 0, reads=reads)
     return anchors
 
 
-def _given(asked: Asked[UnetNetInput]) -> list[PassInput]:
-    if asked.kept is None:
-        return list(asked.own.passes)
-    active, control = asked.row.given.active, asked.row.control
+def _net_inputs(request: NetRequest[UnetNetInput]) -> list[PassInput]:
+    if request.cached is None:
+        return list(request.net_input.passes)
+    active, control = request.row.base_input.active, request.row.control
     return [
-        replace(pass_input, active=active, rest=_Rest(control, asked.number, half))
-        for half, pass_input in enumerate(asked.own.passes)
+        replace(pass_input, active=active, cached=_CachedTokens(control, request.number, half))
+        for half, pass_input in enumerate(request.net_input.passes)
     ]
 
 
@@ -310,29 +319,33 @@ class UnetNetRow:
     @classmethod
     def of(cls, opening: Opening, nets: Mapping[str, UnetControlNet]) -> UnetNetRow:
         """Build from `UnetAdapter.opening`, moved to the nets' device (`Opening.on`)."""
-        facts, arrays = opening.facts, opening.arrays
+        facts, arrays = opening.spec, opening.arrays
         texts = arrays["texts"]
         micro = [arrays[name] for name in ("micro.0", "micro.1") if name in arrays]
         inputs = [
-            UnetNetInput.made(opened.input, nets[opened.net], arrays[f"picture.{i}"], texts, micro)
+            UnetNetInput.encode(
+                opened.input, nets[opened.net], arrays[f"picture.{i}"], texts, micro
+            )
             for i, opened in enumerate(facts.controls)
         ]
         ids = [arrays[name].numpy() for name in sorted(arrays) if name.startswith("active.")]
         active = dict(enumerate(ids)) or None
         if active is not None:
-            cached_ids = others_of(active, inputs[0].hint.shape[1:])
+            cached_ids = cached_ids_of(active, inputs[0].hint.shape[1:])
             device_ids = tuple(to_device(cached_ids, texts.device))
-            inputs = [opened._replace(others=device_ids) for opened in inputs]
+            inputs = [opened._replace(cached_ids=device_ids) for opened in inputs]
         passes = tuple([PassResiduals() for _ in texts])
-        return cls(RowControl(tuple(inputs), facts.own, passes=passes), active, facts.timesteps)
+        return cls(
+            RowControl(tuple(inputs), facts.schedule, passes=passes), active, facts.timesteps
+        )
 
     def at(
-        self, step: int, sample: Tensor, computed: int, foreseen: int | None
+        self, step: int, sample: Tensor, computed: int, lookahead: int | None
     ) -> Controlled[UnetNetInput]:
         """See `NetRow`; `sample` is [channels, h, w]."""
         unet_sample = UnetSample(sample, self.active if computed < sample[0].numel() else None)
-        control, at = self.control, step if foreseen is None else foreseen
-        control = control if foreseen is None else control.ahead
+        control, at = self.control, step if lookahead is None else lookahead
+        control = control if lookahead is None else control.for_lookahead
         return controlled(
-            control, unet_sample, self.timesteps[at], step, len(self.timesteps), foreseen
+            control, unet_sample, self.timesteps[at], step, len(self.timesteps), lookahead
         )

@@ -11,7 +11,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.vae import load_vae
@@ -20,22 +20,22 @@ from maskserve_engine.stages.vae import load_vae
 class UnetEncoder(Encoder):
     """VAE encoder and the text encoders, one or (SDXL) two, of a Stable Diffusion folder."""
 
-    def __init__(self, facts: ModelFacts, vae: Any, encoders: Sequence[TextEncoder]) -> None:
-        super().__init__(facts, vae)
+    def __init__(self, spec: ModelSpec, vae: Any, encoders: Sequence[TextEncoder]) -> None:
+        super().__init__(spec, vae)
         self.encoders = tuple(encoders)
 
     @classmethod
-    def load(cls, facts: ModelFacts, config: Config) -> UnetEncoder:
+    def load(cls, spec: ModelSpec, config: Config) -> UnetEncoder:
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
         limit_threads(config)
-        vae = load_vae(config, facts)
-        if facts.micro_conditioning and vae.config.force_upcast:
+        vae = load_vae(config, spec)
+        if spec.micro_conditioning and vae.config.force_upcast:
             vae = vae.to(device_of(config), torch.float32)
         encoders = [TextEncoder.load(config, CLIPTextModel)]
-        if facts.micro_conditioning:
+        if spec.micro_conditioning:
             encoders.append(TextEncoder.load(config, CLIPTextModelWithProjection, "_2"))
-        return cls(facts, vae, encoders)
+        return cls(spec, vae, encoders)
 
     @property
     def text_encoders(self) -> dict[str, TextEncoder]:
@@ -43,7 +43,7 @@ class UnetEncoder(Encoder):
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
         """Return `prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of each prompt."""
-        xl = self.facts.micro_conditioning
+        xl = self.spec.micro_conditioning
         with torch.inference_mode():
             answers = [encoder(prompts, hidden_states=xl) for encoder in self.encoders]
             if not xl:
@@ -59,6 +59,6 @@ class UnetEncoder(Encoder):
 
     def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
         """Replace an empty negative prompt by zeros, as SDXL base was trained."""
-        if not prompt and self.facts.zeros_for_empty_prompt:
+        if not prompt and self.spec.zeros_for_empty_prompt:
             return {name: np.zeros_like(array) for name, array in encoded.items()}
         return encoded

@@ -15,7 +15,7 @@ from maskserve_engine.families.unet.tile import Tile
 from maskserve_engine.planning.flops import FeatureMap
 
 
-class Foretold:
+class Extrapolated:
     """A tensor set at each refresh step, linear over sigma to `power` through the last two."""
 
     def __init__(self, power: float) -> None:
@@ -46,22 +46,22 @@ class _Moment:
     step: int
 
 
-class OwnSurroundings(Surroundings):
+class StepCacheSurroundings(Surroundings):
     def __init__(
         self,
         tile: Tile,
-        kept: Sequence[FeatureMap],
+        maps: Sequence[FeatureMap],
         passes: int,
         dtype: torch.dtype,
         power: float,
         now: Callable[[], tuple[int, float]],
     ) -> None:
         super().__init__(tile)
-        self._kept, self._passes, self._dtype, self._now = kept, passes, dtype, now
-        self._rings, self._moments = Foretold(power), Foretold(power)
+        self._maps, self._passes, self._dtype, self._now = maps, passes, dtype, now
+        self._rings, self._moments = Extrapolated(power), Extrapolated(power)
         self._new: RingRoom | None = None
         """Surroundings at the refresh step in progress."""
-        self._here: RingRoom | None = None
+        self._room: RingRoom | None = None
         self._moment: _Moment | None = None
         self._least: Tensor | None = None
 
@@ -71,7 +71,7 @@ class OwnSurroundings(Surroundings):
         """
         self._device = x.device
         self._new = self._new or self.room()
-        feature_map = self._kept[map]
+        feature_map = self._maps[map]
         around = self._new.around.get(RingRead(map, feature_map.level, feature_map.strided))
         if around is None:
             return
@@ -99,11 +99,11 @@ class OwnSurroundings(Surroundings):
         return self.read().get(RingRead(number, level, strided))
 
     def read(self) -> dict[RingRead, Around]:
-        assert self._here is not None
-        return dict(self._here.around)
+        assert self._room is not None
+        return dict(self._room.around)
 
     def room(self) -> RingRoom:
-        return RingRoom(self.tile, self._kept, self._passes, self._dtype, self._device)
+        return RingRoom(self.tile, self._maps, self._passes, self._dtype, self._device)
 
     def read_all(self, room: RingRoom) -> bool:
         _, sigma = self._now()
@@ -128,7 +128,7 @@ class OwnSurroundings(Surroundings):
     def _turned(self) -> _Moment:
         step, _ = self._now()
         if self._moment is None or self._moment.step != step:
-            self._here = self._here or self.room()
-            self.read_all(self._here)
+            self._room = self._room or self.room()
+            self.read_all(self._room)
             self._moment = _Moment(step)
         return self._moment

@@ -37,7 +37,7 @@ class PassInput:
     """[embedding width] of SDXL's micro-conditioning; None for other models."""
     active: Mapping[int, Ids] | None = None
     """Level → [n] ids of the computed tokens; None: all are computed."""
-    rest: InactivePassTokens | None = None
+    cached: InactivePassTokens | None = None
     """Cached tokens; given with `active`."""
     surroundings: Surroundings | None = None
     """Surroundings of the tile on which the row is convolved; None: the whole picture is."""
@@ -60,7 +60,7 @@ class PackedPasses:
         *,
         buckets: bool = False,
     ) -> None:
-        self.rests = tuple(pass_input.rest for pass_input in passes)
+        self.rests = tuple(pass_input.cached for pass_input in passes)
         pass_residuals = tuple(pass_input.residuals for pass_input in passes)
         self.residuals = pass_residuals if any(pass_residuals) else ()
         """Residuals by pass; empty if no pass has any."""
@@ -93,7 +93,7 @@ class PackedPasses:
     @property
     def shapes(self) -> Hashable:
         """Key of all tensor shapes of a step, beside those of its input."""
-        computed = tuple([(level.sparse or level).own.q_spans for level in self.levels])
+        computed = tuple([(level.sparse or level).segments.q_spans for level in self.levels])
         return computed, self.text.spans, tuple([canvas.shapes for canvas in self.canvases])
 
     def copied(self) -> PackedPasses:
@@ -129,8 +129,10 @@ class PackedPasses:
     def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
         sparse = self.levels[level].sparse
         assert sparse is not None
-        slots = {"kv": sparse.keys.slots, "h alone": sparse.keys.rest}.get(part, sparse.there.slots)
-        token_ids = sparse.wanted if part == "end" else (None,) * len(self.rests)
+        slots = {"kv": sparse.keys.slots, "h alone": sparse.keys.cached}.get(
+            part, sparse.computed.slots
+        )
+        token_ids = sparse.cached_in_box if part == "end" else (None,) * len(self.rests)
         sources = [
             None
             if cached_tokens is None
@@ -202,7 +204,7 @@ def forward(
     """
     model = weights.model
     walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, asking or AtOnce())
-    *skips, x = walk.way_down(weights, walk.enter(model.conv_in, sample))
+    *skips, x = walk.walk_down(weights, walk.enter(model.conv_in, sample))
     for stage, stacks in zip(model.up_blocks, weights.up_blocks, strict=True):
         for resnet, stack in _layers(stage, stacks):
             x = walk.layer(resnet, stack, walk.joined(x, skips))
@@ -236,7 +238,7 @@ def maps_of_net(
     kinds = ("kv",) * weights.blocks
     walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, AtOnce())
     [entered] = walk.enter(weights.model.conv_in, sample)
-    return [whole for [whole] in walk.way_down(weights, [entered + hints])]
+    return [whole for [whole] in walk.walk_down(weights, [entered + hints])]
 
 
 def _layers(stage: Any, stacks: Stage) -> list[tuple[Any, StackWeights | None]]:
@@ -290,7 +292,7 @@ class _Walk:
         groups = model.config.norm_num_groups
         return cls(packed, kinds, captures, embedding, groups, weights.layers, asking)
 
-    def way_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
+    def walk_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
         """Return the skip connections (`joined`), then the middle's output, from the maps behind
         `conv_in`.
         """

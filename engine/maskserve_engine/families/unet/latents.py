@@ -34,16 +34,16 @@ class PackedLatents:
         conditions = [row.condition for row in rows if row.condition is not None]
         self._condition = torch.stack(conditions) if conditions else None
         self._guided = any(row.guidance is not None for row in rows)
-        self._taken = self._state[:, 0]
+        self._inputs = self._state[:, 0]
         """[R, C, h, w] last input of the model."""
         self._lay_out(depth)
 
     def samples(self) -> Tensor:
         """Return [R, in_channels, h, w] input of the next step."""
-        self._taken = self._given(self._state, self._at)
+        self._inputs = self._answer_at(self._state, self._at)
         if self._condition is None:
-            return self._taken
-        return torch.cat((self._taken, self._condition), 1)
+            return self._inputs
+        return torch.cat((self._inputs, self._condition), 1)
 
     def advance(self, answers: Sequence[Tensor]) -> None:
         """Take the samplers' step, after `samples`; `answers` are [passes, C, h, w] of each row."""
@@ -51,18 +51,20 @@ class PackedLatents:
         if self._guided:  # a row that is not is led away from its own answer, by nothing
             away = torch.stack([row_answers[-1] for row_answers in answers])
             answer = away + self._guides * (answer - away)
-        if any(row.foretold is not None for row in self._rows):
+        if any(row.extrapolated is not None for row in self._rows):
             row_answers = zip(self._rows, answer, strict=True)
-            answer = torch.stack([row.beside(row_answer) for row, row_answer in row_answers])
+            answer = torch.stack(
+                [row.with_surroundings(row_answer) for row, row_answer in row_answers]
+            )
         self._state = self._moved(answer, self._at)
-        for row, *moved in zip(self._rows, self._state, self._taken, answer, strict=True):
+        for row, *moved in zip(self._rows, self._state, self._inputs, answer, strict=True):
             row.advance(*moved)
 
-    def ahead(self, answer: Tensor) -> Tensor:
+    def extrapolated(self, answer: Tensor) -> Tensor:
         """Return [R, C, h, w] model latents of the step after the next one, if the model answers
         `answer`; no row moves.
         """
-        return self._given(self._moved(answer, self._at), self._at + 1)
+        return self._answer_at(self._moved(answer, self._at), self._at + 1)
 
     @property
     def _at(self) -> int:
@@ -95,11 +97,11 @@ class PackedLatents:
         """[S, K + 1, R, K, …]: contribution of each state tensor, and of the answer, to the next
         state. None: the samplers are not linear."""
 
-    def _given(self, state: Tensor, at: int) -> Tensor:
+    def _answer_at(self, state: Tensor, at: int) -> Tensor:
         """Return [R, C, h, w] latents, scaled for the model."""
         model_input = state[:, 0] * self._scales[at]
         if self._pinned is not None:
-            model_input = self._pinned.beside(model_input, self._pins[at], self._pinned.inside)
+            model_input = self._pinned.with_images(model_input, self._pins[at], self._pinned.inside)
         return model_input.to(self._dtype)
 
     def _moved(self, answer: Tensor, at: int) -> Tensor:
@@ -120,7 +122,7 @@ class PackedLatents:
             inside = self._blended.inside
             if self._soft:
                 inside = inside >= self._joins[at]
-            latents.copy_(self._blended.beside(latents, self._sources[at], inside))
+            latents.copy_(self._blended.with_images(latents, self._sources[at], inside))
         return state
 
 
@@ -144,7 +146,7 @@ class _Images(NamedTuple):
         )
         return cls(*map(torch.stack, zip(*[row or none for row in rows], strict=True)))
 
-    def beside(self, latents: Tensor, levels: Tensor, inside: Tensor) -> Tensor:
+    def with_images(self, latents: Tensor, levels: Tensor, inside: Tensor) -> Tensor:
         """Return [R, C, h, w] latents inside `inside` [R, 1, h, w], and the images, noised by [2,
         R, 1, 1, 1] signal and noise share, elsewhere.
         """
@@ -173,13 +175,13 @@ def _source(row: UnetRow, *, soft: bool) -> _Images | None:
     return _Images(blend.mask if soft else blend.mask > 0, blend.clean, blend.noise)
 
 
-def latents_ahead(row: UnetRow) -> Tensor | None:
+def extrapolated_latents(row: UnetRow) -> Tensor | None:
     """Return [C, h, w] latents for ControlNets after the next step, if the model's last answer
     holds; None: no answer yet, or no further step.
     """
     if row.answer is None or row.step + 1 >= row.steps:
         return None
-    return PackedLatents([row]).ahead(row.answer[None])[0]
+    return PackedLatents([row]).extrapolated(row.answer[None])[0]
 
 
 def _deepened(state: Tensor, depth: int) -> Tensor:

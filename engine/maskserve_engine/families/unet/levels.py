@@ -39,7 +39,7 @@ class Keys:
     """[n] positions of the computed tokens."""
     slots: KvSlots
     """Slots of the cached tokens: those of a pass are contiguous."""
-    rest: KvSlots
+    cached: KvSlots
     count: int
 
 
@@ -54,7 +54,7 @@ class Partition:
     count: int
 
     @property
-    def rest(self) -> Tensor:
+    def cached(self) -> Tensor:
         """[m] positions of the cached tokens."""
         return self.slots.to
 
@@ -65,11 +65,11 @@ class Sparse:
 
     keys: Keys
     """Keys of self-attention."""
-    there: Partition
+    computed: Partition
     """Tokens whose features are computed: in a pass with a tile, those of its box."""
-    wanted: tuple[Tensor | None, ...]
+    cached_in_box: tuple[Tensor | None, ...]
     """Per pass, the indices of its cached tokens that lie in the box; None: all."""
-    own: Segments
+    segments: Segments
     """Computed tokens attend to all tokens of their pass."""
     cross: Segments
     """Computed tokens attend to the text."""
@@ -77,7 +77,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Level:
-    own: Segments
+    segments: Segments
     """All tokens attend to all tokens of their pass."""
     cross: Segments
     sparse: Sparse | None
@@ -88,17 +88,17 @@ class Level:
         """Return the same level with copied positions of the computed tokens."""
         if self.sparse is None:
             return self
-        keys, feature_tokens = self.sparse.keys, self.sparse.there
+        keys, feature_tokens = self.sparse.keys, self.sparse.computed
         keys = replace(keys, core=keys.core.clone())
         feature_tokens = replace(feature_tokens, core=feature_tokens.core.clone())
-        return replace(self, sparse=replace(self.sparse, keys=keys, there=feature_tokens))
+        return replace(self, sparse=replace(self.sparse, keys=keys, computed=feature_tokens))
 
     def take(self, other: Level) -> None:
         """Copy the positions of another level's computed tokens, as many as here."""
         if self.sparse is not None:
             assert other.sparse is not None
             self.sparse.keys.core.copy_(other.sparse.keys.core)
-            self.sparse.there.core.copy_(other.sparse.there.core)
+            self.sparse.computed.core.copy_(other.sparse.computed.core)
 
 
 def make_level(

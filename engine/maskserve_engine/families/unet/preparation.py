@@ -22,7 +22,7 @@ from maskserve_engine.families.unet.rows import UnetInactive
 from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.planning.flops import ModelWork
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.latents import Posterior, outside_seed
 
 
@@ -39,7 +39,7 @@ class UnetPreparation:
 
     def __init__(
         self,
-        facts: ModelFacts,
+        spec: ModelSpec,
         sampler: Any,
         *,
         vae_dtype: torch.dtype,
@@ -49,7 +49,7 @@ class UnetPreparation:
         outside_noise: str,
         buckets: bool = False,
     ) -> None:
-        self._facts = facts
+        self._spec = spec
         self._vae_dtype, self._dtype = vae_dtype, dtype
         self._levels, self._halo, self._buckets = levels, halo, buckets
         self._outside_noise = outside_noise
@@ -83,7 +83,7 @@ class UnetPreparation:
             halves=halves,
             tile=active.tile,
             maps=range(len(work.blocks), len(work.blocks) + len(work.maps)),
-            kept=work.maps,
+            feature_maps=work.maps,
         )
 
     def active(self, job: EditJob) -> ActiveTokens:
@@ -91,7 +91,7 @@ class UnetPreparation:
             return job.prepared.active
         return ActiveTokens.of(
             job.edit_mask,
-            self._facts.token_pixels,
+            self._spec.token_pixels,
             self._levels,
             ring=job.mask_ring,
             halo=self._halo,
@@ -103,27 +103,27 @@ class UnetPreparation:
         assert settings.num_inference_steps is not None
         return self.schedule_of(settings.num_inference_steps, settings.strength)
 
-    def texts(self, given: Conditioning, job: EditJob) -> tuple[Tensor, ...]:
+    def texts(self, conditioning: Conditioning, job: EditJob) -> tuple[Tensor, ...]:
         """Return the text encoders' output in the model's dtype; for SDXL also the sizes."""
-        texts = [given["prompt_embeds"]]
-        if self._facts.micro_conditioning:
+        texts = [conditioning["prompt_embeds"]]
+        if self._spec.micro_conditioning:
             # diffusers' defaults: the picture as if it were original, whole, wanted at this size.
             height, width = job.edit_mask.shape
             sizes = np.array([height, width, 0, 0, height, width], np.float32)
-            texts += [given["pooled"], sizes]
+            texts += [conditioning["pooled"], sizes]
         return tuple([torch.from_numpy(array).to(self._dtype) for array in texts])
 
     def _start(self, job: EditJob) -> UnetStart:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None
         image, schedule = self._posterior(job.moments), self.schedule(job)
-        blends = self._facts.semantics.blends
+        blends = self._spec.semantics.blends
         seed = outside_seed(job, self._outside_noise) if blends else None
         return start_row(image, masked, job.edit_mask, schedule, generator, self._dtype, seed)
 
     @property
     def _fill(self) -> bool:
-        return self._facts.semantics.masked_picture
+        return self._spec.semantics.masked_picture
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
-        return Posterior(moments, self._facts.latents, self._vae_dtype)
+        return Posterior(moments, self._spec.latents, self._vae_dtype)

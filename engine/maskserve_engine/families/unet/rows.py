@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskserve_common.contracts.keys import Anchor
 from maskserve_engine.batch.packing import Residuals
-from maskserve_engine.batch.step_cache import Entry, OwnPlan
+from maskserve_engine.batch.step_cache import Entry, RefreshSchedule
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
@@ -19,7 +19,7 @@ from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.unet.captures import UnetAnchors, UnetRecorder
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetNetInput, UnetServedControl
-from maskserve_engine.families.unet.extrapolation import Foretold, OwnSurroundings
+from maskserve_engine.families.unet.extrapolation import Extrapolated, StepCacheSurroundings
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.stack import StackCapture
@@ -66,20 +66,20 @@ class UnetInactive:
     """Tile on which convolutions run; None: the whole picture."""
     maps: range = range(0)
     """Numbers of the feature maps among an entry's blocks; read only with a tile."""
-    kept: tuple[FeatureMap, ...] = ()
+    feature_maps: tuple[FeatureMap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRest:
+class TemplateTokens:
     """`stack.InactivePassTokens` of one pass of a row; it follows the row's step."""
 
     row: UnetRow
     half: int
     """Half of the entries: 0, or 1 for a second pass with its own."""
-    _wanted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _selections: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     """Cache of `_of`: (all ids, requested positions, selected ids) per level."""
 
-    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
+    def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
         entry, inactive = self.row.entry, self.row.inactive
         assert isinstance(entry, Handle), "packed for a step that reads no entry"
         assert inactive is not None
@@ -88,32 +88,33 @@ class CachedRest:
         half_slice = slice(self.half * count, (self.half + 1) * count)
         if ids is not None:
             return KvSource(
-                parts, ids[half_slice] if wanted is None else self._of(ids, half_slice, wanted)
+                parts,
+                ids[half_slice] if positions is None else self._of(ids, half_slice, positions),
             )
         return KvSource(
-            tuple([coded.map(lambda tokens: tokens[half_slice]) for coded in parts]), wanted
+            tuple([coded.map(lambda tokens: tokens[half_slice]) for coded in parts]), positions
         )
 
-    def _of(self, ids: Tensor, own: slice, wanted: Tensor) -> Tensor:
-        """Return [m] ids at `wanted` in a half; the same at every step."""
-        for all_ids, known_ids, selected_ids in self._wanted:
-            if all_ids is ids and known_ids is wanted:
+    def _of(self, ids: Tensor, part: slice, positions: Tensor) -> Tensor:
+        """Return [m] ids at `positions` in a half; the same at every step."""
+        for all_ids, known_ids, selected_ids in self._selections:
+            if all_ids is ids and known_ids is positions:
                 return selected_ids
-        self._wanted.append((ids, wanted, ids[own].index_select(0, wanted)))
-        return self._wanted[-1][-1]
+        self._selections.append((ids, positions, ids[part].index_select(0, positions)))
+        return self._selections[-1][-1]
 
 
 @dataclass(frozen=True, slots=True)
-class AnchoredRest:
+class StepCacheTokens:
     """`stack.InactivePassTokens` of a pass between refresh steps."""
 
     row: UnetRow
-    own: UnetAnchors
+    cache: UnetAnchors
 
-    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
-        source = self.own.source(block, self.row.sigma, part)
-        changes = tuple([change._replace(ids=wanted) for change in source.changes])
-        return replace(source, ids=wanted, changes=changes)
+    def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
+        source = self.cache.source(block, self.row.sigma, part)
+        changes = tuple([change._replace(ids=positions) for change in source.changes])
+        return replace(source, ids=positions, changes=changes)
 
 
 @dataclass(slots=True)
@@ -132,7 +133,7 @@ class UnetRow:
     """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
-    plan: OwnPlan | None = None
+    plan: RefreshSchedule | None = None
     frozen: bool = False
     """See `FlowRow`; a UNet's text has the same keys and values at each step."""
     entry: Entry | None = None
@@ -143,11 +144,11 @@ class UnetRow:
     """[C, h, w] guided answer of the model in the last step."""
     anchors: tuple[UnetAnchors, ...] = field(init=False, default=())
     """Step cache of each pass, if the row has a schedule."""
-    foretold: Foretold | None = field(init=False, default=None)
+    extrapolated: Extrapolated | None = field(init=False, default=None)
     """[C, h, w] model answers at refresh steps, if other steps compute a tile only."""
-    foreseen: int | None = field(init=False, default=None)
+    lookahead: int | None = field(init=False, default=None)
     """Refresh step computed ahead by the last step or the step in progress."""
-    _taken: Tensor | None = None
+    _input: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.inactive is None:
@@ -158,7 +159,7 @@ class UnetRow:
             self.surroundings = TemplateSurroundings(
                 self.inactive.tile,
                 self.inactive.maps,
-                self.inactive.kept,
+                self.inactive.feature_maps,
                 self.inactive.template.clean.dtype,
                 lambda: self.entry,
             )
@@ -168,14 +169,14 @@ class UnetRow:
         if self.plan is not None and self.inactive is not None:
             self._anchor(self.plan, self.inactive)
 
-    def _anchor(self, plan: OwnPlan, inactive: UnetInactive) -> None:
+    def _anchor(self, plan: RefreshSchedule, inactive: UnetInactive) -> None:
         passes, around = 1 if self.guidance is None else 2, None
         if inactive.tile is not None:
             dtype = inactive.template.clean.dtype
-            around = OwnSurroundings(
-                inactive.tile, inactive.kept, passes, dtype, plan.power, self._now
+            around = StepCacheSurroundings(
+                inactive.tile, inactive.feature_maps, passes, dtype, plan.power, self._now
             )
-            self.surroundings, self.foretold = around, Foretold(plan.power)
+            self.surroundings, self.extrapolated = around, Extrapolated(plan.power)
         self.anchors = tuple(
             [
                 UnetAnchors(plan, number, inactive.selection, inactive.halves, around)
@@ -193,14 +194,14 @@ class UnetRow:
         return [step_cache.at(self.step, self.sigma) for step_cache in self.anchors]
 
     @property
-    def foresees(self) -> int | None:
+    def lookahead_step(self) -> int | None:
         """Refresh step to compute beside the next step: the first one behind it, once the line from
         the last one ends here; None: none.
         """
         plan = self.plan
-        if plan is None or not plan.foresees or self.entry is None:
+        if plan is None or not plan.looks_ahead or self.entry is None:
             return None
-        return plan.behind(self.step) if self.anchors[0].reaches >= self.sigma else None
+        return plan.refresh_before(self.step) if self.anchors[0].reaches >= self.sigma else None
 
     @property
     def steps(self) -> int:
@@ -224,7 +225,7 @@ class UnetRow:
         return self.schedule.timesteps[step] / TRAINED_STEPS
 
     @property
-    def timesteps_ahead(self) -> Sequence[float]:
+    def precomputed_timesteps(self) -> Sequence[float]:
         return self.schedule.timesteps[self.step :]
 
     @property
@@ -269,9 +270,9 @@ class UnetRow:
                 prompt.text,
                 prompt.added,
                 self.active,
-                AnchoredRest(self, self.anchors[number])
+                StepCacheTokens(self, self.anchors[number])
                 if self.anchors
-                else CachedRest(self, min(number, inactive.halves - 1)),
+                else TemplateTokens(self, min(number, inactive.halves - 1)),
                 self.surroundings,
                 pass_residuals,
                 number,
@@ -279,10 +280,10 @@ class UnetRow:
             for number, (prompt, pass_residuals) in enumerate(prompt_residuals)
         ]
 
-    def advance(self, state: Tensor, taken: Tensor, answer: Tensor) -> None:
+    def advance(self, state: Tensor, model_input: Tensor, answer: Tensor) -> None:
         """Record a completed step; all tensors are kept. `answer` is guided."""
-        self.state, self._taken, self.answer = state, taken, answer
-        anchor = self.step if self.entry is None else self.foreseen
+        self.state, self._input, self.answer = state, model_input, answer
+        anchor = self.step if self.entry is None else self.lookahead
         if anchor == self.step:
             self.leave(anchor, answer)
         if anchor is not None:
@@ -294,17 +295,17 @@ class UnetRow:
         """Keep the surroundings of the tile and the guided `answer` of a refresh step, if there is
         a tile.
         """
-        if isinstance(self.surroundings, OwnSurroundings) and self.foretold is not None:
+        if isinstance(self.surroundings, StepCacheSurroundings) and self.extrapolated is not None:
             self.surroundings.passed(self.sigma_at(anchor))
-            self.foretold.passed(answer, self.sigma_at(anchor))
+            self.extrapolated.passed(answer, self.sigma_at(anchor))
 
     def jumped(self, step: int) -> Tensor:
         """Return [C, h, w] latents for the model at a later step, if the model's last answer holds
         until then.
         """
-        assert self._taken is not None, "no step was taken yet"
+        assert self._input is not None, "no step was taken yet"
         assert self.answer is not None
-        last = self._taken.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
+        last = self._input.float(), self.answer.float(), self.schedule.timesteps[self.step - 1]
         levels, target_timestep = self.noise_levels, self.schedule.timesteps[step]
         latents = levels.mixed(levels.estimate(*last), levels.noise_in(*last), target_timestep)
         if (blend := self.blend) is not None:
@@ -312,24 +313,24 @@ class UnetRow:
             latents = torch.where(
                 inside, latents, levels.mixed(blend.clean, blend.noise, target_timestep)
             )
-        return latents.to(self._taken.dtype)
+        return latents.to(self._input.dtype)
 
-    def beside(self, answer: Tensor) -> Tensor:
+    def with_surroundings(self, answer: Tensor) -> Tensor:
         """Return [C, h, w] the guided answer, with extrapolated values outside the tile."""
         inactive = self.inactive
-        if self.foretold is None or self.entry is None or inactive is None:
+        if self.extrapolated is None or self.entry is None or inactive is None:
             return answer
         assert inactive.tile is not None
-        box, out = inactive.tile[0].box, self.foretold.at(self.sigma).clone()
+        box, out = inactive.tile[0].box, self.extrapolated.at(self.sigma).clone()
         box.cut(out).copy_(box.cut(answer))
         return out
 
     def estimate(self) -> HostCopy:
         """Return [C, h, w] final latents expected by the last answer."""
-        assert self._taken is not None, "no step was taken yet"
+        assert self._input is not None, "no step was taken yet"
         assert self.answer is not None
         timestep = self.schedule.timesteps[self.step - 1]
-        return self._image(self.noise_levels.estimate(self._taken, self.answer, timestep))
+        return self._image(self.noise_levels.estimate(self._input, self.answer, timestep))
 
     def result(self) -> HostCopy:
         """Return [C, h, w] latents."""
@@ -342,7 +343,7 @@ class UnetRow:
 
 
 @dataclass(slots=True)
-class UnetAhead:
+class UnetLookahead:
     """A refresh step that an edit's next step computes ahead: all tokens at that step."""
 
     row: UnetRow
@@ -366,7 +367,7 @@ class UnetAhead:
         return self.row.steps
 
     @property
-    def timesteps_ahead(self) -> Sequence[float]:
+    def precomputed_timesteps(self) -> Sequence[float]:
         return [self.row.schedule.timesteps[self.anchor]]
 
     @property
@@ -378,7 +379,7 @@ class UnetAhead:
         control = self.row.control
         residuals: Sequence[Residuals | None] = (None, None)
         if control is not None:
-            residuals = control.ahead.passes
+            residuals = control.for_lookahead.passes
         prompt_residuals = zip(self.row.prompts, residuals, strict=False)
         return [
             PassInput(prompt.text, prompt.added, residuals=pass_residuals)
@@ -435,7 +436,7 @@ class UnetPrimingRow:
         return self.anchors[self.step].timestep
 
     @property
-    def timesteps_ahead(self) -> list[float]:
+    def precomputed_timesteps(self) -> list[float]:
         """Timesteps of the next anchor and later ones."""
         return [anchor.timestep for anchor in self.anchors[self.step :]]
 

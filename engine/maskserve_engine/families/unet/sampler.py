@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.contracts.request import steps_run
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_engine.stages.linear_steps import is_linear, matrices, probed
 from maskserve_engine.stages.loader import load_plain, sampler_name
 
@@ -27,7 +27,7 @@ TRAINED_STEPS = 1000
 """Number of timesteps that every served model was trained on."""
 
 
-def load_sampler(config: Config, facts: ModelFacts) -> Any:
+def load_sampler(config: Config, spec: ModelSpec) -> Any:
     """Load the sampler of the model's folder, with the options that diffusers' pipeline sets.
 
     Raises:
@@ -39,14 +39,14 @@ def load_sampler(config: Config, facts: ModelFacts) -> Any:
     if named not in _SERVED:
         raise _refused(named, f" is not served with UNets; served: {', '.join(_SERVED)}")
     sampler = load_plain(config, "scheduler", getattr(diffusers, named))
-    if not facts.micro_conditioning and sampler.config.get("steps_offset", 1) != 1:
+    if not spec.micro_conditioning and sampler.config.get("steps_offset", 1) != 1:
         # Stable Diffusion's pipelines, other than SDXL's, set it whatever the folder says.
         sampler = type(sampler).from_config(sampler.config, steps_offset=1)
     return sampler
 
 
-def _refused(name: str, what: str) -> ConfigError:
-    return ConfigError(f"[model] path: sampler {name}{what}")
+def _refused(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"[model] path: sampler {name}{reason}")
 
 
 def check_sampler(sampler: Any) -> None:
@@ -104,12 +104,12 @@ class UnetSchedule:
     """
 
     def __init__(self, model: Any, levels: NoiseLevels, steps: int, strength: float = 1.0) -> None:
-        self._own = copy.deepcopy(model)
-        self._own.set_timesteps(steps)
-        begin = (steps - steps_run(steps, strength, rounds_up=False)) * self._own.order
-        self._timesteps: Tensor = self._own.timesteps[begin:]
-        if hasattr(self._own, "set_begin_index"):
-            self._own.set_begin_index(begin)
+        self._sampler = copy.deepcopy(model)
+        self._sampler.set_timesteps(steps)
+        begin = (steps - steps_run(steps, strength, rounds_up=False)) * self._sampler.order
+        self._timesteps: Tensor = self._sampler.timesteps[begin:]
+        if hasattr(self._sampler, "set_begin_index"):
+            self._sampler.set_begin_index(begin)
         self.timesteps = tuple(map(float, self._timesteps))
         """Timestep of each model call; PNDM makes one more than it has steps."""
         self.whole = strength == 1.0
@@ -119,9 +119,9 @@ class UnetSchedule:
     def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
         """Return the initial latents; `clean` is not read at full strength."""
         if self.whole:
-            return noise * self._own.init_noise_sigma
+            return noise * self._sampler.init_noise_sigma
         assert clean is not None
-        signal, share = _noised(self._own, self._timesteps[:1], clean.dtype)
+        signal, share = _noised(self._sampler, self._timesteps[:1], clean.dtype)
         return signal * clean + share * noise
 
     def state(self, latents: Tensor) -> Tensor:
@@ -135,13 +135,13 @@ class UnetSchedule:
         Only samplers without memory are not linear.
         """
         timestep = self._timesteps[step]
-        moved: Tensor = self._own.step(answer, timestep, latents, return_dict=False)[0]
+        moved: Tensor = self._sampler.step(answer, timestep, latents, return_dict=False)[0]
         return moved
 
     @cached_property
     def factors(self) -> StepFactors:
         scales, sources, steps = [], [], []
-        sampler, unit = copy.deepcopy(self._own), torch.ones(1, dtype=torch.float64)
+        sampler, unit = copy.deepcopy(self._sampler), torch.ones(1, dtype=torch.float64)
         linear = is_linear(sampler)
         for step, timestep in enumerate(self._timesteps):
             at = self._timesteps[step : step + 1]
@@ -200,12 +200,12 @@ class NoiseLevels:
         signal, share = self.at(timestep)
         return signal * clean + share * noise
 
-    def estimate(self, taken: Tensor, answer: Tensor, timestep: float) -> Tensor:
+    def estimate(self, model_input: Tensor, answer: Tensor, timestep: float) -> Tensor:
         signal, share = self.at(timestep)
         if self._predicts_velocity:
-            return signal * taken - share * answer
-        return (taken - share * answer) / signal
+            return signal * model_input - share * answer
+        return (model_input - share * answer) / signal
 
-    def noise_in(self, taken: Tensor, answer: Tensor, timestep: float) -> Tensor:
+    def noise_in(self, model_input: Tensor, answer: Tensor, timestep: float) -> Tensor:
         signal, share = self.at(timestep)
-        return share * taken + signal * answer if self._predicts_velocity else answer
+        return share * model_input + signal * answer if self._predicts_velocity else answer

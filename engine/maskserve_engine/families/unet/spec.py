@@ -19,7 +19,7 @@ from maskserve_common.config import Config, ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
-from maskserve_engine.spec.model_spec import ControlFacts, EditDefaults, ModelFacts, one_scale
+from maskserve_engine.spec.model_spec import ControlNetSpec, EditDefaults, ModelSpec, one_scale
 
 PIPELINES = (
     "StableDiffusionPipeline",
@@ -34,7 +34,7 @@ NAME = "UNets"
 SETTINGS = ("cache.conv_halo",)
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
 """Defaults of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
-CONTROL = ControlFacts(
+CONTROL = ControlNetSpec(
     net="ControlNetModel",
     latents=False,
     equal=(
@@ -49,10 +49,10 @@ CONTROL = ControlFacts(
     power=0.0,
 )
 _STRIDE = 7
-OWN_STRIDES = {FILL: 0.35, INPAINT: 0.25}
-_OWN_GROWTH = {FILL: 1.0, INPAINT: 1.7}
+REFRESH_STRIDES = {FILL: 0.35, INPAINT: 0.25}
+_REFRESH_GROWTH = {FILL: 1.0, INPAINT: 1.7}
 """A base model's picture round the mask changes faster the more noise there is."""
-_OWN_EVENLY_OVER = {FILL: 0.75, INPAINT: 0.85}
+_REFRESH_EVENLY_OVER = {FILL: 0.75, INPAINT: 0.85}
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, counted on a device without memory (`bench
 kernel_table`)."""
@@ -135,7 +135,7 @@ class _Walk:
     blocks: list[BlockWork] = field(default_factory=list)
     before: list[FixedWork] = field(default_factory=list)
     groups: int = 32
-    says: bool = False
+    convolves_outputs: bool = False
     """Whether each kept tensor goes through its own convolution, as in a ControlNet."""
     fixed: float = 0.0
     launches: float = _SAMPLING_LAUNCHES
@@ -143,7 +143,7 @@ class _Walk:
     positions: list[float] = field(default_factory=list)
     """FLOPs per position of each level since the last stack began."""
     maps: list[FeatureMap] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
     """Elements of each tensor that waits for the way up, or that the present layer reads."""
     peak: float = 0.0
     """Largest number of elements held at once."""
@@ -214,11 +214,11 @@ class _Walk:
 
     def hold(self, level: int, channels: int) -> None:
         """Account for `channels` held beside the kept tensors."""
-        self.peak = max(self.peak, sum(self.kept) + channels * self.areas[level])
+        self.peak = max(self.peak, sum(self.waiting) + channels * self.areas[level])
 
     def keep(self, level: int, channels: int) -> None:
-        self.kept.append(float(channels * self.areas[level]))
-        if self.says:
+        self.waiting.append(float(channels * self.areas[level]))
+        if self.convolves_outputs:
             self.conv(level, channels, channels, side=1)
 
     def linear(self, inputs: int, outputs: int) -> None:
@@ -310,12 +310,12 @@ def unet_work(
             last = layer == layers[level]
             skip = channels[max(level - 1, 0)] if last else channel_count
             in_channels = below if layer == 0 else channel_count
-            walk.kept.pop()
+            walk.waiting.pop()
             walk.keep(level, 2 * in_channels + skip)  # by itself, and beside the skip
             walk.resnet(level, in_channels + skip, channel_count)
             if kind.startswith("CrossAttn"):
                 walk.stack(f"up{step}.{layer}", level, channel_count, depths[level])
-            walk.kept.pop()
+            walk.waiting.pop()
         if level > 0:
             walk.hold(level - 1, 3 * channel_count)  # as it was, widened, and after the convolution
             walk.conv(level - 1, channel_count, channel_count)
@@ -405,11 +405,11 @@ def control_work(
     whole picture, even if those of the UNet run on tiles.
     """
     walk = _Walk.of(config, height, width)
-    walk.says = True
+    walk.convolves_outputs = True
     walk.down(config)
     walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
     # The picture is as large as the first map; the middle speaks, too.
-    residual_numbers = sum(walk.kept) + walk.channels[-1] * walk.areas[-1]
+    residual_numbers = sum(walk.waiting) + walk.channels[-1] * walk.areas[-1]
     return ModelWork(
         family="unet",
         blocks=tuple(walk.blocks),
@@ -418,14 +418,14 @@ def control_work(
         before=tuple(walk.before),
         after=walk.outside(),
         restore_ends=True,
-        beside=walk.kept[0] + residual_numbers,
+        carried_numbers=walk.waiting[0] + residual_numbers,
         copies=2 if guidance else 1,
         peak_row=walk.peak,
         peak_text=0.0,
     )
 
 
-def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, _: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a Stable Diffusion folder.
 
     Raises:
@@ -467,7 +467,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
             f"[model] path: tokenizer/tokenizer_config.json: model_max_length: {length!r} is not "
             "a number of tokens; served: 1 to 4096"
         )
-    return ModelFacts(
+    return ModelSpec(
         family="unet",
         semantics=semantics,
         latents=latents,
@@ -480,12 +480,12 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         true_cfg=False,
         denoiser=unet,
         control=CONTROL,
-        own_stride=OWN_STRIDES[semantics],
+        refresh_stride=REFRESH_STRIDES[semantics],
         leaves_text=False,  # none stands among the tokens
-        own_growth=_OWN_GROWTH[semantics],
-        own_bends=semantics == INPAINT,
-        own_evenly_over=_OWN_EVENLY_OVER[semantics],
-        own_over_template=True,
+        refresh_growth=_REFRESH_GROWTH[semantics],
+        second_order_refresh=semantics == INPAINT,
+        refresh_evenly_over=_REFRESH_EVENLY_OVER[semantics],
+        refreshes_over_template=True,
         dense_sides=True,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),

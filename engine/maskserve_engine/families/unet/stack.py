@@ -48,14 +48,14 @@ class InactivePassTokens(Protocol):
     Blocks are numbered over the whole UNet, in the order they run.
     """
 
-    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
+    def source(self, block: int, part: str, positions: Tensor | None = None) -> KvSource:
         """Return where a cached part lies.
 
         Args:
             block: number of the block in the UNet.
             part: `h`, hidden states at the block's input; `kv`, keys and values; `end`, hidden
                 states behind a stack's last block.
-            wanted: [m] indices among the cached tokens; None: all.
+            positions: [m] indices among the cached tokens; None: all.
         """
         ...
 
@@ -124,7 +124,7 @@ def transformer_block(
     block: BlockWeights,
     number: int,
     tokens: Tensor,
-    own: Segments,
+    segments: Segments,
     cross: Segments,
     text: Text,
     fill: Fill | None,
@@ -136,20 +136,20 @@ def transformer_block(
         block: weights of the block.
         number: number of the block in the UNet.
         tokens: [n, width] computed tokens.
-        own: segments of self-attention, with all keys.
+        segments: segments of self-attention, with all keys.
         cross: segments of cross-attention.
         text: prompts of the passes.
         fill: adds cached keys and values; None: all tokens are computed.
         see: receives the computed keys and values.
     """
-    passes, attn = own.q_spans, block.attn1
+    passes, attn = segments.q_spans, block.attn1
     qkv = _heads(attn.qkv(block.norm1(tokens), passes), 3, attn.head_count)
     query, keys, values = qkv.unbind(1)
     if see is not None:
         see(keys, values)
     if fill is not None:
         keys, values = fill(block, qkv[:, 1:])
-    mixed = attention(query, keys, values, own)
+    mixed = attention(query, keys, values, segments)
     del qkv, query, keys, values
     tokens, normed = add_norm(tokens, attn.to_out(mixed.flatten(1), passes), block.norm2)
 
@@ -228,7 +228,9 @@ class Stack:
             fill = self._fill(number)
         see = self._capture(number, tokens) if self.captures else None
         at = self.sparse or self.level
-        tokens = transformer_block(block, number, tokens, at.own, at.cross, self.text, fill, see)
+        tokens = transformer_block(
+            block, number, tokens, at.segments, at.cross, self.text, fill, see
+        )
         self.left = None  # the inactive tokens are a block behind now
         return tokens
 
@@ -242,10 +244,10 @@ class Stack:
             self.sparse = self.level.sparse
             assert self.sparse is not None
             # What was computed is nearer to the edit than an entry, and loads nothing.
-            feature_tokens, all_tokens = self.sparse.there, tokens
+            feature_tokens, all_tokens = self.sparse.computed, tokens
             tokens = all_tokens.index_select(0, feature_tokens.core)
             if self.kinds[number] == "project":
-                self.left = all_tokens.index_select(0, feature_tokens.rest)
+                self.left = all_tokens.index_select(0, feature_tokens.cached)
         return tokens
 
     def _inactive(self, number: int, width: int, like: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ class Stack:
         if self.left is not None:
             return self.left
         assert self.sparse is not None
-        out = like.new_empty(len(self.sparse.keys.rest.to), width)
+        out = like.new_empty(len(self.sparse.keys.cached.to), width)
         self.place(number, "h alone", (out,))
         return out
 
@@ -262,7 +264,7 @@ class Stack:
         cache.
         """
         assert self.sparse is not None
-        feature_tokens = self.sparse.there
+        feature_tokens = self.sparse.computed
         all_hidden = self.empty(core, (feature_tokens.count, core.shape[1]))
         all_hidden.index_copy_(0, feature_tokens.core, core)
         self.place(number, part, (all_hidden,))
@@ -283,7 +285,7 @@ class Stack:
         assert self.sparse is not None
         keys, keys_values = self.sparse.keys, self._all_keys(computed)
         hidden = self._inactive(number, keys_values[0, 0].numel(), computed)
-        product = block.attn1.keys_values(block.norm1(hidden), keys.rest.spans)
+        product = block.attn1.keys_values(block.norm1(hidden), keys.cached.spans)
         cached_keys_values = _heads(product, 2, block.attn1.head_count)
         keys_values.index_copy_(1, keys.slots.to, cached_keys_values.transpose(0, 1))
         return keys_values[0], keys_values[1]
@@ -297,7 +299,7 @@ class Stack:
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
         """Give recorded rows their hidden states; return what will give them keys and values."""
-        captures = self._own_parts()
+        captures = self._captured_parts()
         for capture, at in captures:
             capture.hidden(number, tokens[at])
 
@@ -307,15 +309,15 @@ class Stack:
 
         return see
 
-    def _own_parts(self) -> list[tuple[StackCapture, slice]]:
-        spans = (self.sparse or self.level).own.q_spans
+    def _captured_parts(self) -> list[tuple[StackCapture, slice]]:
+        spans = (self.sparse or self.level).segments.q_spans
         return [
             (capture, slice(spans[first][0], spans[behind - 1][1]))
             for first, behind, capture in self.captures
         ]
 
     def _end(self, number: int, tokens: Tensor) -> Tensor:
-        for capture, at in self._own_parts():
+        for capture, at in self._captured_parts():
             capture.end(number, tokens[at])
         if self.sparse is None:
             return tokens

@@ -151,12 +151,12 @@ class TemplateSurroundings(Surroundings):
         self,
         tile: Tile,
         maps: range,
-        kept: Sequence[FeatureMap],
+        feature_maps: Sequence[FeatureMap],
         dtype: torch.dtype,
         entry: Callable[[], Entry | None],
     ) -> None:
         super().__init__(tile)
-        self._maps, self._kept, self._dtype, self._entry = maps, kept, dtype, entry
+        self._maps, self._feature_maps, self._dtype, self._entry = maps, feature_maps, dtype, entry
         self._of: Handle | None = None
         self._moments: Coded
         """[maps · halves, 2 · groups] moments of all maps of the entry."""
@@ -185,7 +185,7 @@ class TemplateSurroundings(Surroundings):
 
     def room(self) -> RingRoom:
         halves, device = len(self._moments.data) // len(self._maps), self._moments.data.device
-        return RingRoom(self.tile, self._kept, halves, self._dtype, device)
+        return RingRoom(self.tile, self._feature_maps, halves, self._dtype, device)
 
     def read_all(self, room: RingRoom) -> bool:
         entry = self.entry
@@ -200,7 +200,7 @@ class TemplateSurroundings(Surroundings):
             if frame.whole:  # nothing travels, and nothing of it is read
                 continue
             (coded,), ids = entry.wait_whole(self._maps[read.number], "map")
-            box_positions = None if read.strided else frame.own
+            box_positions = None if read.strided else frame.box
             maps.append(
                 RingMap(
                     coded, ids, frame.region.area, frame.ring, box_positions, math.prod(place.size),
@@ -220,16 +220,16 @@ class TemplateSurroundings(Surroundings):
     def _turn_to(self, entry: Handle) -> None:
         self._of, self._around = None, {}
         ((self._moments,), _) = entry.wait_whole(self._maps.stop, "map")
-        if has_kernels(self._moments.data.device) and self._here(entry):
+        if has_kernels(self._moments.data.device) and self._is_loaded(entry):
             self._room = self._room or self.room()
             if self.read_all(self._room):
                 self._around = dict(self._room.around)
         self._of = entry
 
-    def _here(self, entry: Handle) -> bool:
+    def _is_loaded(self, entry: Handle) -> bool:
         return all(
             entry.ready(block, "map")
-            for block, feature_map in zip(self._maps, self._kept, strict=True)
+            for block, feature_map in zip(self._maps, self._feature_maps, strict=True)
             if not self.tile[feature_map.level].near.whole
         )
 
@@ -250,7 +250,7 @@ class TemplateSurroundings(Surroundings):
         if read.strided:
             return Around(ring, None)
         total = self._total(read.number, place.size)
-        box_moments = Moments.of(region.index_select(2, frame.own)[:, :, None], total.mean.shape[1])
+        box_moments = Moments.of(region.index_select(2, frame.box)[:, :, None], total.mean.shape[1])
         return Around(ring, total - box_moments)
 
     def _total(self, number: int, size: tuple[int, int]) -> Moments:
@@ -259,7 +259,7 @@ class TemplateSurroundings(Surroundings):
         return Moments(size[0] * size[1], mean, variance)
 
 
-class HeldSurroundings:
+class CopiedSurroundings:
     """Copied surroundings that a recorded step reads; those of other rows of the same shapes are
     copied in.
     """

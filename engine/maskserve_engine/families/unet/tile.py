@@ -79,7 +79,7 @@ class Frame:
     from 1 on, then those of the ring."""
     ring: Tensor
     """[n] ring positions in `region`; arbitrary for those beyond the picture."""
-    own: Tensor
+    box: Tensor
     """[box] box positions in `region`."""
     whole: bool
     """Whether the ring lies entirely beyond the picture."""

@@ -14,7 +14,7 @@ from maskserve_engine.families.unet.spec import level_sizes
 from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
 from maskserve_engine.planning.flops import ModelWork, RowTokens
 
-OWN_HALO = 1
+REFRESH_HALO = 1
 """Halo, in positions round the mask's box, of rows with refresh steps if `[cache] conv_halo` is 0.
 Extrapolated surroundings are more accurate than convolutions over a mix of computed and
 extrapolated tokens."""
@@ -28,7 +28,7 @@ class ActiveTokens:
     """Level → [n] ids, ascending."""
     tile: Tile | None
     """Tile on which convolutions run; None: the whole picture."""
-    own_tile: Tile | None
+    refresh_tile: Tile | None
     """Tile of a row with refresh steps, which always has one; None: nothing is masked."""
     cover_a_side: bool
     """Whether the tokens of level 0 cover a whole side of the picture."""
@@ -60,15 +60,15 @@ class ActiveTokens:
         if not len(ids[0]):  # of a template that is only to be primed
             return cls(ids, None, None, side)
         sizes = level_sizes(height, width, levels)
-        refresh_tile = tile_of(ids, sizes, halo or OWN_HALO, buckets=buckets)
+        refresh_tile = tile_of(ids, sizes, halo or REFRESH_HALO, buckets=buckets)
         return cls(ids, refresh_tile if halo else None, refresh_tile, side)
 
-    def row(self, text: int, *, own: bool = False) -> RowTokens:
-        """Return the token counts of a pass with `text` text tokens; `own`: its row has
+    def row(self, text: int, *, refreshes: bool = False) -> RowTokens:
+        """Return the token counts of a pass with `text` text tokens; `refreshes`: its row has
         refresh steps.
         """
         active = tuple(float(len(ids)) for ids in self.levels.values())
-        tile = self.own_tile if own else self.tile
+        tile = self.refresh_tile if refreshes else self.tile
         if tile is None:
             return RowTokens(active, float(text))
         convolved = tuple(float(level.box.area) for level in tile)

@@ -13,7 +13,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.families.mmdit.adapter import FlowAdapter
 from maskserve_engine.families.mmdit.batch import FlowBatch
-from maskserve_engine.families.mmdit.blocks import steps_ahead
+from maskserve_engine.families.mmdit.blocks import precomputed_steps
 from maskserve_engine.families.mmdit.preparation import FlowPreparation, FlowStart, grid_of
 from maskserve_engine.families.mmdit.schedule import Schedule
 from maskserve_engine.families.z_image import spec as z_image
@@ -21,15 +21,15 @@ from maskserve_engine.families.z_image.blocks import ZImageStep, ZImageVectors, 
 from maskserve_engine.families.z_image.spec import PADDED_TO, pads_of
 from maskserve_engine.families.z_image.weights import ZImageWeights, places_of
 from maskserve_engine.layers.low_rank import Adapters, Place
-from maskserve_engine.spec.family import FamilyFacts
+from maskserve_engine.spec.family import FamilyModule
 
 _ZERO = torch.zeros(1, dtype=torch.int64)
 
 
 class ZImageBatch(FlowBatch[ZImageWeights]):
     @staticmethod
-    def steps_ahead(passes: int) -> int:
-        return steps_ahead(passes)
+    def precomputed_steps(passes: int) -> int:
+        return precomputed_steps(passes)
 
     def vectors(self, weights: ZImageWeights, timesteps: Tensor) -> Sequence[ZImageVectors]:
         return vectors(weights, timesteps)
@@ -38,11 +38,11 @@ class ZImageBatch(FlowBatch[ZImageWeights]):
         return ZImageStep(weights, vectors)
 
     @staticmethod
-    def guide(own: Tensor, away: Tensor, scale: float) -> None:
+    def guide(positive: Tensor, negative: Tensor, scale: float) -> None:
         """Guide beyond the first pass's answer: unlike in other families, a scale of 0 leaves it
         unchanged.
         """
-        own.add_(own - away, alpha=scale)
+        positive.add_(positive - negative, alpha=scale)
 
 
 class ZImagePreparation(FlowPreparation):
@@ -65,7 +65,7 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
     too, and its pads stay at the model's position, before the prompt.
     """
 
-    spec: ClassVar[FamilyFacts] = z_image
+    family: ClassVar[FamilyModule] = z_image
     batches = ZImageBatch
     preparation = ZImagePreparation
     text_places = ("context_embedder", "context_blocks.")
@@ -98,9 +98,9 @@ class ZImageAdapter(FlowAdapter[ZImageWeights]):
     def positions(self, height: int, width: int, text: int) -> Tensor:
         return self._rotary(positions_of(height, width, text, self.pads((height, width))))
 
-    def _own_positions(self, job: EditJob, text: int) -> Tensor:
+    def _image_positions(self, job: EditJob, text: int) -> Tensor:
         """Return positions; a priming row's pads lie where those of the edits lie that read it."""
-        whole, grid = super()._own_positions(job, text), grid_of(job)
+        whole, grid = super()._image_positions(job, text), grid_of(job)
         words, pads = len(job.conditioning["prompt_embeds"]), self.pads(grid)
         pad_cis = self._rotary(pads_at(words + pads_of(words), pads))
         return torch.cat((whole[: text - pads], pad_cis, whole[text:]))

@@ -73,8 +73,8 @@ def _spread(stream: Stream, vectors: Tensor, parts: int) -> list[Tensor]:
     tokens.
     """
 
-    def spread(each: Vector) -> Tensor:
-        return each.spread() if isinstance(each, PerRow) else each
+    def spread(vector: Vector) -> Tensor:
+        return vector.spread() if isinstance(vector, PerRow) else vector
 
     return [spread(vector) for vector in stream.spread(vectors, parts)]
 
@@ -109,7 +109,7 @@ class ZImageStep:
         image: Tensor,
         packing: Packing,
         cis: Tensor,
-        ahead: Any,
+        carried: Any,
         room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block, stream = self.blocks[number], packing.row_stream
@@ -123,15 +123,17 @@ class ZImageStep:
         text: Tensor,
         image: Tensor,
         attended: Tensor,
-        kept: Any,
+        carried: Any,
         packing: Packing,
         *,
-        goes_on: bool,
+        continues: bool,
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         stream = packing.row_stream
         wide = stream.wide(image)
-        hidden = behind(self.weights, self.blocks[number], wide, attended, kept, stream.spans)
+        hidden = feed_forward(
+            self.weights, self.blocks[number], wide, attended, carried, stream.spans
+        )
         hidden = hidden.view_as(image)
         return text, hidden[packing.text[0] :] if image_alone else hidden, None
 
@@ -180,7 +182,7 @@ def queries(
     return qkv[:, :2], qkv[:, 2]
 
 
-def behind(
+def feed_forward(
     weights: ZImageWeights,
     block: ZImageBlock,
     x: Tensor,
@@ -231,5 +233,5 @@ def refined(weights: ZImageWeights, embeds: Tensor, multiple: int, cis: Tensor) 
         qk, v = queries(weights, block, x, None, cis, rows)
         q, k = qk.unbind(1)
         attention_out = attention(q, k, v, segments([len(x)], [len(x)])).flatten(1)
-        x = behind(weights, block, x, attention_out, None, rows)
+        x = feed_forward(weights, block, x, attention_out, None, rows)
     return x

@@ -11,7 +11,7 @@ import torch
 from maskserve_common.config import Config
 from maskserve_engine.base.job import Conditioning
 from maskserve_engine.families.encoder import ChatEncoder, OneTextEncoder, TextEncoder, to_numpy
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.model_spec import ModelSpec
 
 
 @lru_cache(maxsize=1)
@@ -32,7 +32,7 @@ class ZImageEncoder(OneTextEncoder):
     """VAE encoder and text encoder of a Z-Image folder."""
 
     @staticmethod
-    def load_text(facts: ModelFacts, config: Config) -> TextEncoder:
+    def load_text(spec: ModelSpec, config: Config) -> TextEncoder:
         from transformers import Qwen3Model
 
         return _ThinkingEncoder.load(config, Qwen3Model, length=config.model.max_sequence_length)

@@ -17,7 +17,7 @@ from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec import mmdit
 from maskserve_engine.spec.model_spec import (
     EditDefaults,
-    ModelFacts,
+    ModelSpec,
     least_steps,
     no_recorded_rows,
     one_scale,
@@ -54,7 +54,7 @@ def pads_of(tokens: int) -> int:
     return -tokens % PADDED_TO
 
 
-def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
+def read(folder: Path, pipeline: str, native_resolution: int) -> ModelSpec:
     """Return the model spec of a Z-Image folder.
 
     Raises:
@@ -74,7 +74,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
             f"served: [{_PATCH}]"
         )
     turbo = sampler.get("shift") == _TURBO_SHIFT and not sampler.get("use_dynamic_shifting")
-    return ModelFacts(
+    return ModelSpec(
         family="z_image",
         semantics=PIPELINES[pipeline],
         latents=latents,
@@ -86,7 +86,7 @@ def read(folder: Path, pipeline: str, native_resolution: int) -> ModelFacts:
         defaults=_TURBO if turbo else DEFAULTS,
         stride=1 if turbo else _STRIDE,
         dense_steps=DenseSteps(prompt=1, side=1),
-        own_stride=0.0,
+        refresh_stride=0.0,
         leaves_text=False,  # which its first blocks do not see
         true_cfg=False,
         denoiser=as_flux(transformer),

@@ -86,13 +86,15 @@ class _Joined:
         degree = len(run.devices)
         self.at = degree.bit_length() - 1
         """Index of its degree in `Ticket.seconds`."""
-        self._own = sum([ticket.seconds[self.at] - ticket.shared for ticket in run.rows])
+        self._seconds_of_rows = sum(
+            [ticket.seconds[self.at] - ticket.shared for ticket in run.rows]
+        )
         self._shared = max([ticket.shared for ticket in run.rows])
         self._in_time = [
             (work.remaining, due_at)
             for work in works
             if (due_at := work.ticket.due) is not None
-            and now + work.remaining * (self._own + self._shared) <= due_at
+            and now + work.remaining * (self._seconds_of_rows + self._shared) <= due_at
         ]
         """Steps left and due times of the edits that are in time now."""
 
@@ -104,8 +106,14 @@ class _Joined:
             latest: when those must begin that wait, `work` among them; in order.
         """
         ticket, run, now_s = work.ticket, self.run, self._now
-        row_seconds, shared = self._own + ticket.seconds[self.at] - ticket.shared, self._shared
-        current_s, joined_s = self._own + shared, row_seconds + max(shared, ticket.shared)
+        row_seconds, shared = (
+            self._seconds_of_rows + ticket.seconds[self.at] - ticket.shared,
+            self._shared,
+        )
+        current_s, joined_s = (
+            self._seconds_of_rows + shared,
+            row_seconds + max(shared, ticket.shared),
+        )
         current_end, joined_end = now_s + run.steps * current_s, now_s + run.steps * joined_s
         if run.steps > 1 and (work.remaining < run.steps or joined_end > self._again):
             return False
@@ -115,7 +123,7 @@ class _Joined:
         if lost - (current_end <= _latest(work) < joined_end):
             return False
         self.run = replace(run, rows=(*run.rows, ticket))
-        self._own, self._shared = row_seconds, max(shared, ticket.shared)
+        self._seconds_of_rows, self._shared = row_seconds, max(shared, ticket.shared)
         if ticket.due is not None and now_s + work.remaining * joined_s <= ticket.due:
             self._in_time.append((work.remaining, ticket.due))
         return True

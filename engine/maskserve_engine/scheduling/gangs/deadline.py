@@ -61,7 +61,7 @@ class Deadline:
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Decide as `GangPolicy.decide` does; each run is of one step."""
-        books = _Books(now, works, self.devices)
+        books = _Timeline(now, works, self.devices)
         if not books.idle or not any(work.until is None for work in works):
             return GangPlan()
         first = self._aged.choose(now, works)
@@ -81,61 +81,67 @@ class Deadline:
         books.fill(sorted(works, key=_cheapest))
         return GangPlan(tuple(books.runs))
 
-    def _place_by_demand(self, books: _Books, works: Sequence[Work]) -> None:
-        on_time, remaining = self._kept(books, works)
+    def _place_by_demand(self, timeline: _Timeline, works: Sequence[Work]) -> None:
+        on_time, remaining = self._continued(timeline, works)
         hopeful = {work.ticket.request_id for work, _ in on_time}
         best_effort = [
-            (work, self._short(books, work)) for work in sorted(remaining, key=_cheapest)
+            (work, self._short(timeline, work)) for work in sorted(remaining, key=_cheapest)
         ]
-        for work, degree in self._scale_up(books, on_time + best_effort):
+        for work, degree in self._scale_up(timeline, on_time + best_effort):
             # Only for an edit that can be in time are devices kept from others.
             if work.ticket.request_id in hopeful:
-                books.place(work, degree)
+                timeline.place(work, degree)
             elif work.until is None:
-                books.place(work, degree, books.busy)
+                timeline.place(work, degree, timeline.busy)
 
-    def _listed(self, books: _Books, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], bool]:
+    def _listed(
+        self, timeline: _Timeline, works: Sequence[Work]
+    ) -> tuple[list[tuple[Work, int]], bool]:
         """Return the works that step now with their degrees, those of the list first; and whether
         more of the list is to come.
         """
-        few = FewEdits(books.now, works, self.devices, books.most)
+        few = FewEdits(timeline.now, works, self.devices, timeline.most)
         first = few.begin()
         unlisted = [
             w for w in works if w.until is None and w not in [j.work for j, _ in few.chosen]
         ]
-        best_effort = self._behind(books, few, first, unlisted)
+        best_effort = self._after_begun(timeline, few, first, unlisted)
         self._widen(few, first, best_effort)
         begun = [(few.chosen[number][0].work, degree) for number, degree in first.items()]
         waits = any(job.steps > (n in first) for n, (job, _) in enumerate(few.chosen))
         return begun + best_effort, waits
 
-    def _behind(
-        self, books: _Books, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
+    def _after_begun(
+        self,
+        timeline: _Timeline,
+        few: FewEdits,
+        first: Mapping[int, int],
+        later_works: Sequence[Work],
     ) -> list[tuple[Work, int]]:
         """Return works outside the list, for devices that delay none of it."""
         placed: list[tuple[Work, int]] = []
         idle, planned = few.idle - sum(first.values()), few.starts(first) or few.starts({})
-        for work in sorted(rest, key=_cheapest):
-            degree = self._short(books, work)
+        for work in sorted(later_works, key=_cheapest):
+            degree = self._short(timeline, work)
             while degree > idle:
                 degree //= 2
             if not degree:
                 break
             begun = few.starts(first, [*placed, (work, degree)])
-            if _none_later(begun, planned, first):
+            if _delays_none(begun, planned, first):
                 placed.append((work, degree))
                 idle -= degree
         return placed
 
     def _widen(
-        self, few: FewEdits, first: dict[int, int], others: Sequence[tuple[Work, int]]
+        self, few: FewEdits, first: dict[int, int], placed: Sequence[tuple[Work, int]]
     ) -> None:
         """Give idle devices to works of the list that save most time at twice their degree."""
         while True:
-            idle = few.idle - sum(first.values()) - sum(degree for _, degree in others)
+            idle = few.idle - sum(first.values()) - sum(degree for _, degree in placed)
             gains = {}
             for number, degree in first.items():
-                if degree <= idle and few.starts({**first, number: 2 * degree}, others) is not None:
+                if degree <= idle and few.starts({**first, number: 2 * degree}, placed) is not None:
                     job, at = few.chosen[number][0], degree.bit_length() - 1
                     saved = job.work.ticket.seconds[at] - job.work.ticket.seconds[at + 1]
                     gains[number] = job.steps * saved
@@ -144,13 +150,13 @@ class Deadline:
                 return
             first[best] *= 2
 
-    def _short(self, books: _Books, work: Work) -> int:
+    def _short(self, timeline: _Timeline, work: Work) -> int:
         """Return the cheapest degree whose step does not delay an edit that comes now."""
-        points = frontier(books.seconds(work))
+        points = frontier(timeline.seconds(work))
         return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
 
-    def _kept(
-        self, books: _Books, works: Sequence[Work]
+    def _continued(
+        self, timeline: _Timeline, works: Sequence[Work]
     ) -> tuple[list[tuple[Work, int]], list[Work]]:
         """Return works that can all be in time, with the degree of their next step, the least slack
         first; and the other works.
@@ -164,10 +170,10 @@ class Deadline:
         )
         remaining += [work for work in works if work.ticket.due is None]
         for number, work in enumerate(ordered):
-            seconds, steps = books.seconds(work), work.remaining
-            start = books.now
+            seconds, steps = timeline.seconds(work), work.remaining
+            start = timeline.now
             if work.until is not None:
-                start, steps = work.until, steps - work.under_way
+                start, steps = work.until, steps - work.running_steps
             slack = (work.ticket.due or 0.0) - start
             if not steps:
                 continue
@@ -179,25 +185,27 @@ class Deadline:
             demand += needs
             heapq.heappush(heap, (-needs, number))
             chosen[number] = (work, shares[0].degree, slack - steps * min(seconds))
-            while demand > books.living * ((work.ticket.due or 0.0) - books.now):
+            while demand > timeline.living * ((work.ticket.due or 0.0) - timeline.now):
                 most, dropped = heapq.heappop(heap)
                 demand += most
                 remaining.append(chosen.pop(dropped)[0])
         on_time = sorted(chosen.values(), key=lambda each: each[2])
         return [(work, degree) for work, degree, _ in on_time], remaining
 
-    def _scale_up(self, books: _Books, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
+    def _scale_up(
+        self, timeline: _Timeline, chosen: list[tuple[Work, int]]
+    ) -> list[tuple[Work, int]]:
         """Give the devices that are left to works that save most time at twice their degree."""
-        free_devices = books.living
+        free_devices = timeline.living
         degrees = []
-        for _, degree in wanted:
+        for _, degree in chosen:
             degrees.append(degree if degree <= free_devices else 0)
             free_devices -= degrees[-1]
         while free_devices:
             best, best_gain = -1, 0.0
-            for index, (work, _) in enumerate(wanted):
+            for index, (work, _) in enumerate(chosen):
                 degree = degrees[index]
-                if 0 < degree <= free_devices and 2 * degree <= books.most:
+                if 0 < degree <= free_devices and 2 * degree <= timeline.most:
                     seconds, at = work.ticket.seconds, degree.bit_length() - 1
                     gain = work.remaining * (seconds[at] - seconds[at + 1])
                     if gain > best_gain:
@@ -206,10 +214,10 @@ class Deadline:
                 break
             free_devices -= degrees[best]
             degrees[best] *= 2
-        return [(work, degree) for (work, _), degree in zip(wanted, degrees, strict=True) if degree]
+        return [(work, degree) for (work, _), degree in zip(chosen, degrees, strict=True) if degree]
 
 
-class _Books:
+class _Timeline:
     """Devices while one decision is made, as bit masks.
 
     Args:
@@ -239,14 +247,14 @@ class _Books:
         """Return a step's seconds by the degrees that are possible here."""
         return work.ticket.seconds[: self.most.bit_length()]
 
-    def place(self, work: Work, degree: int, taken: int = 0) -> None:
+    def place(self, work: Work, degree: int, excluded: int = 0) -> None:
         """Begin a step, or claim the devices that it waits for. A smaller degree is taken if there
-        is no gang of `degree` devices; `taken` devices are not waited for.
+        is no gang of `degree` devices; `excluded` devices are not waited for.
         """
         current_gang = work.gang if work.until is not None else 0
-        taken, busy, block = self.claimed | taken, self.busy & ~current_gang, 0
+        excluded, busy, block = self.claimed | excluded, self.busy & ~current_gang, 0
         for fewer, _ in self._degrees(work, degree):
-            block = block or choose_block(fewer, self.devices, taken, work.gang, busy)
+            block = block or choose_block(fewer, self.devices, excluded, work.gang, busy)
         self.claimed |= block
         if block and work.until is None and not block & self.busy:
             self._begin(work, block)
@@ -282,7 +290,7 @@ class _Books:
         (devices,) = [run.devices for run in self.runs if run.rows == (work.ticket,)]
         ends_at = self.now + work.ticket.seconds[len(devices).bit_length() - 1]
         gang = sum(1 << device for device in devices)
-        return replace(work, gang=gang, until=ends_at, under_way=1)
+        return replace(work, gang=gang, until=ends_at, running_steps=1)
 
     def _begin(self, work: Work, block: int) -> None:
         self.runs.append(Run((work.ticket,), devices_of(block)))
@@ -292,7 +300,7 @@ class _Books:
         self._soonest = min(self._soonest, self.now + seconds)
 
 
-def _none_later(
+def _delays_none(
     begun: Sequence[float] | None, planned: Sequence[float] | None, first: Container[int]
 ) -> bool:
     """Whether all works that wait for devices still get them on time, and none is late."""

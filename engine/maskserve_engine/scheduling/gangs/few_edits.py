@@ -76,20 +76,20 @@ class FewEdits:
         }
 
     def starts(
-        self, first: Mapping[int, int], others: Sequence[tuple[Work, int]] = ()
+        self, first: Mapping[int, int], placed: Sequence[tuple[Work, int]] = ()
     ) -> list[float] | None:
         """When each edit of the list goes on; None: one would be late.
 
         Args:
             first: edits of the list that take one step now, by number, and its degree.
-            others: that take a step now, too, and its degree.
+            placed: that take a step now, too, and its degree.
         """
         free, ready = self._free, {}
         for number, degree in first.items():
             ready[number] = self.now + _seconds(self.chosen[number][0].work, degree)
-            free = _taken(free, degree, ready[number])
-        for work, degree in others:
-            free = _taken(free, degree, self.now + _seconds(work, degree))
+            free = _with_busy(free, degree, ready[number])
+        for work, degree in placed:
+            free = _with_busy(free, degree, self.now + _seconds(work, degree))
         begun = []
         for number, (job, degree) in enumerate(self.chosen):
             steps, begin = job.steps - (number in first), ready.get(number, job.ready)
@@ -99,7 +99,7 @@ class FewEdits:
             if end > job.due:
                 return None
             if steps:
-                free = _taken(free, degree, end)
+                free = _with_busy(free, degree, end)
             begun.append(begin)
         return begun
 
@@ -107,7 +107,7 @@ class FewEdits:
 def _job(now: float, work: Work, most: int) -> Job:
     ready, steps = now, work.remaining
     if work.until is not None:
-        ready, steps = max(work.until, now + _OVERDUE_S), steps - work.under_way
+        ready, steps = max(work.until, now + _OVERDUE_S), steps - work.running_steps
     degrees: list[tuple[int, float]] = []
     for at, seconds in enumerate(work.ticket.seconds):
         if 1 << at <= most and (not degrees or seconds < degrees[-1][1]):
@@ -135,14 +135,14 @@ def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
                 took = job.steps * seconds
                 end = max(free[degree - 1], job.ready) + took
                 if end <= job.due:
-                    next_free = _taken(free, degree, end)
+                    next_free = _with_busy(free, degree, end)
                     go(later_jobs, next_free, (*chosen, (job, degree)), demand + degree * took)
 
     go(tuple(jobs), free, (), 0.0)
     return best
 
 
-def _taken(free: _Free, degree: int, end: float) -> _Free:
+def _with_busy(free: _Free, degree: int, end: float) -> _Free:
     """When devices are free once the first `degree` of them are taken until `end`."""
     return tuple(sorted((*free[degree:], *(end,) * degree)))
 

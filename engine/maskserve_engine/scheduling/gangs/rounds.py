@@ -186,26 +186,26 @@ class _Round:
     def _steps(self, work: Work, degree: int) -> int:
         return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
 
-    def _fill(self, works: Sequence[Work], groups: list[list[Option]], wanted: list[int]) -> None:
+    def _fill(self, works: Sequence[Work], groups: list[list[Option]], degrees: list[int]) -> None:
         """Give devices that are left to works that need not run now."""
-        free_devices = self.living - sum(wanted)
+        free_devices = self.living - sum(degrees)
         for index, options in enumerate(groups):
-            if not wanted[index]:
+            if not degrees[index]:
                 fitting = [o.degree for o in options[1:] if o.degree <= free_devices]
                 if fitting:
-                    wanted[index] = fitting[0]
+                    degrees[index] = fitting[0]
                 elif free_devices and len(options) > 1:
-                    wanted[index] = min(self.most, 1 << free_devices.bit_length() - 1)
-                    if not self._steps(works[index], wanted[index]):
-                        wanted[index] = 0  # it would outlast the round
-                free_devices -= wanted[index]
+                    degrees[index] = min(self.most, 1 << free_devices.bit_length() - 1)
+                    if not self._steps(works[index], degrees[index]):
+                        degrees[index] = 0  # it would outlast the round
+                free_devices -= degrees[index]
 
-    def _scale_up(self, works: Sequence[Work], wanted: list[int]) -> None:
+    def _scale_up(self, works: Sequence[Work], degrees: list[int]) -> None:
         """Double the devices of the edit that saves most time, while there are some."""
-        free_devices = self.living - sum(wanted)
+        free_devices = self.living - sum(degrees)
         while free_devices:
             gains = []
-            for index, (work, degree) in enumerate(zip(works, wanted, strict=True)):
+            for index, (work, degree) in enumerate(zip(works, degrees, strict=True)):
                 if 0 < degree <= free_devices and 2 * degree <= self.most:
                     seconds = work.ticket.seconds
                     current_s, more = (
@@ -217,17 +217,17 @@ class _Round:
             if not gains:
                 return
             index = -max(gains)[1]
-            free_devices -= wanted[index]
-            wanted[index] *= 2
+            free_devices -= degrees[index]
+            degrees[index] *= 2
 
-    def _place(self, works: Sequence[Work], wanted: list[int]) -> list[Run]:
+    def _place(self, works: Sequence[Work], degrees: list[int]) -> list[Run]:
         """The largest gangs first, so that aligned blocks fit; where lost devices leave none of a
         size, the edit has half as many.
         """
         occupied, runs = self.lost, []
-        for index in sorted(range(len(works)), key=lambda i: (-wanted[i], i)):
+        for index in sorted(range(len(works)), key=lambda i: (-degrees[i], i)):
             # What a smaller gang has left over goes to those that were to wait.
-            work, degree = works[index], wanted[index] or int(bool(self.lost))
+            work, degree = works[index], degrees[index] or int(bool(self.lost))
             block = 0
             while degree and not block:
                 block = choose_block(degree, self.devices, occupied, work.gang)

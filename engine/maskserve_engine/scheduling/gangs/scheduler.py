@@ -20,14 +20,14 @@ from maskserve_engine.scheduling.step_scheduler import (
 
 _UNKNOWN_S = 0.05
 """Assumed seconds of a step without a prediction."""
-_BEHIND_S = 2.0
+_MOST_BEHIND_S = 2.0
 """Device-seconds that a key may fall behind another before it goes first."""
 _SOON_S = 1.0
 """Seconds after which a device counts as free whose edit was withdrawn in its step."""
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _RunningRun:
     run: Run
     left: int
     """Steps that have not begun."""
@@ -38,8 +38,8 @@ class GangScheduler:
 
     Tickets wait in the order of `TicketQueue`; as many as there are rows take part in decisions.
     Devices that are lost, or whose edit was withdrawn in its step, count as taken by a foreign
-    edit. No key falls behind another by more than `_BEHIND_S`: it is then next, whatever the policy
-    decides (`Work.first`).
+    edit. No key falls behind another by more than `_MOST_BEHIND_S`: it is then next, whatever
+    the policy decides (`Work.first`).
 
     Args:
         policy: policy that decides.
@@ -53,8 +53,8 @@ class GangScheduler:
         self._draining = False
         self._waiting = TicketQueue(max_waiting)
         self._works: dict[str, Work] = {}
-        self._under_way: list[_UnderWay] = []
-        self._had = KeyWork()
+        self._running: list[_RunningRun] = []
+        self._used_by_key = KeyWork()
         """Device-seconds by key."""
 
     @property
@@ -106,18 +106,20 @@ class GangScheduler:
         for ticket in admitted:
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
         runs = [
-            self._begin(active_run, now) for active_run in going_on if self._held(active_run.run)
+            self._begin(active_run, now)
+            for active_run in going_on
+            if self._is_delayed(active_run.run)
         ]
-        self._give_turns()
-        works = [*self._works.values(), *self._taken(now, devices)]
+        self._let_keys_catch_up()
+        works = [*self._works.values(), *self._chosen_works(now, devices)]
         plan = self.policy.decide(now, works)
         for run in plan.runs:
-            begun = _UnderWay(run, run.steps)
-            self._under_way.append(begun)
+            begun = _RunningRun(run, run.steps)
+            self._running.append(begun)
             runs.append(self._begin(begun, now))
         return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
 
-    def _give_turns(self) -> None:
+    def _let_keys_catch_up(self) -> None:
         """Mark the most urgent edit of the key that is furthest behind (`Work.first`)."""
         idle: dict[str, list[Work]] = {}
         for work in self._works.values():
@@ -128,15 +130,15 @@ class GangScheduler:
         waiting = [key for key, idle_works in idle.items() if idle_works]
         if len(idle) < 2 or not waiting:
             return
-        behind = self._had.behind(waiting)
-        if self._had.lag(behind, idle) > _BEHIND_S:
+        behind = self._used_by_key.furthest_behind(waiting)
+        if self._used_by_key.lag(behind, idle) > _MOST_BEHIND_S:
             min(idle[behind], key=lambda work: age_order(work.ticket)).first = True
 
     def check_integrity(self) -> None:
         if not self._waiting.check_integrity():
             raise RuntimeError("places and tickets that wait do not match")
         occupied = 0
-        for active_run in self._under_way:
+        for active_run in self._running:
             gang = _mask(active_run.run.devices)
             if gang & occupied or gang >> self._devices:
                 raise RuntimeError(
@@ -152,51 +154,51 @@ class GangScheduler:
         step_times = seconds or (_UNKNOWN_S,)
         return step_times + step_times[-1:] * (self._devices.bit_length() - len(step_times))
 
-    def _held(self, run: Run) -> bool:
-        return any(self._is_held(ticket) for ticket in run.rows)
+    def _is_delayed(self, run: Run) -> bool:
+        return any(self._waits_for_mates(ticket) for ticket in run.rows)
 
-    def _is_held(self, ticket: Ticket) -> bool:
+    def _waits_for_mates(self, ticket: Ticket) -> bool:
         work = self._works.get(ticket.request_id)
         return work is not None and work.ticket is ticket
 
-    def _book(self, now: float, devices: Devices) -> list[_UnderWay]:
+    def _book(self, now: float, devices: Devices) -> list[_RunningRun]:
         """Account for steps that have ended; return the runs with steps left."""
-        ended = [e for e in self._under_way if devices.busy.isdisjoint(e.run.devices)]
+        ended = [e for e in self._running if devices.busy.isdisjoint(e.run.devices)]
         continuing = []
         for active_run in ended:
             lost = not devices.lost.isdisjoint(active_run.run.devices)
             active_run.left = 0 if lost else active_run.left
-            for ticket in filter(self._is_held, active_run.run.rows):
+            for ticket in filter(self._waits_for_mates, active_run.run.rows):
                 work = self._works[ticket.request_id]
-                work.until, work.under_way, work.idle_since = None, 0, now
+                work.until, work.running_steps, work.idle_since = None, 0, now
                 if not lost:  # what has none left was finished by now
                     work.remaining = max(1, work.remaining - 1)
-            if active_run.left and self._held(active_run.run):
+            if active_run.left and self._is_delayed(active_run.run):
                 continuing.append(active_run)
             else:
-                self._under_way.remove(active_run)
+                self._running.remove(active_run)
         return continuing
 
-    def _begin(self, each: _UnderWay, now: float) -> Run:
-        rows = tuple(filter(self._is_held, each.run.rows))
-        lasts = seconds_together(rows, len(each.run.devices))
+    def _begin(self, running: _RunningRun, now: float) -> Run:
+        rows = tuple(filter(self._waits_for_mates, running.run.rows))
+        lasts = seconds_together(rows, len(running.run.devices))
         for ticket in rows:
             work = self._works[ticket.request_id]
-            work.gang, work.under_way = _mask(each.run.devices), each.left
-            work.until = now + each.left * lasts
-            took = len(each.run.devices) * lasts / len(rows)
-            self._had.add(scope_of(ticket.request_id), took)
-        each.left -= 1
-        return Run(rows, each.run.devices)
+            work.gang, work.running_steps = _mask(running.run.devices), running.left
+            work.until = now + running.left * lasts
+            took = len(running.run.devices) * lasts / len(rows)
+            self._used_by_key.add(scope_of(ticket.request_id), took)
+        running.left -= 1
+        return Run(rows, running.run.devices)
 
-    def _taken(self, now: float, devices: Devices) -> list[Work]:
+    def _chosen_works(self, now: float, devices: Devices) -> list[Work]:
         """Return works that stand for devices without an edit of ours; nothing waits for lost
         devices.
         """
         our_devices = {
             device
-            for active_run in self._under_way
-            if self._held(active_run.run)
+            for active_run in self._running
+            if self._is_delayed(active_run.run)
             for device in active_run.run.devices
         }
         return [
@@ -206,7 +208,7 @@ class GangScheduler:
                 idle_since=now,
                 gang=1 << device,
                 until=math.inf if device in devices.lost else now + _SOON_S,
-                under_way=1,
+                running_steps=1,
             )
             for device in sorted((devices.busy | devices.lost) - our_devices)
         ]

@@ -29,7 +29,7 @@ class Work:
     """Devices of its running or last step, as a bit mask; 0: none yet."""
     until: float | None = None
     """When its running step ends; None: none runs; inf: its devices are lost."""
-    under_way: int = 0
+    running_steps: int = 0
     """Steps of the running run; they count as remaining."""
     first: bool = False
     """Whether its key is next: if it does not run it gets devices before all others."""
@@ -204,8 +204,8 @@ def devices_of(gang: int) -> tuple[int, ...]:
     return tuple(at for at in range(gang.bit_length()) if gang >> at & 1)
 
 
-def choose_block(degree: int, devices: int, taken: int, last: int, busy: int = 0) -> int:
-    """A gang of `degree` that touches none of `taken`; 0 if there is none.
+def choose_block(degree: int, devices: int, busy_devices: int, last: int, busy: int = 0) -> int:
+    """A gang of `degree` that touches none of `busy_devices`; 0 if there is none.
 
     The edit's last gang is kept where it can be, then one within or around it; then idle devices
     rather than `busy` ones; then the gang whose larger block is in use already, so that large
@@ -213,13 +213,13 @@ def choose_block(degree: int, devices: int, taken: int, last: int, busy: int = 0
     """
     best, best_rank = 0, (-1, -1, -1)
     for block in blocks(degree, devices):
-        if block & taken:
+        if block & busy_devices:
             continue
         if block == last and not block & busy:
             return block
         near = bool(block & last)
         around = _around(block, degree)
-        rank = (int(not block & busy), int(near), (around & taken).bit_count())
+        rank = (int(not block & busy), int(near), (around & busy_devices).bit_count())
         if rank > best_rank:
             best, best_rank = block, rank
     return best

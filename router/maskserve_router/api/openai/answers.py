@@ -31,7 +31,9 @@ from maskserve_router.messages.failures import (
 from maskserve_router.messages.forwarded_headers import foreign_id
 
 _FIELD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
-_OURS = re.compile(r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL)\[(\d+)\]|(IMAGE|MASK|PROMPT|CONTROL)\b)")
+_FIELD_NAMES = re.compile(
+    r"\b(?:(?:SETTINGS|OP)\.(\w+)|(CONTROL)\[(\d+)\]|(IMAGE|MASK|PROMPT|CONTROL)\b)"
+)
 _OPENAIS = {
     "output_quality": "output_compression",
     "preview_every": "partial_images",
@@ -53,14 +55,14 @@ Handler: TypeAlias = Callable[[Request, str], Awaitable[Response]]
 class NotFound(InvalidRequest):
     """The object named by the path or a field does not exist."""
 
-    told_as = "not_found"
+    openai_code = "not_found"
     """The error's code in OpenAI's form."""
 
 
 class ModelNotFound(NotFound):
     """No worker serves a model with this name."""
 
-    told_as = "model_not_found"
+    openai_code = "model_not_found"
 
     def __init__(self, name: str, served: Sequence[str]) -> None:
         super().__init__("model", f"{name[:60]!r} is not served here", ", ".join(served))
@@ -78,14 +80,14 @@ def in_openais_words(text: str, sources: int = 1) -> str:
         sources: number of images before those of the controls.
     """
 
-    def field(found: re.Match[str]) -> str:
-        setting, picture, index, tensor = found.groups()
+    def field(match: re.Match[str]) -> str:
+        setting, picture, index, tensor = match.groups()
         if picture:
             return f"image[{int(index) + sources}]"
         name = setting or tensor
         return _OPENAIS.get(name, name if setting else name.lower())
 
-    return _OURS.sub(field, text)
+    return _FIELD_NAMES.sub(field, text)
 
 
 def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
     field = _FIELD.match(text)
     param = field["name"] if field else None
     if isinstance(error, NotFound):
-        code = error.told_as
+        code = error.openai_code
     elif isinstance(error, Unauthorized):
         code, param = "invalid_api_key", None
     status = status_of(error)
@@ -142,24 +144,24 @@ def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def images_begin(asked: Fields, picture: Picture) -> bytes:
+def images_begin(fields: Fields, picture: Picture) -> bytes:
     """Return the start of the answer to an edit, before its first picture, which is `picture`."""
     head = {
         "created": int(time.time()),
-        **_told_of(picture),
-        "output_format": asked.output_format,
+        **_picture_fields(picture),
+        "output_format": fields.output_format,
     }
     return msgspec.json.encode(head)[:-1] + b',"data":['
 
 
 def image_parts(picture: Picture, meta: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield one picture of the answer, in parts."""
-    return _with_picture({}, picture, _kept_as(meta))
+    return _with_picture({}, picture, _stored_fields(meta))
 
 
 def image_at(url: str, meta: Mapping[str, Any]) -> bytes:
     """Return the answer's entry for a picture that was written to a URL."""
-    return msgspec.json.encode({"url": url, **_kept_as(meta)})
+    return msgspec.json.encode({"url": url, **_stored_fields(meta)})
 
 
 def images_end(metas: Sequence[Mapping[str, Any]]) -> bytes:
@@ -173,27 +175,27 @@ def image_bytes(picture: Picture) -> int:
     return -(-len(picture) // 3) * 4
 
 
-def partial_event(asked: Fields, picture: Picture, index: int) -> Iterator[bytes]:
+def partial_event(fields: Fields, picture: Picture, index: int) -> Iterator[bytes]:
     """Yield the event of a preview."""
     more = {"partial_image_index": index}
-    return _event("image_edit.partial_image", asked, picture, more)
+    return _event("image_edit.partial_image", fields, picture, more)
 
 
-def completed_event(asked: Fields, picture: Picture, meta: dict[str, Any]) -> Iterator[bytes]:
-    more = {**_kept_as(meta), "usage": _usage([meta]), "maskserve": [meta]}
-    return _event("image_edit.completed", asked, picture, more)
+def completed_event(fields: Fields, picture: Picture, meta: dict[str, Any]) -> Iterator[bytes]:
+    more = {**_stored_fields(meta), "usage": _usage([meta]), "maskserve": [meta]}
+    return _event("image_edit.completed", fields, picture, more)
 
 
 def error_event(error: MaskserveError | Failure) -> bytes:
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(error_body(error))
 
 
-def _event(name: str, asked: Fields, picture: Picture, more: Mapping[str, Any]) -> Iterator[bytes]:
+def _event(name: str, fields: Fields, picture: Picture, more: Mapping[str, Any]) -> Iterator[bytes]:
     behind = {
         "created_at": int(time.time()),
-        **_told_of(picture),
+        **_picture_fields(picture),
         "quality": "auto",
-        "output_format": asked.output_format,
+        "output_format": fields.output_format,
         **more,
     }
     yield b"event: %b\ndata: " % name.encode()
@@ -202,16 +204,16 @@ def _event(name: str, asked: Fields, picture: Picture, more: Mapping[str, Any]) 
 
 
 def _with_picture(
-    before: Mapping[str, Any], picture: Picture, behind: Mapping[str, Any]
+    before: Mapping[str, Any], picture: Picture, after: Mapping[str, Any]
 ) -> Iterator[bytes]:
     """Yield a JSON object with a picture as base64, which is encoded in small pieces."""
     yield msgspec.json.encode(before)[:-1] + (b"," if before else b"") + b'"b64_json":"'
     for at in range(0, len(picture), _ENCODED_AT_A_TIME):
         yield pybase64.b64encode(picture[at : at + _ENCODED_AT_A_TIME])
-    yield b'"' + (b"," if behind else b"") + msgspec.json.encode(behind)[1:]
+    yield b'"' + (b"," if after else b"") + msgspec.json.encode(after)[1:]
 
 
-def _kept_as(meta: Mapping[str, Any]) -> dict[str, Any]:
+def _stored_fields(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the id of a kept result, if `keep_result` was set."""
     name = "result_template_id"
     return {"template_id": meta[name]} if name in meta else {}
@@ -222,7 +224,7 @@ def text_of_picture(picture: Picture) -> str:
     return text
 
 
-def _told_of(picture: Picture) -> dict[str, str]:
+def _picture_fields(picture: Picture) -> dict[str, str]:
     """Return the size and background of a worker's picture for the answer."""
     for part in (picture[:_HEAD], picture):  # the whole file if profiles come before its size
         with (

@@ -50,7 +50,7 @@ from maskserve_router.api.openai.workflow_form import (
     workflow_message,
 )
 from maskserve_router.api.outputs import Outputs, check_output
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.failures import Failure, text_of
 from maskserve_router.messages.model_answer import ModelAnswer
@@ -70,7 +70,7 @@ _MIB = 2**20
 _ROUTE = "openai"
 Picture: TypeAlias = tuple[memoryview, dict[str, Any]]
 """A picture's file, uncopied, and its META."""
-Tell: TypeAlias = Callable[[int, Mapping[str, Any]], None]
+OnProgress: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 
 class ImageEdits:
@@ -81,13 +81,13 @@ class ImageEdits:
         bodies: Bodies,
         limits: LimitsConfig,
         front: Front,
-        turns: Turns,
+        fair_share: FairShare,
         pool: Pool,
         urls: ImageUrls,
         outputs: Outputs,
     ) -> None:
         self._bodies, self._limits, self._front = bodies, limits, front
-        self._turns, self._pool, self._urls, self._outputs = turns, pool, urls, outputs
+        self._fair_share, self._pool, self._urls, self._outputs = fair_share, pool, urls, outputs
 
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
@@ -104,11 +104,11 @@ class ImageEdits:
                 work = self.answer(client, form, size, headers, request_id)
                 return self._whole(client, await while_connected(request, work), request_id)
             urls = _output_urls(form.fields, request_id)
-            picture_stream = self._made(client, form, size, headers, request_id)
+            picture_stream = self._pictures(client, form, size, headers, request_id)
             parts = self._parts(form, picture_stream, urls)
             first = await while_connected(request, _first_of(parts))
             return WrittenAnswer(
-                _behind(first, parts),
+                _with_first(first, parts),
                 exit_stack.pop_all(),
                 headers={"x-request-id": request_id},
                 media_type=JSON,
@@ -124,26 +124,26 @@ class ImageEdits:
             return WrittenAnswer(parts, written.pop_all(), headers=named, media_type=JSON)
 
     async def read(
-        self, request: Request, client: KeyHolder, held: ExitStack
+        self, request: Request, client: KeyHolder, resources: ExitStack
     ) -> tuple[EditForm, int]:
         """Read and check a request as far as no worker is needed; return it and its bytes.
 
         Args:
             request: a form or JSON with `Fields` and settings.
             client: holder of the key that sent it.
-            held: counts the bytes of its pictures until it is closed.
+            resources: counts the bytes of its pictures until it is closed.
 
         Raises:
             InvalidRequest: naming the field.
             RetryLater: too many bytes are under way.
         """
-        body = await self._bodies.read(request, client, held)
+        body = await self._bodies.read(request, client, resources)
 
         async def picture(field: str, url: str) -> bytes:
-            return await self._urls.read(field, url, client, held)
+            return await self._urls.read(field, url, client, resources)
 
         size = len(body)
-        parse = partial(self._turns.run, client, size)
+        parse = partial(self._fair_share.run, client, size)
         form = await read_form(request.headers, body, picture, parse, self._texts)
         del body
         self._front.check_pictures(form.fields.n, client)
@@ -162,7 +162,7 @@ class ImageEdits:
         size: int,
         headers: dict[str, str],
         request_id: str,
-        tell: Tell | None = None,
+        on_progress: OnProgress | None = None,
         called: str | None = None,
     ) -> msgspec.Raw:
         """Run the edits of a form without a stream and return the answer's JSON.
@@ -173,7 +173,7 @@ class ImageEdits:
             size: bytes of the form.
             headers: headers of the call.
             request_id: request id of its edits.
-            tell: called with the picture's number and META for each event.
+            on_progress: called with the picture's number and META for each event.
             called: name of files written to a folder; None: `request_id`.
 
         Raises:
@@ -184,7 +184,7 @@ class ImageEdits:
         urls = _output_urls(form.fields, called or request_id)
         if not urls:
             self._check_text(client, form)
-        picture_stream = self._made(client, form, size, headers, request_id, tell)
+        picture_stream = self._pictures(client, form, size, headers, request_id, on_progress)
         body = io.BytesIO()
         with self._front.room(client) as room:
             async with aclosing(self._parts(form, picture_stream, urls)) as parts:
@@ -194,11 +194,11 @@ class ImageEdits:
         return msgspec.Raw(body.getvalue())
 
     async def _parts(
-        self, form: EditForm, made: AsyncGenerator[Picture, None], urls: Sequence[str]
+        self, form: EditForm, results: AsyncGenerator[Picture, None], urls: Sequence[str]
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answer's JSON in parts, picture by picture."""
         metas: list[Mapping[str, Any]] = []
-        async with aclosing(made) as pictures:
+        async with aclosing(results) as pictures:
             async for picture, meta in pictures:
                 yield images_begin(form.fields, picture) if not metas else b","
                 if urls:
@@ -265,7 +265,7 @@ class ImageEdits:
         if form.image:
             height, width = read_size(form.image, "image", self._limits)
         else:
-            sides = [served.native_resolution for served in self._told()]
+            sides = [served.native_resolution for served in self._served_models()]
             height = width = max(sides, default=1024)
         plan = self._front.plans.get(form.fields.model or "")
         if plan is None:
@@ -317,14 +317,14 @@ class ImageEdits:
             raise InvalidRequest("size", f"is {size[:20]}", "auto beside expand")
         return replace(form, settings={**form.settings, "expand": margins})
 
-    async def _made(
+    async def _pictures(
         self,
         client: KeyHolder,
         form: EditForm,
         size: int,
         headers: dict[str, str],
         request_id: str,
-        tell: Tell | None = None,
+        on_progress: OnProgress | None = None,
     ) -> AsyncGenerator[Picture, None]:
         """Yield the pictures of `n` concurrent edits in order, each with its META.
 
@@ -334,22 +334,22 @@ class ImageEdits:
         """
         first = form.settings.get("seed")
         first = secrets.randbits(_DRAWN_SEED_BITS) if first is None else first
-        model = "edit" if tell is None else "edit_stream"
-        request = await self._turns.run(client, size, self._message, model, form, {})
+        model = "edit" if on_progress is None else "edit_stream"
+        request = await self._fair_share.run(client, size, self._message, model, form, {})
         rooms = self._front.rooms(client)
 
         async def one(number: int, room: EditRoom) -> Picture:
             name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
             seed = first + number if isinstance(first, int) else first
             message = _with_settings(request, {"seed": seed, "request_id": name})
-            if tell is None:
+            if on_progress is None:
                 arguments = message, size, client, headers, None, _ROUTE, room
                 return await self._picture(client, await self._front.infer(*arguments))
             message = _with_settings(message, {"progress": True})
             last: Picture | None = None
             async with aclosing(self._events(client, message, size, headers, room)) as events:
                 async for last in events:
-                    tell(number, last[1])
+                    on_progress(number, last[1])
             if last is None:
                 raise EngineFailed("the stream ended before the answer")
             return last
@@ -373,14 +373,14 @@ class ImageEdits:
                         await tasks[number]
                         yield results.pop(number)  # frees the picture after its use
             except (MaskserveError, Failure) as error:
-                raise _told(form, error) from None
+                raise _in_form_words(form, error) from None
             finally:
                 for task in (*tasks, short):
                     task.cancel()
                 await asyncio.gather(*tasks, short, whole, return_exceptions=True)
 
     async def _picture(self, client: KeyHolder, raw: bytes) -> Picture:
-        return await self._turns.run(client, len(raw), _picture_of, ModelAnswer.parse(raw))
+        return await self._fair_share.run(client, len(raw), _picture_of, ModelAnswer.parse(raw))
 
     async def _stream(
         self,
@@ -390,24 +390,26 @@ class ImageEdits:
         size: int,
         headers: dict[str, str],
         request_id: str,
-        held: ExitStack,
+        resources: ExitStack,
     ) -> Response:
         extra_settings: dict[str, Any] = {"request_id": request_id}
         if form.fields.partial_images:
             extra_settings["preview_every"] = self._preview_every(form)
-        message = await self._turns.run(
+        message = await self._fair_share.run(
             client, size, self._message, "edit_stream", form, extra_settings
         )
-        room = held.enter_context(self._front.room(client))
+        room = resources.enter_context(self._front.room(client))
         events = self._sent(form, self._events(client, message, size, headers, room))
 
-        def told(error: MaskserveError | Failure) -> bytes:
-            return error_event(_told(form, error))
+        def failure_event(error: MaskserveError | Failure) -> bytes:
+            return error_event(_in_form_words(form, error))
 
         try:
-            return await event_stream(request, events, held, told, {"x-request-id": request_id})
+            return await event_stream(
+                request, events, resources, failure_event, {"x-request-id": request_id}
+            )
         except (MaskserveError, Failure) as error:
-            raise _told(form, error) from None
+            raise _in_form_words(form, error) from None
 
     async def _sent(
         self, form: EditForm, pictures: AsyncGenerator[Picture, None]
@@ -438,13 +440,13 @@ class ImageEdits:
             async for raw in answers:
                 answer = ModelAnswer.parse(raw, streamed=True)
                 if answer.head.outputs:
-                    yield await self._turns.run(client, len(raw), _picture_of, answer)
+                    yield await self._fair_share.run(client, len(raw), _picture_of, answer)
 
-    def _message(self, model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
+    def _message(self, model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
         plan = self._front.plans.get(form.fields.model or "")
         if plan is None:
-            return _edit_message(model, form, own)
-        return workflow_message(plan, form, own, self._limits)
+            return _edit_message(model, form, more_settings)
+        return workflow_message(plan, form, more_settings, self._limits)
 
     def _preview_every(self, form: EditForm) -> int:
         """Return the steps between previews, so that the requested number comes before the end."""
@@ -455,34 +457,34 @@ class ImageEdits:
         """Return the steps of an edit, from unchecked settings or by default."""
         steps, strength = settings.get("num_inference_steps"), settings.get("strength")
         if not isinstance(steps, int):
-            steps = min((served.num_inference_steps for served in self._told()), default=1)
+            steps = min((served.num_inference_steps for served in self._served_models()), default=1)
         steps = min(max(steps, 1), _MOST_STEPS)
         if isinstance(strength, int | float) and 0 < strength < 1:
             return steps_run(steps, strength)
         return steps
 
-    def _told(self) -> list[Served]:
+    def _served_models(self) -> list[Served]:
         """Return the properties of the models that workers serve."""
         return [w.status.served for w in self._pool.up() if w.status and w.status.served]
 
 
-def _margins(asked: str, image: Size, anchor: str) -> list[int]:
+def _margins(fields: str, image: Size, anchor: str) -> list[int]:
     """Return the pixels left, top, right and bottom by which an image grows to a size.
 
     Args:
-        asked: WIDTHxHEIGHT.
+        fields: WIDTHxHEIGHT.
         image: (height, width) of the image.
         anchor: position of the image on the canvas.
 
     Raises:
-        InvalidRequest: `asked` is malformed, or smaller than the image.
+        InvalidRequest: `fields` is malformed, or smaller than the image.
     """
     height, width = image
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked)
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", fields)
     more = (int(match[2]) - height, int(match[1]) - width) if match else (-1, -1)
     if min(more) < 0:
         raise InvalidRequest(
-            "size", f"is {asked[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
+            "size", f"is {fields[:20]}", f"auto, {width}x{height}, or larger: the picture grows"
         )
     top, left = (
         0 if first in anchor else excess if last in anchor else excess // 2
@@ -490,19 +492,19 @@ def _margins(asked: str, image: Size, anchor: str) -> list[int]:
     )
     margins = [left, top, more[1] - left, more[0] - top]
     if max(margins) > MAX_MARGIN:
-        raise InvalidRequest("size", f"is {asked[:20]}", f"at most {MAX_MARGIN} more on each side")
+        raise InvalidRequest("size", f"is {fields[:20]}", f"at most {MAX_MARGIN} more on each side")
     return margins
 
 
-def _output_urls(asked: Fields, name: str) -> list[str]:
+def _output_urls(fields: Fields, name: str) -> list[str]:
     """Return the URL of each picture; none: pictures go into the answer."""
-    if asked.output_url is None:
+    if fields.output_url is None:
         return []
-    if not asked.output_url.endswith("/"):
-        return [asked.output_url]
+    if not fields.output_url.endswith("/"):
+        return [fields.output_url]
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
-    numbers = [""] if asked.n == 1 else [f"-{number}" for number in range(asked.n)]
-    return [f"{asked.output_url}{plain}{number}.{asked.output_format}" for number in numbers]
+    numbers = [""] if fields.n == 1 else [f"-{number}" for number in range(fields.n)]
+    return [f"{fields.output_url}{plain}{number}.{fields.output_format}" for number in numbers]
 
 
 async def _first_of(parts: AsyncGenerator[bytes, None]) -> bytes:
@@ -514,7 +516,9 @@ async def _first_of(parts: AsyncGenerator[bytes, None]) -> bytes:
         raise
 
 
-async def _behind(first: bytes, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _with_first(
+    first: bytes, parts: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
     """Yield all parts, of which the first is already taken."""
     async with aclosing(parts):
         yield first
@@ -536,8 +540,8 @@ def _with_mask_mode(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings} if chosen else {"mask_mode": "alpha", **settings}
 
 
-def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelRequest:
-    """Return the request to a worker; `own` are settings that the router adds."""
+def _edit_message(model: str, form: EditForm, more_settings: dict[str, Any]) -> ModelRequest:
+    """Return the request to a worker; `more_settings` are settings that the router adds."""
     form_fields = form.fields
     fields = {
         "model": form_fields.model,
@@ -545,7 +549,7 @@ def _edit_message(model: str, form: EditForm, own: dict[str, Any]) -> ModelReque
         "output_format": form_fields.output_format,
         "output_quality": form_fields.output_compression,
     }
-    settings = _with_mask_mode(form.settings) | fields | own | {"output_encoding": "raw"}
+    settings = _with_mask_mode(form.settings) | fields | more_settings | {"output_encoding": "raw"}
     mask = form.mask
     if mask is None:  # a larger canvas needs no mask, and mask_from finds one
         needs_no_mask = any(settings.get("expand") or ()) or settings.get("mask_from")
@@ -587,7 +591,7 @@ def _readable(kind: str, value: bytes) -> Any:
     return text_of_picture(value)
 
 
-def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:
+def _in_form_words(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:
     """Return an error in the words of this API.
 
     A client that sent no mask gets no message about a mask's channels.

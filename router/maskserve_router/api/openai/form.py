@@ -25,7 +25,7 @@ _MAX_FIELDS = 64
 _MAX_FILES = 18
 _MAX_TEXT = 256 * 1024
 """Most bytes of a text field."""
-_OWN = (
+_FORM_FIELDS = (
     "model",
     "background",
     "output_format",
@@ -36,7 +36,7 @@ _OWN = (
     "request_id",
 )
 """Settings that follow from OpenAI's own fields, or from the form of the answer."""
-EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
+EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_FORM_FIELDS)
 _TEXT = frozenset(
     (
         "negative_prompt",
@@ -64,7 +64,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 T = TypeVar("T")
 Parse: TypeAlias = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments, in a thread if it is long; see `Turns.run`."""
+"""Calls a function with its arguments, in a thread if it is long; see `FairShare.run`."""
 Texts: TypeAlias = Callable[[Any], Collection[str] | None]
 """Model name -> names of the texts that the workflow takes beside the prompt; None: no such
 workflow."""
@@ -390,9 +390,9 @@ async def _with_pictures(
     return fields, files
 
 
-async def _read(name: str, told: Any, picture: Picture) -> bytes:
-    url = told.get("image_url") if isinstance(told, dict) else None
-    if not isinstance(url, str) or len(told) != 1:
+async def _read(name: str, item: Any, picture: Picture) -> bytes:
+    url = item.get("image_url") if isinstance(item, dict) else None
+    if not isinstance(url, str) or len(item) != 1:
         accepted = '{"image_url": "data:image/png;base64,…"}'
         raise InvalidRequest(name, "is not an object with image_url alone", accepted)
     return await picture(f"{name}.image_url", url)

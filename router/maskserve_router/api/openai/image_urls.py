@@ -18,7 +18,7 @@ from maskserve_common.config import LimitsConfig
 from maskserve_common.errors import InvalidRequest
 from maskserve_router.api.public_hosts import PublicHosts, PublicUrl, Resolve, is_public, resolve
 from maskserve_router.config import ImageHosts
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.scheduling.admission import Admission
 
@@ -32,7 +32,7 @@ class ImageUrls:
         hosts: hosts that may be called.
         limits: limits on an image.
         admission: counts fetched bytes as bytes under way.
-        turns: threads that decode data URLs.
+        fair_share: threads that decode data URLs.
         resolver: returns the addresses of a host and port.
         public: returns whether an address may be called.
         trusted: trusted certificates; by default those of certifi.
@@ -43,7 +43,7 @@ class ImageUrls:
         hosts: ImageHosts,
         limits: LimitsConfig,
         admission: Admission,
-        turns: Turns,
+        fair_share: FairShare,
         resolver: Resolve = resolve,
         public: Callable[[str], bool] = is_public,
         trusted: ssl.SSLContext | None = None,
@@ -51,32 +51,32 @@ class ImageUrls:
         self._hosts = PublicHosts(hosts.hosts, hosts.timeout_s, resolver, public, trusted)
         self._timeout_s = hosts.timeout_s
         self._most = limits.max_image_bytes
-        self._admission, self._turns = admission, turns
+        self._admission, self._fair_share = admission, fair_share
 
     async def close(self) -> None:
         await self._hosts.close()
 
-    async def read(self, field: str, url: str, holder: KeyHolder, held: ExitStack) -> bytes:
+    async def read(self, field: str, url: str, holder: KeyHolder, resources: ExitStack) -> bytes:
         """Return the picture's bytes.
 
         Args:
             field: field of the request, for errors.
             url: a data URL, or one of a listed host.
             holder: holder of the key whose share of bytes is used.
-            held: counts the fetched bytes until it is closed.
+            resources: counts the fetched bytes until it is closed.
 
         Raises:
             InvalidRequest: naming the field.
             RetryLater: too many bytes are under way.
         """
         if url[:5].lower() == "data:":
-            return await self._turns.run(holder, len(url), _from_data, field, url)
+            return await self._fair_share.run(holder, len(url), _from_data, field, url)
         if not self._hosts.hosts:
             raise InvalidRequest(field, "is not a data URL; none is fetched", _ACCEPTED)
         target = self._hosts.allowed(field, url, "data URLs, ")
         try:
             return await asyncio.wait_for(
-                self._fetched(field, target, holder, held), self._timeout_s
+                self._fetched(field, target, holder, resources), self._timeout_s
             )
         except (TimeoutError, asyncio.TimeoutError):
             raise InvalidRequest(
@@ -89,10 +89,10 @@ class ImageUrls:
             ) from None
 
     async def _fetched(
-        self, field: str, asked: PublicUrl, holder: KeyHolder, held: ExitStack
+        self, field: str, url: PublicUrl, holder: KeyHolder, resources: ExitStack
     ) -> bytes:
         headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
-        async with await self._hosts.ask("GET", asked, headers) as answer:
+        async with await self._hosts.ask("GET", url, headers) as answer:
             if answer.status_code != 200:
                 raise InvalidRequest(
                     field, f"is answered with status {answer.status_code}", "one answered with 200"
@@ -103,7 +103,7 @@ class ImageUrls:
                 size += len(part)
                 if size > self._most:
                     raise InvalidRequest(field, f"is over {self._most} bytes", f"to {self._most}")
-                held.enter_context(self._admission.hold(holder, len(part)))
+                resources.enter_context(self._admission.hold(holder, len(part)))
                 parts.append(part)
         return b"".join(parts)
 

@@ -18,11 +18,13 @@ from maskserve_router.api.http_answers import while_connected
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import answering, json_answer, text_of_picture
 from maskserve_router.api.openai.form import convert, read_multipart, setting_of
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.scheduling.mask_finder import MaskFinder
 
 
-def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -> list[Route]:
+def mask_routes(
+    bodies: Bodies, front: Front, masks: MaskFinder, fair_share: FairShare
+) -> list[Route]:
     """Return the routes of masks."""
 
     async def find(request: Request, request_id: str) -> Response:
@@ -30,7 +32,7 @@ def mask_routes(bodies: Bodies, front: Front, masks: MaskFinder, turns: Turns) -
         client = front.client(request.headers)
         with ExitStack() as exit_stack:
             body = await bodies.read(request, client, exit_stack)
-            parse = partial(turns.run, client, len(body))
+            parse = partial(fair_share.run, client, len(body))
             values, files = await parse(read_multipart, request.headers, body)
             del body
             images = files.pop("image", [])

@@ -19,7 +19,7 @@ from maskserve_router.api.front import Front
 from maskserve_router.api.http_body import Bodies
 from maskserve_router.api.openai.answers import Handler, json_answer
 from maskserve_router.api.openai.form import convert, read_multipart
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.messages.control_message import registration
 from maskserve_router.operations.control import ClusterControl
@@ -28,16 +28,18 @@ from maskserve_router.operations.control import ClusterControl
 class TemplateRoutes:
     """Handlers to register, list, show, prime, pin, unpin and delete templates."""
 
-    def __init__(self, bodies: Bodies, front: Front, control: ClusterControl, turns: Turns) -> None:
+    def __init__(
+        self, bodies: Bodies, front: Front, control: ClusterControl, fair_share: FairShare
+    ) -> None:
         self._bodies, self._front, self._control = bodies, front, control
-        self._turns = turns
+        self._fair_share = fair_share
 
     async def register(self, request: Request, request_id: str) -> Response:
         """Answer a form with `image`, and `shared` (for every key) and `prime`, true or false."""
         client = self._client(request)
         with ExitStack() as exit_stack:
             body = await self._bodies.read(request, client, exit_stack)
-            parse = partial(self._turns.run, client, len(body))
+            parse = partial(self._fair_share.run, client, len(body))
             values, files = await parse(read_multipart, request.headers, body)
             del body
             images = files.pop("image", [])

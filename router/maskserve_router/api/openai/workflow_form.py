@@ -62,14 +62,14 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
 
 
 def workflow_message(
-    plan: WorkflowPlan, form: EditForm, own: dict[str, Any], limits: LimitsConfig
+    plan: WorkflowPlan, form: EditForm, more_settings: dict[str, Any], limits: LimitsConfig
 ) -> ModelRequest:
     """Return the request to the workflow's model.
 
     Args:
         plan: plan of the workflow.
         form: a form that passed `check_form`.
-        own: settings that the router adds.
+        more_settings: settings that the router adds.
         limits: limits on the mask.
 
     Raises:
@@ -88,7 +88,12 @@ def workflow_message(
             )
             value = text.encode()
         message.add(plan_input.name.upper(), [value])
-    settings = {**form.settings, "mask_mode": "white", "background": form.fields.background, **own}
+    settings = {
+        **form.settings,
+        "mask_mode": "white",
+        "background": form.fields.background,
+        **more_settings,
+    }
     message.add("SETTINGS", [msgspec.json.encode(settings)])
     return message
 

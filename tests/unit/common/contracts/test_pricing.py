@@ -78,10 +78,10 @@ def test_text_that_steps_leave_out_is_what_is_counted(pricing: Pricing, active: 
     row_cost, _ = left_out.row(active * total, total, cached=True)
     assert row_cost == pytest.approx(0.25 * with_text + 0.75 * without)
     dense = WORK.step_flops([WORK.row_at(1.0, TEXT)], "dense") * COSTS.compute.per_unit
-    refresh_cost = left_out.own_row(active * total, total, 0.1, 0.05)
+    refresh_cost = left_out.refreshing_row(active * total, total, 0.1, 0.05)
     assert refresh_cost == pytest.approx(0.1 * dense + 0.95 * without)
     computed, _ = pricing.row(active * total, total, cached=True)
-    assert pricing.own_row(active * total, total, 0.1, 0.05) == pytest.approx(
+    assert pricing.refreshing_row(active * total, total, 0.1, 0.05) == pytest.approx(
         0.1 * dense + 0.95 * computed
     )
 

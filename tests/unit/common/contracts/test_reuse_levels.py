@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from maskserve_common.contracts.reuse_levels import LEVELS, Way, levels_of, own_count
+from maskserve_common.contracts.reuse_levels import LEVELS, Execution, levels_of, refresh_count
 from maskserve_common.contracts.semantics import FILL, INPAINT, Semantics
 from maskserve_common.contracts.settings import EditSettings
-from maskserve_engine.families.flux.spec import OWN_STRIDES
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.families.flux.spec import REFRESH_STRIDES
+from maskserve_engine.spec.model_spec import ModelSpec
 from tests.fakes.facts import FILL_FACTS
 
 TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
@@ -23,7 +23,7 @@ TABLES = Path(__file__).parents[4] / "docs" / "benchmarks"
 @pytest.mark.parametrize(
     ("semantics", "way"), [level_key for level_key in LEVELS if level_key[1] != "own"]
 )
-def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
+def test_levels_are_what_was_measured(semantics: Semantics, way: Execution) -> None:
     table = json.loads((TABLES / f"quality-frontier-{semantics}.json").read_text(encoding="utf-8"))
     systems, previous = table["systems"], (100.0, 1.0)
     cached = way == "cached"
@@ -45,7 +45,10 @@ def test_levels_are_what_was_measured(semantics: Semantics, way: Way) -> None:
 def test_levels_of_own_anchors_are_what_was_measured(semantics: Semantics) -> None:
     table = json.loads((TABLES / f"quality-own-{semantics}.json").read_text(encoding="utf-8"))
     choices = {choice["choice"]: choice for choice in table["choices"]}
-    refresh_steps, previous = own_count(table["steps"], OWN_STRIDES[semantics]), (100.0, 1.0)
+    refresh_steps, previous = (
+        refresh_count(table["steps"], REFRESH_STRIDES[semantics]),
+        (100.0, 1.0),
+    )
     [as_served] = [choice for choice in table["choices"] if choice["dense_steps"] == refresh_steps]
     for level in LEVELS[semantics, "own"]:
         measured = choices[level.name]
@@ -94,12 +97,12 @@ def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
     assert any(not under(without, *point) for point in points)  # rings are worth it
 
 
-def facts(semantics: Semantics) -> ModelFacts:
+def facts(semantics: Semantics) -> ModelSpec:
     return replace(FILL_FACTS, semantics=semantics)
 
 
 def names(
-    semantics: Semantics = FILL, *, way: Way = "cached", own_steps: int = 0, **asked: Any
+    semantics: Semantics = FILL, *, way: Execution = "cached", own_steps: int = 0, **asked: Any
 ) -> list[str]:
     settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
     edit_settings = msgspec.convert(settings, EditSettings)

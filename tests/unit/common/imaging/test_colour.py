@@ -302,7 +302,7 @@ def test_a_mask_has_no_colours() -> None:
 
 def test_control_pictures_are_seen_in_srgb_too() -> None:
     decoded: Decoded = decode_image(encode(SCENE, icc_profile=WIDE), "CONTROL[0]", LIMITS)
-    srgb_pixels = np.asarray(decoded.colour.shown(Image.fromarray(decoded.pixels)))
+    srgb_pixels = np.asarray(decoded.colour.to_display(Image.fromarray(decoded.pixels)))
     np.testing.assert_array_equal(srgb_pixels, to_srgb(Image.fromarray(SCENE), WIDE))
 
 

@@ -23,13 +23,13 @@ from maskserve_common.contracts.settings import EditSettings, parse_settings
 from maskserve_common.errors import InvalidRequest, TemplateNotFound
 from maskserve_common.imaging.images import NO_LIMITS, decode_image, encode_image
 from maskserve_engine.families.unet import spec as unet
-from maskserve_engine.spec.encoder_picture import Shown
-from maskserve_engine.spec.model_spec import ModelFacts
+from maskserve_engine.spec.encoder_picture import EncoderPicture
+from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton import preprocess
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.postprocess import source_and_weights
 from maskserve_triton.preprocess import PreparedEdit, prepare_edit
-from maskserve_triton.templates import KeptTemplates
+from maskserve_triton.templates import StoredTemplates
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import SIZE, bad_images, good_inputs, hostile_cases
@@ -39,7 +39,7 @@ CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
 
 
 def prepare(
-    facts: ModelFacts = FILL_FACTS,
+    facts: ModelSpec = FILL_FACTS,
     config: Config = CONFIG,
     templates: Any = None,
     decoded_pixels: int = preprocess.DECODED_PIXELS,
@@ -66,7 +66,7 @@ def settings(**values: Any) -> bytes:
 
 
 def test_a_picture_too_long_to_be_shown_is_refused() -> None:
-    facts = replace(FILL_FACTS, shown=Shown(28, 3136, 2**24))
+    facts = replace(FILL_FACTS, encoder_picture=EncoderPicture(28, 3136, 2**24))
     image = encode(np.zeros((8, 2000, 3), np.uint8))
     mask = encode(np.full((8, 2000), 255, np.uint8))
     with pytest.raises(InvalidRequest, match=r"IMAGE: is \d+x8 pixels to the model.*200 times"):
@@ -342,7 +342,7 @@ def test_the_number_of_steps_is_that_of_diffusers() -> None:
 
 def test_a_registered_template_stands_in_for_the_image(tmp_path: Path) -> None:
     raw_inputs = good_inputs()
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     name = template_id(scene(*SIZE))
     folder.put(name, raw_inputs["IMAGE"])
     prepared_edit = prepare(
@@ -358,11 +358,11 @@ def test_image_and_template_id_must_agree(tmp_path: Path) -> None:
     name = template_id(scene(*SIZE))
     assert prepare(SETTINGS=settings(template_id=name)).request.template_id == name
     with pytest.raises(InvalidRequest, match=f"SETTINGS.template_id: is not .* accepted: {name}"):
-        prepare(SETTINGS=settings(template_id="0" * 32), templates=KeptTemplates(tmp_path))
+        prepare(SETTINGS=settings(template_id="0" * 32), templates=StoredTemplates(tmp_path))
 
 
 def test_unknown_templates_are_not_found(tmp_path: Path) -> None:
-    for templates in (None, KeptTemplates(tmp_path)):
+    for templates in (None, StoredTemplates(tmp_path)):
         with pytest.raises(TemplateNotFound, match=r"SETTINGS\.template_id"):
             prepare(templates=templates, IMAGE=b"", SETTINGS=settings(template_id="0" * 32))
 

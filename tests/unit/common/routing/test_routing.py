@@ -24,7 +24,7 @@ from maskserve_common.routing import (
     RoundRobin,
     RowLoad,
     WorkerView,
-    dealt,
+    assign,
     make_policy,
     predicted_seconds,
 )
@@ -203,11 +203,13 @@ def test_a_template_costs_its_fetch_or_a_dense_run_whichever_is_less():
     few_steps = replace(EDIT, steps=8)  # a fetch of 2 s does not pay: dense at once
     assert predicted_seconds(few_steps, disk, 0.0) == pytest.approx(8 * (0.01 + 0.2))
     assert predicted_seconds(replace(EDIT, cache=False), host, 0.0) == pytest.approx(dense)
-    refresh_edit = replace(EDIT, own_steps=4)
+    refresh_edit = replace(EDIT, refresh_steps=4)
     anchored = (4 * 0.2 + 19 * (0.005 + 0.03)) + 20 * 0.01  # three of the four beside others
     assert predicted_seconds(refresh_edit, none, 0.0) == pytest.approx(anchored)
     assert predicted_seconds(refresh_edit, host, 0.0) == pytest.approx(cached)
-    assert predicted_seconds(replace(refresh_edit, own=True), host, 0.0) == pytest.approx(anchored)
+    assert predicted_seconds(
+        replace(refresh_edit, always_refreshes=True), host, 0.0
+    ) == pytest.approx(anchored)
     unreachable = replace(disk, pricing=replace(PRICING, fetch={}))
     assert predicted_seconds(EDIT, unreachable, 0.0) == pytest.approx(dense)
 
@@ -368,7 +370,7 @@ def test_a_lora_is_priced_by_where_it_is() -> None:
     assert view.seconds(["far"]) == pytest.approx(2.0)  # taken to be as large as the others
     assert view.seconds(["soon"]) == pytest.approx(1.0)
     assert view.seconds(["here", "near", "far"]) == pytest.approx(2.0)
-    assert view.asked(["far"]).seconds(["far"]) == pytest.approx(1.0)
+    assert view.with_requested(["far"]).seconds(["far"]) == pytest.approx(1.0)
 
 
 def test_an_edit_goes_where_its_lora_is_unless_the_queue_there_is_longer_than_the_load() -> None:
@@ -469,9 +471,9 @@ def test_rows_are_priced_by_their_steps_that_compute_all_tokens() -> None:
     assert loads(refresh_row, begun=False).compute == pytest.approx(0.25 * dense + 0.9 * between)
     assert loads(refresh_row).load == 0
     view = replace(worker("a"), pricing=pricing)
-    edit = replace(EDIT, active_tokens=100, own=True, own_steps=EDIT.steps // 4)
+    edit = replace(EDIT, active_tokens=100, always_refreshes=True, refresh_steps=EDIT.steps // 4)
     assert view.row(edit).compute == pytest.approx(
-        pricing.own_row(100, FULL, (EDIT.steps // 4) / EDIT.steps, 1 / EDIT.steps)
+        pricing.refreshing_row(100, FULL, (EDIT.steps // 4) / EDIT.steps, 1 / EDIT.steps)
     )
 
 
@@ -505,7 +507,7 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
         worker("idle", running=(row(8),) * 4, max_rows=4),
     )
     waiting = [replace(EDIT, active_tokens=10 * n) for n in range(1, 13)]
-    edits_by_worker = dealt(waiting, [busy, idle]).edits
+    edits_by_worker = assign(waiting, [busy, idle]).edits
     assert (
         sorted([*edits_by_worker["busy"], *edits_by_worker["idle"]], key=lambda e: e.active_tokens)
         == waiting
@@ -521,4 +523,4 @@ def test_edits_that_wait_before_all_workers_are_dealt_to_whichever_has_a_place_f
         for view in (busy, idle)
     )
     assert dealt_s == pytest.approx(exact, rel=0.15)
-    assert dealt([], [busy]).edits == {"busy": []}
+    assert assign([], [busy]).edits == {"busy": []}

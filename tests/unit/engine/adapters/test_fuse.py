@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.adapters.fuse import fused_loras, served_form
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.loras import lora, write
 from tests.fakes.pipelines import diffusers_latents
@@ -116,7 +116,7 @@ def test_entries_know_which_loras_and_how_strong(tmp_path: Path, tiny_fill: Path
 
 
 def test_what_cannot_be_fused_is_told_in_one_sentence(tmp_path: Path, tiny_fill: Path) -> None:
-    assert load_facts(tiny_fill).family == "flux"
+    assert load_spec(tiny_fill).family == "flux"
     other = tmp_path / "other.safetensors"
     write(other, lora({"transformer_blocks.0.attn.to_q": (8, 8)}))
     (tmp_path / "text.safetensors").write_text("no weights")

@@ -19,7 +19,7 @@ from torch import Tensor
 from maskserve_common.config import Config, ModelConfig
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter
-from maskserve_lora.store import AdapterStore, file_facts
+from maskserve_lora.store import AdapterStore, describe_file
 from tests.fakes.loras import Arrays, lora, write
 from tests.support.lora_oracle import assert_same, by_diffusers, deltas, read
 
@@ -130,7 +130,7 @@ def test_what_diffusers_leaves_out_is_left_out_and_told(
     found = deltas(read(path, models[model]))
     assert found
     assert_same(found, by_diffusers(path, models[model]))
-    [note] = file_facts(path, models[model])["notes"]
+    [note] = describe_file(path, models[model])["notes"]
     assert "leaves out" in note
     assert says in note
 
@@ -175,7 +175,7 @@ def test_a_file_is_what_diffusers_makes_of_it(
     write(path, tensors)
     found = deltas(read(path, models[model]))
     assert_same(found, by_diffusers(path, models[model]))
-    assert file_facts(path, models[model])["notes"] == []
+    assert describe_file(path, models[model])["notes"] == []
 
 
 # A file that diffusers refuses, or of which it takes nothing: the update by its definition.
@@ -286,7 +286,7 @@ def test_what_would_change_the_picture_otherwise_is_refused_by_name(
     path = tmp_path / "x.safetensors"
     write(path, tensors)
     with pytest.raises(BadAdapter, match=says):
-        file_facts(path, models[model])
+        describe_file(path, models[model])
 
 
 # Names of the first publishers (those of transformers: `test_published_names`)
@@ -378,7 +378,7 @@ def test_alphas_in_the_header_s_metadata_are_diffusers_alone(
     assert_same(found, {f"denoiser/{Q}": scale * defined(FLUX, f"transformer.{Q}")})
     if name != "diffusers'":  # which wants all of PEFT's configuration there
         assert_same(found, by_diffusers(path, models["flux"]))
-    notes = file_facts(path, models["flux"])["notes"]
+    notes = describe_file(path, models["flux"])["notes"]
     is_match = name in ("a trainer's", "kohya's", "kohya's, no number")
     assert [key for note in notes for key in said if key in note] == list(said)[:1] * is_match
 
@@ -391,7 +391,7 @@ def test_a_tensor_s_alpha_is_before_the_trainer_s_metadata(
     write(path, tensors, ss_network_alpha="1")
     found = deltas(read(path, models["flux"]))
     assert_same(found, {f"denoiser/{Q}": defined(tensors, f"transformer.{Q}")})
-    assert file_facts(path, models["flux"])["notes"] == []
+    assert describe_file(path, models["flux"])["notes"] == []
 
 
 # PEFT's folder
@@ -426,7 +426,7 @@ def test_peft_s_folder_is_served_as_peft_has_it(
     assert len(expected) > 7
     folder = tmp_path / "store" / "mine"
     assert_same(deltas(read(folder / "adapter_model.safetensors", models["flux"])), expected)
-    facts = file_facts(folder, models["flux"])
+    facts = describe_file(folder, models["flux"])
     assert (facts["name"], facts["rank"], facts["notes"]) == ("mine", 4, [])
     store = store_of(tmp_path, models["flux"])
     known = store.catalogue.find("mine")
@@ -445,7 +445,7 @@ def test_peft_s_file_without_its_configuration_says_so(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     write(tmp_path / "x.safetensors", lora({Q: (32, 32)}, prefix="base_model.model."))
-    [note] = file_facts(tmp_path / "x.safetensors", models["flux"])["notes"]
+    [note] = describe_file(tmp_path / "x.safetensors", models["flux"])["notes"]
     assert "without its adapter_config.json" in note
 
 
@@ -472,7 +472,7 @@ def test_configurations_that_mean_more_are_refused_by_name(
     )
     (tmp_path / "x" / "adapter_config.json").write_text(json.dumps(said))
     with pytest.raises(BadAdapter, match=why):
-        file_facts(tmp_path / "x", models["flux"])
+        describe_file(tmp_path / "x", models["flux"])
 
 
 def store_of(tmp_path: Path, model: Path) -> AdapterStore:

@@ -19,7 +19,7 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter
-from maskserve_lora.store import AdapterStore, file_facts
+from maskserve_lora.store import AdapterStore, describe_file
 from tests.fakes.jobs import config_of
 from tests.fakes.loras import Arrays, lora, of_model, write
 from tests.fakes.tiny_chroma import build_tiny_chroma
@@ -115,7 +115,7 @@ def test_what_no_edit_can_apply_is_noted_at_every_door(served: Served, tmp_path:
         write(store / "alone.safetensors", tensors)
         adapters = served.store(tmp_path / part)
         known = adapters.catalogue.find("both")
-        checked = file_facts(store / "both.safetensors", served.folder)
+        checked = describe_file(store / "both.safetensors", served.folder)
         assert (list(known.parts), list(known.notes)) == (checked["parts"], checked["notes"])
         if part in clips:
             assert known.parts == ("denoiser", part)
@@ -125,7 +125,7 @@ def test_what_no_edit_can_apply_is_noted_at_every_door(served: Served, tmp_path:
             assert known.parts == ("denoiser",)
             assert "diffusers applies no LoRA to" in known.notes[0]
             with pytest.raises(BadAdapter, match="changes nothing that is served"):
-                file_facts(store / "alone.safetensors", served.folder)
+                describe_file(store / "alone.safetensors", served.folder)
             with pytest.raises(InvalidRequest, match="changes nothing that is served"):
                 adapters.catalogue.find("alone")
         brought = adapters.fetch("both", known.version)
@@ -164,5 +164,5 @@ def test_alphas_in_metadata_are_those_of_a_training(served: Served, tmp_path: Pa
     first, second = (read(path, served.folder)["denoiser"] for path in (plain, said))
     for name, (_, up) in first.items():
         assert np.array_equal(up, second[name].up)
-    [note] = file_facts(said, served.folder)["notes"]
+    [note] = describe_file(said, served.folder)["notes"]
     assert "ss_network_alpha in its metadata is" in note

@@ -167,12 +167,12 @@ def test_few_bytes_stay_with_the_encoders(
     for lora_ in (*loras, loras[0]):
         with adapters.applied([lora_]):
             made.encode_prompt(PROMPT)
-    assert list(adapters._held) == [loras[1].version, loras[2].version, loras[0].version]
-    narrow = TextAdapters(config, made.text_models, held_bytes=1)
+    assert list(adapters._loaded_parts) == [loras[1].version, loras[2].version, loras[0].version]
+    narrow = TextAdapters(config, made.text_models, most_bytes=1)
     for lora_ in (loras[0], loras[1]):
         with narrow.applied([lora_]):
             made.encode_prompt(PROMPT)
-        assert list(narrow._held) == [lora_.version]
+        assert list(narrow._loaded_parts) == [lora_.version]
 
 
 def test_a_file_of_another_model_is_refused(

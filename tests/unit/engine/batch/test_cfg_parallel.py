@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.cfg_parallel import dealt
+from maskserve_engine.batch.cfg_parallel import assign_passes
 from maskserve_engine.batch.sequence_parallel import GangExchange
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -39,7 +39,7 @@ Kinds = tuple[str, ...]
 def test_passes_are_dealt_evenly_and_those_of_a_row_apart(
     rows: list[list[float]], count: int
 ) -> None:
-    ranks = iter(dealt(rows, count, [None] * len(rows)))
+    ranks = iter(assign_passes(rows, count, [None] * len(rows)))
     loads = [0.0] * count
     for row in rows:
         own = [next(ranks) for _ in row]
@@ -59,9 +59,11 @@ def test_passes_that_stay_go_where_they_go_alone(
     """Whatever is beside them, and whatever they cost: 0 and 1 of two ranks."""
     each = iter(costs)
     with_costs = [[next(each) for _ in range(passes)] for _, passes in rows]
-    ranks = iter(dealt(with_costs, 2, [name for name, _ in rows]))
+    ranks = iter(assign_passes(with_costs, 2, [name for name, _ in rows]))
     for name, passes in rows:
-        assert [next(ranks) for _ in range(passes)] == list(dealt([[1.0] * passes], 2, [name]))
+        assert [next(ranks) for _ in range(passes)] == list(
+            assign_passes([[1.0] * passes], 2, [name])
+        )
 
 
 class Model:
@@ -71,7 +73,7 @@ class Model:
         config = config_of(folder, model={"outside_noise": "edit"}, cache=of_cache)
         self.encoder: Encoder = load_encoder(config)
         self.adapter: Any = load_adapter(config)
-        self.unet = self.encoder.facts.family == "unet"
+        self.unet = self.encoder.spec.family == "unet"
 
     def job(self, seed: int, *, two: bool, **asked: Any) -> EditJob:
         """An edit of one or two passes; all are of one size."""
@@ -162,7 +164,7 @@ def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
     next one that both take is another; so do rows of one process that forget as often.
     """
     kinds = plan_of_kinds(("kv",) * model.adapter.blocks)
-    plan = OwnPlan(frozenset({0, 4, 8}), "model", text, foresees=foresees)
+    plan = RefreshSchedule(frozenset({0, 4, 8}), "model", text, looks_ahead=foresees)
     jobs = [
         model.job(30 + n, two=flag, num_inference_steps=9 + 2 * n, strength=1.0)
         for n, flag in enumerate((True, False, True))
@@ -172,14 +174,14 @@ def check_anchors(model: Model, *, text: bool, foresees: bool = False) -> None:
 
     def run(rank: Rank) -> tuple[list[Any], list[list[bool]]]:
         rows = [rank.adapter.anchored_row(job, plan) for job in jobs]
-        readers = [OwnReader(row, rank.adapter.entry_blocks) for row in rows]
+        readers = [StepCacheReader(row, rank.adapter.entry_blocks) for row in rows]
         read: list[list[bool]] = []
         for step in range(max(row.steps for row in rows)):
             live = [(row, r) for row, r in zip(rows, readers, strict=True) if step < row.steps]
             anew = step in (forgets, forgets + 1)
             dealt = rank.all is not None
             entries = [
-                None if anew or step in plan.dense else reader.turn_to(step, dealt=dealt)
+                None if anew or step in plan.dense else reader.turn_to(step, by_rank=dealt)
                 for _, reader in live
             ]
             read.append([entry is not None for entry in entries])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from maskserve_engine.batch import step_cache as own_anchors
-from maskserve_engine.batch.step_cache import OwnAnchors, OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCache
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.families.mmdit.rows import OwnOutside
+from maskserve_engine.families.mmdit.rows import ExtrapolatedOutside
 from maskserve_engine.layers.scatter_kv import KvSource
 
 TOKENS, ACTIVE, HEADS, WIDTH = 5, 2, 2, 4
@@ -23,15 +23,15 @@ def keys(seed: int) -> Any:
     return torch.randn(TOKENS, HEADS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def anchors(**asked: Any) -> OwnAnchors:
-    return OwnAnchors(OwnPlan(frozenset({0, 2}), "model", text=False, **asked))
+def anchors(**asked: Any) -> StepCache:
+    return StepCache(RefreshSchedule(frozenset({0, 2}), "model", text=False, **asked))
 
 
-def take(own: OwnAnchors, step: int, sigma: float, seed: int) -> None:
+def take(own: StepCache, step: int, sigma: float, seed: int) -> None:
     own.anchor(step, sigma, ACTIVE, TOKENS).keys_values(0, keys(seed), keys(seed + 1))
 
 
-def read(own: OwnAnchors, sigma: float) -> Any:
+def read(own: StepCache, sigma: float) -> Any:
     """The block's keys of the inactive tokens at a sigma."""
     source = own.source(0, sigma)
     (first, *_), out = source.parts, torch.empty(TOKENS - ACTIVE, HEADS * WIDTH)
@@ -82,7 +82,7 @@ def test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew(
 
 def test_what_lifts_entries_is_counted_among_its_bytes() -> None:
     own, tokens = anchors(lifts=True), TOKENS - ACTIVE
-    own.beside(0, 0, slice(0), tokens, 1.0).keys_values(0, keys(1), keys(2))
+    own.begin_with_template(0, 0, slice(0), tokens, 1.0).keys_values(0, keys(1), keys(2))
     of_both = 2 * tokens * HEADS * WIDTH * 4
     text = own.nbytes - of_both
     assert text >= 0
@@ -97,15 +97,15 @@ def test_tokens_left_out_go_on_by_the_velocity_that_anchors_foretell() -> None:
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(9, TOKENS, WIDTH, generator=draws)
     shares = torch.rand(9, 2, generator=draws).tolist()
-    outside = OwnOutside(x[0] - 0.2 * x[1], None, None, x[0])
+    outside = ExtrapolatedOutside(x[0] - 0.2 * x[1], None, None, x[0])
     outside.anchored(-0.2 * x[1], -0.2)  # the first step, dense
     expected, velocities = x[0] - 0.2 * x[1], [x[1]]
     for step in range(2, 9):
         if step in (2, 4, 7):
-            outside.foreseen(x[step])
+            outside.lookahead(x[step])
             velocities.append(x[step])
         change, weight = -0.1 * shares[step][0], shares[step][1] - 1.0
         outside.passed(change, weight)
         before, last = velocities[-2:]
         expected = expected + change * (last + weight * (last - before))
-        assert torch.allclose(outside.now, expected, atol=1e-6), step
+        assert torch.allclose(outside.latents_now, expected, atol=1e-6), step

@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.batch.sequence_parallel import GangExchange, share_of
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.encoder import Encoder
@@ -59,7 +59,7 @@ class Model:
 
     def job(self, seed: int, **settings: Any) -> EditJob:
         rng = np.random.default_rng(seed)
-        if self.encoder.facts.true_cfg and seed % 2:
+        if self.encoder.spec.true_cfg and seed % 2:
             settings = {**guided(rng), **settings}
         return encode_case(self.encoder, random_case(rng, **settings), f"edit-{seed}")
 
@@ -84,7 +84,7 @@ def model(
 def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
     from diffusers import DiffusionPipeline
 
-    fill = model.adapter.facts.semantics.masked_picture
+    fill = model.adapter.spec.semantics.masked_picture
     pipeline: Any = DiffusionPipeline.from_pretrained(model.folder)
     pipeline.set_progress_bar_config(disable=True)
     rng = np.random.default_rng(count)
@@ -164,7 +164,7 @@ def test_a_mixed_batch_equals_that_of_one_rank(
 ) -> None:
     """Dense, cached and priming rows, one with a LoRA, some with two passes; one active token."""
     number = MIXES.index((kinds, format))
-    count = (2, 4)[(number + (model.adapter.facts.semantics.masked_picture)) % 2]
+    count = (2, 4)[(number + (model.adapter.spec.semantics.masked_picture)) % 2]
     jobs = [model.job(seed, num_inference_steps=3) for seed in range(number, number + 3)]
     jobs.append(one_token(model.job(9, num_inference_steps=4, strength=1.0)))
     primed = [Primed(model.adapter, model.encoder, job, format=format) for job in jobs]
@@ -256,7 +256,7 @@ def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
     """
     job = model.job(50 + 2 * seed, num_inference_steps=14, strength=1.0)
     text = bool(seed % 2)
-    plan = OwnPlan(frozenset({0, 3, 6, 11}), "model", text, foresees=foresees)
+    plan = RefreshSchedule(frozenset({0, 3, 6, 11}), "model", text, looks_ahead=foresees)
     dice, gangs = random.Random(seed), list[range]()
     while len(gangs) < 14:
         ways = [range(1), range(3, 4), range(2), range(2, 4), range(4)]
@@ -267,7 +267,7 @@ def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
 
     def alone(rank: Rank) -> Any:
         row = rank.adapter.anchored_row(job, plan)
-        reader = OwnReader(row, model.adapter.blocks)
+        reader = StepCacheReader(row, model.adapter.blocks)
         for step in range(14):
             if step and gangs[step] != gangs[step - 1]:
                 there = mapped(rank.adapter.carried(row), torch.Tensor.clone)
@@ -284,7 +284,7 @@ def test_own_anchors_are_those_of_one_rank_that_forgets_as_often(
 
     def run(rank: Rank) -> Any:
         row = rank.adapter.anchored_row(job, plan)
-        reader = OwnReader(row, model.adapter.blocks)
+        reader = StepCacheReader(row, model.adapter.blocks)
         for step, gang in enumerate(gangs[:14]):
             entry = None
             if rank.rank in gang and step not in plan.dense:

@@ -22,7 +22,7 @@ from maskserve_engine.cache.loader import Arrival, HostMover
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.templates import Sight
+from maskserve_engine.requests.templates import CacheLookup
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
@@ -278,11 +278,11 @@ def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
 ) -> None:
     expected = edit(engine, job(encoder, 16, "first", cache="require"))
     sink, store, event = Sink(), engine.cache.store, threading.Event()
-    sight = engine.cache.sight
+    sight = engine.cache.look_up
 
-    def sight_just_before_it_ends(*args: Any, **named: Any) -> Sight:
+    def sight_just_before_it_ends(*args: Any, **named: Any) -> CacheLookup:
         found = sight(*args, **named)
-        if engine.cache.is_coming(found.key):
+        if engine.cache.is_loading(found.key):
             event.set()
             assert store.settle(30.0)
         return found
@@ -435,7 +435,7 @@ def test_the_books_do_not_grow_with_templates_that_are_gone(
     for each in edits:
         edit(engine, each)
     assert engine.cache.store.memory.evictions >= 5
-    assert len(engine.cache.store.memory.held()) <= 5
+    assert len(engine.cache.store.memory.entries()) <= 5
     engine.close(5.0)
 
 

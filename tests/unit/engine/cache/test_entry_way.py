@@ -220,5 +220,5 @@ def test_references_that_see_the_prompt_serve_the_one_that_they_were_primed_with
 
 def test_exact_references_serve_every_prompt(tmp_path: Path) -> None:
     adapter = load_adapter(config_of(build_tiny_flux2(tmp_path, exact=True)))
-    assert not adapter.facts.primed_by_prompt
-    assert load_adapter(config_of(build_tiny_flux2(tmp_path / "other"))).facts.primed_by_prompt
+    assert not adapter.spec.primed_by_prompt
+    assert load_adapter(config_of(build_tiny_flux2(tmp_path / "other"))).spec.primed_by_prompt

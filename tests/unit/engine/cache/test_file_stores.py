@@ -31,7 +31,7 @@ from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_lora.catalogue import Catalogue, _Page
 from maskserve_lora.storage import Storage
 from maskserve_triton.admission import Gate, InFlight
-from maskserve_triton.templates import KeptTemplates
+from maskserve_triton.templates import StoredTemplates
 
 ANCHOR = Anchor(1.0, 2.0, 3.0)
 ID = "a" * 32
@@ -71,19 +71,19 @@ def _get_entry(folder: Path) -> int | None:
 
 def _put_template(folder: Path, number: int) -> None:
     # A template's bytes are never rewritten: another content comes as another's place is free.
-    templates = KeptTemplates(folder)
+    templates = StoredTemplates(folder)
     templates.remove(ID)
     templates.put(ID, bytes([number]) * 10_000)
 
 
 def _put_result(folder: Path, number: int) -> None:
-    templates = KeptTemplates(folder)
+    templates = StoredTemplates(folder)
     templates.remove(ID)
     templates.put_result(ID, bytes([number]) * 10_000, ["scope"])
 
 
 def _get_template(folder: Path) -> int | None:
-    response = KeptTemplates(folder).get(ID) if folder.is_dir() else None
+    response = StoredTemplates(folder).get(ID) if folder.is_dir() else None
     return None if response is None else _same(response)
 
 
@@ -96,13 +96,13 @@ def _put_adapter(folder: Path, number: int) -> None:
     adapters, version = AdapterFolder(folder, 10**9), f"{number:032x}"
     with adapters.bringing("x", version, 60.0):
         adapters.write("x", version, 10_000, [bytes([number]) * 5_000] * 2)
-        for each in adapters.held():
+        for each in adapters.files():
             if each.version != version:
                 each.path.unlink(missing_ok=True)
 
 
 def _get_adapter(folder: Path) -> int | None:
-    for each in AdapterFolder(folder, 10**9).held():
+    for each in AdapterFolder(folder, 10**9).files():
         with contextlib.suppress(FileNotFoundError):
             return _same(each.path.read_bytes())
     return None
@@ -228,7 +228,7 @@ def test_a_file_that_does_not_fit_leaves_what_was_there(
         assert use.get(tmp_path / "f") is None
     else:
         assert use.get(tmp_path / "f") == 1
-    assert FileStore(tmp_path / "f").left_behind() == []
+    assert FileStore(tmp_path / "f").abandoned_files() == []
     use.put(tmp_path / "f", 2)
     assert use.get(tmp_path / "f") == 2
 
@@ -274,13 +274,13 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_p
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"half\n"
         with store.aside() as aside, store.alone():
-            assert len(store.left_behind()) == 2
+            assert len(store.abandoned_files()) == 2
             assert store.arriving() == 4096
             writer.kill()
             writer.wait()
             aside.keep_as("whole")
         with store.alone():
-            assert store.left_behind() == []
+            assert store.abandoned_files() == []
         assert (tmp_path / "whole").exists()
     finally:
         writer.kill()

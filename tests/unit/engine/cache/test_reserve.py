@@ -147,7 +147,7 @@ def test_a_store_evicts_until_there_is_one_piece_and_keeps_nothing_outside() -> 
     entries = {f"t{i}": entry_of(2 * i + 1) for i in range(5)}
     for key, entry in entries.items():
         assert store.put(key, entry, NOTE)
-    assert set(store.memory.held()) == {"t2", "t3", "t4"}
+    assert set(store.memory.entries()) == {"t2", "t3", "t4"}
     for key in ("t2", "t3", "t4"):
         response = store.memory.get(key, one.anchor)
         assert response is not None

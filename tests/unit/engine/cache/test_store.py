@@ -82,7 +82,7 @@ def assert_reads(handle: Handle, selection: Selection, seed: int = 0) -> None:
 def test_a_new_entry_is_in_every_tier(store: Store) -> None:
     fill(store)
     assert store.locate("k", ANCHORS) == "device"
-    assert {tier: list(held) for tier, held in store.held().items()} == {
+    assert {tier: list(held) for tier, held in store.entries().items()} == {
         tier: ["k"] for tier in ("device", "host", "disk")
     }
     assert set(store.tier_bytes()) == {"device", "host", "disk"}

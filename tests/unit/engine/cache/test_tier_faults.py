@@ -152,7 +152,7 @@ def test_a_full_medium_refuses_and_what_was_there_stays(tmp_path: Path) -> None:
         assert tier.put("small", random_entry(0), NOTE)
         assert not tier.put("big", random_entry(1, **BIG), NOTE)  # type: ignore[arg-type]
         assert tier.failures == 1
-        assert set(tier.held()) == {"small"}
+        assert set(tier.entries()) == {"small"}
         assert same(tier.get("small", ANCHORS[0]), random_entry(0))
         tier.check_integrity()
     finally:
@@ -225,5 +225,5 @@ def assert_reads_alike(stored: Any, whole: Any, ids: NDArray[np.int64] | None) -
 def test_a_budget_below_one_template_keeps_none_and_evicts_itself_never(tmp_path: Path) -> None:
     tier = FolderTier("disk", tmp_path, random_entry(0).nbytes // 2)
     assert not tier.put("k", random_entry(0), NOTE)
-    assert tier.held() == {}
+    assert tier.entries() == {}
     assert tier.failures == 0

@@ -61,7 +61,7 @@ def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> N
             for key in keys:
                 store.locate(key, ANCHORS)
                 store.fetch(key, ANCHORS)
-                store.lower.seen, store.lower.version, store.lower.busy(key)
+                store.lower.listed, store.lower.version, store.lower.busy(key)
                 for anchor in ANCHORS:
                     hold = store.hold(key, anchor)
                     if hold is not None:

@@ -13,7 +13,7 @@ from maskserve_engine.cache.entry_file import dump_entry
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.remote_tier import RemoteTier
-from maskserve_engine.cache.tier import Held, Note, Rebuild, Tier, computed_anew
+from maskserve_engine.cache.tier import Note, Rebuild, Tier, TierEntry, computed_anew
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
 
 SIZE = random_entry(0).nbytes
@@ -88,9 +88,9 @@ def test_a_template_is_listed_with_its_note_and_whole_when_all_its_anchors_are_t
 ) -> None:
     tier = make(10)
     assert tier.put("k", random_entry(0, ANCHORS[0]), NOTE)
-    assert not tier.held()["k"].whole
+    assert not tier.entries()["k"].whole
     fill(tier, "k")
-    held = tier.held()["k"]
+    held = tier.entries()["k"]
     assert held.whole
     assert held.note == NOTE
     assert set(held.anchors) == set(ANCHORS) == tier.anchors("k")
@@ -103,7 +103,7 @@ def test_the_budget_holds_and_the_least_recently_used_template_goes(make: Make) 
     fill(tier, "new")
     tier.touch("old")
     assert tier.put("third", random_entry(9), NOTE)
-    assert set(tier.held()) == {"old", "third"}
+    assert set(tier.entries()) == {"old", "third"}
     assert tier.evictions == 1
     tier.check_integrity()
 
@@ -114,18 +114,18 @@ def test_what_is_dear_to_have_again_outlives_what_is_cheap(make: Make) -> None:
     fill(tier, "dear", note=Note("d", 3, 60.0))
     fill(tier, "cheap", note=Note("c", 3, 0.1))
     assert tier.put("third", random_entry(9), NOTE)
-    assert set(tier.held()) == {"dear", "third"}
+    assert set(tier.entries()) == {"dear", "third"}
 
 
 def test_what_a_tier_below_has_is_cheap(make: Make) -> None:
-    def rebuild(key: str, held: Held) -> float:
+    def rebuild(key: str, held: TierEntry) -> float:
         return 0.1 if key == "below" else held.note.rebuild_s
 
     tier = make(6, rebuild)
     fill(tier, "alone")
     fill(tier, "below")
     assert tier.put("third", random_entry(9), NOTE)
-    assert set(tier.held()) == {"alone", "third"}
+    assert set(tier.entries()) == {"alone", "third"}
 
 
 def test_a_pinned_template_stays(make: Make) -> None:
@@ -133,12 +133,12 @@ def test_a_pinned_template_stays(make: Make) -> None:
     fill(tier, "pinned")
     tier.pin("pinned", pinned=True)
     fill(tier, "other")
-    assert tier.held()["pinned"].pinned
+    assert tier.entries()["pinned"].pinned
     assert tier.put("third", random_entry(9), NOTE)
-    assert set(tier.held()) == {"pinned", "third"}
+    assert set(tier.entries()) == {"pinned", "third"}
     tier.pin("pinned", pinned=False)
     fill(tier, "fourth")
-    assert "pinned" not in tier.held()
+    assert "pinned" not in tier.entries()
 
 
 def test_what_cannot_fit_evicts_nobody(make: Make) -> None:
@@ -146,7 +146,7 @@ def test_what_cannot_fit_evicts_nobody(make: Make) -> None:
     fill(tier, "k")
     big = random_entry(1, tokens=24 * 2000)
     assert not tier.put("big", big, NOTE)
-    assert set(tier.held()) == {"k"}
+    assert set(tier.entries()) == {"k"}
     assert tier.evictions == 0
 
 
@@ -163,17 +163,17 @@ def test_what_was_handed_out_stays_valid_after_its_eviction(make: Make) -> None:
     fill(tier, "k")
     entry = tier.get("k", ANCHORS[1])
     assert tier.evict("k") >= 3 * SIZE
-    assert tier.held() == {}
+    assert tier.entries() == {}
     assert same(entry, random_entry(1, ANCHORS[1]))
 
 
 def test_putting_an_entry_again_replaces_it(make: Make) -> None:
     tier = make(10)
     fill(tier, "k")
-    nbytes = tier.held()["k"].nbytes
+    nbytes = tier.entries()["k"].nbytes
     assert tier.put("k", random_entry(77, ANCHORS[0]), NOTE)
     assert same(tier.get("k", ANCHORS[0]), random_entry(77, ANCHORS[0]))
-    assert tier.held()["k"].nbytes == nbytes
+    assert tier.entries()["k"].nbytes == nbytes
     tier.check_integrity()
 
 

@@ -186,12 +186,12 @@ def test_nothing_is_read_of_a_service_that_has_ended(
         control = replace(jobs[0].controls[0], net=service.versions["one"])
         executor.make("a", DenseRowSpec(replace(jobs[0], controls=(control,))))
         results: list[Any] = []
-        ask = SocketMessages.ask
+        ask = SocketMessages.request
 
         def asks(messages: SocketMessages, what: Any) -> None:
             ask(messages, what)
             before = ipc.reads
-            eventually("it answers", messages.come)
+            eventually("it answers", messages.receive)
             service.front._service.close()
             assert ipc.reads == before
 

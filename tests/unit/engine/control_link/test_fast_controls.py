@@ -26,11 +26,11 @@ from torch import Tensor
 from maskserve_benchmarks.steps.replay import Replay
 from maskserve_common.errors import EngineFailed
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.control_link.reuse import Reuse, SentAsk
+from maskserve_engine.control_link.reuse import Reuse, SentRequest
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
+from maskserve_engine.families.unet.latents import PackedLatents, extrapolated_latents
 from tests.fakes.control_nets import random_net, random_unet_net
 from tests.fakes.jobs import (
     Case,
@@ -312,16 +312,16 @@ def test_looking_ahead_moves_no_row(tiny_unets: dict[str, Path], name: str) -> N
     config = config_of(folder)
     loaded, encoder = load_adapter(config), load_encoder(config)
     assert isinstance(loaded, UnetAdapter)
-    adapter = UnetAdapter(loaded.facts, loaded.model, samplers()[name], exact_vae=loaded.exact_vae)
+    adapter = UnetAdapter(loaded.spec, loaded.model, samplers()[name], exact_vae=loaded.exact_vae)
     rng = fresh_rng()
     case = unet_case(rng, num_inference_steps=5, strength=1.0)
     job = adapter.prepare(encode_case(encoder, case, "r"))
     plain, watched = adapter.dense_row(job), adapter.dense_row(job)
-    assert latents_ahead(watched) is None
+    assert extrapolated_latents(watched) is None
     for step in range(plain.steps):
         adapter.step([plain], None)
         adapter.step([watched], None)
-        found = latents_ahead(watched)
+        found = extrapolated_latents(watched)
         assert (found is None) == (step + 2 >= plain.steps)
         if found is not None:
             copied = deepcopy(watched)
@@ -341,30 +341,30 @@ def test_which_residuals_a_step_adds() -> None:
         return False
 
     ahead = Reuse(scales, fast=True)
-    assert ahead.wants_ahead(0, 4)
-    assert not ahead.wants_ahead(1, 4)
-    assert ahead.wants_ahead(2, 4)
-    assert not ahead.wants_ahead(5, 4)
-    ahead.keep(SentAsk(1, 3, 4, 0, ahead=True))
-    assert ahead.at(3, 4, none_failed) == SentAsk(1, 3, 4, 0, ahead=True)
-    assert not ahead.wants_ahead(2, 4)
-    assert ahead.wants_ahead(2, 9)
+    assert ahead.needs_extrapolated(0, 4)
+    assert not ahead.needs_extrapolated(1, 4)
+    assert ahead.needs_extrapolated(2, 4)
+    assert not ahead.needs_extrapolated(5, 4)
+    ahead.keep(SentRequest(1, 3, 4, 0, extrapolated=True))
+    assert ahead.at(3, 4, none_failed) == SentRequest(1, 3, 4, 0, extrapolated=True)
+    assert not ahead.needs_extrapolated(2, 4)
+    assert ahead.needs_extrapolated(2, 9)
 
     for number, step in enumerate((0, 2, 4)):
-        ahead.keep(SentAsk(number, step, 4, 0, ahead=False))
+        ahead.keep(SentRequest(number, step, 4, 0, extrapolated=False))
         if step == 0:  # behind a row's first step there is nothing else
-            sent_ask = SentAsk(0, 0, 4, 0, ahead=False)
+            sent_ask = SentRequest(0, 0, 4, 0, extrapolated=False)
             assert ahead.at(1, 4, none_failed) is not None
             assert ahead.at(1, 9, none_failed) is None, "other tokens"
             assert ahead.at(1, 4, lambda number: True) is None, "it has failed"
-            assert not ahead.wants_own(1, sent_ask)
+            assert not ahead.needs_present(1, sent_ask)
     assert ahead.at(2, 4, none_failed) is None, "nothing acts"
     assert ahead.at(5, 4, none_failed) is None, "another scale"
     assert Reuse(scales, fast=True).at(3, 4, none_failed) is None, "never asked"
-    assert ahead.wants_own(5, None)
+    assert ahead.needs_present(5, None)
 
     exact = Reuse(scales, fast=False)
     exact.keep(sent_ask)
     assert exact.at(1, 4, none_failed) is None
-    assert exact.wants_own(1, None)
-    assert not exact.wants_ahead(0, 4)
+    assert exact.needs_present(1, None)
+    assert not exact.needs_extrapolated(0, 4)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from maskserve_engine.control_link.reuse import Reuse, SentAsk
+from maskserve_engine.control_link.reuse import Reuse, SentRequest
 
 
-def ask(number: int, step: int, slot: int) -> SentAsk:
-    return SentAsk(number, step, 8, slot, ahead=True)
+def ask(number: int, step: int, slot: int) -> SentRequest:
+    return SentRequest(number, step, 8, slot, extrapolated=True)
 
 
 def test_no_slot_is_handed_out_that_a_step_still_reads() -> None:

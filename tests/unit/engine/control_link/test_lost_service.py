@@ -19,9 +19,15 @@ from maskserve_common.contracts.request import ResolvedControl
 from maskserve_common.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
 from maskserve_common.files.sockets import short_path
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
+from maskserve_engine.control_link.served import ControlService, RowRequest, request_residuals
 from maskserve_engine.control_link.slots import RowSlots, SharedSlot
-from maskserve_engine.control_link.transport import Answered, Ask, Attached, Lost, SocketMessages
+from maskserve_engine.control_link.transport import (
+    Answered,
+    Attached,
+    Lost,
+    ResidualsRequest,
+    SocketMessages,
+)
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.local_executor import LocalExecutor
@@ -43,12 +49,12 @@ class Silent:
     lent = None
 
     def __init__(self, attached: Attached) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[ResidualsRequest] = []
 
     def slots(self, row: str) -> RowSlots:
-        return RowSlots.held()
+        return RowSlots.local()
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: ResidualsRequest) -> None:
         self.asked.append(ask)
 
     def next(self, patience_s: float) -> Answered:
@@ -280,7 +286,7 @@ def test_a_denoiser_that_leaves_blocks_out_for_long_does_not_hold_up_its_service
     assert opening is not None
     served = service.open(opening)
     for at in range(150):
-        ask_service([RowAsk(served, at, row.latents, len(row.latents))], 1)
+        request_residuals([RowRequest(served, at, row.latents, len(row.latents))], 1)
         time.sleep(0.02)  # the service keeps up, until nobody takes what it says
     assert served.after(0) is not None
     service.close()

@@ -30,18 +30,18 @@ from maskserve_engine.base.job import ControlInput
 from maskserve_engine.control_link import network
 from maskserve_engine.control_link.network import NetworkMessages, Wire, connection_to, room_for
 from maskserve_engine.control_link.served import ControlService
-from maskserve_engine.control_link.slots import HeldSlot, RowSlots
+from maskserve_engine.control_link.slots import LocalSlot, RowSlots
 from maskserve_engine.control_link.transport import (
     AddedPart,
-    Ask,
-    AskedRow,
     Attached,
     Lost,
+    RequestedRow,
+    ResidualsRequest,
     SocketMessages,
 )
 from maskserve_engine.control_service.service import ControlNetService
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.loop.local_executor import LocalExecutor
 from maskserve_engine.requests.executor import DenseRowSpec, StepInput
 from maskserve_engine.spec.control_nets import ControlNets, content_of
@@ -115,8 +115,8 @@ def test_a_message_has_bounds() -> None:
             other.receive()
 
 
-def asked(shape: Any, dtype: str = "float32", slot: int = 0) -> AskedRow:
-    return AskedRow("row", 0, 1, slot, shape, dtype)
+def asked(shape: Any, dtype: str = "float32", slot: int = 0) -> RequestedRow:
+    return RequestedRow("row", 0, 1, slot, shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def asked(shape: Any, dtype: str = "float32", slot: int = 0) -> AskedRow:
 )
 def test_so_have_tensors(part: Any, told: str) -> None:
     with pytest.raises(Lost, match=told):
-        room_for(part, RowSlots.held())
+        room_for(part, RowSlots.local())
 
 
 def test_what_a_closed_row_is_sent_is_read_and_forgotten() -> None:
@@ -141,7 +141,7 @@ def test_what_a_closed_row_is_sent_is_read_and_forgotten() -> None:
 
 
 def test_a_held_slot_tells_what_has_not_come() -> None:
-    slot = HeldSlot()
+    slot = LocalSlot()
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     slot.write(64, x)
     seen = slot.read(64, (3, 4), torch.float32)
@@ -311,8 +311,8 @@ def test_who_shows_no_key_in_time_is_ended_however_it_dawdles(
     "said",
     [
         b"\xc1",
-        msgspec.msgpack.encode(Ask(1, 1, (asked((2**40,)),))),
-        msgspec.msgpack.encode(Ask(1, 1, (asked((2,), "load"),))),
+        msgspec.msgpack.encode(ResidualsRequest(1, 1, (asked((2**40,)),))),
+        msgspec.msgpack.encode(ResidualsRequest(1, 1, (asked((2,), "load"),))),
     ],
 )
 def test_a_session_that_breaks_the_rules_ends(service: Service, said: bytes) -> None:
@@ -351,7 +351,7 @@ def nets_of_a_worker(service: Service, folder: Path) -> ControlNets:
         os.utime(file, ns=(1, 1))
     controls = structs.replace(service.config.controls, folder=str(folder))
     config = structs.replace(service.config, controls=controls)
-    return ControlNets(config, load_facts(config.model.path))
+    return ControlNets(config, load_spec(config.model.path))
 
 
 def test_a_worker_has_copies_of_the_services_nets(service: Service, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Model:
         if nets is None:
             base = self.adapter.model  # type: ignore[attr-defined]
             nets = {"one": random_unet_net(base, 1), "two": random_unet_net(base, 2)}
-        self.flux = self.adapter.facts.family == "flux"
+        self.flux = self.adapter.spec.family == "flux"
         self.service = Service(model, folder, nets)
         self.replay = Replay(self.adapter)
         # Read from the folder, too: how weights lie in memory decides how CPUs round.

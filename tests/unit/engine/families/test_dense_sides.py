@@ -21,7 +21,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
 from maskserve_router.scheduling.edit_cost import Measure
 from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
@@ -113,7 +113,7 @@ def test_flux_caches_them(tiny_fill: Path) -> None:
 
 @pytest.mark.parametrize("name", masks())
 async def test_the_router_expects_the_same(name: str) -> None:
-    turns = Turns(1)
+    turns = FairShare(1)
     measure = Measure(RouterConfig(), turns)
     mask, image = encode(masks()[name]), memoryview(b"")
     for sides in (True, False):
@@ -143,13 +143,13 @@ async def test_the_router_knows_which_edits_have_anchors_of_their_own(
     """And whether they have them although a template is at hand: where the model is so, or asked
     for.
     """
-    turns = Turns(1)
+    turns = FairShare(1)
     mask, served = encode(masks()["corner"]), Served(64, 8, 20, own_stride=0.2,
                                                   own_over_template=first)  # fmt: skip
     measured, *_ = await Measure(RouterConfig(), turns).edit(
         ANYBODY, memoryview(b""), mask, EditSettings(**asked), served, "m", prompted=False
     )
     steps, over_template = own
-    assert measured.own_steps == steps
-    assert measured.own == (first if over_template is None else over_template)
+    assert measured.refresh_steps == steps
+    assert measured.always_refreshes == (first if over_template is None else over_template)
     turns.close()

@@ -16,11 +16,11 @@ from maskserve_common.contracts.status_record import Served
 from maskserve_common.routing import Edit, Pricing, WorkerView
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.spec.model_spec import dense_steps
 from maskserve_router.config import RouterConfig
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyRing
 from maskserve_router.scheduling.edit_cost import Measure
 from tests.fakes.jobs import config_of, encode_case, random_case
@@ -98,13 +98,13 @@ def test_a_base_models_edit_begins_dense_where_it_has_a_prompt_or_covers_a_side(
 
 
 def test_fill_needs_none(tiny_fill: Path) -> None:
-    assert load_facts(tiny_fill).dense_steps == DenseSteps()
+    assert load_spec(tiny_fill).dense_steps == DenseSteps()
 
 
 @pytest.mark.parametrize("prompted", [False, True])
 @pytest.mark.parametrize("mask", masks())
 async def test_the_router_expects_the_same(mask: str, prompted: bool) -> None:
-    turns = Turns(1)
+    turns = FairShare(1)
     measure, image = Measure(RouterConfig(), turns), memoryview(b"")
     served = Served(64, 8, 20, mask_ring=0, dense_steps=NEEDED)
     encoded: Any = encode(masks()[mask])

@@ -106,8 +106,8 @@ def test_what_is_kept_is_what_would_be_made(
             assert (report.prompt, report.template) == ("made", "made")
         seen_prompts |= texts
         seen_pictures.add(edit.pixels_id)
-        assert kept._prompts.held_bytes <= budget
-        assert kept._templates.held_bytes <= budget
+        assert kept._prompts.nbytes <= budget
+        assert kept._templates.nbytes <= budget
 
 
 def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: Path) -> None:
@@ -244,7 +244,7 @@ def test_pieces_that_see_everything_give_all_of_the_masked_picture(
     assert encoder.has_pieces
     rng = fresh_rng()
     pixels = rng.integers(0, 256, (64, 48, 3), dtype=np.uint8)
-    factor = encoder.facts.vae_scale_factor
+    factor = encoder.spec.vae_scale_factor
     size = (64 // factor, 48 // factor)
     mask = np.zeros((64, 48), np.uint8)
     mask[10:30, 5:20] = 255

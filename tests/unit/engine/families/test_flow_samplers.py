@@ -111,7 +111,7 @@ class Served:
         elif self.name == "qwen":
             asked |= {"guidance_scale": None}
         case = random_case(rng, **{"cache": "off"} | asked | settings)
-        return replace(case, mask=mask_for_model(case.mask, self.adapter.facts))
+        return replace(case, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def oracle(self, case: Case) -> NDArray[np.float32]:
         """[C, h, w] of the pipeline."""

@@ -14,7 +14,7 @@ from maskserve_common.config import ConfigError
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_triton.accept import check_settings
 from tests.fakes.jobs import config_of
 
@@ -70,7 +70,7 @@ def test_an_edit_of_one_step_to_a_terminal_sigma_is_refused(
 ) -> None:
     whole = tiny_fill if name == "fill" else REPO / "assets/models/flux2-klein-4b-shapes"
     folder = copy(whole, tmp_path, shift_terminal=0.02)
-    facts, config = load_facts(folder), config_of(folder)
+    facts, config = load_spec(folder), config_of(folder)
     check_settings(EditSettings(num_inference_steps=2), facts, config)
     with pytest.raises(InvalidRequest, match=r"num_inference_steps.*is 1.*2 to"):
         check_settings(EditSettings(num_inference_steps=1), facts, config)

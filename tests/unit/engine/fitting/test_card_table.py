@@ -63,9 +63,9 @@ def test_klein_has_its_published_size_and_exact_references_stand_once(
     shapes = Shapes(config_of(CHECKOUT / "assets" / "models" / name))
     assert shapes.weights["bf16"] / 2 == pytest.approx(numbers, rel=0.01)
     assert shapes.size.nbytes / GIB == pytest.approx(template, rel=0.02)
-    assert (shapes.size.anchors, shapes.facts.defaults.num_inference_steps) == (4, 4)
+    assert (shapes.size.anchors, shapes.spec.defaults.num_inference_steps) == (4, 4)
     work = shapes.adapter.work(128, 128)
-    if shapes.facts.semantics.exact:  # of a row in the model's format, for as long as it runs
+    if shapes.spec.semantics.exact:  # of a row in the model's format, for as long as it runs
         count = 2 * 2 * 4096 * 4096 * len(work.blocks)
         assert shapes.fit("bf16", 200 * GIB).step > shapes.configured.engine.max_rows * count
 

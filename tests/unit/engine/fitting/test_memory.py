@@ -29,7 +29,7 @@ from maskserve_benchmarks.steps.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_client import commands
 from maskserve_common.contracts.memory_table import MemoryTable
 from maskserve_common.liveness import sign_in
-from maskserve_engine.batch.graphs import KEPT, Graphs
+from maskserve_engine.batch.graphs import MOST_RECORDED, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.flux.encode import FluxEncoder
@@ -39,9 +39,9 @@ from maskserve_engine.families.unet.spec import control_work as unet_control_wor
 from maskserve_engine.fitting import memory
 from maskserve_engine.fitting.entry_store import estimated_costs, sized
 from maskserve_engine.planning.entry_bytes import FORMATS
-from maskserve_engine.planning.refresh_steps import own_bytes
+from maskserve_engine.planning.refresh_steps import step_cache_bytes
 from maskserve_engine.spec.model_spec import one_scale
-from maskserve_engine.stages.loader import held_bytes
+from maskserve_engine.stages.loader import module_bytes
 from maskserve_engine.start.assembly import assemble
 from tests.fakes.control_nets import random_net
 from tests.fakes.facts import FILL_FACTS
@@ -155,7 +155,7 @@ def test_a_t5_is_counted_whichever_text_encoder_it_is(
     config = config_of(build(tmp_path / "model"), model={"t5_weights": "int8"})
     encoder = load_encoder(config)
     texts = [text_encoder.model for text_encoder in encoder.text_encoders.values()]
-    total = sum(map(held_bytes, (encoder.vae, *texts)))
+    total = sum(map(module_bytes, (encoder.vae, *texts)))
     assert memory.weight_bytes(config, "encoder") == pytest.approx(total, rel=0.01)
 
 
@@ -242,10 +242,10 @@ def test_recorded_flux_steps_hold_no_more_than_a_rows_beside_the_others() -> Non
             for number in range(tried):
                 step(0.25 - 0.05 * number)
             of_mix = (live.now - before) / tried
-    assert len([each for each in recorder._seen.values() if each is not None]) == 2 + tried
+    assert len([each for each in recorder._steps.values() if each is not None]) == 2 + tried
     assert of_mix > 0
     count = 2 * memory.peak_values(bench.work, rows, bench.text)
-    assert live.peak + (KEPT - tried) * of_mix <= 2 * count
+    assert live.peak + (MOST_RECORDED - tried) * of_mix <= 2 * count
 
 
 def test_the_table_counts_recorded_flux_steps(
@@ -261,8 +261,8 @@ def test_the_table_counts_recorded_flux_steps(
         _, size = sized(config, adapter, estimated_costs(config))
         memory_table = memory.memory_table(config, adapter, size, (2 * FREE, FREE))
         steps.append(memory_table.step - size.anchor_bytes)
-    side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
-    text = adapter.facts.text_tokens(config.model.max_sequence_length)
+    side = adapter.spec.native_resolution // adapter.spec.vae_scale_factor
+    text = adapter.spec.text_tokens(config.model.max_sequence_length)
     more = memory.peak_values(adapter.work(side, side), 1, text) * adapter.dtype.itemsize
     assert steps[1] == steps[0] - config.cache.placed_on("cuda") + more
 
@@ -340,10 +340,10 @@ def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
     assert isinstance(control, RowControl)
     held = tensor_bytes((control.passes[0].added, control.inputs[0].hint))
     work = unet_control_work(dict(net.weights.model.config), bench.side, bench.side)
-    assert held == 4 * work.beside
+    assert held == 4 * work.carried_numbers
     if mask is not None:
-        total = sum(token.nbytes for token in control.kept[0].tokens)
-        counted = own_bytes(work, [work.tokens], FORMATS["float32"], 0)
+        total = sum(token.nbytes for token in control.residuals[0].tokens)
+        counted = step_cache_bytes(work, [work.tokens], FORMATS["float32"], 0)
         assert 0.8 * counted <= total <= counted
 
 
@@ -352,8 +352,8 @@ def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
     work = flux_control_work(dict(net.config), 12, 16)
     tokens, width = 6 * 8, 32
     # What is read of the picture, and what three blocks say; keys and values of them.
-    assert work.beside == tokens * width * (1 + 3)
-    kept = own_bytes(work, [(float(tokens),)], FORMATS["float32"], 0)
+    assert work.carried_numbers == tokens * width * (1 + 3)
+    kept = step_cache_bytes(work, [(float(tokens),)], FORMATS["float32"], 0)
     assert kept == 4 * 2 * tokens * width * 3
 
 

@@ -22,13 +22,13 @@ from msgspec import structs
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_common.contracts.request import ResolvedControl
-from maskserve_common.contracts.reuse_levels import own_count
+from maskserve_common.contracts.reuse_levels import refresh_count
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.planning.refresh_steps import foreseen_at, own_steps
+from maskserve_engine.planning.refresh_steps import lookahead_steps_of, refresh_steps
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.start.assembly import load_engine
 from tests.fakes.control_nets import random_net
@@ -44,7 +44,7 @@ class Site:
         config = config_of(folder, controls={"folder": str(nets)})
         self.encoder: Encoder = load_encoder(config)
         save_net(config, nets / "shape")
-        self.net = ControlNets(config, self.encoder.facts).find("shape", "controls")
+        self.net = ControlNets(config, self.encoder.spec).find("shape", "controls")
         self.one, self.two = (self._started(folder, nets, devices) for devices in (1, 2))
 
     def _started(self, folder: Path, nets: Path, devices: int) -> Engine:
@@ -63,7 +63,7 @@ class Site:
     def job(self, name: str, seed: int, *, two: bool, **asked: Any) -> EditJob:
         rng = np.random.default_rng(seed)
         asked = {"strength": 1.0, "num_inference_steps": 5, **asked}
-        if self.encoder.facts.family == "unet":
+        if self.encoder.spec.family == "unet":
             case = unet_case(rng, guidance_scale=7.5 if two else 1.0, **asked)
         else:
             case = random_case(rng, **(guided(rng) if two else {}), **asked)
@@ -189,7 +189,7 @@ def test_anchors_of_edits_own_are_those_of_one_device(site: Site) -> None:
         for n in range(3)
     ]
     for meta in site.check(jobs):
-        assert len(meta["anchors"]) == own_count(meta["steps"], 0.25)
+        assert len(meta["anchors"]) == refresh_count(meta["steps"], 0.25)
 
 
 def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site) -> None:
@@ -203,9 +203,11 @@ def test_a_rank_that_is_lost_between_anchors_makes_the_next_step_one(site: Site)
     eventually("it is between anchors", lambda: len(sink.events) > 2)
     site.ranks._ranks.processes[1].kill()
     meta = sink.final().meta
-    facts, count = adapter.facts, own_count(meta["steps"], 0.25)
+    facts, count = adapter.spec, refresh_count(meta["steps"], 0.25)
     sigmas = [sigma for sigma, _ in adapter.sigmas(job)]
-    planned = foreseen_at(own_steps(count, sigmas, facts.own_evenly_over, growth=facts.own_growth))
+    planned = lookahead_steps_of(
+        refresh_steps(count, sigmas, facts.refresh_evenly_over, growth=facts.refresh_growth)
+    )
     assert planned < set(meta["anchors"])
     further = set(meta["anchors"]) - planned
     assert 1 <= len(further) <= 3, meta

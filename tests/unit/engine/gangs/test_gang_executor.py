@@ -77,7 +77,7 @@ def config_for(folder: Path, devices: int, nets: Path | None = None, **model: An
 
 def with_control(engine: Engine, encoder: Encoder, each: EditJob, name: str = "net") -> EditJob:
     """The edit with a random control picture."""
-    known = ControlNets(engine.config, engine.adapter.facts).find(name, "")
+    known = ControlNets(engine.config, engine.adapter.spec).find(name, "")
     size, rng = each.edit_mask.shape, np.random.default_rng(each.request.seed)
     picture = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
     moments = encoder.encode(picture, each.edit_mask, "").moments
@@ -245,7 +245,7 @@ def test_a_step_that_ranks_share_teaches_what_a_step_costs(
     assert counted[0] == 2 * counted[1]
     edit = RequestState.of(job(encoder, 3, "asked"), Sink(), two.adapter)
     calls = 2 * two.adapter.blocks * ranks(two).exchange.call_seconds
-    assert calls < two._step_runner._beside_shares([edit], 2) < 1.0
+    assert calls < two._step_runner._overhead_shares([edit], 2) < 1.0
 
 
 def test_ranks_let_go_of_edits_that_went_on_elsewhere(two: Engine, encoder: Encoder) -> None:
@@ -416,7 +416,7 @@ def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
 
 def rows_on(engine: Engine, process: RankProcess) -> bool:
     rows = list(ranks(engine)._rows.values())
-    return any(process in row.there for row in rows)
+    return any(process in row.steps_in_rank for row in rows)
 
 
 # Steps run as under any degree, above; tests/unit/core/worker holds how rounds choose.

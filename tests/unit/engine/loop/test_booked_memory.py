@@ -57,13 +57,13 @@ def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encode
 def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder: Encoder) -> None:
     edit(engine, job(encoder, 2, "first", cache="require"))
     memory, sink = engine.cache.store.memory, Sink()
-    nbytes = memory.nbytes / sum(len(held.anchors) for held in memory.held().values())
+    nbytes = memory.nbytes / sum(len(held.anchors) for held in memory.entries().values())
 
     def run_and_evict() -> tuple[int, int]:
         accept(engine, replace_id(job(encoder, 2, "first"), "runs"), sink)
-        engine.turn()
+        engine.run_once()
         engine.cache.evict(job(encoder, 2, "first").request.template_id)
-        return memory.booked, len(set(engine.manager.edits["runs"].route.anchors))
+        return memory.booked, len(set(engine.manager.edits["runs"].plan.anchors))
 
     booked, anchors = engine.ask(run_and_evict).result(30)
     assert booked >= anchors * nbytes > 0

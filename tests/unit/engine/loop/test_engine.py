@@ -104,7 +104,7 @@ def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     assert meta["kinds"] == {"dense": 4 * engine.adapter.blocks}
     assert 0 < meta["mask_ratio"] <= 1
     assert meta["mask_ring"] == 1
-    token = engine.adapter.facts.token_pixels
+    token = engine.adapter.spec.token_pixels
     assert meta["active_tokens"] == len(active_tokens(each.edit_mask, token, ring=1))
     assert meta["active_tokens"] < meta["total_tokens"]
     # It ran dense: those of the mask are not all that were computed.

@@ -35,12 +35,12 @@ def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: 
     times = DegreeTimes(adapter, costs, lambda: exchange, 4)
     prices = PriceList(config, adapter, costs, 4, times.prices)
     degrees = prices.pricing.degrees
-    if adapter.facts.guidance == "cfg":
+    if adapter.spec.guidance == "cfg":
         assert degrees == (DegreePrice(0.5, 0.5),)
         return
-    side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
+    side = adapter.spec.native_resolution // adapter.spec.vae_scale_factor
     text, work = (
-        adapter.facts.text_tokens(config.model.max_sequence_length),
+        adapter.spec.text_tokens(config.model.max_sequence_length),
         adapter.work(side, side),
     )
     line = costs.model.compute
@@ -61,10 +61,10 @@ def test_prices_follow_what_the_worker_has_measured(config: Config) -> None:
     """A device three times as slow per FLOP as estimated, with another fixed part."""
     adapter, costs = load_adapter(config), MeasuredCosts(estimated_costs(config))
     prices = PriceList(config, adapter, costs, anchors=4)
-    side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
+    side = adapter.spec.native_resolution // adapter.spec.vae_scale_factor
     work, text = (
         adapter.work(side, side),
-        float(adapter.facts.text_tokens(config.model.max_sequence_length)),
+        float(adapter.spec.text_tokens(config.model.max_sequence_length)),
     )
     estimated = prices.pricing
     assert prices.pricing is estimated  # nothing was measured

@@ -12,7 +12,7 @@ from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Arrival, Load, Selection
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.loop.measured_costs import MeasuredCosts
-from maskserve_engine.loop.step_planner import Reading, StepPlanner, wants_of
+from maskserve_engine.loop.step_planner import Reading, StepPlanner, parts_of
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.flops import RowTokens
 from tests.fakes.entries import random_entry
@@ -58,8 +58,8 @@ def test_what_is_there_is_taken() -> None:
 def test_loads_that_keep_up_follow_the_steady_plan() -> None:
     planned = planner(FAST).plan(WORK, [reading(new_load())], None)
     assert planned.choice == "steady"
-    assert planned.plan.kinds == planned.ahead.kinds == ("kv",) * BLOCKS
-    assert wants_of(planned.plan) == [(block, "kv") for block in range(BLOCKS)]
+    assert planned.plan.kinds == planned.next_plan.kinds == ("kv",) * BLOCKS
+    assert parts_of(planned.plan) == [(block, "kv") for block in range(BLOCKS)]
 
 
 def test_a_row_that_joins_is_planned_for_what_has_arrived() -> None:
@@ -68,7 +68,7 @@ def test_a_row_that_joins_is_planned_for_what_has_arrived() -> None:
     planned = planner(1e-7).plan(WORK, [reading(load, stays=1000)], None)
     assert planned.choice == "arrived"
     assert planned.plan.loads[0] == "none"  # the first block computes while others load
-    assert planned.ahead.kinds == ("kv",) * BLOCKS
+    assert planned.next_plan.kinds == ("kv",) * BLOCKS
     arrive(load, range(BLOCKS))
     assert planner(1e-7).plan(WORK, [reading(load, stays=1000)], None).choice == "here"
 
@@ -95,7 +95,7 @@ def test_ranks_that_share_a_step_are_planned_as_one_device_that_is_as_fast(speed
 
 def test_ranks_that_share_a_step_compute_what_is_dearer_to_load() -> None:
     loads = {
-        ranks: planner(1e-7).plan(WORK, [reading(new_load())], None, ranks=ranks).ahead.loads
+        ranks: planner(1e-7).plan(WORK, [reading(new_load())], None, ranks=ranks).next_plan.loads
         for ranks in (1, 8)
     }
     assert loads[1].count("none") < loads[8].count("none")
@@ -106,7 +106,7 @@ def test_ranks_that_share_a_step_compute_what_is_dearer_to_load() -> None:
 def test_no_plan_asks_for_what_was_not_kept(parts: tuple[str, ...], speed: float) -> None:
     load = new_load(parts)
     planned = planner(speed).plan(WORK, [reading(load)], None)
-    assert all(load.keeps(want) for want in wants_of(planned.plan))
+    assert all(load.keeps(want) for want in parts_of(planned.plan))
 
 
 def test_costs_follow_the_steps_and_loads_that_were_taken() -> None:

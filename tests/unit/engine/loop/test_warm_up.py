@@ -11,7 +11,7 @@ import torch
 
 from maskserve_common.config import Config, ConfigError
 from maskserve_engine.families import registry
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.loop import warm_up as warm_up_module
 from maskserve_engine.loop.warm_up import row_counts
 from maskserve_engine.stages import loader
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_take_a_step_is_not_served(tiny_fill: Path) -> None:
 
 
 def test_a_gpu_is_warmed_up_at_the_models_own_size(tiny_fill: Path) -> None:
-    config, facts = config_of(tiny_fill), load_facts(tiny_fill)
+    config, facts = config_of(tiny_fill), load_spec(tiny_fill)
     assert loader.warm_up_side(config, facts) == 32
     side = loader.warm_up_side(config, facts, torch.device("cuda", 0))
     assert side == facts.native_resolution == 64

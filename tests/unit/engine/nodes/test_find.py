@@ -14,7 +14,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.find import FindNodes
-from maskserve_workflows.node_request import AskedNode
+from maskserve_workflows.node_request import NodeRequest
 from maskserve_workflows.pictures import encode_mask, read_mask
 from tests.fakes.tiny_nodes import build_find
 from tests.support.draws import fresh_rng
@@ -29,8 +29,8 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
     model: Any = CLIPSegForImageSegmentation.from_pretrained(tmp_path).eval()
     processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
     seen = []
-    whole = nodes.seen
-    nodes.seen = lambda pixels: seen.append(pixels) or whole(pixels)  # type: ignore[method-assign]
+    whole = nodes.features
+    nodes.features = lambda pixels: seen.append(pixels) or whole(pixels)  # type: ignore[method-assign]
     some = encode_mask(rng.random((24, 40)) > 0.5)
     calls, expected = [], []
     for pixels in pictures:
@@ -45,9 +45,9 @@ def test_calls_of_one_picture_see_it_once_and_answer_as_the_whole_model(tmp_path
             expected.append(sized > threshold)
             inputs = {"picture": encode_png(pixels), "name": name}
             settings = {"threshold": threshold, "enough": 0.0}
-            calls.append(AskedNode("find", inputs, settings))
-            calls.append(AskedNode("shows", {**inputs, "mask": some}, settings))
-    bad = AskedNode("find", {"picture": b"no", "name": "a"}, {"threshold": 0.5})
+            calls.append(NodeRequest("find", inputs, settings))
+            calls.append(NodeRequest("shows", {**inputs, "mask": some}, settings))
+    bad = NodeRequest("find", {"picture": b"no", "name": "a"}, {"threshold": 0.5})
     *made, refused = nodes.run([*calls, bad])
     assert isinstance(refused, InvalidRequest)
     assert len(seen) == 2
@@ -65,6 +65,6 @@ def test_three_rows_of_pixels_are_no_channels(tmp_path: Path) -> None:
     processor: Any = CLIPSegProcessor.from_pretrained(tmp_path)
     seen: list[Any] = []
     nodes._model.clip.vision_model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    nodes.seen(pixels)
+    nodes.features(pixels)
     right = processor.image_processor(images=[Image.fromarray(pixels)], return_tensors="pt")
     assert torch.equal(seen[0], right["pixel_values"])

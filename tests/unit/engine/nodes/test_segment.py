@@ -18,7 +18,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.nodes.registry import open_nodes
 from maskserve_engine.nodes.segment import SegmentNodes, check_clicks
-from maskserve_workflows.node_request import AskedNode
+from maskserve_workflows.node_request import NodeRequest
 from tests.fakes.pictures import encode, scene
 from tests.fakes.tiny_nodes import build_segment, build_segment_2
 from tests.support.draws import fresh_rng
@@ -99,7 +99,7 @@ def test_it_is_the_model_s_best_mask(folder: Path, points: Any, box: Any) -> Non
     if not mask.any():
         pytest.skip("these weights see nothing there")
     given = {"picture": encode(picture)}
-    asked_node = AskedNode("segment", given, {"points": points, "box": box})
+    asked_node = NodeRequest("segment", given, {"points": points, "box": box})
     [made] = nodes_of(folder).run([asked_node])
     assert isinstance(made, dict)
     assert np.array_equal(made["mask"] == 255, mask)
@@ -129,7 +129,7 @@ def test_boxes_are_the_masks_of_each_and_take_the_memory_of_one(
     monkeypatch.setattr(torch.nn.functional, "interpolate", watched)
     differs = nodes.in_boxes(picture, boxes) != np.any(each, axis=0)
     assert differs.mean() < 0.002  # last digits, of numbers near 0
-    nodes.found(picture, ((10.0, 12.0, 1),), ())
+    nodes.find_mask(picture, ((10.0, 12.0, 1),), ())
     assert largest == SIZE[0] * SIZE[1]
 
 
@@ -137,7 +137,7 @@ def test_boxes_are_the_masks_of_each_and_take_the_memory_of_one(
 def test_a_picture_of_any_shape_is_seen_as_it_is(folder: Path, size: tuple[int, int]) -> None:
     """Three rows of pixels were taken for three channels."""
     nodes, picture, click = nodes_of(folder), scene(*size), ((0.0, 0.0, 1),)
-    mask, score = nodes.found(picture, click, ())
+    mask, score = nodes.find_mask(picture, click, ())
     right, its_score = expected(folder, picture, click, ())
     assert np.array_equal(mask, right)
     assert score == pytest.approx(its_score, abs=1e-4)
@@ -148,8 +148,8 @@ def test_a_picture_too_thin_to_be_seen_is_refused(folder: Path) -> None:
     """One that had no width any more ended a call with an error of the server's."""
     nodes = nodes_of(folder)
     with pytest.raises(InvalidRequest, match="picture: is 3000x2 pixels; accepted: sides of"):
-        nodes.found(scene(2, 3000), ((0.0, 0.0, 1),), ())
-    mask, _ = nodes.found(scene(2, 256), ((0.0, 0.0, 1),), ())
+        nodes.find_mask(scene(2, 3000), ((0.0, 0.0, 1),), ())
+    mask, _ = nodes.find_mask(scene(2, 256), ((0.0, 0.0, 1),), ())
     assert mask.shape == (2, 256)
 
 

@@ -17,7 +17,7 @@ from maskserve_common.config_file import config_of
 from maskserve_common.errors import EngineFailed, InvalidRequest
 from maskserve_common.imaging.images import encode_png
 from maskserve_engine.nodes.verify import VerifyNodes
-from maskserve_workflows.node_request import AskedNode
+from maskserve_workflows.node_request import NodeRequest
 from maskserve_workflows.values import Judgement
 
 PICTURE = encode_png(np.zeros((4, 6, 3), np.uint8))
@@ -66,8 +66,8 @@ def nodes_of(url: str, tmp_path: Path) -> VerifyNodes:
     return VerifyNodes(config_of({"nodes": asked}))
 
 
-def asked(statement: str, picture: bytes = PICTURE) -> AskedNode:
-    return AskedNode("agrees", {"picture": picture, "statement": statement}, {"enough": 0.5})
+def asked(statement: str, picture: bytes = PICTURE) -> NodeRequest:
+    return NodeRequest("agrees", {"picture": picture, "statement": statement}, {"enough": 0.5})
 
 
 def test_its_number_is_the_score_and_all_else_an_error(
@@ -77,9 +77,9 @@ def test_its_number_is_the_score_and_all_else_an_error(
     nodes = nodes_of(url, tmp_path)
     said = ["85", "It shows 40 of 100.", "101", "no idea", "other", "elsewhere", "large"]
     calls = [
-        AskedNode("agrees", {"picture": PICTURE, "statement": x}, {"enough": 0.5}) for x in said
+        NodeRequest("agrees", {"picture": PICTURE, "statement": x}, {"enough": 0.5}) for x in said
     ]
-    bad = AskedNode("agrees", {"picture": b"no", "statement": "1"}, {"enough": 0.5})
+    bad = NodeRequest("agrees", {"picture": b"no", "statement": "1"}, {"enough": 0.5})
     *made, refused = nodes.run([*calls, bad])
     assert made[:3] == [
         {"verdict": Judgement(0.85, True)}, {"verdict": Judgement(0.4, False)},
@@ -98,6 +98,6 @@ def test_its_number_is_the_score_and_all_else_an_error(
 def test_one_that_is_not_there_is_told_without_its_address(tmp_path: Path) -> None:
     nodes = nodes_of("http://127.0.0.1:1/v1", tmp_path)
     [made] = nodes.run(
-        [AskedNode("agrees", {"picture": PICTURE, "statement": "1"}, {"enough": 0.5})]
+        [NodeRequest("agrees", {"picture": PICTURE, "statement": "1"}, {"enough": 0.5})]
     )
     assert str(made) == "[ENGINE_FAILED] the verifier does not answer"

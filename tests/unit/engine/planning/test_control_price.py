@@ -16,9 +16,9 @@ from maskserve_common.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_common.line_fit import Line
 from maskserve_common.routing.predict import predicted_seconds
 from maskserve_common.routing.view import Edit, WorkerView
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import control_work, counted_work, load_facts
+from maskserve_engine.families.specs import control_work, counted_work, load_spec
 from maskserve_engine.planning.cost_model import CostModel
 from maskserve_engine.planning.entry_bytes import FORMATS
 from maskserve_engine.requests.control_nets import ControlWork
@@ -56,7 +56,7 @@ def test_shares_are_of_the_steps_in_which_a_control_acts(seed: int) -> None:
 
 @pytest.mark.parametrize("refresh", [1, 4])
 def test_prices_are_the_counted_work_at_the_cost_of_a_flop(tiny_fill: Path, refresh: int) -> None:
-    facts, config = load_facts(tiny_fill), dict(random_net(1, 1, 2).config)
+    facts, config = load_spec(tiny_fill), dict(random_net(1, 1, 2).config)
     work, net = counted_work(facts, 16, 16), control_work(facts, config, 16, 16)
     costs = CostModel("cpu", Line(0.0, 1e-9))
     pricing = pricing_of(
@@ -99,10 +99,10 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
             return dict(nets[control.version].config)
 
     counted = adapter.counted(edit)
-    work = ControlWork.of(edit, adapter.facts, counted, 10, Nets(), {0, 4, 8})  # type: ignore[arg-type]
+    work = ControlWork.of(edit, adapter.spec, counted, 10, Nets(), {0, 4, 8})  # type: ignore[arg-type]
     whole, part = [], []
     for name in nets:
-        net = control_work(adapter.facts, nets[name].config, *edit.moments.shape[1:])
+        net = control_work(adapter.spec, nets[name].config, *edit.moments.shape[1:])
         whole.append(net.batch_flops(None, (), counted))
         part.append(net.batch_flops(counted, ("kv",) * len(net.blocks), None))
     assert part < whole
@@ -117,10 +117,10 @@ def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Pa
     assert work.mean(cached=False) == pytest.approx(0.7 * whole[0] + whole[1])
     # With anchors of its own {0, 5, 8}: 5 is foreseen at step 1, before the first net begins to
     # act, and 8 at step 5.
-    plan = OwnPlan(frozenset({0, 5, 8}), "int8", text=True, foresees=True)
-    own, between = work.with_own(plan, adapter.counted(edit, plan)), []
+    plan = RefreshSchedule(frozenset({0, 5, 8}), "int8", text=True, looks_ahead=True)
+    own, between = work.with_schedule(plan, adapter.counted(edit, plan)), []
     for name, all_text in zip(nets, part, strict=True):
-        net = control_work(adapter.facts, nets[name].config, *edit.moments.shape[1:])
+        net = control_work(adapter.spec, nets[name].config, *edit.moments.shape[1:])
         kinds = ("kv",) * len(net.blocks)
         between.append(net.batch_flops(adapter.counted(edit, plan), kinds, None))
         assert between[-1] < all_text  # a net leaves its text out, too

@@ -18,7 +18,7 @@ from maskserve_common.line_fit import Line
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import counted_work, load_facts, lora_work, typical_lora
+from maskserve_engine.families.specs import counted_work, load_spec, lora_work, typical_lora
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.unet.spec import unet_work
 from maskserve_engine.families.unet.weights import places_of as unet_places
@@ -146,7 +146,7 @@ def test_a_cached_step_adds_what_torch_counts(
 
     base, totals = adapter.work(*job.moments.shape[1:]), Totals.sum_of([adapter.counted(job)] * 2)
     layers = {name: factor.numbers for name, factor in factors.items()}
-    lora = lora_work(adapter.facts, base, layers)
+    lora = lora_work(adapter.spec, base, layers)
     expected = base.batch_flops(totals.with_loras([lora]), (kind,) * adapter.blocks, None)
     expected -= base.batch_flops(totals, (kind,) * adapter.blocks, None)
     assert step(((adapter.low_rank(factors), 0.7),)) - step(()) == expected > 0
@@ -185,7 +185,7 @@ def test_the_typical_lora_has_every_linear_layer_of_the_blocks(family: str) -> N
 
 
 def test_a_lora_is_priced_by_the_bytes_of_its_file(tiny_fill: Path) -> None:
-    facts = load_facts(tiny_fill)
+    facts = load_spec(tiny_fill)
     work = counted_work(facts, 16, 16)
     lora, nbytes = typical_lora(facts, work)
     costs, text = CostModel("cpu", Line(0.0, 1e-9)), 7

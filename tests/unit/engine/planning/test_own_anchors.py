@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maskserve_common.contracts.reuse_levels import own_count
-from maskserve_engine.planning.refresh_steps import clock_steps, foreseen_at, own_steps
+from maskserve_common.contracts.reuse_levels import refresh_count
+from maskserve_engine.planning.refresh_steps import clock_steps, lookahead_steps_of, refresh_steps
 
 
 def shifted(steps: int, times: float) -> list[float]:
@@ -22,17 +22,17 @@ def shifted(steps: int, times: float) -> list[float]:
 def test_every_edit_of_four_steps_or_more_has_some_and_half_of_its_steps_at_most(
     steps: int, stride: float
 ) -> None:
-    assert 1 <= own_count(steps, stride) <= steps / 2
+    assert 1 <= refresh_count(steps, stride) <= steps / 2
 
 
 def test_fewer_steps_and_no_stride_have_none() -> None:
-    assert own_count(3, 0.25) == own_count(20, 0.0) == 0
+    assert refresh_count(3, 0.25) == refresh_count(20, 0.0) == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("steps", [6, 7, 9, 20, 21, 28, 50])
 def test_so_many_anchors_lie_evenly(steps: int, count: int) -> None:
-    anchors = [*sorted(own_steps(count, range(steps, 0, -1), 0.0)), steps]
+    anchors = [*sorted(refresh_steps(count, range(steps, 0, -1), 0.0)), steps]
     assert len(anchors) == count + 1
     gaps = [later - sooner for sooner, later in pairwise(anchors)]
     assert max(gaps) - min(gaps) <= 1
@@ -45,36 +45,36 @@ def test_so_many_anchors_lie_evenly(steps: int, count: int) -> None:
 def test_every_shift_of_a_sampler_has_so_many(
     steps: int, times: float, count: int, growth: float
 ) -> None:
-    anchors = own_steps(count, shifted(steps, times), 1.5, growth=growth)
+    anchors = refresh_steps(count, shifted(steps, times), 1.5, growth=growth)
     assert len(anchors) == count
     assert 0 in anchors
     assert growth == 0 or 1 not in anchors
     assert max(anchors) < steps
     if growth:
-        assert len(foreseen_at(anchors)) == count
+        assert len(lookahead_steps_of(anchors)) == count
 
 
 @pytest.mark.parametrize("steps", range(4, 12))
 def test_a_short_edit_foresees_its_second_anchor(steps: int) -> None:
-    anchors = own_steps(own_count(steps, 0.5), shifted(steps, 1.0), 1.5, growth=1.0)
-    assert {0, 1} <= foreseen_at(anchors)
+    anchors = refresh_steps(refresh_count(steps, 0.5), shifted(steps, 1.0), 1.5, growth=1.0)
+    assert {0, 1} <= lookahead_steps_of(anchors)
     assert min(anchors - {0}) > 1
 
 
 def test_foreseen_anchors_have_steps_between_them_and_few_behind() -> None:
     flat = range(20, 0, -1)
-    assert own_steps(3, flat, 0.0, growth=1.0) == {0, 8, 16}
-    assert own_steps(3, flat, 1.0, growth=1.0) == {0, 8, 16}
-    assert foreseen_at(frozenset({0, 8, 16})) == {0, 1, 8}
-    assert own_steps(4, shifted(20, 1.65), 1.5, growth=1.0) == {0, 6, 11, 16}
-    assert own_steps(4, shifted(20, 1.65), 1.5, growth=2.15) == {0, 2, 7, 16}
+    assert refresh_steps(3, flat, 0.0, growth=1.0) == {0, 8, 16}
+    assert refresh_steps(3, flat, 1.0, growth=1.0) == {0, 8, 16}
+    assert lookahead_steps_of(frozenset({0, 8, 16})) == {0, 1, 8}
+    assert refresh_steps(4, shifted(20, 1.65), 1.5, growth=1.0) == {0, 6, 11, 16}
+    assert refresh_steps(4, shifted(20, 1.65), 1.5, growth=2.15) == {0, 2, 7, 16}
 
 
 def test_anchors_follow_a_shifted_sampler_to_where_it_goes_most_of_its_way() -> None:
-    assert own_steps(3, shifted(20, 1.65), 1.5) == {0, 7, 13}
-    assert own_steps(3, shifted(20, 3.16), 1.5) == {0, 10, 15}
-    assert own_steps(2, shifted(4, 9.77), 1.5) == {0, 3}
-    assert own_steps(2, shifted(4, 1.0), 1.5) == {0, 2}
+    assert refresh_steps(3, shifted(20, 1.65), 1.5) == {0, 7, 13}
+    assert refresh_steps(3, shifted(20, 3.16), 1.5) == {0, 10, 15}
+    assert refresh_steps(2, shifted(4, 9.77), 1.5) == {0, 3}
+    assert refresh_steps(2, shifted(4, 1.0), 1.5) == {0, 2}
 
 
 @pytest.mark.parametrize("steps", range(1, 60))

@@ -24,8 +24,8 @@ from maskserve_engine.planning.two_stream import (
     Plan,
     StepCosts,
     actions,
-    ahead_of,
     evaluate,
+    head_start_of,
     items_of,
     period,
     run,
@@ -42,7 +42,7 @@ leads = st.one_of(st.none(), st.integers(0, 9).map(float))
 
 def brute_force(costs: StepCosts, lead: float | None) -> float:
     """The least latency of all 3^n plans."""
-    items, ahead, after = items_of(costs), ahead_of(costs), costs.after
+    items, ahead, after = items_of(costs), head_start_of(costs), costs.after
     least = INF
     for kinds in itertools.product(range(3), repeat=len(costs.compute)):
         steps = actions(items, kinds)
@@ -236,7 +236,7 @@ def test_loads_that_take_no_time_need_no_budget() -> None:
     row = work.row_at(0.1, 512)
     moved = block_bytes(work, [(3000.0,)], FORMATS["bfloat16"])
     costs = step_costs(work, work.totals([row]), model, {"device": moved})
-    assert costs.ahead == math.inf
+    assert costs.head_start == math.inf
     assert plan(costs).kinds == ("kv",) * 57
 
 
@@ -251,7 +251,7 @@ def test_bytes_of_two_tiers_add_up_and_unknown_tiers_are_refused() -> None:
     h = 3000 * 3072 * 2
     assert costs.loads[3].tolist() == pytest.approx([1e-5 + 1.1e-9 * h, 1e-5 + 2.2e-9 * h])
     # A budget holds as many seconds as its bytes take at the step's mean rate.
-    assert costs.ahead == pytest.approx(1e9 * costs.loads[:, 1].sum() / (2 * 57 * 2 * h))
+    assert costs.head_start == pytest.approx(1e9 * costs.loads[:, 1].sum() / (2 * 57 * 2 * h))
     with pytest.raises(ValueError, match="remote"):
         step_costs(work, work.totals([row]), model, {"remote": moved})
 

@@ -72,7 +72,7 @@ class Books:
         absent = self.nets.hold("edit", [control(name) for name in names])
         for each in absent:
             self.come(each.name)
-        self.nets.let_go("edit")
+        self.nets.release("edit")
         return tuple(each.name for each in absent)
 
 
@@ -120,7 +120,7 @@ def test_what_an_edit_holds_is_never_dropped_and_who_comes_later_is_told_so() ->
     with pytest.raises(Overloaded, match="no room for ControlNet b beside those of the edits"):
         books.nets.hold("second", [control("b")])
     assert books.dropped == []
-    books.nets.let_go("first")
+    books.nets.release("first")
     assert books.nets.hold("second", [control("b")]) == (Resource(CONTROL_NETS.name, "b"),)
     assert books.dropped == ["a"]
 
@@ -136,7 +136,7 @@ def test_records_list_what_is_here_and_what_is_coming_and_count_the_rest() -> No
     assert books.nets.listed() is listed
     books.nets.failed(control("a"), EngineFailed("it is broken"))
     assert books.nets.listed() == (AdapterStatus("b", "device", 4, "sha of b"),)
-    books.nets.let_go("one")
+    books.nets.release("one")
     books.edit("c")
     books.edit("a")  # what has failed is tried anew; only now has something to go
     assert books.dropped == ["c"]

@@ -26,9 +26,9 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.refresh_schedules import plans_beside
+from maskserve_engine.requests.refresh_schedules import schedules_with_template
 from maskserve_engine.requests.state import EditWork, RequestState
-from maskserve_engine.requests.templates import Route
+from maskserve_engine.requests.templates import ExecutionPlan
 from maskserve_engine.scheduling.step_scheduler import StepScheduler, Ticket
 from maskserve_triton.after_steps import AfterSteps
 from maskserve_triton.call import bounded
@@ -351,12 +351,12 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
     asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
     one = job(encoder, 9, "primes", **asked)
     edit(anchoring, one)
-    own = plans_beside(anchoring.config, anchoring.adapter, one, 0)[0]
+    own = schedules_with_template(anchoring.config, anchoring.adapter, one, 0)[0]
     assert own is not None
     counted = [anchoring.adapter.counted(one, own, anchor=flag) for flag in (False, True)]
     work = anchoring.adapter.work(*one.moments.shape[1:])
     plain = EditWork.of(one, anchoring.adapter)
-    times = plain.cached_flops / plain.with_own(own, counted[0], work, counted[1]).cached_flops
+    times = plain.cached_flops / plain.with_schedule(own, counted[0], work, counted[1]).cached_flops
     levels = LEVELS[FILL, "cached"]
     less = [level for level in levels if times * level.work < 0.99]
     assert 0 < len(less) < len([level for level in levels if level.work < 0.99])
@@ -368,11 +368,11 @@ def test_a_hit_steps_down_to_nothing_that_is_more_work_than_it_is(
 def test_a_router_foretells_how_far_a_hit_steps_down_as_its_worker_does(
     anchoring: Engine, encoder: Encoder
 ) -> None:
-    adapter, facts = anchoring.adapter, anchoring.adapter.facts
+    adapter, facts = anchoring.adapter, anchoring.adapter.spec
     asked = elastic(job(encoder, 9, "late", num_inference_steps=12, mask_ring=1), 30.0)
     state = RequestState.of(anchoring.prepared(asked), Sink(), adapter)
-    beside = plans_beside(anchoring.config, adapter, asked, 0)[0]
-    state.go(Route("cached", "hit", beside=beside), adapter)
+    beside = schedules_with_template(anchoring.config, adapter, asked, 0)[0]
+    state.go(ExecutionPlan("cached", "hit", schedule_with_template=beside), adapter)
     tokens = adapter.tokens(asked)
     levels = levels_of(asked.request.settings, facts.skipping, "cached")
     seen = Edit(

@@ -9,7 +9,7 @@ import pytest
 
 from maskserve_common.errors import Overloaded
 from maskserve_common.resources.residency import Resource
-from maskserve_engine.requests.admission_checks import AdaptersHere, DoneInTime, WayChosen
+from maskserve_engine.requests.admission_checks import AdaptersLoaded, DoneInTime, PlanChosen
 from maskserve_engine.requests.primings import Primings
 
 NET, LORA = Resource("controlnet", "n"), Resource("lora", "l")
@@ -61,16 +61,16 @@ def test_adapters_are_waited_for_together_and_fast_edits_go_without_loras(
 ) -> None:
     others = {str(n): SimpleNamespace(loras=SimpleNamespace(late=n < late)) for n in range(3)}
     adapters = Adapters(nets, loras, fast)
-    gate = AdaptersHere(cast(Any, adapters), cast(Any, SimpleNamespace(edits=others)), 2)
+    gate = AdaptersLoaded(cast(Any, adapters), cast(Any, SimpleNamespace(edits=others)), 2)
     edit: Any = object()
-    assert gate.lacks(edit) == lacks
+    assert gate.missing(edit) == lacks
     assert bool(adapters.named) == named
 
 
 def test_an_edit_whose_template_is_lost_again_and_again_is_refused() -> None:
     edit: Any = SimpleNamespace(starts=5)
     with pytest.raises(Overloaded, match="lost 5 times"):
-        WayChosen(None, cast(Any, None)).lacks(edit)
+        PlanChosen(None, cast(Any, None)).missing(edit)
 
 
 @pytest.mark.parametrize(("starts", "asked"), [(1, True), (2, False)])
@@ -79,7 +79,7 @@ def test_an_edit_is_judged_by_its_deadline_once(starts: int, asked: bool) -> Non
     in_time: Any = SimpleNamespace(check=lambda *told: judged.append(told))
     books: Any = SimpleNamespace(running=list, waiting=list)
     edit: Any = SimpleNamespace(starts=starts, deadline=1.0)
-    assert not DoneInTime(in_time, books).lacks(edit)
+    assert not DoneInTime(in_time, books).missing(edit)
     assert bool(judged) == asked
 
 
@@ -110,5 +110,5 @@ def test_a_priming_that_cannot_begin_holds_no_lora(prompt: bool) -> None:
     job: Any = SimpleNamespace(request=SimpleNamespace(settings=settings), adapters="a")
     primings.begin(job, urgent=False)
     assert not adapters.held
-    assert not primings.held
+    assert not primings.states
     assert ended == [False] * prompt

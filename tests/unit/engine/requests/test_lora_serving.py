@@ -25,16 +25,16 @@ from maskserve_common.errors import (
 )
 from maskserve_common.files.adapter_folder import AdapterFile
 from maskserve_common.resources.loading import Loaded
-from maskserve_engine.adapters.lora_loader import Bring
+from maskserve_engine.adapters.lora_loader import Place
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.specs import lora_work
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_engine.requests.refresh_schedules import own_plan
+from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
 from maskserve_engine.start.assembly import load_engine
 from maskserve_triton.metric_table import ENGINE_METRICS
 from tests.fakes.jobs import config_of
@@ -53,7 +53,7 @@ FILE_BYTES = NBYTES // 2
 class Held:
     """Brings LoRAs when the test says so: each adapter's weights are drawn from its name."""
 
-    def __init__(self, config: Config, bring: Bring) -> None:
+    def __init__(self, config: Config, bring: Place) -> None:
         self._bring, self.places = bring, {}
         self.asked: list[str] = []
         self.open: dict[str, threading.Event] = {}
@@ -141,7 +141,9 @@ class Site:
         self.engine.submit(job, sink)
         return sink
 
-    def alone(self, job: EditJob, attach_at: int = 0, own: OwnPlan | None = None) -> np.ndarray:
+    def alone(
+        self, job: EditJob, attach_at: int = 0, own: RefreshSchedule | None = None
+    ) -> np.ndarray:
         """Latents of a row by itself that has its LoRAs from a step on: a dense one, or one with
         anchors of its own.
         """
@@ -156,7 +158,7 @@ class Site:
                 self.oracle.attach(row, job, tuple(found))
             reads = None
             if own is not None and row.step not in own.dense:
-                reads = OwnReader(row, self.oracle.blocks).turn_to(row.step)
+                reads = StepCacheReader(row, self.oracle.blocks).turn_to(row.step)
             self.oracle.step([row], reads and kinds, [reads])
         latents: np.ndarray = row.result().array()
         return latents
@@ -288,7 +290,7 @@ def test_an_edit_that_parks_between_anchors_of_its_own_goes_on_with_what_it_kept
     final = sink.final()
     assert final.meta["cache"] == "own"
     assert {0, without} <= set(final.meta["anchors"])
-    refresh_schedule = own_plan(site.engine.config, site.oracle, edit)
+    refresh_schedule = make_refresh_schedule(site.engine.config, site.oracle, edit)
     assert refresh_schedule is not None
     assert close(
         final.latents, site.alone(edit, without, replace(refresh_schedule, format="model"))
@@ -308,7 +310,7 @@ def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(
     sink.final()
     base = adapter.work(*edit.job.moments.shape[1:])
     layers = {path: factor.numbers for path, factor in site.loader.factors("a").items()}
-    added = lora_work(adapter.facts, base, layers).batch_flops(None, (), bare.counted)
+    added = lora_work(adapter.spec, base, layers).batch_flops(None, (), bare.counted)
     assert edit.work.dense_flops == pytest.approx(bare.dense_flops + added)
     assert edit.work.cached_flops > bare.cached_flops
     assert edit.work.step_flops("dense") == edit.work.dense_flops  # what its ticket says

@@ -20,9 +20,12 @@ from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.refresh_schedules import own_plan, plans_beside
+from maskserve_engine.requests.refresh_schedules import (
+    make_refresh_schedule,
+    schedules_with_template,
+)
 from maskserve_engine.requests.state import EditWork, RequestState
-from maskserve_engine.requests.templates import Route
+from maskserve_engine.requests.templates import ExecutionPlan
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, edit, job, make_engine, priced_by_flops
 from tests.support.eventually import eventually
@@ -56,10 +59,10 @@ def idle(engine: Engine) -> None:
 
 def computed_at(engine: Engine, asked: EditJob) -> list[int]:
     """Steps that compute the edit's own anchors."""
-    refresh_schedule = own_plan(engine.config, engine.adapter, asked)
+    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, asked)
     assert refresh_schedule is not None
-    assert refresh_schedule.foresees
-    assert refresh_schedule.bends == engine.adapter.facts.semantics.blends
+    assert refresh_schedule.looks_ahead
+    assert refresh_schedule.second_order == engine.adapter.spec.semantics.blends
     return sorted(refresh_schedule.computed_at)
 
 
@@ -88,7 +91,7 @@ def test_edits_of_base_models_read_no_template_that_do_not_insist(
 ) -> None:
     edit(engine, job(encoder, 12, "primes", num_inference_steps=12, cache="require"))
     meta = edit(engine, job(encoder, 12, "next", num_inference_steps=12)).meta
-    assert meta["cache"] == ("own" if engine.adapter.facts.semantics.blends else "hit")
+    assert meta["cache"] == ("own" if engine.adapter.spec.semantics.blends else "hit")
     idle(engine)
 
 
@@ -231,7 +234,7 @@ def test_edits_of_a_template_leave_their_text_out_between_anchors(
     assert (meta["cache"], meta["text_steps"]) == ("hit", 3)
     assert meta["own_bytes"] > 0
     # So do they the ring of their mask, where models have pictures round it that hold still.
-    leaves_ring = engine.adapter.facts.own_ring is not None
+    leaves_ring = engine.adapter.spec.refresh_ring is not None
     # Where both are foreseen, at all anchors but the first, so are the mask's once more.
     count = 22 * tokens.inner + 3 * tokens.ring
     assert meta["computed_tokens"] == (count if leaves_ring else 22 * tokens.active)
@@ -249,9 +252,9 @@ def test_where_devices_share_steps_an_edit_keeps_nothing_beside_a_template(
 ) -> None:
     """They would have to agree on who has what."""
     asked, config = job(encoder, 40, "hit", num_inference_steps=20), engine.config
-    assert plans_beside(config, engine.adapter, asked, 1)[0] is not None
+    assert schedules_with_template(config, engine.adapter, asked, 1)[0] is not None
     shared = replace_config(config, engine=replace_config(config.engine, devices=2, policy=policy))
-    assert plans_beside(shared, engine.adapter, asked, 1) == (None,)
+    assert schedules_with_template(shared, engine.adapter, asked, 1) == (None,)
 
 
 def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
@@ -259,14 +262,14 @@ def test_a_router_prices_what_a_hit_leaves_out_as_its_worker_counts_it(
 ) -> None:
     asked = job(encoder, 40, "priced", num_inference_steps=20)
     adapter = engine.adapter
-    own = plans_beside(engine.config, adapter, asked, 0)[0]
+    own = schedules_with_template(engine.config, adapter, asked, 0)[0]
     assert own is not None
     work, tokens = adapter.work(*asked.moments.shape[1:]), adapter.tokens(asked)
     between, at_anchors = (adapter.counted(asked, own, anchor=flag) for flag in (False, True))
-    counted = EditWork.of(asked, adapter).with_own(own, between, work, at_anchors)
+    counted = EditWork.of(asked, adapter).with_schedule(own, between, work, at_anchors)
     pricing = priced_by_flops(engine, asked, 20)
     asks = Edit(20, tokens.active, tokens.total, inner_tokens=tokens.inner, ring_tokens=tokens.ring)
-    active = asks.active(pricing.rings.template, pricing.rings.ahead)
+    active = asks.active(pricing.rings.template, pricing.rings.lookahead)
     priced, _ = pricing.row(active, tokens.total, cached=True)
     assert active == pytest.approx(counted.cached_tokens)
     # All but what a pass takes by itself, whatever its tokens.
@@ -281,10 +284,12 @@ def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it
     """All anchors but the first are computed beside steps that read."""
     asked = job(encoder, 40, "priced", num_inference_steps=20)
     state = RequestState.of(engine.prepared(asked), Sink(), engine.adapter)
-    refresh_schedule = own_plan(engine.config, engine.adapter, asked)
+    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, asked)
     assert refresh_schedule is not None
     state.go(
-        Route("cached", "own", own=refresh_schedule, dense_steps=len(refresh_schedule.anchors)),
+        ExecutionPlan(
+            "cached", "own", schedule=refresh_schedule, dense_steps=len(refresh_schedule.anchors)
+        ),
         engine.adapter,
     )
     tokens = engine.adapter.tokens(asked)
@@ -294,7 +299,7 @@ def test_a_router_prices_an_edit_with_anchors_of_its_own_as_its_worker_counts_it
         20,
         tokens.active,
         tokens.total,
-        own_steps=len(refresh_schedule.anchors),
+        refresh_steps=len(refresh_schedule.anchors),
         inner_tokens=tokens.inner,
         ring_tokens=tokens.ring,
     )
@@ -355,5 +360,5 @@ def test_a_reproducible_edit_of_a_template_computes_its_text_at_every_step(
 
 @pytest.mark.parametrize(("device", "kept"), [("cpu", "model"), ("cuda", "int8")])
 def test_what_anchors_leave_is_kept_as_the_device_decodes_it(device: str, kept: str) -> None:
-    assert CacheConfig().own_format_on(device) == kept
-    assert CacheConfig(own_format="int4").own_format_on(device) == "int4"
+    assert CacheConfig().refresh_format_on(device) == kept
+    assert CacheConfig(own_format="int4").refresh_format_on(device) == "int4"

@@ -11,7 +11,7 @@ import pytest
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.planning.flops import Totals
 from maskserve_engine.requests.state import EditTimes, EditWork, RequestState
-from maskserve_engine.requests.templates import ExecutionMode, Route
+from maskserve_engine.requests.templates import ExecutionMode, ExecutionPlan
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0, (0.0,))
@@ -32,14 +32,14 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
             work=EditWork(16, 3, 4, NOTHING, passes=passes),
             times=EditTimes(0.0),
             deadline=None,
-            route=Route(mode, "hit"),
+            plan=ExecutionPlan(mode, "hit"),
         )
         ticket, status = edit.make_ticket(), edit.status()
         assert edit.step_tokens == passes * computed
         assert ticket.active_tokens == status.active_tokens == passes * computed
         assert ticket.total_tokens == status.total_tokens == passes * 16
         assert edit.work.mask_ratio == 3 / 16
-        begun = replace(edit, route=Route(mode, "hit", dense_steps=1))  # of four
+        begun = replace(edit, plan=ExecutionPlan(mode, "hit", dense_steps=1))  # of four
         assert begun.make_ticket().active_tokens == round(passes * (16 + 3 * computed) / 4)
 
 
@@ -52,5 +52,5 @@ def test_a_step_counts_as_what_it_computed_and_not_as_what_it_was_to_leave_out()
     work = replace(plain, between=between, renewed=renewed, plain=plain)
     assert work.reading(text=False) is between
     assert work.reading(text=True) is renewed
-    assert work.without_own() is plain.without_own() is plain
+    assert work.without_schedule() is plain.without_schedule() is plain
     assert plain.reading(text=False) is plain.reading(text=True) is NOTHING

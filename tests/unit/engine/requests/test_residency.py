@@ -15,7 +15,7 @@ TEMPLATE = Resource("template", "t")
 
 def test_an_edit_waits_until_all_that_it_needs_is_here() -> None:
     residency = Residency(8, {"lora": 100})
-    assert residency.coming(ONE, 10)
+    assert residency.reserve(ONE, 10)
     assert residency.wait("edit", [ONE, TEMPLATE])
     assert residency.wait("other", [TEMPLATE])
     assert residency.arrived(TEMPLATE) == ["other"]
@@ -28,7 +28,7 @@ def test_an_edit_waits_until_all_that_it_needs_is_here() -> None:
 
 def test_what_fails_tells_those_who_wait_and_those_who_come() -> None:
     residency = Residency(8, {"lora": 100})
-    residency.coming(ONE, 10)
+    residency.reserve(ONE, 10)
     residency.wait("a", [ONE])
     residency.wait("b", [ONE, TWO])
     residency.wait("c", [TWO])
@@ -38,7 +38,7 @@ def test_what_fails_tells_those_who_wait_and_those_who_come() -> None:
     with pytest.raises(EngineFailed, match="adapter one"):
         residency.wait("d", [ONE])
     assert residency.arrived(TWO) == ["c"]
-    assert residency.coming(ONE, 10)  # tried again
+    assert residency.reserve(ONE, 10)  # tried again
     assert residency.wait("d", [ONE])
 
 
@@ -57,16 +57,16 @@ def test_the_least_valuable_goes_and_nothing_that_is_pinned() -> None:
     resources: list[Resource] = []
     residency = Residency(8, {"lora": 100}, resources.append)
     for each, score in ((ONE, 1.0), (TWO, 2.0)):
-        residency.coming(each, 40, score)
+        residency.reserve(each, 40, score)
         residency.arrived(each)
-    assert not residency.coming(BIG, 60, 0.5)  # worth less than what is here
+    assert not residency.reserve(BIG, 60, 0.5)  # worth less than what is here
     residency.pin(ONE)
     residency.pin(ONE)
     residency.unpin(ONE)
-    assert residency.coming(BIG, 60, 3.0)
+    assert residency.reserve(BIG, 60, 3.0)
     assert resources == [TWO]
     assert residency.state(TWO) == "absent"
-    assert not residency.coming(TWO, 101, 9.0)
+    assert not residency.reserve(TWO, 101, 9.0)
     residency.unpin(ONE)
     residency.drop(BIG)  # on its way: it stays
     assert residency.state(BIG) == "coming"
@@ -82,7 +82,7 @@ def test_no_order_of_events_passes_the_budget(
         resource = Resource("lora", str(name))
         if residency.state(resource) == "coming" and ends:
             residency.arrived(resource)
-        elif not residency.coming(resource, nbytes, float(score)):
+        elif not residency.reserve(resource, nbytes, float(score)):
             assert residency.state(resource) in ("absent", "failed")
         residency.check_integrity()
 

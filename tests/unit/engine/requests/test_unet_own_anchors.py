@@ -16,7 +16,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.loop.engine import Engine
-from maskserve_engine.requests.refresh_schedules import own_plan
+from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of
 from tests.support.engines import edit, job, make_engine
@@ -76,7 +76,7 @@ def test_edits_read_no_template_that_do_not_insist(engine: Engine, encoder: Enco
         each = job(encoder, 3, "next", num_inference_steps=12, cache=cache)
         each = replace(each, request=replace(each.request, loras=loras))
         state = RequestState.of(each, Sink(), engine.adapter)
-        return engine.manager.late._ways.choose(state).outcome
+        return engine.manager.late._policy.choose(state).outcome
 
     lora = Lora(name="a", version="1")
     assert [way("auto"), way("auto", lora)] == ["own", "own"]
@@ -155,9 +155,9 @@ def test_anchors_of_a_base_model_are_nearest_where_there_is_most_noise(
     """Evenly far apart those of trained ones kept 37 dB, and so 44."""
     config = config_of(tiny_unets["sd-base"])
     adapter, own = load_adapter(config), load_encoder(config)
-    plan = own_plan(config, adapter, job(own, 1, "base", num_inference_steps=20))
+    plan = make_refresh_schedule(config, adapter, job(own, 1, "base", num_inference_steps=20))
     assert plan is not None
-    assert plan.bends
+    assert plan.second_order
     gaps = [later - sooner for sooner, later in pairwise(sorted(plan.anchors))]
     assert gaps == sorted(gaps)
     assert gaps[-1] > 2 * gaps[0]

@@ -25,7 +25,7 @@ from maskserve_engine.planning.refresh_steps import clock_steps
 from maskserve_engine.requests.control_nets import ControlWork
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import DENSE
-from maskserve_engine.spec.model_spec import ModelFacts, own_rule
+from maskserve_engine.spec.model_spec import ModelSpec, refresh_rule
 from maskserve_engine.start.assembly import assemble
 from tests.fakes import tiny_families
 from tests.fakes.jobs import config_of
@@ -83,14 +83,14 @@ def job(
     """An edit of the upper share of a picture, whose last row of tokens ends where it may; `shape`:
     its height and width, or those of a window on a larger one, as shares of the model's side.
     """
-    adapter, facts = engine.adapter, engine.adapter.facts
+    adapter, facts = engine.adapter, engine.adapter.spec
     side, multiple = min(facts.native_resolution, 256), facts.size_multiple
     height, width = (max(1, round(share * side / multiple)) * multiple for share in shape)
     mask = np.zeros((height, width), np.uint8)
     latents = tuple(each // facts.vae_scale_factor for each in mask.shape)
     mask[: max(1, round(ratio * height))] = 255
     words = facts.text_tokens(engine.config.model.max_sequence_length)
-    prompt = adapter.blank_prompt(facts.shown_tokens(*latents) + words)
+    prompt = adapter.blank_prompt(facts.encoder_picture_tokens(*latents) + words)
     moments = np.zeros((2 * facts.latent_channels, *latents), np.float32)
     settings = EditSettings(
         **{
@@ -113,7 +113,7 @@ def job(
 
 def prime(engine: Engine, asked: EditJob) -> None:
     """Have the job's template count as primed: its entries are never read."""
-    if engine.cache.wants(asked) == "primed":
+    if engine.cache.priming_state(asked) == "primed":
         return
     priming = engine.cache.begin(asked)
     assert priming is not None
@@ -125,7 +125,7 @@ def prime(engine: Engine, asked: EditJob) -> None:
 class Nets:
     """Knows one ControlNet: a part of the base's blocks."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelSpec) -> None:
         self.facts = facts
 
     def config(self, control: ResolvedControl) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def controlled(engine: Engine, edit: RequestState, rng: np.random.Generator) -> 
     pixels = np.zeros((*edit.job.edit_mask.shape, 3), np.uint8)
     request = replace(edit.job.request, controls=(control,))
     edit.job = replace(edit.job, request=request, controls=(ControlInput("net", pixels),))
-    facts, steps, nets = engine.adapter.facts, edit.work.steps, Nets(engine.adapter.facts)
-    clock = clock_steps(steps, own_rule(engine.config, facts).stride)
+    facts, steps, nets = engine.adapter.spec, edit.work.steps, Nets(engine.adapter.spec)
+    clock = clock_steps(steps, refresh_rule(engine.config, facts).stride)
     work = ControlWork.of(edit.job, facts, edit.work.counted, steps, nets, clock)  # type: ignore[arg-type]
     edit.work = replace(edit.work, controls=work)
 
@@ -151,7 +151,7 @@ def controlled(engine: Engine, edit: RequestState, rng: np.random.Generator) -> 
 def adapted(engine: Engine, edit: RequestState, loras: int) -> None:
     """Have so many LoRAs of all layers that are here."""
     work = engine.adapter.work(*edit.job.moments.shape[1:])
-    one, _ = typical_lora(engine.adapter.facts, work)
+    one, _ = typical_lora(engine.adapter.spec, work)
     edit.work = edit.work.with_loras([one] * loras, work)
 
 
@@ -161,7 +161,7 @@ def accepted(
     """The edit, queued by the engine's manager, with adapters that `rng` draws."""
     sink = Sink()
     edit = RequestState.of(asked, sink, engine.adapter)
-    if rng is not None and engine.adapter.facts.family in CONTROLLED and rng.random() < 0.5:
+    if rng is not None and engine.adapter.spec.family in CONTROLLED and rng.random() < 0.5:
         controlled(engine, edit, rng)
     if rng is not None and rng.random() < 0.5:
         adapted(engine, edit, int(rng.integers(1, 4)))
@@ -175,8 +175,8 @@ def check(engine: Engine, edit: RequestState) -> None:
     """Its ticket can be, and no step of it is more work than a dense one."""
     ticket = edit.make_ticket()
     dense = edit.step_flops(DENSE, engine.adapter)
-    assert 0 < ticket.cost <= dense * (1 + 1e-12), edit.route
-    if edit.route.own is not None:
+    assert 0 < ticket.cost <= dense * (1 + 1e-12), edit.plan
+    if edit.plan.schedule is not None:
         assert ticket.cost < dense
     for level in edit.levels:
         again = replace(edit)

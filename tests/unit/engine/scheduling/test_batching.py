@@ -147,7 +147,7 @@ def test_no_device_is_given_twice_while_rows_share_steps(mix: str) -> None:
 
 
 def test_devices_whose_step_is_shared_are_busy() -> None:
-    running = [replace(work(name), gang=0b1, until=0.1, under_way=1) for name in "ab"]
+    running = [replace(work(name), gang=0b1, until=0.1, running_steps=1) for name in "ab"]
     plan = Deadline(2).decide(0.0, [*running, work("c"), work("d")])
     assert [run.devices for run in plan.runs] == [(1,)]
 

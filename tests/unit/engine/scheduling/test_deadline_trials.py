@@ -41,7 +41,7 @@ def lost(device: int, now: float, degrees: int) -> Work:
 def could_be_in_time(work: Work, now: float) -> bool:
     remaining, begin = work.remaining, now
     if work.until is not None:
-        remaining, begin = remaining - work.under_way, work.until
+        remaining, begin = remaining - work.running_steps, work.until
     due = work.ticket.due
     return (
         due is not None
@@ -89,7 +89,7 @@ def test_no_device_idles_while_an_edit_could_run(devices: int) -> None:
             if rng.random() < 0.4 and not block & count:
                 count |= block
                 until = now + rng.uniform(-0.05, 1.0)  # some steps are overdue
-                work = replace(work, gang=block, until=until, under_way=1)
+                work = replace(work, gang=block, until=until, running_steps=1)
             works.append(work)
         for device in range(devices):
             if rng.random() < 0.1 and not count >> device & 1:
@@ -130,7 +130,7 @@ class Trial:
                 work = works[run.rows[0].request_id]
                 name, at = work.ticket.request_id, len(run.devices).bit_length() - 1
                 longest[name] = max(longest.get(name, 0.0), self.now - self._starves_from(work))
-                work.gang, work.under_way = sum(1 << d for d in run.devices), 1
+                work.gang, work.running_steps = sum(1 << d for d in run.devices), 1
                 work.until = self.now + work.ticket.seconds[at]
                 ends[name] = self.now + work.ticket.seconds[at] * rng.uniform(0.7, 1.3)
                 longest_step = max(longest_step, ends[name] - self.now)
@@ -141,7 +141,7 @@ class Trial:
             self.now = max(self.now, ends.pop(name))
             work = works[name]
             work.remaining, work.idle_since = work.remaining - 1, self.now
-            work.until, work.under_way = None, 0
+            work.until, work.running_steps = None, 0
             if not work.remaining:
                 del works[name]
         return longest, longest_step

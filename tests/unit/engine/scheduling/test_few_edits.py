@@ -23,7 +23,7 @@ def edit(rng: random.Random, name: str) -> Work:
 
 def running(rng: random.Random, name: str, gang: int) -> Work:
     work = edit(rng, name)
-    work.gang, work.until, work.under_way = gang, rng.uniform(0.1, 1.0), 1
+    work.gang, work.until, work.running_steps = gang, rng.uniform(0.1, 1.0), 1
     return work
 
 
@@ -45,12 +45,12 @@ def most_in_time(works: list[Work], gangs: dict[str, tuple[int, float]]) -> int:
                 ready = 0.0 if work.until is None else work.until
                 seconds = work.ticket.seconds[degree.bit_length() - 1]
                 begin = max(free[degree - 1], ready)
-                end = begin + (work.remaining - work.under_way) * seconds
+                end = begin + (work.remaining - work.running_steps) * seconds
                 assert work.ticket.due is not None
                 if end > work.ticket.due:
                     break
                 free[:degree] = [end] * degree
-                count += work.remaining > work.under_way
+                count += work.remaining > work.running_steps
             else:
                 best = max(best, count)
     return best

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_common.contracts.status_record import TemplateChanges
-from maskserve_common.listings import _KEPT, TemplateListings
+from maskserve_common.listings import _MOST_VERSIONS, TemplateListings
 from tests.support.examples import examples
 
 Listing = Mapping[str, set[str]]
@@ -71,10 +71,10 @@ def test_a_listing_that_stays_has_no_changes() -> None:
 def test_who_knows_another_process_or_too_old_a_version_is_told_all() -> None:
     old, listings = TemplateListings(), TemplateListings()
     take(old, {"host": {"a"}})
-    for number in range(_KEPT + 2):
+    for number in range(_MOST_VERSIONS + 2):
         take(listings, {"host": {str(number)}})
         if not number:
             first = listings.version
     for version in (old.version, first, "no such"):
         assert listings.changes(version).since == ""
-        assert listings.changes(version).added == {"host": (str(_KEPT + 1),)}
+        assert listings.changes(version).added == {"host": (str(_MOST_VERSIONS + 1),)}

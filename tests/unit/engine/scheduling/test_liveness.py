@@ -209,10 +209,10 @@ def test_a_record_that_stays_the_same_is_silence() -> None:
     found = []
     for _ in range(30):
         clock.now += 0.1
-        found.append(silence.too_long(record(7), 2.5))
+        found.append(silence.silence_fault(record(7), 2.5))
     assert found[:25] == [None] * 25
     assert found[-1] == "engine has been silent for 2.9 s"
-    assert silence.too_long(record(8), 2.5) is None
+    assert silence.silence_fault(record(8), 2.5) is None
 
 
 def test_a_machine_that_stood_still_is_no_silence() -> None:
@@ -221,7 +221,7 @@ def test_a_machine_that_stood_still_is_no_silence() -> None:
     silence = Silence(clock)
     for pause in (0.1, 60.0, 0.1, 60.0):
         clock.now += pause
-        assert silence.too_long(record(7), 2.5) is None
+        assert silence.silence_fault(record(7), 2.5) is None
 
 
 def test_a_process_whose_python_stands_still_ends_and_says_where() -> None:

@@ -15,27 +15,27 @@ import pytest
 
 from maskserve_common.contracts.keys import template_id
 from maskserve_common.errors import Overloaded
-from maskserve_triton.templates import KeptTemplates, RegisteredImages
+from maskserve_triton.templates import RegisteredImages, StoredTemplates
 from tests.fakes.pictures import scene
 
 A, B, C, D = (letter * 32 for letter in "abcd")
 
 
 def test_templates_are_kept_listed_and_removed(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path / "deep" / "templates")
+    folder = StoredTemplates(tmp_path / "deep" / "templates")
     assert folder.ids() == []
     assert folder.get(A) is None
     folder.put(B, b"second")
     folder.put(A, b"first")
     assert folder.ids() == [A, B]
-    assert KeptTemplates(tmp_path / "deep" / "templates").get(A) == b"first"
+    assert StoredTemplates(tmp_path / "deep" / "templates").get(A) == b"first"
     assert folder.remove(A)
     assert not folder.remove(A)
     assert folder.ids() == [B]
 
 
 def test_a_kept_template_is_not_rewritten(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     folder.put(A, b"as registered")
     folder.put(A, b"the same pixels in another file")
     assert folder.get(A) == b"as registered"
@@ -43,7 +43,7 @@ def test_a_kept_template_is_not_rewritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../" + "a" * 32, "", "A" * 32, "a" * 15, ".new-x"])
 def test_only_digests_are_file_names(tmp_path: Path, name: str) -> None:
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     for call in (folder.get, folder.remove):
         with pytest.raises(ValueError, match="template id"):
             call(name)
@@ -54,7 +54,7 @@ def test_only_digests_are_file_names(tmp_path: Path, name: str) -> None:
 def test_strangers_and_leftovers_in_the_folder_are_no_templates(tmp_path: Path) -> None:
     (tmp_path / ".new-123").write_bytes(b"half written")
     (tmp_path / "README").write_bytes(b"hello")
-    assert KeptTemplates(tmp_path).ids() == []
+    assert StoredTemplates(tmp_path).ids() == []
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("disk full")
 
     monkeypatch.setattr("os.fsync", full)
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     with pytest.raises(OSError, match="disk full"):
         folder.put(A, b"image")
     assert names(tmp_path) == {"results"}
@@ -70,7 +70,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_readers_never_see_half_a_template(tmp_path: Path) -> None:
     whole = bytes(range(256)) * 4096
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     contents: list[bytes | None] = []
     event = threading.Event()
 
@@ -102,7 +102,7 @@ def test_template_ids_name_pixels_and_size() -> None:
 
 
 def test_the_folder_is_bounded(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path, max_bytes=10)
+    folder = StoredTemplates(tmp_path, max_bytes=10)
     folder.put(A, b"123456")
     folder.put(A, b"123456")  # there already: takes no more room
     with pytest.raises(Overloaded, match="evict templates first"):
@@ -121,7 +121,7 @@ def test_templates_may_go_while_another_is_put(tmp_path: Path) -> None:
             (tmp_path / A).unlink(missing_ok=True)
             return names
 
-    folder = KeptTemplates(tmp_path, max_bytes=100)
+    folder = StoredTemplates(tmp_path, max_bytes=100)
     folder.put(A, b"first")
     (tmp_path / ".sums").unlink()
     Shared(tmp_path, max_bytes=100).put(B, b"second", ())
@@ -129,7 +129,7 @@ def test_templates_may_go_while_another_is_put(tmp_path: Path) -> None:
 
 
 def test_the_bound_holds_for_threads_too(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path, max_bytes=1000)
+    folder = StoredTemplates(tmp_path, max_bytes=1000)
     barrier = threading.Barrier(8)
 
     def put(number: int) -> bool:
@@ -158,7 +158,7 @@ def used_before(folder: Path, name: str, seconds: float) -> None:
 
 
 def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path, result_expires_s=60)
+    folder = StoredTemplates(tmp_path, result_expires_s=60)
     for name in (A, B, C):
         folder.put_result(name, b"picture", ["k1"])
         used_before(tmp_path, name, 50)
@@ -177,7 +177,7 @@ def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> No
 
 
 def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path, max_bytes=10, max_result_bytes=10)
+    folder = StoredTemplates(tmp_path, max_bytes=10, max_result_bytes=10)
     folder.put(D, b"0123456789")
     for age, name in enumerate((A, B, C)):
         folder.put_result(name, b"1234")
@@ -202,7 +202,7 @@ def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_pat
 def test_a_result_equal_to_a_registered_template_expires_for_its_owner_alone(
     tmp_path: Path,
 ) -> None:
-    folder = KeptTemplates(tmp_path, result_expires_s=60)
+    folder = StoredTemplates(tmp_path, result_expires_s=60)
     folder.put(A, b"picture", ["k1"])
     folder.put_result(A, b"picture", ["k2"])
     assert folder.expires_s(A) is None
@@ -223,7 +223,7 @@ def test_what_others_have_outlives_a_key_that_registers_and_evicts(
     """A key registered the same picture and evicted it: templates that were registered at the
     worker itself, or for all, were gone.
     """
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     folder.put(A, b"picture", owners)
     folder.put(A, b"picture", ["k2"])
     assert folder.disown(A, "k2") is False
@@ -234,14 +234,14 @@ def test_what_others_have_outlives_a_key_that_registers_and_evicts(
 
 def test_a_template_from_before_owners_were_written_down_is_not_a_keys(tmp_path: Path) -> None:
     (tmp_path / A).write_bytes(b"picture")
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     folder.put(A, b"picture", ["k1"])
     assert folder.disown(A, "k1") is False
     assert folder.get(A) == b"picture"
 
 
 def test_a_template_goes_with_its_last_owner(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     folder.put(A, b"picture", ["k1", "shared"])
     folder.put(A, b"picture", ["k2"])
     assert folder.disown(A, "k1") is False
@@ -252,7 +252,7 @@ def test_a_template_goes_with_its_last_owner(tmp_path: Path) -> None:
 
 
 def test_one_key_may_not_fill_the_room_for_templates(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path, max_bytes=12)
+    folder = StoredTemplates(tmp_path, max_bytes=12)
     folder.put(A, b"123", ["greedy"])
     folder.put(B, b"123", ["greedy"])
     with pytest.raises(Overloaded, match="registered images of this key take 6 bytes"):
@@ -262,7 +262,7 @@ def test_one_key_may_not_fill_the_room_for_templates(tmp_path: Path) -> None:
 
 
 def test_results_of_one_key_make_room_for_each_other_and_not_of_others(tmp_path: Path) -> None:
-    folder = KeptTemplates(tmp_path, max_result_bytes=12)
+    folder = StoredTemplates(tmp_path, max_result_bytes=12)
     folder.put_result(A, b"123", ["modest"])
     used_before(tmp_path, A, 50)
     greedy = [f"{n:032x}" for n in range(20)]
@@ -277,7 +277,7 @@ def test_workers_that_share_a_folder_of_results_share_these_alone(tmp_path: Path
     """Rules are those of one worker: owners, expiry, the bound and each key's share."""
     shared = tmp_path / "shared"
     first, second = (
-        KeptTemplates(tmp_path / name, results=shared, max_result_bytes=10, result_expires_s=60)
+        StoredTemplates(tmp_path / name, results=shared, max_result_bytes=10, result_expires_s=60)
         for name in ("0", "1")
     )
     first.put_result(A, b"1234", ["k1"])
@@ -330,11 +330,11 @@ def test_what_one_file_costs_does_not_grow_with_those_that_are_there(
     for there in (20, 200):
         path = tmp_path / str(there)
         most = 4 * there if full else 10**6
-        folder = KeptTemplates(path, max_result_bytes=most)
+        folder = StoredTemplates(path, max_result_bytes=most)
         for number in range(there):
             folder.put(f"{number:032x}", b"1234", ["k1"])
             folder.put_result(f"{number:032x}", b"1234", [f"k{number % 2}"])
-        folder = KeptTemplates(path, max_result_bytes=most)
+        folder = StoredTemplates(path, max_result_bytes=most)
         folder.put_result(D, b"1234", ["k1"])  # the first of a process may list
         with monkeypatch.context() as patch:
             counts = counted_calls(patch)
@@ -354,7 +354,7 @@ def test_what_one_file_costs_does_not_grow_with_those_that_are_there(
 def test_owners_that_an_earlier_version_wrote_down_are_theirs(tmp_path: Path) -> None:
     for name in (A, f"{A}.k1", f"{A}.shared", B, f"{B}.k2", ".new-abc"):
         (tmp_path / name).write_bytes(b"" if "." in name else b"picture")
-    folder = KeptTemplates(tmp_path)
+    folder = StoredTemplates(tmp_path)
     assert folder.owners(A) == ["k1", "shared"]
     assert folder.disown(B, "k2") is True
     assert names(tmp_path) == {A, f"{A}.k1", f"{A}.shared", "results"}
@@ -363,7 +363,7 @@ def test_owners_that_an_earlier_version_wrote_down_are_theirs(tmp_path: Path) ->
 def test_a_change_that_is_cut_short_is_counted_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = KeptTemplates(tmp_path, max_bytes=10)
+    folder = StoredTemplates(tmp_path, max_bytes=10)
 
     class Killed(BaseException):
         pass
@@ -376,4 +376,4 @@ def test_a_change_that_is_cut_short_is_counted_all_the_same(
         with pytest.raises(Killed):
             folder.put(A, b"123456")
     with pytest.raises(Overloaded, match="take 6 bytes"):
-        KeptTemplates(tmp_path, max_bytes=10).put(B, b"12345")
+        StoredTemplates(tmp_path, max_bytes=10).put(B, b"12345")

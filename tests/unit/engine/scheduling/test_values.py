@@ -61,8 +61,8 @@ def test_who_shares_the_folder_reads_what_another_has_put(tmp_path: Path) -> Non
     name = maker.put([b"he", memoryview(b"llo")], "k1", "run")
     assert name is not None
     assert bytes(reader.read(name, "k1")) == b"hello"
-    assert reader.held() == maker.held()
-    assert (reader.held().count, reader.held().bytes) == (1, 5)
+    assert reader.stored() == maker.stored()
+    assert (reader.stored().count, reader.stored().bytes) == (1, 5)
     assert maker.put([b"hello"], "k1", "run") == name
     seen = reader.read(name, "k1")
     maker.end("k1", "run")
@@ -91,9 +91,9 @@ def test_a_value_of_another_key_is_as_if_it_were_not_there(tmp_path: Path) -> No
     assert told[0] == told[1]
     found = parse(name)
     assert found is not None
-    assert not folder.own([found[0]], "k2", "run")
+    assert not folder.share([found[0]], "k2", "run")
     folder.end("k2", "run")
-    assert folder.own([found[0]], "k1", "run")
+    assert folder.share([found[0]], "k1", "run")
     assert folder.put([b"secret"], "k2", "run") is None  # that run is over
     folder.begin("k2", "run")
     assert folder.put([b"secret"], "k2", "run") == name  # who has the bytes may name them
@@ -131,13 +131,13 @@ def test_values_go_with_the_last_run_that_has_them(tmp_path: Path) -> None:
     plain = [parse(name or b"") for name in names]
     assert all(plain)
     one, two = (found[0] for found in plain if found is not None)
-    assert folder.own([one], "k", "b")
+    assert folder.share([one], "k", "b")
     folder.free([one, two], "k", "a")
     assert bytes(folder.read(names[0] or b"", "k")) == b"one"
-    assert folder.held().count == 1
-    assert not folder.own([one, two], "k", "b")
+    assert folder.stored().count == 1
+    assert not folder.share([one, two], "k", "b")
     folder.end("k", "b")
-    assert folder.held().count == 0
+    assert folder.stored().count == 0
 
 
 def test_runs_whose_router_died_expire(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_runs_whose_router_died_expire(tmp_path: Path) -> None:
         assert folder.put([run.encode()], "k", run)
     now_s = time.time() - 61
     os.utime(tmp_path / ".open" / "k-dead", (now_s, now_s))
-    assert folder.own([], "k", "alive")
+    assert folder.share([], "k", "alive")
     assert {name for name in left(tmp_path) if "dead" in name} == set()
-    assert folder.held().count == 1
+    assert folder.stored().count == 1
 
 
 def test_what_a_killed_router_had_expires_where_no_other_run_comes(tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def test_what_a_killed_router_had_expires_where_no_other_run_comes(tmp_path: Pat
     killed = subprocess.run([sys.executable, "-c", dies, str(tmp_path)], cwd=CHECKOUT, check=False)
     assert killed.returncode == -signal.SIGKILL
     host = values(tmp_path, expires_s=60)
-    assert host.held().count == 1
+    assert host.stored().count == 1
     now_s = time.time() - 61
     os.utime(tmp_path / ".open" / "k-dead", (now_s, now_s))
-    assert values(tmp_path, expires_s=60).held().count == 0
+    assert values(tmp_path, expires_s=60).stored().count == 0
     assert left(tmp_path) == set()
 
 
@@ -180,7 +180,7 @@ def test_what_has_expired_is_gone_when_somebody_asks(
         os.utime(tmp_path / ".open" / f"k-{run}", (used, used))
     for after, there in ((0, 2), (5.9, 2), (6.1, 1), (9.9, 1), (10.1, 0)):
         now = begin + after
-        assert folder.held().count == there
+        assert folder.stored().count == there
 
 
 def die() -> None:
@@ -212,7 +212,7 @@ def test_what_finds_no_room_goes_as_bytes_and_the_log_says_so_once(
             assert other.put([b"other"], "k", "run") is None
         assert len(caplog.records) == 2
         assert "No space left" in caplog.text
-    assert folder.held().count == 1
+    assert folder.stored().count == 1
     assert not [*tmp_path.glob(".new/*")]
 
 
@@ -233,7 +233,7 @@ def test_small_values_and_those_of_no_run_go_as_bytes(tmp_path: Path) -> None:
     assert folder.put([b"larger"], "k", "") is None
     assert NO_VALUES.put([b"larger"], "k", "run") is None
     assert NO_VALUES.read(b"value:x", "k") == b"value:x"
-    assert NO_VALUES.held().host == ""
+    assert NO_VALUES.stored().host == ""
     assert folder.read(b"\x89PNG", "k") == b"\x89PNG"
     unwritable = values(Path("/proc/nowhere"))
     assert unwritable.host == ""
@@ -276,7 +276,7 @@ def test_a_lock_that_another_process_keeps_holds_nobody_up(tmp_path: Path) -> No
         for _ in range(20):
             folder.begin("a", "other")
             assert folder.put([b"another"], "a", "run") is None
-            assert not folder.own([], "a", "run")
+            assert not folder.share([], "a", "run")
             folder.free([], "a", "run")
             folder.end("a", "other")
         assert time.monotonic() - began < 1.0
@@ -295,7 +295,7 @@ def test_what_a_run_costs_does_not_grow_with_those_beside_it(
         folder.begin("k", "long")
         for number in range(there):
             assert folder.put([b"%d" % number], "k", "long")
-        assert folder.held().count == there
+        assert folder.stored().count == there
         looks, listdir = Counter[str](), os.listdir
 
         def listing(*given: Any, looks: Counter[str] = looks, listdir: Any = listdir) -> list[Any]:
@@ -312,8 +312,8 @@ def test_what_a_run_costs_does_not_grow_with_those_beside_it(
             assert bytes(folder.read(name, "k2")) == b"a value"
             found = parse(name)
             assert found is not None
-            assert folder.own([found[0]], "k2", "run")
-            assert folder.held().count == there + 1
+            assert folder.share([found[0]], "k2", "run")
+            assert folder.stored().count == there + 1
             folder.free([found[0]], "k2", "run")
             folder.end("k2", "run")
         spent.append(looks)

@@ -19,7 +19,7 @@ from maskserve_common.config import CacheConfig, Config, ConfigError
 from maskserve_common.contracts.semantics import FILL, INPAINT
 from maskserve_engine.families.flux import spec as flux
 from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
-from maskserve_engine.families.specs import FAMILIES, check_widths, load_facts
+from maskserve_engine.families.specs import FAMILIES, check_widths, load_spec
 from maskserve_engine.families.unet import spec as unet
 from maskserve_engine.families.z_image import spec as z_image
 from maskserve_engine.spec.model_spec import EditDefaults, text_shares
@@ -68,7 +68,7 @@ def test_pipelines_beside_those_that_are_served_are_refused(pipeline: str, tmp_p
     assert hasattr(diffusers, pipeline)
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), "utf-8")
     with pytest.raises(ConfigError, match=f"{pipeline} is not served; served: ") as error:
-        load_facts(tmp_path)
+        load_spec(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -85,14 +85,14 @@ def test_a_flux_base_model_has_the_inpaint_pipelines_defaults_and_schnell_its_fo
     tiny_inpaint: Path, tmp_path: Path, embedded: bool, steps: int, guidance: float
 ) -> None:
     folder = changed(tiny_inpaint, tmp_path, "transformer/config.json", guidance_embeds=embedded)
-    facts = load_facts(folder)
+    facts = load_spec(folder)
     assert (facts.steps_default(0), facts.guidance_default(0.0)) == (steps, guidance)
     assert (facts.steps_default(9), facts.guidance_default(2.5)) == (9, 2.5)
 
 
 def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Path]) -> None:
     for folder in (tiny_fill, *tiny_unets.values()):
-        vae, space = AutoencoderKL.from_pretrained(folder / "vae"), load_facts(folder).latents
+        vae, space = AutoencoderKL.from_pretrained(folder / "vae"), load_spec(folder).latents
         config = vae.config
         assert space.scale == (config.scaling_factor,)
         assert space.shift == (config.shift_factor or 0.0,)
@@ -106,10 +106,10 @@ def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Pat
 )
 def test_text_is_left_out_where_rows_leave_it_out(folder: str, template: float) -> None:
     """Not where none stands among the tokens, nor where a template has most of it."""
-    facts = load_facts(CHECKOUT / "assets" / "models" / folder)
+    facts = load_spec(CHECKOUT / "assets" / "models" / folder)
     shares = text_shares(Config(cache=CacheConfig(own_anchors=0.45)), facts, 28, shared=False)
     assert shares.template == template
-    assert (shares.ahead > 0) is (template < 1.0)
+    assert (shares.lookahead > 0) is (template < 1.0)
 
 
 @pytest.mark.parametrize("key", ["entry_format", "own_format"])
@@ -117,7 +117,7 @@ def test_int4_is_refused_at_start_of_a_width_that_it_does_not_divide(
     tiny_fill: Path, key: str
 ) -> None:
     """Keys and values have a scale for each 32 numbers of a token."""
-    facts = load_facts(tiny_fill)
+    facts = load_spec(tiny_fill)
     narrow = replace(facts, denoiser={**facts.denoiser, "num_attention_heads": 3,
                                       "attention_head_dim": 8})  # fmt: skip
     fits = {"entry_format": "int8", "own_format": "int8"}
@@ -129,7 +129,7 @@ def test_int4_is_refused_at_start_of_a_width_that_it_does_not_divide(
 
 
 def test_int4_is_refused_at_start_of_such_feature_maps(tiny_unets: dict[str, Path]) -> None:
-    facts = load_facts(tiny_unets["sdxl-base"])
+    facts = load_spec(tiny_unets["sdxl-base"])
     channels = [48, *facts.denoiser["block_out_channels"][1:]]
     odd = replace(facts, denoiser={**facts.denoiser, "block_out_channels": channels})
     with pytest.raises(ConfigError, match="have 48"):

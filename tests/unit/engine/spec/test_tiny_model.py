@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from maskserve_common.contracts.semantics import FILL, INPAINT
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 
 
 @pytest.mark.parametrize("semantics", ["fill", "inpaint"])
@@ -45,7 +45,7 @@ def test_diffusers_edits_with_it(semantics: str, request: pytest.FixtureRequest)
 
 
 def test_facts_name_its_sizes(tiny_fill: Path, tiny_inpaint: Path) -> None:
-    fill, inpaint = load_facts(tiny_fill), load_facts(tiny_inpaint)
+    fill, inpaint = load_spec(tiny_fill), load_spec(tiny_inpaint)
     assert (fill.semantics, inpaint.semantics) == (FILL, INPAINT)
     assert fill.native_resolution == 64
     assert fill.token_pixels == 8

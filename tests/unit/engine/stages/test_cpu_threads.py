@@ -12,7 +12,7 @@ import torch
 from maskserve_benchmarks.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_common.config_file import config_of
 from maskserve_engine.families import specs as registry
-from maskserve_engine.families.specs import filled_threads, load_facts
+from maskserve_engine.families.specs import filled_threads, load_spec
 from maskserve_engine.stages.cpu_threads import limit_threads
 
 _COUNT = """
@@ -71,7 +71,7 @@ def test_operations_of_a_small_model_fill_one_thread() -> None:
         ("sd21-shapes", 64, 1024),
         ("flux1-fill-shapes", 1024, 8192),
     ):
-        assert least <= filled_threads(config, load_facts(shapes / model)) <= most
+        assert least <= filled_threads(config, load_spec(shapes / model)) <= most
 
 
 # Processes that load a model, for speed alone; test_prepared.py has threads of preparing.

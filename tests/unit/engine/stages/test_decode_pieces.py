@@ -25,7 +25,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import EngineFailed
 from maskserve_common.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.registry import load_decoder, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_pieces import MixedNorm, Pieces, PixelBox, plan_pieces
@@ -55,12 +55,12 @@ def test_planned_pieces_cover_what_is_wanted_and_count_nothing_twice(seed: int) 
     boxes = [random_box(rng, size) for _ in range(int(rng.integers(1, 17)))]
     pieces = plan_pieces(boxes, size, halos=(2, 2, 2), spread=int(rng.integers(4)))
     covered = np.zeros(size, int)
-    for box in pieces.wanted:
+    for box in pieces.edited_boxes:
         covered[box.slices] = 1
     assert all(covered[box.slices].all() for box in boxes)
     for level in range(3):
         counted = np.zeros(pieces.at(level), int)
-        for box in pieces.wanted:
+        for box in pieces.edited_boxes:
             counted[pieces.changed(box, level).slices] += 1
         assert counted.max() <= 1
         for box in pieces.probes:
@@ -188,7 +188,7 @@ class Edits:
     def __init__(self, folder: Path, model: Path, **stages: int) -> None:
         config = config_of(model)
         self.config = replace_stages(config, folder, **stages)
-        facts = load_facts(str(model), config.model.native_resolution)
+        facts = load_spec(str(model), config.model.native_resolution)
         self.plain = load_decoder(config)
         self.decoder = EditDecoder(self.plain, facts, self.config)
         self.rng = fresh_rng()
@@ -320,7 +320,7 @@ def test_events_decoded_together_are_as_each_alone(
     edits = Edits(tmp_path, tiny_fill)
     stages = msgspec.structs.replace(edits.config.stages, vae_batches=together)
     config = msgspec.structs.replace(edits.config, stages=stages)
-    facts = load_facts(str(tiny_fill), config.model.native_resolution)
+    facts = load_spec(str(tiny_fill), config.model.native_resolution)
     decoder = EditDecoder(edits.plain, facts, config)
     folder = MomentsFolder(tmp_path)
     folder.clear()
@@ -369,7 +369,7 @@ def test_a_picture_whose_numbers_overflow_is_an_error_and_harms_no_other(
     edits = Edits(tmp_path, tiny_fill)
     stages = msgspec.structs.replace(edits.config.stages, vae_batches=together)
     config = msgspec.structs.replace(edits.config, stages=stages)
-    facts = load_facts(str(tiny_fill), config.model.native_resolution)
+    facts = load_spec(str(tiny_fill), config.model.native_resolution)
     decoder = EditDecoder(edits.plain, facts, config)
     folder = MomentsFolder(tmp_path)
     folder.clear()
@@ -392,7 +392,7 @@ def test_a_picture_whose_numbers_overflow_is_an_error_and_harms_no_other(
 def test_a_pixel_beyond_all_numbers_is_not_white(tiny_fill: Path) -> None:
     """Only what the VAE's last layer adds is infinite."""
     config = config_of(tiny_fill)
-    facts = load_facts(str(tiny_fill), config.model.native_resolution)
+    facts = load_spec(str(tiny_fill), config.model.native_resolution)
     decoder = Decoder.load(facts, config)
     with torch.inference_mode():
         decoder.vae.decoder.conv_out.bias.fill_(float("inf"))

@@ -11,9 +11,9 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from maskserve_benchmarks.steps.live_bytes import LiveBytes
-from maskserve_common.config import Config, ConfigError, beside_denoiser
+from maskserve_common.config import Config, ConfigError, sharing_the_device
 from maskserve_engine.families.registry import FAMILIES
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages import loader
 from tests.fakes.jobs import config_of
 
@@ -73,7 +73,7 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_stages_go_where_they_are_told_and_else_to_the_denoiser(tmp_path: Path) -> None:
     def devices(**names: str) -> list[str]:
         config = config_of(tmp_path, model={"device": "cpu", **names})
-        return [beside_denoiser(config, stage).model.device for stage in ("encoder", "decoder")]
+        return [sharing_the_device(config, stage).model.device for stage in ("encoder", "decoder")]
 
     assert devices() == ["cpu", "cpu"]
     assert devices(encoder_device="meta") == ["meta", "cpu"]
@@ -89,12 +89,12 @@ def test_tensors_arrive_where_the_encoder_and_the_decoder_are(
     folder = getfixturevalue["sdxl-fill"] if isinstance(getfixturevalue, dict) else getfixturevalue
     devices = {"encoder_device": "meta", "decoder_device": "meta"}
     config = config_of(folder, model={"device": "cpu", **devices})
-    facts = load_facts(folder)
+    facts = load_spec(folder)
     family = FAMILIES[facts.family]()
     denoiser = family.load_adapter(facts, config)
     assert {p.device.type for p in denoiser.model.parameters()} == {"cpu"}
-    encoder = family.load_encoder(facts, beside_denoiser(config, "encoder"))
-    decoder = family.load_decoder(facts, beside_denoiser(config, "decoder"))
+    encoder = family.load_encoder(facts, sharing_the_device(config, "encoder"))
+    decoder = family.load_decoder(facts, sharing_the_device(config, "decoder"))
     pixels, mask = np.zeros((32, 32, 3), np.uint8), np.full((32, 32), 255, np.uint8)
     # All is computed on the other device: what fails is the copy of the answer from there.
     with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
@@ -112,5 +112,5 @@ def test_weights_are_never_whole_on_the_host(tiny_fill: Path) -> None:
     with LiveBytes("cpu") as live:
         part = loader.load_part(config, "transformer", FluxTransformer2DModel)
     assert {(p.device.type, p.dtype) for p in part.parameters()} == {("meta", torch.bfloat16)}
-    mapped = 2 * loader.held_bytes(part)  # the file is in float32
-    assert live.peak - mapped < loader.held_bytes(part) / 4
+    mapped = 2 * loader.module_bytes(part)  # the file is in float32
+    assert live.peak - mapped < loader.module_bytes(part) / 4

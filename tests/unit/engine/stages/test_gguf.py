@@ -23,7 +23,7 @@ from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
 from maskserve_lora.base_layers import BaseLayers
 from maskserve_lora.lora_header import BadAdapter
-from maskserve_lora.store import AdapterStore, file_facts
+from maskserve_lora.store import AdapterStore, describe_file
 from tests.fakes.gguf_file import write_gguf
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.loras import OTHER_MODEL, lora, of_model, write
@@ -146,7 +146,7 @@ def test_loras_are_for_the_files_layers(
     )
     store = AdapterStore(config)
     store.catalogue.scan()
-    checked = file_facts(tmp_path / "store" / "fits.safetensors", bare, str(file))
+    checked = describe_file(tmp_path / "store" / "fits.safetensors", bare, str(file))
     assert list(store.catalogue.find("fits").parts) == checked["parts"] == ["denoiser"]
     with pytest.raises(InvalidRequest, match="is for another model"):
         store.catalogue.find("other")
@@ -161,7 +161,7 @@ def test_a_folder_without_a_denoiser_has_no_lora(bare: Path, tmp_path: Path) -> 
     """It cannot be told what fits, so that no door takes one."""
     write(tmp_path / "store" / "x.safetensors")
     with pytest.raises(BadAdapter, match="has no safetensors files of a transformer"):
-        file_facts(tmp_path / "store" / "x.safetensors", bare)
+        describe_file(tmp_path / "store" / "x.safetensors", bare)
     config = config_of(bare, adapters={"store": str(tmp_path / "store")}, runtime_dir=str(tmp_path))
     store = AdapterStore(config)
     store.catalogue.scan()

@@ -18,7 +18,7 @@ from maskserve_common.config import ConfigError
 from maskserve_common.config_file import read_json
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.spec.latents import LatentSpace, latent_space
-from maskserve_engine.spec.model_spec import ModelFacts, one_scale
+from maskserve_engine.spec.model_spec import ModelSpec, one_scale
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.latents import Posterior, to_model, to_vae
 from maskserve_engine.stages.vae import is_tiled, load_vae
@@ -66,7 +66,7 @@ def qwen_image() -> Any:
     )
 
 
-def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelFacts]:
+def served(vae: Any, folder: Path, **stages: Any) -> tuple[Any, ModelSpec]:
     """As a worker has it from its folder."""
     vae.save_pretrained(folder / "vae")
     space = latent_space(read_json(folder / "vae" / "config.json"))

@@ -16,7 +16,7 @@ from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.fitting.memory import denoiser_bytes, weight_bytes
 from maskserve_engine.layers.linear import Linear, linear
-from maskserve_engine.stages.loader import held_bytes, shape_of
+from maskserve_engine.stages.loader import module_bytes, shape_of
 from maskserve_engine.stages.quantise import bytes_as, form_in_words, quantise
 from maskserve_engine.stages.revision import model_revision
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
@@ -95,7 +95,7 @@ def test_t5_in_8_bits_is_the_librarys_own() -> None:
         found, expected.encode_prompt(prompt)["prompt_embeds"], rtol=0, atol=1e-5
     )
     assert 0 < np.abs(found - folder).max() < 0.1 * np.abs(folder).max()
-    total = sum(held_bytes(vae) for vae in (encoder.vae, encoder.clip.model, encoder.t5.model))
+    total = sum(module_bytes(vae) for vae in (encoder.vae, encoder.clip.model, encoder.t5.model))
     assert weight_bytes(config, "encoder") == pytest.approx(total, rel=1e-3)  # but for buffers
 
 
@@ -114,7 +114,7 @@ def test_a_t5_that_comes_layer_by_layer_says_the_same() -> None:
         for module in held.t5.model.modules()
     ]
     counted = weight_bytes(config, "encoder")
-    assert counted == pytest.approx(sum(map(held_bytes, parts)) + max(layers), rel=1e-3)
+    assert counted == pytest.approx(sum(map(module_bytes, parts)) + max(layers), rel=1e-3)
     assert counted < whole
 
 

@@ -18,7 +18,7 @@ from maskserve_benchmarks.edits.direct import request_of
 from maskserve_common.contracts.meta import final_meta
 from maskserve_common.contracts.postprocess_context import PostprocessContext
 from maskserve_common.files.stages import PRIMING_PROMPT_FILE
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.stages.revision import stages_revision
 from maskserve_triton.forwarded_stages import ForwardedDecoder, ForwardedEncoder
 from maskserve_triton.stage_models import DecoderStage, EncoderStage
@@ -116,7 +116,7 @@ def test_what_comes_back_is_what_the_worker_would_have_made(
     for worker in workers:
         assert (Path(worker.runtime_dir) / PRIMING_PROMPT_FILE).read_bytes() == expected
     cases = [random_case(rng) for _ in range(3)]
-    facts = load_facts(str(folder), 0)
+    facts = load_spec(str(folder), 0)
     for _ in range(8):
         # What is kept of one worker's edits serves the other's, as it would have its own.
         case, prompt, integers = (

@@ -14,7 +14,7 @@ import torch
 
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.memory import image_bytes
 from maskserve_engine.spec.model_spec import one_scale
 from maskserve_engine.stages.vae import in_tiles, is_tiled
@@ -105,7 +105,7 @@ def test_by_default_it_goes_by_size(
 ) -> None:
     model = {"native_resolution": native}
     config = config_of(tiny_fill, model=model, stages={"vae_tiles": asked})
-    assert in_tiles(config, load_facts(tiny_fill, native)) is expected
+    assert in_tiles(config, load_spec(tiny_fill, native)) is expected
 
 
 def test_memory_is_a_tiles_and_not_the_pictures(tiny_fill: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_memory_is_a_tiles_and_not_the_pictures(tiny_fill: Path, tmp_path: Path)
         shutil.copytree(tiny_fill / "vae", folder / "vae")
         about = folder / "vae" / "config.json"
         about.write_text(json.dumps({**json.loads(about.read_text()), "sample_size": 1024}))
-        facts = replace(load_facts(tiny_fill, native), latents=one_scale(folder))
+        facts = replace(load_spec(tiny_fill, native), latents=one_scale(folder))
         for stage in ("encoder", "decoder"):
             of = [
                 image_bytes(

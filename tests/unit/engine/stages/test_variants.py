@@ -14,7 +14,7 @@ from maskserve_common.config import ConfigError
 from maskserve_common.files.weight_files import weight_files
 from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.fitting.memory import weight_bytes
 from maskserve_engine.spec.control_nets import ControlNets
 from maskserve_engine.stages.quantise import form_in_words
@@ -88,13 +88,13 @@ def test_a_controlnet_of_one_variant_is_served(tiny_inpaint: Path, tmp_path: Pat
     net = random_net(1, 1, 1)
     net.save_pretrained(tmp_path / "nets" / "canny", variant="fp16")
     config = config_of(tiny_inpaint, controls={"folder": str(tmp_path / "nets")})
-    known = ControlNets(config, load_facts(tiny_inpaint)).find("canny", "x")
+    known = ControlNets(config, load_spec(tiny_inpaint)).find("canny", "x")
     read = NetFolder(
         "canny", "FluxControlNetModel", known.path, known.version, torch.float32
     ).read()
     assert torch.equal(read.x_embedder.weight, net.x_embedder.weight)
     net.save_pretrained(tmp_path / "nets" / "canny", variant="bf16")
-    [both] = ControlNets(config, load_facts(tiny_inpaint)).all()
+    [both] = ControlNets(config, load_spec(tiny_inpaint)).all()
     assert "variants bf16, fp16" in both.problem
 
 

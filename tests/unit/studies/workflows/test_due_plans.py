@@ -12,7 +12,7 @@ from maskserve_benchmarks.emulated.server import SERVICE
 from maskserve_benchmarks.emulated.worker import EmulatedWorker
 from maskserve_benchmarks.simulator.hardware import Hardware
 from maskserve_router.config import WorkflowFiles
-from maskserve_router.fair_share import Turns
+from maskserve_router.fair_share import FairShare
 from maskserve_router.keys import KeyHolder
 from maskserve_router.workers.node_pool import NodePool
 from maskserve_studies.workflow_plans.chains import KINDS, NODES, RULES, WORKERS, drawn, simulated
@@ -87,7 +87,7 @@ async def test_an_emulated_node_server_answers_a_router() -> None:
         lambda node, inputs: {"picture": inputs["pictures"][1], "verdict": Judgement(1.0, True)},
     )
     await server.start()
-    pool = NodePool(WorkflowFiles(nodes=(server.address,)), Turns(1))
+    pool = NodePool(WorkflowFiles(nodes=(server.address,)), FairShare(1))
     try:
         await pool.check({"best"})
         verdicts = (Judgement(0.0, False), Judgement(1.0, True))

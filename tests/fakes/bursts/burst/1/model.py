@@ -42,7 +42,7 @@ class Arriving(FlowControl):
         self.arrived = threading.Semaphore(0)
 
     def taken(self):
-        super().taken()
+        super().acknowledge()
         self.arrived.release()
 
 

@@ -42,7 +42,7 @@ def call(asked):
     events = 0
     for response in responses_of(request):
         if asked["paced"]:
-            acks.taken()
+            acks.acknowledge()
         events += output(pb_utils, response, "META") == b"event"
     return events
 

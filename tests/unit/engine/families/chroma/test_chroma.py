@@ -57,7 +57,7 @@ class Model:
         away = {"negative_prompt": str(rng.choice(WORDS))} if seed % 2 else {}
         case = random_case(rng, **{"guidance_scale": scale, "cache": "off", **away, **settings})
         prompt = LONG if seed % 3 == 2 else case.prompt
-        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
+        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def job(self, seed: int, **settings: Any) -> Any:
         return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")

@@ -39,7 +39,7 @@ def kontext(tiny_kontext: Path) -> tuple[Encoder, Replay]:
 
 def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
     rng = np.random.default_rng(seed)
-    if encoder.facts.true_cfg and seed % 2:
+    if encoder.spec.true_cfg and seed % 2:
         settings = {**guided(rng), **settings}
     case = random_case(rng, **settings)
     return encode_case(encoder, case, f"edit-{seed}")

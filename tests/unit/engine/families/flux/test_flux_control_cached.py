@@ -14,7 +14,7 @@ from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_e
 from maskserve_engine.base.job import ControlInput, EditJob
 from maskserve_engine.batch import step_cache as own_anchors
 from maskserve_engine.batch.forward import State
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.control import RowControl
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -63,7 +63,7 @@ def controlled_job(
 def with_nets(replay: Replay, row: Any, job: EditJob, nets: dict[str, Any], refresh: int) -> Any:
     replay.adapter.control(row, job, nets)
     assert isinstance(row.residuals, RowControl)
-    row.residuals.own = refreshed_every(refresh, row.steps)
+    row.residuals.schedule = refreshed_every(refresh, row.steps)
     return row
 
 
@@ -91,18 +91,18 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     with_nets(replay, row, job, nets, 100)
     run_until(replay, row, 2)
     control = cast(RowControl[FluxNetInput], row.residuals)
-    control.kept.clear()
+    control.residuals.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     times = [step.timestep for step in row.walk(0)]
     net_tokens = NetTokens(row.all_tokens(), row.computed, row.active)
     now = controlled(control, net_tokens, times, row.step)
     assert now.sparse
     with torch.inference_mode():
-        control.kept.clear()
+        control.residuals.clear()
         FluxNets().run([now])
         whole = {place: added.clone() for place, added in control.passes[0].added.items()}
         FluxNets().run([now._replace(step=now.step + 1)])
-    assert [kept.step for kept in control.kept.values()] == [now.step]
+    assert [kept.step for kept in control.residuals.values()] == [now.step]
     for place, added in control.passes[0].added.items():
         expected = whole[place][: len(added)].numpy()
         assert np.abs(added.numpy() - expected).max() <= tolerance(expected)
@@ -240,14 +240,14 @@ def test_a_template_primed_beside_a_row_with_control_has_its_own_entries(
                 assert (own.data - other.data).abs().max() <= tolerance(own.data.numpy())
 
 
-def anchored(replay: Replay, job: EditJob, nets: dict[str, Any], plan: OwnPlan) -> FlowRow:
+def anchored(replay: Replay, job: EditJob, nets: dict[str, Any], plan: RefreshSchedule) -> FlowRow:
     row = replay.adapter.anchored_row(job, plan)
     replay.adapter.control(row, job, nets)
     return cast(FlowRow, row)
 
 
 def step_anchored(adapter: Any, rows: Sequence[FlowRow], anchors: frozenset[int]) -> None:
-    reads = [None if row.step in anchors else OwnReader(row, adapter.blocks).turn_to(row.step)
+    reads = [None if row.step in anchors else StepCacheReader(row, adapter.blocks).turn_to(row.step)
              for row in rows]  # fmt: skip
     adapter.step(rows, plan_of_kinds(("kv",) * adapter.blocks) if any(reads) else None, reads)
 
@@ -262,7 +262,7 @@ def test_with_own_anchors_at_each_step_it_is_dense(
     replay: Replay, encoder: Encoder, nets: dict[str, Any], text: bool
 ) -> None:
     job = controlled_job(encoder, "e", "plain", "union")
-    plan = OwnPlan(frozenset(range(5)), "model", text)
+    plan = RefreshSchedule(frozenset(range(5)), "model", text)
     row = anchored(replay, job, nets, plan)
     run_anchored(replay.adapter, [row], plan.anchors)
     dense = replay.adapter.dense_row(job)
@@ -290,7 +290,9 @@ def test_nets_are_refreshed_at_their_rows_anchors(
     plain = nets["plain"]
     watched = Watched(*(getattr(plain, field.name) for field in fields(plain)))
     job = controlled_job(encoder, "e", "plain")
-    row = anchored(replay, job, {"plain": watched}, OwnPlan(frozenset({0, 2}), "int8", text))
+    row = anchored(
+        replay, job, {"plain": watched}, RefreshSchedule(frozenset({0, 2}), "int8", text)
+    )
     run_anchored(replay.adapter, [row], frozenset({0, 3}))  # the second one has been put off
     tokens = replay.adapter.tokens(job)
     all_tokens, between = [(True, tokens.total)], [(not text, tokens.active)]
@@ -317,7 +319,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
 
     plain = nets["plain"]
     scarce = Scarce(*(getattr(plain, field.name) for field in fields(plain)))
-    job, plan = controlled_job(encoder, "e", "plain"), OwnPlan(frozenset({0}), "int8", True)
+    job, plan = controlled_job(encoder, "e", "plain"), RefreshSchedule(frozenset({0}), "int8", True)
     row = anchored(replay, job, {"plain": scarce}, plan)
     run_anchored(replay.adapter, [row], plan.anchors)
     tokens = replay.adapter.tokens(job)
@@ -327,7 +329,7 @@ def test_a_net_without_memory_for_an_anchor_computes_all_tokens_until_there_is_s
 def test_anchored_rows_with_nets_together_are_as_each_alone(
     replay: Replay, encoder: Encoder, nets: dict[str, Any]
 ) -> None:
-    plan = OwnPlan(frozenset({0, 2}), "model", True)
+    plan = RefreshSchedule(frozenset({0, 2}), "model", True)
     texts: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"))
     jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(texts)]
     alone, together = ([anchored(replay, job, nets, plan) for job in jobs] for _ in range(2))
@@ -343,8 +345,8 @@ def test_a_later_control_sees_all_tokens_at_its_first_step(
 ) -> None:
     job = controlled_job(encoder, "e", "plain")
     job = replace(job, controls=(replace(job.controls[0], start=0.3),))
-    row = anchored(replay, job, nets, OwnPlan(frozenset({0, 3}), "model", True))
+    row = anchored(replay, job, nets, RefreshSchedule(frozenset({0, 3}), "model", True))
     run_anchored(replay.adapter, [row], frozenset({0, 3}))
     assert isinstance(row.residuals, RowControl)
-    assert row.residuals.kept[0].step == 3
+    assert row.residuals.residuals[0].step == 3
     assert np.isfinite(row.result().array()).all()

@@ -14,7 +14,7 @@ from diffusers import FluxControlNetInpaintPipeline
 from PIL import Image
 
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.step_cache import OwnPlan
+from maskserve_engine.batch.step_cache import RefreshSchedule
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
@@ -40,7 +40,7 @@ def encoder(tiny_inpaint: Path) -> Encoder:
     return load_encoder(config_of(tiny_inpaint))
 
 
-def result(adapter: FluxAdapter, job: EditJob, own: OwnPlan) -> Any:
+def result(adapter: FluxAdapter, job: EditJob, own: RefreshSchedule) -> Any:
     """[C, h, w] latents of what a row computes between its anchors."""
     row: Any = adapter.anchored_row(job, own)
     adapter.control(row, job, {"net": adapter.control_net(NET)})
@@ -92,7 +92,7 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     expected = computed(adapter, job, expected)
     found = result(adapter, job, own)
     assert np.abs(found - expected).max() <= tolerance(expected)
-    honest = FlowRow.foreseen_inputs
+    honest = FlowRow.lookahead_inputs
 
     def without(self: FlowRow) -> Any:
         return [replace(each, residuals=None) for each in honest(self)]

@@ -30,7 +30,7 @@ class Model:
 
     def case(self, rng: np.random.Generator) -> Case:
         """A random edit; every other one with a negative prompt where the model takes one."""
-        asked = guided(rng) if self.adapter.facts.true_cfg and rng.random() < 0.5 else {}
+        asked = guided(rng) if self.adapter.spec.true_cfg and rng.random() < 0.5 else {}
         return random_case(rng, cache="off", **asked)
 
     def oracle(self, case: Case) -> NDArray[np.float32]:

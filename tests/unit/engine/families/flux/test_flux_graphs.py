@@ -26,7 +26,7 @@ from maskserve_engine.families.mmdit import batch as flow_batch
 from maskserve_engine.families.mmdit.preparation import grid_of
 from maskserve_engine.families.mmdit.rows import CachedTokens
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.families.specs import load_facts, recorded_rows
+from maskserve_engine.families.specs import load_spec, recorded_rows
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support import own_rows
 from tests.support.cached_rows import Primed, assert_equal, cached
@@ -71,7 +71,7 @@ def jobs_of(encoder: Encoder, seed: int, count: int) -> list[EditJob]:
             encoder,
             seed + i,
             64 if i % 2 else 48,
-            **(guided(rng) if i < 2 and encoder.facts.true_cfg else {}),
+            **(guided(rng) if i < 2 and encoder.spec.true_cfg else {}),
         )
         for i in range(count)
     ]
@@ -250,8 +250,8 @@ def test_recorded_steps_share_what_is_written_between_their_pieces(
     for one, other in zip(run(adapter), run(plain), strict=True):
         assert_equal(one, other)
     graphs = graphs_of(adapter)
-    buffers = {held.data_ptr() for held in graphs._buffers._held.values()}
-    recorded = [step for step in graphs._seen.values() if step is not None]
+    buffers = {held.data_ptr() for held in graphs._buffers._buffers.values()}
+    recorded = [step for step in graphs._steps.values() if step is not None]
     assert len(recorded) >= 2
     for step in recorded:
         assert len(step._actions) == plain.blocks
@@ -271,7 +271,7 @@ def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
         ready = adapter.prepare_template(adapter.prepare(job), 7)
         rows, columns = grid_of(job)
         own, more, all_of_it = (
-            set(active_tokens(job.edit_mask, adapter.facts.token_pixels, each).tolist())
+            set(active_tokens(job.edit_mask, adapter.spec.token_pixels, each).tolist())
             for each in (ring, ring + 1, ring + 64)
         )
         row = adapter.cached_row(ready, 7)
@@ -335,7 +335,7 @@ def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Enc
 def test_recorded_steps_are_of_workers_with_one_device_that_keep_nothing_placed(
     tiny_fill: Path, tiny_unets: dict[str, Path]
 ) -> None:
-    facts = load_facts(tiny_fill)
+    facts = load_spec(tiny_fill)
 
     def rows(**sections: dict[str, Any]) -> int:
         return recorded_rows(facts, config_of(tiny_fill, **sections))

@@ -43,7 +43,7 @@ def config(folder: Path) -> Config:
 def job_of(encoder: Encoder, seed: int) -> EditJob:
     """Every other one with a negative prompt, where the model takes any."""
     rng = np.random.default_rng(seed)
-    asked = guided(rng) if encoder.facts.true_cfg and seed % 2 else {}
+    asked = guided(rng) if encoder.spec.true_cfg and seed % 2 else {}
     return encode_case(encoder, random_case(rng, **LONG, **asked), f"edit-{seed}")
 
 
@@ -103,7 +103,7 @@ def test_a_dense_row_equals_the_pipeline_with_first_block_cache(
     from diffusers import FluxFillPipeline, FluxInpaintPipeline
     from diffusers.hooks import FirstBlockCacheConfig
 
-    fill = adapter.facts.semantics.masked_picture
+    fill = adapter.spec.semantics.masked_picture
     pipeline: Any = (FluxFillPipeline if fill else FluxInpaintPipeline).from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     transformer = pipeline.transformer

@@ -17,11 +17,14 @@ from torch import Tensor
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.mmdit.rows import FlowRow
-from maskserve_engine.requests.refresh_schedules import bytes_beside, own_bytes
+from maskserve_engine.requests.refresh_schedules import (
+    step_cache_bytes,
+    step_cache_bytes_with_template,
+)
 from maskserve_engine.stages.latents import Posterior
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.fakes.pipelines import diffusers_latents
@@ -44,7 +47,7 @@ def config(folder: Path) -> Config:
 
 def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
     rng = np.random.default_rng(seed)
-    if encoder.facts.true_cfg and seed % 2:
+    if encoder.spec.true_cfg and seed % 2:
         settings = {**guided(rng), **settings}
     case = random_case(rng, **{"num_inference_steps": 7, "strength": 1.0, **settings})
     return encode_case(encoder, case, f"edit-{seed}")
@@ -78,7 +81,7 @@ def test_with_all_tokens_active_and_the_text_computed_it_is_dense(
     job = make_job(encoder, seed)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     # A context is never active: it stays what the anchors foretell.
-    reference = adapter.facts.semantics.reference
+    reference = adapter.spec.semantics.reference
     dense = range(7) if reference else (0, 3)
     for foresees in (False,) if reference else (False, True):
         own = result(adapter, job, plan(*dense, text=False, foresees=foresees))
@@ -119,7 +122,7 @@ def test_it_is_the_pipeline_whose_other_tokens_are_foretold(
     text, ring = "text" in left_out, "ring" in left_out
     anchors = ({0, 2}, {0, 3, 6}, {0, 2, 4})[seed]  # the last bend, and have steps behind them
     own = plan(*anchors, text=text, ring=ring, foresees=foresees)
-    own = replace(own, power=(1.0, 3.0, 2.0)[seed], bends=seed != 1)
+    own = replace(own, power=(1.0, 3.0, 2.0)[seed], second_order=seed != 1)
     ForetoldFlux(pipeline, adapter, job, own)
     expected = diffusers_latents(pipeline, case)
     found = result(adapter, job, own)
@@ -135,7 +138,7 @@ def test_a_format_is_near(adapter: FluxAdapter, encoder: Encoder, format: str) -
     assert 0 < np.abs(found - exact).max() < (0.05 if format == "int8" else 0.8)
 
 
-def hit(replay: Replay, job: EditJob, primed: Primed, text: OwnPlan | None) -> FlowRow:
+def hit(replay: Replay, job: EditJob, primed: Primed, text: RefreshSchedule | None) -> FlowRow:
     """A row that reads a template's entries."""
     cached_row = replay.adapter.cached_row(job, NOISE_SEED, text)
     assert isinstance(cached_row, FlowRow)
@@ -149,11 +152,11 @@ def run_hits(replay: Replay, rows: Sequence[FlowRow]) -> None:
     """All steps of rows of as many steps; each leaves its text out where it may."""
     while rows[0].step < rows[0].steps:
         for row in rows:
-            row.frozen = row.keeps_text and row.step not in row.own.plan.dense
+            row.frozen = row.keeps_text and row.step not in row.step_cache.plan.dense
         replay.step(rows, ("kv",) * replay.adapter.blocks)
 
 
-def begun(replay: Replay, job: EditJob, primed: Primed, own: OwnPlan | None) -> FlowRow:
+def begun(replay: Replay, job: EditJob, primed: Primed, own: RefreshSchedule | None) -> FlowRow:
     """As `hit`, with a dense first step."""
     made = hit(replay, job, primed, own)
     entries = replay._reads[id(made)].entries
@@ -184,7 +187,9 @@ def test_a_dense_first_step_lifts_what_a_template_has(
     """
     job, replay = make_job(encoder, 10 + stride), Replay(adapter)
     primed = Primed(adapter, encoder, job, stride=stride)
-    refresh_schedule = OwnPlan(frozenset({0, 3} if text else ()), "model", text, lifts=True)
+    refresh_schedule = RefreshSchedule(
+        frozenset({0, 3} if text else ()), "model", text, corrects_residuals=True
+    )
     row, plain, seen = (
         begun(replay, job, primed, refresh_schedule),
         begun(replay, job, primed, refresh_schedule),
@@ -208,7 +213,7 @@ def test_a_dense_first_step_lifts_what_a_template_has(
         row.frozen = row.keeps_text and row.step not in refresh_schedule.dense
         replay.step([row], kinds)
         row.entry = replay.next_read(row)
-        rest = row.model_input().rest
+        rest = row.model_input().cached
         assert rest is not None
         for block in (0, adapter.blocks - 1):
             entry, first = entries[row.step], entries[1]
@@ -217,7 +222,7 @@ def test_a_dense_first_step_lifts_what_a_template_has(
             assert first is not None
             of_template = entry.blocks[block].part("kv"), first.blocks[block].part("kv")
             [lift] = source.changes
-            read_now = source.taken(), lift.parts
+            read_now = source.coded_parts(), lift.parts
             parts = zip(*read_now, seen.blocks[block], *of_template, strict=True)
             for part, slope, found, of_now, of_first in parts:
                 read = part.data + lift.weight * slope.data
@@ -232,12 +237,15 @@ def test_what_is_shown_of_a_row_on_its_way_has_the_source_outside_the_mask(
     """The ring, too, which is as noisy as the step until the last one is done."""
     job, own = make_job(encoder, 1, mask_ring=1), plan(0, 3, ring=True, foresees=True)
     row = row_of(adapter, job, own)
-    reader, kinds = OwnReader(row, adapter.entry_blocks), plan_of_kinds(("kv",) * adapter.blocks)
+    reader, kinds = (
+        StepCacheReader(row, adapter.entry_blocks),
+        plan_of_kinds(("kv",) * adapter.blocks),
+    )
     while row.step < 4:
         read: Any = None if row.step in own.dense else reader.turn_to(row.step)
         adapter.step([row], kinds if read else None, [read])
     shown, source = row.estimate().array(), Posterior(
-        job.moments, adapter.facts.latents, torch.float32
+        job.moments, adapter.spec.latents, torch.float32
     ).mode().numpy()  # fmt: skip
     gh, gw = row.grid
     at = np.zeros(gh * gw, bool)
@@ -280,7 +288,7 @@ def test_what_is_booked_is_what_is_kept(adapter: FluxAdapter, encoder: Encoder) 
         row = row_of(adapter, job, own)
         run(adapter, [row], [own])
         kept = sum(each.nbytes for each in row.anchors)
-        assert kept == own_bytes(own, adapter, job, "float32"), own
+        assert kept == step_cache_bytes(own, adapter, job, "float32"), own
 
 
 def test_what_is_booked_beside_a_template_is_what_is_kept(
@@ -288,24 +296,29 @@ def test_what_is_booked_beside_a_template_is_what_is_kept(
 ) -> None:
     job, replay = make_job(encoder, 1, mask_ring=1), Replay(adapter)
     primed = Primed(adapter, encoder, job)
-    lifts = OwnPlan(frozenset(), "model", text=False, lifts=True)
-    for own in (plan(0, 3), plan(0, 2, 4, ring=True), replace(plan(0, 3), lifts=True), lifts):
+    lifts = RefreshSchedule(frozenset(), "model", text=False, corrects_residuals=True)
+    for own in (
+        plan(0, 3),
+        plan(0, 2, 4, ring=True),
+        replace(plan(0, 3), corrects_residuals=True),
+        lifts,
+    ):
         row = begun(replay, job, primed, own)
         run_hits(replay, [row])
         kept = sum(each.nbytes for each in row.anchors)
-        assert kept == bytes_beside(own, adapter, job, "float32"), own
+        assert kept == step_cache_bytes_with_template(own, adapter, job, "float32"), own
 
 
 def test_rows_whose_first_step_lifts_entries_do_not_depend_on_their_batch(
     adapter: FluxAdapter, encoder: Encoder
 ) -> None:
     jobs, replay = [make_job(encoder, seed) for seed in range(20, 24)], Replay(adapter)
-    lifts = OwnPlan(frozenset(), "int8", text=False, lifts=True)
+    lifts = RefreshSchedule(frozenset(), "int8", text=False, corrects_residuals=True)
     ahead = plan(0, 3, ring=True, format="int8", foresees=True)
-    plans = [replace(ahead, lifts=True), None, lifts, plan(0, 4)]
+    plans = [replace(ahead, corrects_residuals=True), None, lifts, plan(0, 4)]
     primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
 
-    def alone(number: int, own: OwnPlan | None) -> Any:
+    def alone(number: int, own: RefreshSchedule | None) -> Any:
         row = begun(replay, jobs[number], primed[number], own)
         run_hits(replay, [row])
         return row.result().array()
@@ -351,7 +364,7 @@ def test_a_ring_that_is_computed_at_each_step_is_one_that_is_not_left_out(
 ) -> None:
     job, replay = make_job(encoder, seed, mask_ring=2), Replay(adapter)
     primed = Primed(adapter, encoder, job)
-    wide = job.with_ring(max(2, adapter.facts.own_ring or 0))
+    wide = job.with_ring(max(2, adapter.spec.refresh_ring or 0))
     plain, own = (
         hit(replay, wide, primed, None),
         hit(replay, job, primed, plan(*range(7), ring=True)),
@@ -376,7 +389,7 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     row = hit(replay, job, primed, own)
     kinds = ("kv",) * adapter.blocks
     replay.step([row], kinds)
-    wide = job.with_ring(max(2, adapter.facts.own_ring or 0)) if ring else job
+    wide = job.with_ring(max(2, adapter.spec.refresh_ring or 0)) if ring else job
     there = hit(replay, wide, primed, None)
     assert there.inactive is not None
     assert row.inactive is not None
@@ -406,11 +419,11 @@ def test_what_is_foreseen_beside_a_template_is_what_a_row_has_that_is_there(
     replay.step([there], kinds)
     row.frozen = row.keeps_text
     replay.step([row], kinds)
-    assert row.own is not None
+    assert row.step_cache is not None
     words, active = len(row.text), len(row.latents)
     places = torch.cat((torch.arange(words), words + torch.argsort(order)[active:]))
     for block in range(adapter.blocks):
-        parts = row.own._kept[block, "kv"].parts
+        parts = row.step_cache._refreshed[block, "kv"].parts
         for part, expected in zip(parts, seen.blocks[block], strict=True):
             assert_equal(part.data.numpy(), expected[places].numpy())
 
@@ -428,18 +441,18 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     while row.step < 4:
         row.frozen = row.step not in (0, 2)
         if row.ring and not row.frozen:
-            latents.append(row.ring.tokens.now.clone())
+            latents.append(row.ring.tokens.latents_now.clone())
         replay.step([row], ("kv",) * adapter.blocks)
         if row.step in (1, 3):
-            latents.append(row.ring.tokens.now.clone() if row.ring else latents)
-            seen.append(row.own._kept[0, "kv"].parts[0].data.clone())
-    own, words = row.own, len(row.text)
+            latents.append(row.ring.tokens.latents_now.clone() if row.ring else latents)
+            seen.append(row.step_cache._refreshed[0, "kv"].parts[0].data.clone())
+    own, words = row.step_cache, len(row.text)
     assert own is not None
     row.frozen = True
     model_input = row.model_input()
-    assert model_input.rest is not None
+    assert model_input.cached is not None
     assert not len(model_input.text)
-    left_out, others = model_input.rest.parts
+    left_out, others = model_input.cached.parts
     source = left_out.source(0, "kv")
     sigmas = [step.sigma for step in row.schedule.walk]
     times = (sigmas[2] - sigmas[4]) / (sigmas[0] - sigmas[2])
@@ -447,7 +460,7 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     assert along.weight == pytest.approx(times)
     assert len(source.parts[0].data) == words + count == len(left_out.cis)
     assert_equal(along.parts[0].data.numpy(), (seen[1] - seen[0]).numpy())
-    assert len(model_input.rest.cis) == words + count + len(others.cis)
+    assert len(model_input.cached.cis) == words + count + len(others.cis)
     if row.ring is None:
         return
     assert len(model_input.tokens) == len(row.latents)
@@ -457,4 +470,4 @@ def test_what_is_left_out_beside_a_template_lies_on_its_line(
     t = (sigmas[2] - sigmas[3]) / (sigmas[0] - sigmas[2])
     expected = then + changes[2] * (last + t * (last - before))
     if row.ring.tokens.blend is None:
-        assert_equal(row.ring.tokens.now.numpy(), expected.numpy())
+        assert_equal(row.ring.tokens.latents_now.numpy(), expected.numpy())

@@ -15,7 +15,7 @@ from PIL import Image
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.flux2.adapter import Flux2Adapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.spec.control_nets import check_config
@@ -55,7 +55,7 @@ class Model:
     def case(self, seed: int, **settings: Any) -> Case:
         """A random edit; a base model's is guided every other time."""
         rng = np.random.default_rng(seed)
-        if self.adapter.facts.guidance == "none":
+        if self.adapter.spec.guidance == "none":
             settings = {"guidance_scale": None, **settings}
         elif seed % 2:
             scale = float(rng.uniform(1.5, 6.0))
@@ -63,14 +63,14 @@ class Model:
         else:
             settings = {"guidance_scale": 1.0, **settings}
         case = random_case(rng, **{"cache": "off", **settings})
-        return replace(case, mask=mask_for_model(case.mask, self.adapter.facts))
+        return replace(case, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def job(self, seed: int, **settings: Any) -> Any:
         return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")
 
     @property
     def exact(self) -> bool:
-        return self.adapter.facts.semantics.exact
+        return self.adapter.spec.semantics.exact
 
     def oracle(self, case: Case) -> NDArray[np.float32]:
         """[C, h, w] of the pipeline, as the transformer has them."""
@@ -79,7 +79,7 @@ class Model:
                 self.pipeline, case.pixels, case.mask, case.prompt, case.settings, case.seed,
                 max_sequence_length=48, output_type="latent",
             )  # fmt: skip
-            return to_model(latents, self.adapter.facts.latents)[0].numpy()
+            return to_model(latents, self.adapter.spec.latents)[0].numpy()
         latents = self.pipeline(
             prompt=case.prompt,
             image=Image.fromarray(case.pixels),
@@ -91,7 +91,7 @@ class Model:
             max_sequence_length=48,
             output_type="latent",
         ).images
-        return to_model(latents, self.adapter.facts.latents)[0].numpy()
+        return to_model(latents, self.adapter.spec.latents)[0].numpy()
 
 
 @pytest.fixture(scope="module", params=["distilled", "base", "exact"])
@@ -186,7 +186,7 @@ def test_loras_of_a_batch_are_those_that_diffusers_loads(model: Model, tmp_path:
 
 
 def test_what_klein_does_not_take_is_refused_in_a_sentence(model: Model) -> None:
-    facts, config = model.adapter.facts, config_of(model.folder)
+    facts, config = model.adapter.spec, config_of(model.folder)
     edit_settings = EditSettings(negative_prompt="x", guidance_scale=None)
     with pytest.raises(InvalidRequest, match=r"negative_prompt.*cannot be used by this model"):
         accept_edit(edit_settings, b"a", facts, config, None)
@@ -201,7 +201,7 @@ def test_a_mask_keeps_no_share_of_the_source_in_a_thin_stroke(model: Model) -> N
     """The pipeline samples it between four pixels of a cell; grown to latents alone it would be
     left at a part.
     """
-    facts = model.adapter.facts
+    facts = model.adapter.spec
     stroke = np.zeros((64, 64), np.uint8)
     stroke[9:11] = 255
     adapter: Any = model.adapter
@@ -227,9 +227,9 @@ def test_anchors_of_its_own_hold_the_context_too(model: Model) -> None:
     dense = result(model.replay, model.adapter.dense_row(job))
 
     def own(*steps: int) -> tuple[Any, NDArray[np.float32]]:
-        plan = OwnPlan(frozenset(steps), "model", True)
+        plan = RefreshSchedule(frozenset(steps), "model", True)
         row: Any = model.adapter.anchored_row(job, plan)
-        reader, kinds = OwnReader(row, model.adapter.blocks), ("kv",) * model.adapter.blocks
+        reader, kinds = StepCacheReader(row, model.adapter.blocks), ("kv",) * model.adapter.blocks
         while row.step < row.steps:
             read: Any = None if row.step in steps else reader.turn_to(row.step)
             model.adapter.step([row], plan_of_kinds(kinds) if read else None, [read])

@@ -19,12 +19,12 @@ from maskserve_benchmarks.edits.direct import request_of
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds
 from maskserve_common.config import ConfigError
 from maskserve_common.errors import InvalidRequest
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.qwen_image.encode import picture_processor
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import load_facts
-from maskserve_engine.requests.refresh_schedules import own_bytes
-from maskserve_engine.spec.encoder_picture import Shown
+from maskserve_engine.families.specs import load_spec
+from maskserve_engine.requests.refresh_schedules import step_cache_bytes
+from maskserve_engine.spec.encoder_picture import EncoderPicture
 from maskserve_triton.encoder import EditEncoder, ToEncode
 from maskserve_triton.preprocess import mask_for_model
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case
@@ -59,7 +59,7 @@ class Model:
         asked = {"guidance_scale": None, "num_inference_steps": steps, **away, **settings}
         case = random_case(rng, **{"cache": "off", **asked})
         prompt = LONG if seed % 3 == 2 else case.prompt
-        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
+        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def job(self, seed: int, **settings: Any) -> Any:
         return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")
@@ -106,7 +106,9 @@ def test_of_what_is_shown_the_encoder_says_the_same_beside_any_prompt(model: Mod
         model.encoder.encode_prompt(prompt, case.pixels)["prompt_embeds"]
         for prompt in ("", "a red star", LONG)
     ]
-    shown_tokens = model.adapter.facts.shown_tokens(*(side // 4 for side in case.mask.shape))
+    shown_tokens = model.adapter.spec.encoder_picture_tokens(
+        *(side // 4 for side in case.mask.shape)
+    )
     assert shown_tokens > 0
     for other in found[1:]:
         assert_equal(other[:shown_tokens], found[0][:shown_tokens])
@@ -120,14 +122,14 @@ def test_a_prompt_longer_than_what_is_read_is_cut(model: Model) -> None:
     """Of what the pipeline says, which it does not cut, the last words go; they are counted without
     the picture and what the pipeline itself puts before a prompt.
     """
-    most, case, facts = 30, model.case(0), model.adapter.facts
+    most, case, facts = 30, model.case(0), model.adapter.spec
     encoder = load_encoder(config_of(model.folder, model={"max_sequence_length": most}))
-    assert facts.shown is not None
+    assert facts.encoder_picture is not None
     height, width = case.pixels.shape[:2]
-    size = facts.shown.size(height, width)
+    size = facts.encoder_picture.size(height, width)
     picture = model.pipeline.image_processor.resize(Image.fromarray(case.pixels), *size)
-    before = facts.shown.tokens(height, width)
-    if facts.shown.area:  # its pictures have numbers, and stand in no template
+    before = facts.encoder_picture.tokens(height, width)
+    if facts.encoder_picture.area:  # its pictures have numbers, and stand in no template
         named = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
         before += len(model.pipeline.tokenizer(named).input_ids) - 1
     for prompt in ("", "a red star", LONG):
@@ -280,14 +282,14 @@ def test_anchors_of_its_own_hold_what_is_shown_too(model: Model) -> None:
     dense = result(model.replay, model.adapter.dense_row(job))
 
     def own(*steps: int) -> tuple[Any, NDArray[np.float32]]:
-        plan = OwnPlan(frozenset(steps), "model", True)
+        plan = RefreshSchedule(frozenset(steps), "model", True)
         row: Any = model.adapter.anchored_row(job, plan)
-        reader, kinds = OwnReader(row, model.adapter.blocks), KV * model.adapter.blocks
+        reader, kinds = StepCacheReader(row, model.adapter.blocks), KV * model.adapter.blocks
         while row.step < row.steps:
             read: Any = None if row.step in steps else reader.turn_to(row.step)
             model.adapter.step([row], plan_of_kinds(kinds) if read else None, [read])
         kept = sum(each.nbytes for each in row.anchors)
-        assert kept == own_bytes(plan, model.adapter, job, "float32")
+        assert kept == step_cache_bytes(plan, model.adapter, job, "float32")
         at = np.zeros(row.grid[0] * row.grid[1], bool)
         at[row.inactive.active] = True
         return at.reshape(row.grid).repeat(2, 0).repeat(2, 1), row.result().array()
@@ -307,7 +309,7 @@ def test_what_is_shown_is_counted_as_the_pipelines_cut_it(area: int) -> None:
     for _ in range(300):
         height, width = (32 * int(rng.integers(1, 60)) for _ in range(2))
         least, most = int(rng.integers(1, 90)) ** 2, int(rng.integers(90, 1500)) ** 2
-        tokens = Shown(28, least, most, area).tokens(height, width)
+        tokens = EncoderPicture(28, least, most, area).tokens(height, width)
         if area:
             width, height = calculate_dimensions(area, width / height)
         high, wide = smart_resize(height, width, 28, least, most)
@@ -324,13 +326,16 @@ def test_what_is_shown_follows_from_the_file_that_transformers_reads(
     for file in (folder / "processor").glob("*processor_config.json"):
         file.unlink()
     with pytest.raises(ConfigError, match=r"cannot read .*/preprocessor_config\.json"):
-        load_facts(folder)
+        load_spec(folder)
     Qwen2VLImageProcessorPil(max_pixels=12_845_056).save_pretrained(folder / "processor")
-    assert load_facts(folder).shown == model.adapter.facts.shown
+    assert load_spec(folder).encoder_picture == model.adapter.spec.encoder_picture
     pictures = Qwen2VLImageProcessorPil(max_pixels=802_816)
     newer = picture_processor(Qwen2VLProcessor, pictures, model.pipeline.tokenizer)
     newer.save_pretrained(folder / "processor")
-    shown, read = load_facts(folder).shown, qwen_edit_pipeline(folder).processor.image_processor
+    shown, read = (
+        load_spec(folder).encoder_picture,
+        qwen_edit_pipeline(folder).processor.image_processor,
+    )
     assert shown is not None
     assert shown.most == read.size["longest_edge"] == 802_816
 

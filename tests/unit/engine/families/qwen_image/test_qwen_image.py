@@ -52,7 +52,7 @@ class Model:
         asked = {"guidance_scale": None, "num_inference_steps": steps, **away, **settings}
         case = random_case(rng, **{"cache": "off", **asked})
         prompt = LONG if seed % 3 == 2 else case.prompt
-        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
+        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def job(self, seed: int, **settings: Any) -> Any:
         return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")
@@ -113,7 +113,7 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
 
 def test_entries_do_not_depend_on_how_long_a_prompt_is(model: Model) -> None:
     """A picture's tokens lie where they do for any prompt: so the key does not say its length."""
-    assert model.adapter.facts.key_text(300, 24) == 0
+    assert model.adapter.spec.key_text(300, 24) == 0
     for text in (1, 300):
         found = model.adapter.positions(4, 6, text)[text:]
         assert_equal(found.real.numpy(), model.adapter.positions(4, 6, 5)[5:].real.numpy())
@@ -196,7 +196,7 @@ def test_guidance_that_it_does_not_have_is_refused(model: Model) -> None:
         accept_edit(
             EditSettings(guidance_scale=4.0),
             b"a",
-            model.adapter.facts,
+            model.adapter.spec,
             config_of(model.folder),
             None,
         )

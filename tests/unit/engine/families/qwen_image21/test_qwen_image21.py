@@ -23,7 +23,7 @@ from maskserve_common.contracts.settings import EditSettings
 from maskserve_common.errors import InvalidRequest
 from maskserve_engine.families.mmdit.rows import FlowPrimingRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from maskserve_engine.loop.engine import Engine
 from maskserve_triton.accept import accept_edit
 from maskserve_triton.preprocess import mask_for_model
@@ -65,7 +65,7 @@ class Model:
         mask = np.zeros((height, width), np.uint8)
         top, integers = int(rng.integers(0, height - 1)), int(rng.integers(0, width - 1))
         mask[top : top + int(rng.integers(1, height)), integers:] = 255
-        mask = mask_for_model(mask, self.adapter.facts)
+        mask = mask_for_model(mask, self.adapter.spec)
         prompt = LONG if seed % 3 == 2 else case.prompt
         return replace(case, pixels=pixels, mask=mask, prompt=prompt)
 
@@ -368,7 +368,7 @@ def test_a_distilled_model_goes_by_its_own_schedule(model: Model, tmp_path: Path
     steps, sigmas = 8, [1.0, 0.97, 0.9, 0.8, 0.66, 0.5, 0.3, 0.1]
     folder = changed(model, tmp_path / "turbo", "model_index.json", sample_sigmas=sigmas)
     turbo = Model(folder, num_inference_steps=0)
-    assert turbo.adapter.facts.steps_default(0) == steps
+    assert turbo.adapter.spec.steps_default(0) == steps
     for seed, strength in ((2, 1.0), (3, 0.6)):
         case = turbo.case(seed, num_inference_steps=steps, strength=strength)
         job = encode_case(turbo.encoder, case, "edit")
@@ -384,7 +384,7 @@ def test_a_distilled_model_goes_by_its_own_schedule(model: Model, tmp_path: Path
 
 def test_other_steps_than_a_model_s_own_are_refused(model: Model, tmp_path: Path) -> None:
     folder = changed(model, tmp_path / "turbo", "model_index.json", sample_sigmas=[1.0, 0.6, 0.2])
-    facts, config = load_facts(folder), config_of(folder, model={"num_inference_steps": 0})
+    facts, config = load_spec(folder), config_of(folder, model={"num_inference_steps": 0})
     assert facts.stride == 1
 
     def accepted(steps: int | None) -> Any:
@@ -403,14 +403,14 @@ def test_what_is_no_schedule_is_refused(model: Model, tmp_path: Path, sigmas: An
     """One step cannot be stretched to the sampler's end."""
     folder = changed(model, tmp_path / "model", "model_index.json", sample_sigmas=sigmas)
     with pytest.raises(ConfigError, match=r"sample_sigmas: .* is no schedule; use 2 or more"):
-        load_facts(folder)
+        load_spec(folder)
 
 
 def test_models_that_are_others_are_refused(model: Model, tmp_path: Path) -> None:
     part = "transformer/config.json"
     folder = changed(model, tmp_path / "model", part, causal_condition=False)
     with pytest.raises(ConfigError, match=r"causal_condition: False is not served of such models"):
-        load_facts(folder)
+        load_spec(folder)
 
 
 @pytest.mark.parametrize("place", ["<|image_pad|>", "<|video_pad|>"])

@@ -53,7 +53,7 @@ class Model:
         away = {"negative_prompt": str(rng.choice(WORDS))} if seed % 2 else {}
         case = random_case(rng, **{"guidance_scale": scale, "cache": "off", **away, **settings})
         prompt = LONG if seed % 3 == 2 else case.prompt
-        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.facts))
+        return replace(case, prompt=prompt, mask=mask_for_model(case.mask, self.adapter.spec))
 
     def job(self, seed: int, **settings: Any) -> Any:
         return encode_case(self.encoder, self.case(seed, **settings), f"edit-{seed}")
@@ -76,7 +76,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_a_prompt_is_counted_with_its_clip_tokens(model: Model) -> None:
     conditioning = model.job(0).conditioning["prompt_embeds"]
-    assert model.adapter.facts.text_tokens(LENGTH) == len(conditioning)
+    assert model.adapter.spec.text_tokens(LENGTH) == len(conditioning)
 
 
 def test_dense_rows_of_any_mix_are_the_pipelines(model: Model) -> None:
@@ -99,7 +99,7 @@ def test_with_all_tokens_active_a_cached_row_is_a_dense_one(model: Model) -> Non
 
 
 def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
-    if not model.adapter.facts.caches:
+    if not model.adapter.spec.caches:
         return
     jobs = [model.job(seed) for seed in range(20, 25)]
     for kind in ("project", "kv"):
@@ -107,7 +107,7 @@ def test_cached_rows_change_nothing_of_one_another(model: Model) -> None:
 
 
 def test_anchors_of_its_own_are_dense_steps(model: Model) -> None:
-    if not model.adapter.facts.caches:
+    if not model.adapter.spec.caches:
         return
     job = model.job(1, num_inference_steps=6, strength=1.0, mask_ring=1)
     own_rows.check_dense_anchors(model.adapter, job)
@@ -115,7 +115,7 @@ def test_anchors_of_its_own_are_dense_steps(model: Model) -> None:
 
 def test_ranks_answer_what_one_does(model: Model) -> None:
     jobs = [model.job(seed, num_inference_steps=3) for seed in (4, 8)]
-    if not model.adapter.facts.caches:  # a rank has no second attention over the others' tokens
+    if not model.adapter.spec.caches:  # a rank has no second attention over the others' tokens
         guided = replace(jobs[0], negative=jobs[0].conditioning)
         assert [model.adapter.most_ranks(job) for job in (jobs[0], guided)] == [1, 2]
         return
@@ -162,7 +162,7 @@ def test_a_picture_longer_than_the_model_knows_is_refused(model: Model) -> None:
 
 def test_a_cache_that_a_model_does_not_have_is_refused_in_a_sentence(model: Model) -> None:
     asked = config_of(model.folder)
-    if model.adapter.facts.caches:
+    if model.adapter.spec.caches:
         load_adapter(asked)
         return
     with pytest.raises(ConfigError, match=r"\[cache\] enabled: this model is served dense only"):

@@ -18,7 +18,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput, forward
-from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow
+from maskserve_engine.families.unet.rows import TemplateTokens, UnetPrimingRow
 from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import EACH_SORT, TEXT_LENGTH
@@ -82,7 +82,7 @@ def outputs(
             row.prompts[0].text,
             row.prompts[0].added,
             None if edit is None else edit.inactive.active,
-            None if edit is None else CachedRest(edit, 0),
+            None if edit is None else TemplateTokens(edit, 0),
         )
         for row, edit in zip(rows, edits, strict=True)
     ]

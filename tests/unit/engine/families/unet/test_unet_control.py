@@ -20,7 +20,7 @@ from PIL import Image
 
 from maskserve_benchmarks.steps.replay import Replay, plan_of_kinds, refreshed_every
 from maskserve_engine.base.job import ControlInput, EditJob
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.control import Controlled
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -28,7 +28,7 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.control import UnetNetInput, UnetNets, UnetSample, controlled
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.latents import PackedLatents
-from maskserve_engine.families.unet.rows import UnetAhead, UnetRow
+from maskserve_engine.families.unet.rows import UnetLookahead, UnetRow
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
@@ -304,20 +304,22 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
         return [dict(each.added) for each in of.control.passes]
 
     whole = added(now)
-    assert [kept.step for kept in row.control.kept.values()] == [now.step] * 2
+    assert [kept.step for kept in row.control.residuals.values()] == [now.step] * 2
     alone = added(now._replace(step=now.step + 1))
     later = added(now._replace(step=now.step + 1, timesteps=(now.timesteps[0] / 2,)))
-    assert [kept.step for kept in row.control.kept.values()] == [now.step] * 2
+    assert [kept.step for kept in row.control.residuals.values()] == [now.step] * 2
     for mine, all_tokens, other in zip(alone, whole, later, strict=True):
         for place, expected in all_tokens.items():
             wanted = expected.numpy()
             assert np.abs(mine[place].numpy() - wanted).max() <= tolerance(wanted), place
         assert any(not torch.equal(other[place], mine[place]) for place in mine)
-    row.control.kept.clear()
-    row.control.own = refreshed_every(1, row.steps)
+    row.control.residuals.clear()
+    row.control.schedule = refreshed_every(1, row.steps)
     every = added(now._replace(step=now.step + 1))
-    dense = added(now._replace(step=now.step + 1, given=UnetSample(sample, None), sparse=False))
-    assert not row.control.kept
+    dense = added(
+        now._replace(step=now.step + 1, base_input=UnetSample(sample, None), sparse=False)
+    )
+    assert not row.control.residuals
     for mine, all_tokens in zip(every, dense, strict=True):
         assert all(torch.equal(mine[place], all_tokens[place]) for place in all_tokens)
 
@@ -333,12 +335,12 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
     assert control is not None
     while row.step < row.steps:
         replay.step([row], ("kv",) * served.adapter.blocks)
-        computed.append(control.kept[0].step)
+        computed.append(control.residuals[0].step)
     assert computed == [step - step % 3 for step in range(row.steps)]
-    [source] = control.kept[0].tokens
+    [source] = control.residuals[0].tokens
     keys, values = source.source(0, source.now).parts
     level = served.nets["one"].levels[0]
-    counts = [len(ids) for ids in control.inputs[0].others]
+    counts = [len(ids) for ids in control.inputs[0].cached_ids]
     assert len(keys.data) == len(values.data) == counts[level]
     assert counts[0] == tokens.total - tokens.active
 
@@ -367,7 +369,7 @@ def test_cached_rows_with_and_without_control_do_not_change_one_another(
         assert np.abs(pixels - expected).max() <= tolerance(expected), row.request_id
 
 
-def anchored(model: Model, job: EditJob, own: OwnPlan) -> Any:
+def anchored(model: Model, job: EditJob, own: RefreshSchedule) -> Any:
     row = model.adapter.anchored_row(job, own)
     model.adapter.control(row, job, model.nets)
     return row
@@ -399,12 +401,12 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     inside = anchored(model, job, plan).inactive.mask.numpy()[0]
     expected = model.oracle(case, controls, foreseeing)[:, inside]
     assert np.abs(found() - expected).max() <= tolerance(expected)
-    honest = UnetAhead.passes
+    honest = UnetLookahead.passes
 
-    def without(self: UnetAhead) -> Any:
+    def without(self: UnetLookahead) -> Any:
         return [replace(each, residuals=None) for each in honest(self)]
 
-    monkeypatch.setattr(UnetAhead, "passes", without)
+    monkeypatch.setattr(UnetLookahead, "passes", without)
     assert np.abs(found() - expected).max() > 2 * tolerance(expected)
 
 
@@ -430,9 +432,9 @@ def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model)
     together = [anchored(served, *each) for each in zip(jobs, plans, strict=True)]
     own_rows.run(served.adapter, together, plans)
 
-    def alone(number: int, own: OwnPlan) -> Any:
+    def alone(number: int, own: RefreshSchedule) -> Any:
         row, kept = anchored(served, jobs[number], own), []
-        reader = OwnReader(row, served.adapter.entry_blocks)
+        reader = StepCacheReader(row, served.adapter.entry_blocks)
         while row.step < row.steps:
             entry: Any = None if row.step in own.anchors else reader.turn_to(row.step)
             kinds = plan_of_kinds(("kv",) * served.adapter.blocks) if entry else None

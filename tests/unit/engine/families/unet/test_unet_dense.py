@@ -41,7 +41,7 @@ class Model:
         self.pipeline.scheduler = sampler
         old = self.adapter
         self.adapter = UnetAdapter(
-            old.facts,
+            old.spec,
             old.model,
             sampler,
             exact_vae=old.exact_vae,

@@ -11,7 +11,7 @@ import pytest
 
 from maskserve_common.config import ConfigError
 from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.families.specs import load_facts
+from maskserve_engine.families.specs import load_spec
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_unet import TEXT_LENGTH
 
@@ -34,7 +34,7 @@ def change(path: Path, **values: Any) -> None:
 def test_facts_are_read_from_the_folder(
     tiny_unets: dict[str, Path], name: str, semantics: str, micro: bool
 ) -> None:
-    facts = load_facts(tiny_unets[name])
+    facts = load_spec(tiny_unets[name])
     assert (facts.family, facts.semantics.name, facts.guidance) == ("unet", semantics, "cfg")
     assert facts.micro_conditioning is micro
     assert (facts.token_pixels, facts.size_multiple, facts.native_resolution) == (4, 4, 64)
@@ -62,7 +62,7 @@ def test_a_unet_that_is_not_served_is_refused_in_one_sentence(
 ) -> None:
     change(folder / "unet" / "config.json", **change_of)
     with pytest.raises(ConfigError, match=says) as refused:
-        load_facts(folder)
+        load_spec(folder)
     assert "\n" not in str(refused.value)
 
 
@@ -70,14 +70,14 @@ def test_a_unet_that_is_not_served_is_refused_in_one_sentence(
 def test_a_folder_without_a_part_is_refused(folder: Path, part: str) -> None:
     shutil.rmtree(folder / part)
     with pytest.raises(ConfigError, match=part):
-        load_facts(folder)
+        load_spec(folder)
 
 
 @pytest.mark.parametrize("length", [None, 0, 10**30, "77"])
 def test_a_tokenizer_that_names_no_length_is_refused(folder: Path, length: Any) -> None:
     change(folder / "tokenizer" / "tokenizer_config.json", model_max_length=length)
     with pytest.raises(ConfigError, match="model_max_length"):
-        load_facts(folder)
+        load_spec(folder)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def check_frame(
     picture = torch.arange(1.0, 1 + size[0] * size[1]).view(1, 1, *size)
     region = frame.region.cut(picture).flatten(2)
     cut = box.cut(picture)
-    assert torch.equal(region[:, :, frame.own], cut.flatten(2))
+    assert torch.equal(region[:, :, frame.box], cut.flatten(2))
     for ring in [region[:, :, frame.ring]] + [None] * frame.whole:
         found = frame.read(frame.paste(cut, ring))
         assert torch.equal(found, padded(picture, frame.reads))

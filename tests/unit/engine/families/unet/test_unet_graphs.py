@@ -20,7 +20,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.rows import CachedRest
+from maskserve_engine.families.unet.rows import TemplateTokens
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.draws import fresh_seed
@@ -254,7 +254,7 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     row = cached(expected, job, template)
     while row.step < row.steps:
         expected.step([row], kinds)
-    lost_entry = finish_behind_a_lost_entry(adapter, job, template, CachedRest, monkeypatch)
+    lost_entry = finish_behind_a_lost_entry(adapter, job, template, TemplateTokens, monkeypatch)
     assert_equal(lost_entry.result().array(), row.result().array())
 
 

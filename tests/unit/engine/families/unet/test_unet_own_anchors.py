@@ -15,11 +15,11 @@ import pytest
 from maskserve_benchmarks.steps.replay import plan_of_kinds
 from maskserve_common.config import Config
 from maskserve_engine.base.job import EditJob
-from maskserve_engine.batch.step_cache import OwnPlan, OwnReader
+from maskserve_engine.batch.step_cache import RefreshSchedule, StepCacheReader
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.requests.refresh_schedules import own_bytes
+from maskserve_engine.requests.refresh_schedules import step_cache_bytes
 from tests.fakes.jobs import Case, config_of, encode_case, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import EACH_SORT
@@ -142,8 +142,8 @@ def test_it_is_the_pipeline_whose_others_are_foretold(
     found = result(adapter, job, own(*dense))
     assert_equal(computed(adapter, job, found), computed(adapter, job, expected))
     mine, off = own(*dense), np.abs(computed(adapter, job, found - expected)).max()
-    rivals = [replace(mine, power=0.0), replace(mine, foresees=not foresees)]
-    for rival in [*rivals, *([replace(mine, bends=False)] if bends else [])]:
+    rivals = [replace(mine, power=0.0), replace(mine, looks_ahead=not foresees)]
+    for rival in [*rivals, *([replace(mine, second_order=False)] if bends else [])]:
         maximum = np.abs(computed(adapter, job, result(adapter, job, rival) - expected)).max()
         assert maximum > 10 * off, rival
 
@@ -154,7 +154,7 @@ def test_what_was_foreseen_without_an_adapter_is_forgotten_with_it(
     job = make_job(encoder, 8)
     for foresees in (True, False):
         row = row_of(adapter, job, plan(0, 3, foresees=foresees))
-        reader = OwnReader(row, adapter.entry_blocks)
+        reader = StepCacheReader(row, adapter.entry_blocks)
         adapter.step([row], None, [None])
         assert reader.turn_to(1) is not None
         adapter.attach(row, job, ())
@@ -189,7 +189,7 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
     job, own, rows = make_job(encoder, 6, guidance_scale=guidance), plan(0), []
     once = counted(lambda: rows.append(row_of(adapter, job, own)))
     adapter.step(rows, None)
-    entry: Any = OwnReader(rows[0], adapter.entry_blocks).turn_to(1)
+    entry: Any = StepCacheReader(rows[0], adapter.entry_blocks).turn_to(1)
     kinds = ("kv",) * adapter.blocks
     found = once + counted(lambda: adapter.step(rows, plan_of_kinds(kinds), [entry]))
     work = adapter.work(*job.moments.shape[1:])
@@ -198,12 +198,12 @@ def test_what_is_counted_of_a_step_is_what_torch_counts(
 
 @pytest.mark.parametrize("own", [plan(0, 2), plan(0, 3, 5, foresees=True, bends=True)])
 def test_what_is_booked_is_what_is_held(
-    adapter: UnetAdapter, encoder: Encoder, own: OwnPlan
+    adapter: UnetAdapter, encoder: Encoder, own: RefreshSchedule
 ) -> None:
     """At most: rings and answers lie three and two times there, once two anchors are taken."""
     job, own = make_job(encoder, 7, guidance_scale=7.5), replace(own, text=False)
     row = row_of(adapter, job, own)
     run(adapter, [row], [own])
     total = sum(anchor.nbytes for anchor in row.anchors)
-    booked = own_bytes(own, adapter, job, "float32")
+    booked = step_cache_bytes(own, adapter, job, "float32")
     assert total < booked == total + adapter.anchored_bytes(job)

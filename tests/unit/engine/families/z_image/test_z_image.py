@@ -20,10 +20,10 @@ from maskserve_common.errors import InvalidRequest
 from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.families.specs import load_facts
-from maskserve_engine.requests.refresh_schedules import own_plan
+from maskserve_engine.families.specs import load_spec
+from maskserve_engine.requests.refresh_schedules import make_refresh_schedule
 from maskserve_engine.spec.control_nets import check_config
-from maskserve_engine.spec.model_spec import own_rule
+from maskserve_engine.spec.model_spec import refresh_rule
 from maskserve_triton.accept import accept_edit, with_defaults
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
 from tests.fakes.loras import of_model, write
@@ -135,14 +135,14 @@ def test_anchors_of_its_own_are_dense_steps(model: Model, width: int) -> None:
     """Its text, which its first blocks do not see, is computed at each step."""
     asked = {"guidance_scale": 2.0, "negative_prompt": "", "num_inference_steps": 6}
     job = picture_of(model, 8, width, LONG, **asked)
-    assert own_rule(config_of(model.folder), model.adapter.facts).text is False
+    assert refresh_rule(config_of(model.folder), model.adapter.spec).text is False
     own_rows.check_dense_anchors(model.adapter, job, text=False)
 
 
 def test_a_first_edit_has_anchors_of_its_own_where_that_is_asked_for(model: Model) -> None:
     engine = make_engine(model.folder, model.encoder, own_anchors=0.35, own_format="model")
     job = picture_of(model, 8, 8, LONG, num_inference_steps=20, cache="auto")
-    refresh_schedule = own_plan(engine.config, engine.adapter, job)
+    refresh_schedule = make_refresh_schedule(engine.config, engine.adapter, job)
     assert refresh_schedule is not None
     try:
         found = edit(engine, job)
@@ -180,7 +180,7 @@ def test_what_a_picture_s_entries_hold_does_not_depend_on_where_a_prompt_ends(
     """A picture without pads lies alike beside any prompt, so its key does not say how long that
     is. The pads of another stand before the prompt: its entries differ, and so does their key.
     """
-    facts = model.adapter.facts
+    facts = model.adapter.spec
     for (height, width), alike in {(4, 8): True, (6, 6): False}.items():
         short, long = (picture_of(model, height, width, prompt) for prompt in ("", LONG))
         texts = {
@@ -329,7 +329,7 @@ def test_latents_stay_in_float32_between_steps(model: Model) -> None:
 
 
 def test_guidance_above_nothing_takes_a_second_pass(model: Model) -> None:
-    facts, config = model.adapter.facts, config_of(model.folder)
+    facts, config = model.adapter.spec, config_of(model.folder)
 
     def filled(**asked: Any) -> EditSettings:
         return with_defaults(EditSettings(**asked), facts, config)
@@ -343,21 +343,21 @@ def test_guidance_above_nothing_takes_a_second_pass(model: Model) -> None:
 
 
 def test_the_distilled_model_is_told_by_its_schedule(model: Model, tmp_path: Path) -> None:
-    turbo = load_facts(build_tiny_z_image(tmp_path / "turbo", turbo=True))
+    turbo = load_spec(build_tiny_z_image(tmp_path / "turbo", turbo=True))
     assert (turbo.defaults.num_inference_steps, turbo.defaults.guidance_scale) == (8, 0.0)
-    assert model.adapter.facts.defaults.num_inference_steps == 50
+    assert model.adapter.spec.defaults.num_inference_steps == 50
 
 
 def test_what_is_not_served_is_said_in_a_sentence(model: Model, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="takes no ControlNets"):
-        check_config({"_class_name": "ZImageControlNetModel"}, model.adapter.facts)
+        check_config({"_class_name": "ZImageControlNetModel"}, model.adapter.spec)
     folder = tmp_path / "omni"
     shutil.copytree(model.folder, folder)
     file = folder / "transformer" / "config.json"
     for field, value in {"siglip_feat_dim": 8, "all_patch_size": [2, 4]}.items():
         file.write_text(json.dumps({**json.loads(file.read_text()), field: value}), "utf-8")
         with pytest.raises(ConfigError, match=rf"{field}: .*not served"):
-            load_facts(folder)
+            load_spec(folder)
         shutil.copy(model.folder / "transformer" / "config.json", file)
 
 
