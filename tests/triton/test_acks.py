@@ -18,7 +18,7 @@ class Call:
     def __init__(self, name: str, told: queue.SimpleQueue[str]) -> None:
         self._name, self._told = name, told
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         self._told.put(f"{self._name} taken")
 
     def waits_s(self) -> float:
@@ -29,10 +29,10 @@ class Call:
 
 
 class Broken:
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         raise RuntimeError("no sender")
 
-    release = taken
+    release = acknowledge
 
     def waits_s(self) -> float:
         return 0.0

@@ -225,7 +225,7 @@ def test_stream_sends_every_event_in_order(
 class Arrived(threading.Semaphore):
     """Counts acks."""
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         self.release()
 
     def waits_s(self) -> float:

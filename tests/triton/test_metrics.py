@@ -179,7 +179,7 @@ def test_outcomes(code: str, outcome: str) -> None:
 def engine_counters() -> set[str]:
     """Names of what an engine counts, those of its cache included."""
     adapter: Any = SimpleNamespace(
-        facts=FILL_FACTS,
+        spec=FILL_FACTS,
         anchors=lambda tokens, steps, stride: (Anchor(0.5, 500.0),),
         work=lambda height, width: flux_work(FLUX_DEV, height, width),
         blocks=57,

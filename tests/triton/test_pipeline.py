@@ -50,7 +50,7 @@ class Said:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         self.said.append("taken")
 
     def over(self) -> None:

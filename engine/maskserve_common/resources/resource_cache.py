@@ -153,7 +153,7 @@ class ResourceCache(ABC, Generic[W]):
             self._listed = tuple(statuses.values())[-ADAPTERS_LISTED:]
         return self._listed
 
-    def _book(self, owner: str, item: Mapping[Resource, W]) -> None:
+    def _book(self, owner: str, items: Mapping[Resource, W]) -> None:
         """An owner begins to hold these. Raises Overloaded: they are not for it to hold."""
 
     def _release(self, owner: str, resource: Resource) -> None:

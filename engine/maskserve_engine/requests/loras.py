@@ -60,7 +60,7 @@ class Loras(ResourceCache[Lora]):
         """Name and file size of the LoRAs evicted last, by version."""
         self._tiers: Mapping[str, AdapterTierTotal] = {}
 
-    def let_go(self, owner: str) -> None:
+    def release(self, owner: str) -> None:
         holds = owner in self._owners
         super().release(owner)
         if holds:
@@ -97,14 +97,14 @@ class Loras(ResourceCache[Lora]):
         sigma_limit = self._profiles.get(lora.name, 2.0)
         return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= sigma_limit), len(sigmas))
 
-    def _book(self, owner: str, item: Mapping[Resource, Lora]) -> None:
+    def _book(self, owner: str, items: Mapping[Resource, Lora]) -> None:
         """Raises Overloaded: these are more than the share of the owner's key of the device's bytes
         beside those that its other edits hold.
         """
         key = scope_of(owner)
         sizes = {
             resource: self._residency.nbytes_of(resource) or self._bytes(lora)[0]
-            for resource, lora in item.items()
+            for resource, lora in items.items()
             if (key, resource) not in self._holders
         }
         held_bytes, more = self._pinned.in_use(key), sum(sizes.values())
@@ -113,13 +113,13 @@ class Loras(ResourceCache[Lora]):
                 f"SETTINGS.loras: edits of this key hold LoRAs of {held_bytes} bytes, its share of "
                 "[adapters] device_bytes; try again later"
             )
-        for resource in item:
+        for resource in items:
             edits, nbytes = self._holders.get((key, resource), (0, sizes.get(resource, 0)))
             if not edits:
                 self._pinned.book(key, nbytes)
             self._holders[key, resource] = edits + 1, nbytes
 
-    def _give_back(self, owner: str, resource: Resource) -> None:
+    def _release(self, owner: str, resource: Resource) -> None:
         key = scope_of(owner)
         edits, nbytes = self._holders.pop((key, resource))
         if edits > 1:

@@ -85,8 +85,8 @@ _OF_EVENTS: Final = ("event", "step", "steps", "restarts")
 """Fields of an edit's progress event that are passed on."""
 _OF_EDITS: Final[tuple[str, ...]] = ("worker", "seed", "cache", "encoded")
 """Fields of an edit's META that the run's META repeats."""
-_OF_NODES: Final = ("server", "seconds", "kept", "tries")
-"""Fields of `node_pool.NodeAnswer` that the run's META repeats."""
+_OF_NODES: Final = {"server": "server", "seconds": "seconds", "kept": "reused", "tries": "tries"}
+"""Key of the run's META -> field of `node_pool.NodeAnswer` that it repeats."""
 _EARLY_S: Final = 60.0
 
 
@@ -266,7 +266,7 @@ class Workflows:
                     node = await self._nodes.call(task, client, starts_by, files.run)
                     node_outputs, report = (
                         node.outputs,
-                        {name: getattr(node, name) for name in _OF_NODES},
+                        {key: getattr(node, field) for key, field in _OF_NODES.items()},
                     )
                 if any(isinstance(part, bytes) for part in parts_of(list(node_outputs.values()))):
                     node_outputs = await turn(

@@ -393,7 +393,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         )
         executor = LocalExecutor(parts, parts)
         executor._rows["edit"] = row
-        executor._readers["edit"] = cast(EntryReader, SimpleNamespace(now=handle))
+        executor._readers["edit"] = cast(EntryReader, SimpleNamespace(entry=handle))
         reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
         costs = MeasuredCosts(estimate(H100))
         times = StepTimes(costs, handle._loader.take_moves, counters, observed)

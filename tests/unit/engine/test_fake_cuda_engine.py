@@ -199,7 +199,7 @@ def test_an_answer_is_told_when_the_device_has_it(loop: Loop) -> None:
 def test_a_turn_that_waits_for_an_answer_is_seen(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OutputThread, "send_made", lambda self, sink, make, _=None: make())
+    monkeypatch.setattr(OutputThread, "send_when_ready", lambda self, sink, make, _=None: make())
     loop.submit(0, "edit", num_inference_steps=2, preview_every=1, cache="off")
     with pytest.raises(AssertionError, match="the host waits"):
         loop.turn()

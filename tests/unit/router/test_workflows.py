@@ -675,7 +675,7 @@ async def test_large_pictures_of_runs_are_copied_off_the_loop(
 
         return seen
 
-    copying = ("_asked", "_edit_request", "_edited", "_event")
+    copying = ("_parsed", "_edit_request", "_edited", "_event")
     for name in copying:
         monkeypatch.setattr(served_workflows, name, watched(name))
     message = request()

@@ -164,7 +164,7 @@ def test_scores_alone_load_again_and_again() -> None:
         def score(self, model: str, server: str, queue_s: float) -> tuple[int, float]:
             return 0, super().score(model, server, queue_s)[1]
 
-        def seen(self, records: Any, now: float) -> dict[str, frozenset[str]]:
+        def observe(self, records: Any, now: float) -> dict[str, frozenset[str]]:
             super().observe(records, now)
             return {}
 

@@ -127,7 +127,7 @@ def lefts(draw):
 def test_slack_order_and_predicted_ends_are_those_of_brute_force(nodes, free, now):
     by_slack = min(
         itertools.permutations(nodes),
-        key=lambda some: [(n.due - now - n.behind_s - n.run_s[0], n.arrival) for n in some],
+        key=lambda some: [(n.due - now - n.chain_s - n.run_s[0], n.arrival) for n in some],
     )
     ends, busy = {}, list(free)
     for node in by_slack:
@@ -136,7 +136,7 @@ def test_slack_order_and_predicted_ends_are_those_of_brute_force(nodes, free, no
             device = min(range(len(busy)), key=lambda d: (max(busy[d], now), d))
             busy[device] = max(busy[device], now) + node.run_s[0]
             last = max(last, busy[device])
-        ends[node.key] = last + node.behind_s
+        ends[node.key] = last + node.chain_s
     places = [NodePlace(str(n), at) for n, at in enumerate(free)]
     assert predicted(nodes, places, Prices(), now) == ends
     if nodes:

@@ -232,7 +232,7 @@ def test_one_row_of_one_pass_is_computed_by_one_rank(flux: Model, unet: Model) -
             row = rank.adapter.dense_row(job)
             rank.replay.step([row], (), rank.all)
             share = rank.adapter._batch._share
-            return rank.run([row], ())[0], 1 if share is None else len(share.own)
+            return rank.run([row], ())[0], 1 if share is None else len(share.passes)
 
         [(expected, _)] = by_ranks(model.adapter, 1, run)
         ranks = by_ranks(model.adapter, 2, run, deals=True)
@@ -263,7 +263,7 @@ def test_more_ranks_than_two_share_tokens(flux: Model) -> None:
         return rank.run([rank.adapter.dense_row(job)], ())[0]
 
     [expected] = by_ranks(flux.adapter, 1, run)
-    heads = flux.adapter.facts.denoiser["num_attention_heads"]
+    heads = flux.adapter.spec.denoiser["num_attention_heads"]
     for by_rank in by_ranks(flux.adapter, min(4, heads), run):
         assert_equal(by_rank, expected)
 
@@ -288,7 +288,7 @@ def test_a_row_goes_on_elsewhere_as_if_it_had_stayed(
     model = Model(tiny_unets[variant])
     of_folder = model.adapter
     model.adapter = UnetAdapter(
-        of_folder.facts, of_folder.model, samplers()[name], exact_vae=of_folder.exact_vae
+        of_folder.spec, of_folder.model, samplers()[name], exact_vae=of_folder.exact_vae
     )
     job = model.job(6, two=True, num_inference_steps=6, strength=1.0)
     stays, *rows = (model.adapter.dense_row(job) for _ in range(2))

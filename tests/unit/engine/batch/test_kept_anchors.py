@@ -81,7 +81,7 @@ def test_an_anchor_without_memory_is_none_and_a_later_one_begins_anew(
 
 
 def test_what_lifts_entries_is_counted_among_its_bytes() -> None:
-    own, tokens = anchors(lifts=True), TOKENS - ACTIVE
+    own, tokens = anchors(corrects_residuals=True), TOKENS - ACTIVE
     own.begin_with_template(0, 0, slice(0), tokens, 1.0).keys_values(0, keys(1), keys(2))
     of_both = 2 * tokens * HEADS * WIDTH * 4
     text = own.nbytes - of_both

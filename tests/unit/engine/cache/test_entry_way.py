@@ -170,7 +170,7 @@ def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
         of_settings(guidance_scale=9.0),
         cache.key_of(replace(first, conditioning=conditioning)),
     ]
-    of_worker = {"model_revision": "other", "dtype": "other", "_kept": "other"}
+    of_worker = {"model_revision": "other", "dtype": "other", "_kinds_text": "other"}
     for name, value in of_worker.items():
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)

@@ -198,7 +198,7 @@ def test_nothing_is_read_of_a_service_that_has_ended(
         executor.step(StepInput(1, ("a",)), results.append)
         assert not results[-1].failed
         before = ipc.reads
-        monkeypatch.setattr(SocketMessages, "ask", asks)
+        monkeypatch.setattr(SocketMessages, "request", asks)
         executor.step(StepInput(2, ("a",)), results.append)
         assert isinstance(results[-1].failed["a"], EngineFailed)
         assert "it has ended" in str(results[-1].failed["a"])

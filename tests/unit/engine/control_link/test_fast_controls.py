@@ -267,7 +267,7 @@ def test_no_step_waits_behind_the_first_one(model: Model) -> None:
 def _all_there(served: Any) -> bool:
     """Whether what was asked for the row has been answered."""
     link = served.link
-    while link.messages.come():
+    while link.messages.receive():
         link._read(1.0)
     return all(link._answers[number].ended for number in served.reuse.numbers)
 

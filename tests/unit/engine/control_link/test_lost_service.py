@@ -54,14 +54,14 @@ class Silent:
     def slots(self, row: str) -> RowSlots:
         return RowSlots.local()
 
-    def ask(self, ask: ResidualsRequest) -> None:
-        self.asked.append(ask)
+    def request(self, request: ResidualsRequest) -> None:
+        self.asked.append(request)
 
     def next(self, patience_s: float) -> Answered:
         time.sleep(max(patience_s, 0.0))
         raise Lost("it has not answered in time")
 
-    def come(self) -> bool:
+    def receive(self) -> bool:
         return False
 
     def ended(self) -> bool:

@@ -58,7 +58,7 @@ class Source:
 
 
 class Family:
-    facts = None
+    spec = None
 
     def control_net(self, model: object) -> object:
         return model

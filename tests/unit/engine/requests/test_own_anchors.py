@@ -148,7 +148,7 @@ def test_what_is_booked_is_enough(engine: Engine, encoder: Encoder) -> None:
     def watched(row: str) -> Any:
         response = executor._rows.get(row)
         if response is not None:
-            passes = [response.own, getattr(response.negative, "own", None)]
+            passes = [response.step_cache, getattr(response.negative, "cache", None)]
             counts.append(sum(each.nbytes for each in passes if each is not None))
         return release(row)
 

@@ -41,7 +41,7 @@ class Arriving(FlowControl):
         super().__init__(answer, ended)
         self.arrived = threading.Semaphore(0)
 
-    def taken(self):
+    def acknowledge(self):
         super().acknowledge()
         self.arrived.release()
 

@@ -97,5 +97,5 @@ def test_it_is_the_pipeline_whose_nets_foresee(
     def without(self: FlowRow) -> Any:
         return [replace(each, residuals=None) for each in honest(self)]
 
-    monkeypatch.setattr(FlowRow, "foreseen_inputs", without)
+    monkeypatch.setattr(FlowRow, "lookahead_inputs", without)
     assert np.abs(result(adapter, job, own) - expected).max() > 2 * tolerance(expected)

@@ -130,8 +130,8 @@ def test_a_distilled_model_has_an_anchor_for_each_of_its_four_steps(tmp_path: Pa
     folder = build_tiny_flux2(tmp_path / "klein")
     adapter: Any = load_adapter(config_of(folder))
     sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
-    steps = adapter.facts.steps_default(0)
-    anchors = adapter.anchors(4096, steps, anchor_stride(0, adapter.facts))
+    steps = adapter.spec.steps_default(0)
+    anchors = adapter.anchors(4096, steps, anchor_stride(0, adapter.spec))
     sampler.set_timesteps(
         sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(4096, steps)
     )
@@ -243,7 +243,9 @@ def test_anchors_of_its_own_hold_the_context_too(model: Model) -> None:
     assert_equal(found[:, at], dense[:, at])
     row, near = own(0, 3)
     tokens = len(row.text) + (1 + (not model.exact)) * gh * gw - int(active.sum())
-    assert row.own.nbytes == model.adapter.blocks * tokens * 4 * 4 * model.adapter.weights.width
+    assert (
+        row.step_cache.nbytes == model.adapter.blocks * tokens * 4 * 4 * model.adapter.weights.width
+    )
     assert 0 < np.abs(near[:, at] - dense[:, at]).max() < np.abs(dense).max()
 
 

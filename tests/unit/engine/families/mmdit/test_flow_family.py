@@ -114,8 +114,8 @@ class ToyStep:
         return torch.stack((q, k), 1), v, None
 
     def post(
-        self, number: int, text: Tensor, image: Tensor, attended: Tensor, kept: Any, packing: Any,
-        *, goes_on: bool, image_alone: bool,
+        self, number: int, text: Tensor, image: Tensor, attended: Tensor, carried: Any,
+        packing: Any, *, continues: bool, image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
         found = image + self.model.out[number](attended)
         return text, found[packing.text[0] :] if image_alone else found, None

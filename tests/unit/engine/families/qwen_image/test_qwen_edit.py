@@ -186,7 +186,7 @@ def test_on_its_primings_inputs_a_cached_row_is_a_dense_one(model: Model) -> Non
     case = replace(model.case(4, num_inference_steps=4, strength=1.0), prompt=LONG)
     job = still(encode_case(model.encoder, case, "edit"))
     primed = Primed(model.adapter, model.encoder, job)
-    shown = primed.row.shown
+    shown = primed.row.picture_words
     assert shown < len(primed.row.text) == len(job.conditioning["prompt_embeds"])
 
     def apart(job: Any) -> float:

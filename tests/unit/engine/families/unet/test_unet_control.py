@@ -241,7 +241,7 @@ def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
 def with_nets(model: Model, row: Any, job: EditJob, refresh: int) -> Any:
     model.adapter.control(row, job, model.nets)
     if row.control is not None:
-        row.control.own = refreshed_every(refresh, row.steps)
+        row.control.schedule = refreshed_every(refresh, row.steps)
     return row
 
 
@@ -439,7 +439,7 @@ def test_between_own_anchors_nets_compute_the_active_tokens_alone(served: Model)
             entry: Any = None if row.step in own.anchors else reader.turn_to(row.step)
             kinds = plan_of_kinds(("kv",) * served.adapter.blocks) if entry else None
             served.adapter.step([row], kinds, [entry])
-            kept.append(row.control.kept[0].step if row.control else 0)
+            kept.append(row.control.residuals[0].step if row.control else 0)
         if row.control:
             last = [max(a for a in own.anchors if a <= step) for step in range(row.steps)]
             assert kept == last
@@ -473,7 +473,7 @@ def test_a_step_that_failed_and_is_tried_again_does_the_same(
         with pytest.raises(MemoryError):
             replay.step([row], kinds)
     assert row.step == 2
-    assert row.control.kept[0].step == 2
+    assert row.control.residuals[0].step == 2
     found, expected = result(replay, row, "kv"), result(replay, other, "kv")
     assert np.abs(found - expected).max() <= tolerance(expected)
 
