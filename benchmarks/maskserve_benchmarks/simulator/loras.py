@@ -71,7 +71,7 @@ class WorkerLoras:
 
     def let_go(self, edit: str, now: float) -> None:
         self._now = now
-        self._books.let_go(edit)
+        self._books.release(edit)
 
     def view(self) -> AdapterView | None:
         """As a worker's record tells routers; None: they are not told."""

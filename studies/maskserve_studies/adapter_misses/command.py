@@ -45,7 +45,7 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
         is_loaded = residency.state(Resource(LORAS.name, lora.version)) == "here"
         books.hold("edit", (lora,))
         loader.arrive(books)
-        books.let_go("edit")
+        books.release("edit")
         loader.arrive(books)
         missed += not is_loaded and number >= WARM * len(calls)
     residency.check_integrity()
