@@ -88,6 +88,6 @@ def test_previews_that_cannot_be_made_cost_the_edit_nothing(site: Site) -> None:
 
 @pytest.mark.parametrize("fault", client_faults(), ids=lambda fault: fault.name)
 def test_a_client_that_leaves_frees_its_row(worker: WorkerProcess, fault: ClientFault) -> None:
-    shared = Site(worker, side=64, steps=1000)
+    shared = Site(worker, side=256, steps=1000)
     with full_batch(shared, rows=3):
         assert freed_s(shared, fault) < FREED_S

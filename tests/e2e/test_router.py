@@ -447,12 +447,20 @@ def ids(status: dict[str, Any]) -> set[str]:
 
 
 def test_edits_belong_to_the_key_that_sent_them(keyed: RouterSite) -> None:
-    picture, mask = encode(scene(64, 64)), encode(blob_mask(64, 64))
+    picture, mask = encode(scene(256, 256)), encode(blob_mask(256, 256))
     with held_by(keyed, "ann") as ann, held_by(keyed, "bob") as bob, held_by(keyed, "ops") as ops:
 
         def long_edit(client: Client) -> str:
             try:
-                client.edit(picture, mask, "a star", request_id="mine", cache="off", **LONG)
+                client.edit(
+                    picture,
+                    mask,
+                    "a star",
+                    request_id="mine",
+                    cache="off",
+                    crop_to_mask="off",
+                    **LONG,
+                )
             except Cancelled:
                 return "cancelled"
             return "done"

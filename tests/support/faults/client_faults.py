@@ -19,7 +19,7 @@ from tests.support.faults.worker_site import Site, until
 
 _PATIENCE_S = 60.0
 # Far beyond the first step of an edit, and far before its last.
-_DEADLINE_S = 1.5
+_DEADLINE_S = 1.0
 _BENCHMARKS = CHECKOUT / "benchmarks"
 _CHILD = """
 import json, sys, time

@@ -32,7 +32,8 @@ class Site:
 
     def inputs(self, request_id: str, **settings: Any) -> dict[str, bytes]:
         """The four tensors of a long edit of a template of nobody else's."""
-        settings = {"num_inference_steps": self.steps, "seed": 1, "cache": "off", **settings}
+        long = {"num_inference_steps": self.steps, "cache": "off", "crop_to_mask": "off"}
+        settings = {"seed": 1, **long, **settings}
         return {
             "IMAGE": self._image,
             "MASK": self._mask,

@@ -289,7 +289,7 @@ def test_a_fetch_that_ends_while_it_is_decided_how_an_edit_runs_is_waited_for(
 
     def evict_while_it_queues() -> None:
         accept(engine, job(encoder, 16, "again", cache="require"), sink)
-        monkeypatch.setattr(engine.cache, "sight", sight_just_before_it_ends)
+        monkeypatch.setattr(engine.cache, "look_up", sight_just_before_it_ends)
         store.lower._files.submit(event.wait)
         assert engine.cache.evict(expected.meta["template_id"]) > 0
 

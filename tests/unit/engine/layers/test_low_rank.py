@@ -324,7 +324,7 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
         if model.flux:
             model_input, index = row.model_input(), row.inactive.index
             entered = torch.empty(counts.total, model_input.tokens.shape[1])
-            entered[active], entered[index] = model_input.tokens, model_input.rest.tokens()
+            entered[active], entered[index] = model_input.tokens, model_input.cached.tokens()
             primed_on = template.at(torch.tensor(anchor.sigma))
             hooks, inactive, at_hand = flux_hooks, {counts.total: index}, frozenset({0})
         else:

@@ -118,8 +118,8 @@ def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     [
         ("adapter", "prepare", "off", False),
         ("adapter", "counted", "off", False),
-        ("cache", "sight", "auto", False),
-        ("cache", "sight", "require", True),
+        ("cache", "look_up", "auto", False),
+        ("cache", "look_up", "require", True),
         ("adapter", "dense_row", "off", False),
     ],
 )

@@ -54,7 +54,7 @@ def test_edits_of_one_key_may_not_hold_all_of_the_device() -> None:
         held.hold("greedy!3", (lora("l3"),))
     held.hold("modest!one", (lora("m"),))
     for name in ("greedy!0", "greedy!again", "modest!one"):
-        held.let_go(name)
+        held.release(name)
     held.hold("greedy!3", (lora("l0"),))
 
 

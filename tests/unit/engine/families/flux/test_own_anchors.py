@@ -263,7 +263,7 @@ def test_what_a_step_ahead_is_asked_with_is_where_the_last_answer_leads(
     job = make_job(encoder, 2, num_inference_steps=4)
     row: Any = adapter.dense_row(job)
     for step in range(4):
-        before, found = row.latents.clone(), row.latents_ahead()
+        before, found = row.latents.clone(), row.extrapolated_latents()
         assert (found is None) == (step in (0, 3))
         if found is not None and row.blend is None:
             sigmas = row.schedule.sigmas
