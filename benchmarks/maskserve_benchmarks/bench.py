@@ -37,6 +37,7 @@ COMMANDS = {
     "eval_demo_model": "demo_model.eval_command",
     # The code itself.
     "module_index": "documents.module_index",
+    "check_words": "documents.words",
     "record_edits": "recording.command",
     "mutants": "mutants",
     # Files that are generated from the code, and a demonstration.

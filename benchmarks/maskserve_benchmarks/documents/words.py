@@ -1,0 +1,77 @@
+"""Find names and docstrings that a reader has to guess at: names that are pronouns or participles,
+docstrings that open with a riddle, `Args:` lines that point elsewhere.
+
+scripts/bench check_words                     # the product
+scripts/bench check_words router/maskserve_router
+
+Each finding is printed with its file and line; the exit code is 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from maskserve_benchmarks.checkout import CHECKOUT
+
+PRODUCT = ("engine", "router", "client", "serving", "model_repository", "services")
+NAMES = frozenset(
+    "asked asks beside both bring brought came come coming each found given gives gone had held "
+    "here hers his kept lacks made meant others ours own said says seen shown taken tell tells "
+    "theirs there these those told wanted wants what whose".split()  # noqa: SIM905
+)
+"""Names that say nothing of what they hold. `each` and `gives` of the workflow language are public
+(`_PUBLIC`)."""
+_PUBLIC = frozenset({("definition.py", "each"), ("definition.py", "gives"), ("plan.py", "gives")})
+_OPENING = re.compile(r"(Of|Likewise|Theirs|Whoever|Whose|What|As of)\b")
+_ELLIPTICAL = re.compile(r":\s+(as of `|likewise\b|theirs\b|its\.?$)")
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def findings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and complaint of each odd name and docstring of a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for line, name in _names(tree):
+        if name.strip("_") in NAMES and (path.name, name) not in _PUBLIC:
+            yield line, f"the name `{name}` does not say what it holds"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str):
+                yield from _complaints(text, node.lineno)
+
+
+def _complaints(text: str, first: int) -> Iterator[tuple[int, str]]:
+    if opening := _OPENING.match(text):
+        yield first, f"a docstring opens with {opening[0]!r}"
+    for number, line in enumerate(text.splitlines()):
+        if _ELLIPTICAL.search(line):
+            yield first + number, f"an argument points elsewhere: {line.strip()}"
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of every definition: classes, functions, arguments and bindings."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, *Function)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folders", nargs="*", type=Path, help="what to look at (default: product)")
+    result = 0
+    for folder in parser.parse_args().folders or [CHECKOUT / name for name in PRODUCT]:
+        for path in sorted(folder.rglob("*.py")):
+            for line, complaint in findings(path):
+                print(f"{path.absolute().relative_to(CHECKOUT)}:{line}: {complaint}")
+                result = 1
+    return result
