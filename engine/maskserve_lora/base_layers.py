@@ -423,7 +423,7 @@ def _gguf_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             continue
         number = next(iter(re.findall(r"(?<=\.)\d+(?=\.)", layer)), "")
         template = re.sub(r"(?<=_blocks\.)\d+(?=\.)", "{}", layer)
-        *same, last = [each.format(number) for each in _FLUX.get(template, (layer,))]
+        *same, last = [layer_name.format(number) for layer_name in _FLUX.get(template, (layer,))]
         outputs, inputs = shape
         shapes |= dict.fromkeys(same, (inputs, inputs))
         shapes[last] = outputs - len(same) * inputs, inputs

@@ -354,4 +354,4 @@ class _Patterns:
         parts = module.split(".")
         ends = [f"^{module}", *(".".join(parts[n:]) for n in range(len(parts)))]
         matches = [self._known[end] for end in ends if end in self._known]
-        return min(matches, key=lambda each: each[0])[1] if matches else otherwise
+        return min(matches, key=lambda match: match[0])[1] if matches else otherwise

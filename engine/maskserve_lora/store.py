@@ -140,9 +140,9 @@ class AdapterStore:
         """Copy a file from the disk, or else from the storage."""
         on_disk = None if self.disk is None else self.disk.find(name, version)
         if on_disk is not None:
-            brought = self._from_disk(on_disk)
-            if brought is not None:
-                return brought
+            fetched = self._from_disk(on_disk)
+            if fetched is not None:
+                return fetched
         adapter = self.catalogue.find(name, field)
         if adapter.version != version:
             raise _replaced(name, field)

@@ -96,7 +96,7 @@ class Withdrawals:
             answered = call.answer.fail(error)
             call.withdrawn = was_withdrawn or answered
         if answered:
-            self._tell(call)
+            self._report(call)
         return answered
 
     def repeat(self, now: float) -> None:
@@ -106,13 +106,13 @@ class Withdrawals:
         """
         for call, retry_at in list(self._due.items()):
             if now >= retry_at:
-                self._tell(call)
+                self._report(call)
 
     def close(self) -> None:
         self._listener.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _tell(self, call: Call) -> None:
+    def _report(self, call: Call) -> None:
         self._due[call] = math.inf
         self._pool.submit(self._ask_denoiser, call)
 

@@ -179,7 +179,7 @@ class DenoiserFrontend:
                 _reply_when_done(self._engine.heartbeat(), answer, lambda beat: beat)
             case {"op": "templates"}:
                 templates = self._engine.templates()
-                _reply_when_done(templates, answer, lambda found: {"templates": found})
+                _reply_when_done(templates, answer, lambda listing: {"templates": listing})
             case {"op": "evict", "template_id": str(template_id)}:
                 freed = self._engine.evict(template_id)
                 _reply_when_done(freed, answer, lambda size: {"freed_bytes": size})
@@ -187,13 +187,13 @@ class DenoiserFrontend:
                 state = self._engine.prime(
                     self._job(EditRequest.from_json(template.encode()), request)
                 )
-                _reply_when_done(state, answer, lambda said: {"state": said})
+                _reply_when_done(state, answer, lambda priming_state: {"state": priming_state})
             case {"op": "pin", "template_id": str(template_id), "scope": str(scope)}:
                 pinning = self._engine.pin(template_id, scope)
-                _reply_when_done(pinning, answer, lambda found: {"found": found})
+                _reply_when_done(pinning, answer, lambda exists: {"found": exists})
             case {"op": "unpin", "template_id": str(template_id)}:
                 pinning = self._engine.unpin(template_id)
-                _reply_when_done(pinning, answer, lambda found: {"found": found})
+                _reply_when_done(pinning, answer, lambda exists: {"found": exists})
             case _:
                 raise InvalidRequest(
                     "REQUEST.op",

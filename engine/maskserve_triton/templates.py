@@ -74,11 +74,11 @@ class StoredTemplates:
         return sorted({name for store in self._stores for name in store.ids()})
 
     def has(self, template_id: str) -> bool:
-        return any(each.has(template_id) for each in self._stores)
+        return any(store.has(template_id) for store in self._stores)
 
     def sharing(self, template_id: str) -> bool:
         """Whether there is a template, it itself or another, that has its entries."""
-        return any(each.sharing(template_id) for each in self._stores)
+        return any(store.sharing(template_id) for store in self._stores)
 
     def shows(self, template_id: str, scope: str) -> bool:
         """Whether a client of `scope` may see the template, if it is there."""
@@ -260,8 +260,8 @@ class StoredResults(_Pictures):
         self._expire()
         while True:
             sums = self._sums()
-            free, own = self._max_bytes - sums.bytes, sums.of.get(owner, 0)
-            if more <= (room(self._max_bytes, sums.bytes, own, owner) if own else free):
+            free, used = self._max_bytes - sums.bytes, sums.of.get(owner, 0)
+            if more <= (room(self._max_bytes, sums.bytes, used, owner) if used else free):
                 return
             holder = owner if more <= free else max(sums.of, key=sums.of.__getitem__)
             self._remove(self._oldest(holder))
@@ -295,5 +295,5 @@ class StoredResults(_Pictures):
     def _queue(self, name: str) -> None:
         used = self._store.marked(name)
         if used is not None:
-            [whose] = self._booked_on(name)
-            self._queues.setdefault(whose, deque()).append((used, name))
+            [scope] = self._booked_on(name)
+            self._queues.setdefault(scope, deque()).append((used, name))

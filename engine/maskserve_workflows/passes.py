@@ -58,10 +58,10 @@ def drop_dead(plan: WorkflowPlan) -> tuple[WorkflowPlan, list[str]]:
                 notes.append(f"{step.id} is left out: nobody takes what it gives")
                 continue
             if not isinstance(step, NodeCall):
-                gives = {name: ref for name, ref in step.gives.items() if name in required_names}
+                outputs = {name: ref for name, ref in step.gives.items() if name in required_names}
                 ends = [step.until] if isinstance(step, Repeat) else [step.carried]
-                inner = {ref for ref in (*ends, *gives.values()) if ref is not None}
-                step = structs.replace(step, gives=gives, body=alive(step.body, inner))
+                inner = {ref for ref in (*ends, *outputs.values()) if ref is not None}
+                step = structs.replace(step, gives=outputs, body=alive(step.body, inner))
             needed |= set(references(step))
             live_steps.append(step)
         return tuple(reversed(live_steps))
@@ -175,13 +175,13 @@ def _with_references(step: Step, renamed: Callable[[str], str]) -> Step:
     if isinstance(step, NodeCall):
         inputs = {name: renamed(ref) for name, ref in step.inputs.items()}
         return structs.replace(step, inputs=inputs)
-    gives = {name: renamed(ref) for name, ref in step.gives.items()}
+    outputs = {name: renamed(ref) for name, ref in step.gives.items()}
     if isinstance(step, Repeat):
-        return structs.replace(step, until=renamed(step.until), gives=gives)
+        return structs.replace(step, until=renamed(step.until), gives=outputs)
     over, carry, carried = (
         None if ref is None else renamed(ref) for ref in (step.over, step.carry, step.carried)
     )
-    return structs.replace(step, over=over, carry=carry, carried=carried, gives=gives)
+    return structs.replace(step, over=over, carry=carry, carried=carried, gives=outputs)
 
 
 def _edits_of(steps: Sequence[Step]) -> Iterator[tuple[str, int]]:

@@ -329,11 +329,11 @@ def _short(
         # Backwards along `path`: the last element's model is short, and each model gives way to the
         # next.
         amount = min(need[path[-1][1]], free[path[0][0]])
-        for (_, gives), (at, _) in itertools.pairwise(path):
-            amount = min(amount, assigned[at][gives])
+        for (_, source), (at, _) in itertools.pairwise(path):
+            amount = min(amount, assigned[at][source])
         free[path[0][0]] -= amount
         need[path[-1][1]] -= amount
         for at, name in path:
             assigned[at][name] = assigned[at].get(name, 0.0) + amount
-        for (_, gives), (at, _) in itertools.pairwise(path):
-            assigned[at][gives] -= amount
+        for (_, source), (at, _) in itertools.pairwise(path):
+            assigned[at][source] -= amount

@@ -87,7 +87,7 @@ class Verdicts(Port):
 
 
 KINDS: Final[dict[str, type[Port]]] = {
-    each.kind: each for each in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts)
+    port.kind: port for port in (Picture, Mask, Words, Verdict, Regions, Pictures, Verdicts)
 }
 MANY: Final = {"mask": "regions", "picture": "pictures", "verdict": "verdicts"}
 """Kind → the kind of a list of such values."""

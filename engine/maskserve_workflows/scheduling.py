@@ -201,8 +201,8 @@ def algorithm_1(
     idle = [place for place in places if place.free_at <= now]
     if not waiting or not idle:
         return None
-    head, *others = waiting
-    same_model = [node for node in others if node.models == head.models][: head.together - 1]
+    head, *mates = waiting
+    same_model = [node for node in mates if node.models == head.models][: head.together - 1]
     batch = (head, *same_model)
     degree = min(len(idle), len(head.run_s))
 

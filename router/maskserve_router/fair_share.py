@@ -64,7 +64,7 @@ class FairPlaces:
         Among a key's own waiting calls, the lowest urgency comes first, then the oldest.
         """
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        insort(self._waiting, (urgency, key, place), key=lambda each: each[0])
+        insort(self._waiting, (urgency, key, place), key=lambda waiter: waiter[0])
         self._hand_out()
         try:
             await place
@@ -90,7 +90,7 @@ class FairPlaces:
     def _hand_out(self) -> None:
         self._waiting = [waiter for waiter in self._waiting if not waiter[2].cancelled()]
         while self._waiting and self._in_use.total < self._places:
-            chosen = self._in_use.fair_order(self._waiting, lambda each: each[1])[0]
+            chosen = self._in_use.fair_order(self._waiting, lambda waiter: waiter[1])[0]
             _, key, place = chosen
             self._waiting.remove(chosen)
             self._in_use.book(key)

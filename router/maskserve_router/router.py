@@ -215,7 +215,7 @@ class Router:
 
     def _workers_changed(self) -> None:
         self.pending.dispatch()
-        self._control.missed.bring()
+        self._control.missed.send_missed()
 
     async def reload(self) -> None:
         """Apply the current configuration: workers, keys and certificates, all or nothing.

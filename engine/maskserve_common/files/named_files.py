@@ -87,8 +87,8 @@ class NamedFiles:
 
     def sharing(self, name: str) -> list[str]:
         """Names of files that share entries with this one, it itself too if it is there."""
-        beside = listed(self._owners_of(name).parent)
-        return [path.name for path in beside if self._file(path.name).exists()]
+        owners = listed(self._owners_of(name).parent)
+        return [path.name for path in owners if self._file(path.name).exists()]
 
     def remove(self, name: str) -> bool:
         """Forget a file, whoever owns it; False when there was none."""
@@ -176,12 +176,12 @@ class NamedFiles:
             sums.book(self._booked_on(name), self._size(name), count)
 
     def _sums(self) -> Sums:
-        found = self._stored_sums()
-        if found is None:
-            found = Sums()
+        sums = self._stored_sums()
+        if sums is None:
+            sums = Sums()
             for name in self.ids():
-                self._book(found, name, 1)
-        return found
+                self._book(sums, name, 1)
+        return sums
 
     def _stored_sums(self) -> Sums | None:
         """Return the sums as they are recorded; None: there is no valid record now."""

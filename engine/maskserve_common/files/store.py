@@ -166,7 +166,11 @@ class FileStore:
 
     def abandoned_files(self) -> list[str]:
         """Names of what is on its way in or out."""
-        return [path.name for each in (_NEW, _REMOVED) for path in listed(self.folder / each)]
+        return [
+            path.name
+            for folder_name in (_NEW, _REMOVED)
+            for path in listed(self.folder / folder_name)
+        ]
 
     def _sweep(self) -> None:
         for path in listed(self.folder / _NEW):

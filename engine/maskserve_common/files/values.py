@@ -206,9 +206,9 @@ class Values(NamedFiles):
         super()._mark(name, owners)
 
     def _disown(self, name: str, owner: str) -> bool | None:
-        gone = super()._disown(name, owner)
+        is_removed = super()._disown(name, owner)
         self._store.mark(f"{_OPEN}/{owner}/{name}", present=False)
-        return gone
+        return is_removed
 
     def _folder(self, owner: str) -> Path:
         """Return the folder of a run that has not ended; its modification time is that of its last

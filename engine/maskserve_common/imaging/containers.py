@@ -416,23 +416,23 @@ def _webp_metadata(data: bytes) -> Mapping[bytes, bytes]:
 
 
 def _read_gif(data: bytes) -> Container:
-    found = first_picture(data)
-    table = b"" if found.clear is None else b"\xff" * found.clear + b"\0"
-    told = "is an animation; its first picture is taken" if found.animated else ""
+    picture = first_picture(data)
+    table = b"" if picture.clear is None else b"\xff" * picture.clear + b"\0"
+    warning = "is an animation; its first picture is taken" if picture.animated else ""
     return Container(
-        "gif", found.size, 1, found.payload, colour_type=3, transparency=table, end=len(data),
-        warning=told,
+        "gif", picture.size, 1, picture.payload, colour_type=3, transparency=table, end=len(data),
+        warning=warning,
     )  # fmt: skip
 
 
 def _read_tiff(data: bytes) -> Container:
-    found = first_page(data, MOST_PROFILE_BYTES, MOST_BYTES)
-    words = {PROFILE: found.profile} if found.profile else {}
-    metadata = Metadata(xmp=xmp_of(found.xmp), iptc=iptc_of(found.iptc) or found.iptc)
-    told = "has several pages; the first is taken" if found.pages else ""
+    page = first_page(data, MOST_PROFILE_BYTES, MOST_BYTES)
+    words = {PROFILE: page.profile} if page.profile else {}
+    metadata = Metadata(xmp=xmp_of(page.xmp), iptc=iptc_of(page.iptc) or page.iptc)
+    warning = "has several pages; the first is taken" if page.pages else ""
     return Container(
-        "tiff", found.size, found.orientation, found.payload, words=words, end=len(data),
-        metadata=metadata, warning=told,
+        "tiff", page.size, page.orientation, page.payload, words=words, end=len(data),
+        metadata=metadata, warning=warning,
     )  # fmt: skip
 
 
@@ -440,15 +440,22 @@ def _read_boxes(data: bytes) -> Container:
     """Read AVIF or HEIC; their decoders take the file whole, and HEIC's decoder rotates the
     picture.
     """
-    found = boxed_picture(data, MOST_BYTES, MOST_PROFILE_BYTES)
-    words = {PROFILE: found.profile} if found.profile else {}
-    metadata = Metadata(upright(tiff_of(found.exif)), xmp_of(found.xmp))
-    size, turned = found.size, found.orientation
-    if found.kind == "heic":
+    picture = boxed_picture(data, MOST_BYTES, MOST_PROFILE_BYTES)
+    words = {PROFILE: picture.profile} if picture.profile else {}
+    metadata = Metadata(upright(tiff_of(picture.exif)), xmp_of(picture.xmp))
+    size, turned = picture.size, picture.orientation
+    if picture.kind == "heic":
         size, turned = size[::-1] if turned >= 5 else size, 1
-    told = "is an animation; its first picture is taken" if found.sequence else ""
+    warning = "is an animation; its first picture is taken" if picture.sequence else ""
     return Container(
-        found.kind, size, turned, data, words=words, end=len(data), metadata=metadata, warning=told
+        picture.kind,
+        size,
+        turned,
+        data,
+        words=words,
+        end=len(data),
+        metadata=metadata,
+        warning=warning,
     )
 
 

@@ -31,7 +31,7 @@ def first_picture(data: bytes) -> FirstPicture:
         raise ValueError("a truncated GIF")
     width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
     at = 13 + _table(data[10])
-    kept, control, clear = [data[:at]], b"", None
+    pieces, control, clear = [data[:at]], b"", None
     blocks = 0
 
     def end_of_blocks(begin: int) -> int:
@@ -60,7 +60,7 @@ def first_picture(data: bytes) -> FirstPicture:
     at = extensions(at)
     if data[at : at + 1] != bytes([_IMAGE]) or at + 10 > len(data):
         raise ValueError("a truncated or damaged GIF")
-    kept.append(control)
+    pieces.append(control)
     if len(control) >= 7 and control[3] & 1:
         clear = control[6]
     left, top, across, down = (
@@ -69,12 +69,12 @@ def first_picture(data: bytes) -> FirstPicture:
     if left + across > width or top + down > height:
         raise ValueError("a GIF whose picture is larger than its canvas")
     end = end_of_blocks(at + 11 + _table(data[at + 9]))
-    kept += [data[at:end], bytes([_END])]
+    pieces += [data[at:end], bytes([_END])]
     try:
         animated = data[(next_ := extensions(end)) : next_ + 1] == bytes([_IMAGE])
     except ValueError:  # the picture is whole
         animated = False
-    return FirstPicture((height, width), b"".join(kept), clear, animated)
+    return FirstPicture((height, width), b"".join(pieces), clear, animated)
 
 
 def _table(flags: int) -> int:

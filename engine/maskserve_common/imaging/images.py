@@ -462,7 +462,7 @@ def decode_raster(
         straight = straight.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
         fine = fine.transpose(turn) if fine is not None else None
-    warnings = tuple([f"{field}: {each}" for each in (container.warning, warning) if each])
+    warnings = tuple([f"{field}: {text}" for text in (container.warning, warning) if text])
     return Raster(straight, alpha, encoded, colour, warnings, fine, container.metadata)
 
 

@@ -51,9 +51,9 @@ def brand_of(data: bytes) -> str:
         return ""
     size = int.from_bytes(data[:4], "big")
     brands = [data[8:12], *(data[at : at + 4] for at in range(16, min(size, 256, len(data)), 4))]
-    if any(each in _AVIF for each in brands):
+    if any(brand in _AVIF for brand in brands):
         return "avif"
-    return "heic" if any(each in _HEIC for each in brands) else ""
+    return "heic" if any(brand in _HEIC for brand in brands) else ""
 
 
 def boxed_picture(data: bytes, most_metadata: int, most_profile: int) -> BoxedPicture:
@@ -64,12 +64,12 @@ def boxed_picture(data: bytes, most_metadata: int, most_profile: int) -> BoxedPi
     """
     kind = brand_of(data)
     try:
-        found = _read(data, kind, most_metadata, most_profile)
+        picture = _read(data, kind, most_metadata, most_profile)
     except IndexError:
-        found = None
-    if found is None:
+        picture = None
+    if picture is None:
         raise ValueError(f"a truncated or damaged {kind.upper()}")
-    return found
+    return picture
 
 
 def _read(data: bytes, kind: str, most_metadata: int, most_profile: int) -> BoxedPicture | None:
@@ -84,35 +84,37 @@ def _read(data: bytes, kind: str, most_metadata: int, most_profile: int) -> Boxe
     primary = _number(data, at + 4, 4 if data[at] else 2)
     items = _items(data, meta)
     shapes = _properties(data, *meta[b"iprp"])
-    own = shapes.get(primary, [])
-    size = next((_size(data, at) for name, at, _ in own if name == b"ispe"), None)
+    properties = shapes.get(primary, [])
+    size = next((_size(data, at) for name, at, _ in properties if name == b"ispe"), None)
     if size is None or primary not in items:
         return None
     for number, item in items.items():
         if item.kind == b"av01":
-            told = [_size(data, at) for name, at, _ in shapes.get(number, []) if name == b"ispe"]
-            if not told or not _fits(b"".join(data[a : a + n] for a, n in item.parts), told[0]):
+            sizes = [_size(data, at) for name, at, _ in shapes.get(number, []) if name == b"ispe"]
+            if not sizes or not _fits(b"".join(data[a : a + n] for a, n in item.parts), sizes[0]):
                 return None
     if kind == "heic":  # AVIF's decoder leaves the border on
-        size = next((_cropped(data, at, size) for name, at, _ in own if name == b"clap"), size)
-    turns = next((data[at] & 3 for name, at, _ in own if name == b"irot"), 0)
-    axis = next((data[at] & 1 for name, at, _ in own if name == b"imir"), None)
+        size = next(
+            (_cropped(data, at, size) for name, at, _ in properties if name == b"clap"), size
+        )
+    turns = next((data[at] & 3 for name, at, _ in properties if name == b"irot"), 0)
+    axis = next((data[at] & 1 for name, at, _ in properties if name == b"imir"), None)
     profiles = (
         data[at + 4 : end]
-        for name, at, end in own
+        for name, at, end in properties
         if name == b"colr" and data[at : at + 4] in (b"prof", b"rICC")
     )
     profile = next(profiles, b"")
-    beside = {b"Exif": b"", b"application/rdf+xml": b""}
+    metadata = {b"Exif": b"", b"application/rdf+xml": b""}
     for item in items.values():
         name = item.kind if item.kind == b"Exif" else item.content_type
-        if name in beside and sum(n for _, n in item.parts) <= most_metadata:
-            beside[name] = b"".join(data[a : a + n] for a, n in item.parts)
-    exif = beside[b"Exif"][4:]  # behind where in it the header lies
+        if name in metadata and sum(n for _, n in item.parts) <= most_metadata:
+            metadata[name] = b"".join(data[a : a + n] for a, n in item.parts)
+    exif = metadata[b"Exif"][4:]  # behind where in it the header lies
     return BoxedPicture(
         kind, size, _ORIENTATIONS[turns, axis],
         profile if len(profile) <= most_profile else b"", exif,
-        beside[b"application/rdf+xml"], b"moov" in top,
+        metadata[b"application/rdf+xml"], b"moov" in top,
     )  # fmt: skip
 
 
@@ -168,7 +170,7 @@ def _places(
     count, at = _number(data, at + 6, wide), at + 6 + wide
     if count > _MOST_ITEMS:
         raise IndexError
-    taken = 0
+    total = 0
     for _ in range(count):
         number, at = _number(data, at, wide), at + wide
         method = 0
@@ -185,8 +187,8 @@ def _places(
             begin, at = first + _number(data, at, offset), at + offset
             size, at = _number(data, at, length), at + length
             size = size or max(len(data) - begin, 0)
-            taken += size
-            if method > 1 or begin + size > len(data) or taken > 2 * len(data):
+            total += size
+            if method > 1 or begin + size > len(data) or total > 2 * len(data):
                 raise IndexError
             parts.append((begin, size))
         yield number, parts
@@ -195,10 +197,10 @@ def _places(
 def _properties(data: bytes, begin: int, end: int) -> dict[int, list[tuple[bytes, int, int]]]:
     """Return each item's properties: name, and where it begins and ends."""
     every: list[tuple[bytes, int, int]] = []
-    found: dict[int, list[tuple[bytes, int, int]]] = {}
+    boxes: dict[int, list[tuple[bytes, int, int]]] = {}
     for name, (at, until) in _boxes(data, begin, end):
         if name == b"ipco":
-            every = [(own, *place) for own, place in _boxes(data, at, until)]
+            every = [(box_number, *place) for box_number, place in _boxes(data, at, until)]
         if name == b"ipma":
             wide, long = 4 if data[at] else 2, data[at + 3] & 1
             count, at = _number(data, at + 4, 4), at + 8
@@ -210,8 +212,8 @@ def _properties(data: bytes, begin: int, end: int) -> dict[int, list[tuple[bytes
                     which = _number(data, at, 1 + long) & (0x7FFF if long else 0x7F)
                     at += 1 + long
                     if which:
-                        found.setdefault(number, []).append(every[which - 1])
-    return found
+                        boxes.setdefault(number, []).append(every[which - 1])
+    return boxes
 
 
 def _size(data: bytes, at: int) -> tuple[int, int]:
@@ -223,18 +225,18 @@ def _cropped(data: bytes, at: int, size: tuple[int, int]) -> tuple[int, int]:
     width, wide, height, high = (_number(data, at + 4 * i, 4) for i in range(4))
     if not wide or not high or width % wide or height % high:
         raise IndexError
-    found = height // high, width // wide
-    if any(not 0 <= whole - part < _MOST_BORDER for whole, part in zip(size, found, strict=True)):
+    tiles = height // high, width // wide
+    if any(not 0 <= whole - part < _MOST_BORDER for whole, part in zip(size, tiles, strict=True)):
         raise IndexError
-    return found
+    return tiles
 
 
 def _fits(coded: bytes, size: tuple[int, int]) -> bool:
     """Return whether AV1's sequence headers, of which there is one, describe no larger picture."""
-    at, found = 0, False
+    at, is_sequence = 0, False
     for _ in range(_MOST_BOXES):
         if at >= len(coded):
-            return found
+            return is_sequence
         head, at = coded[at], at + 1
         at += head >> 2 & 1
         length, shift = 0, 0
@@ -251,7 +253,7 @@ def _fits(coded: bytes, size: tuple[int, int]) -> bool:
             height, width = _sequence_size(coded[at : at + length])
             if height > size[0] or width > size[1]:
                 return False
-            found = True
+            is_sequence = True
         at += length
     return False
 

@@ -76,8 +76,8 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
             raise ValueError("a truncated TIFF")
         needed += nbytes if tag in _NEEDED else 0
         most = {_PROFILE: most_profile, _XMP: most_metadata, _IPTC: most_metadata}.get(tag, 64)
-        told = data[where : where + nbytes] if nbytes <= most else b""
-        entries.setdefault(tag, (data[begin : begin + 12], told))
+        value = data[where : where + nbytes] if nbytes <= most else b""
+        entries.setdefault(tag, (data[begin : begin + 12], value))
     if needed > len(data):
         raise ValueError("a damaged TIFF")
 
@@ -87,10 +87,10 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
     def numbers(tag: int) -> tuple[int, ...]:
         if tag not in entries:
             return ()
-        (kind,), told = struct.unpack_from(order + "2xH", entries[tag][0]), entries[tag][1]
-        if kind not in _KINDS or not told:
+        (kind,), raw_value = struct.unpack_from(order + "2xH", entries[tag][0]), entries[tag][1]
+        if kind not in _KINDS or not raw_value:
             raise ValueError("a damaged TIFF")
-        return struct.unpack(f"{order}{len(told) // _SIZES[kind]}{_KINDS[kind]}", told)
+        return struct.unpack(f"{order}{len(raw_value) // _SIZES[kind]}{_KINDS[kind]}", raw_value)
 
     width, height = number(_WIDTH, 0), number(_HEIGHT, 0)
     across, down = number(_TILE_WIDTH, 0), number(_TILE_HEIGHT, 0)
@@ -105,13 +105,13 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
         raise ValueError("a TIFF of numbers that are no integers of up to 8 or of 16 bits")
     if bits == {16} and number(_PHOTOMETRIC, 1) == 0:
         raise ValueError("a TIFF of 16 bits in which 0 is white")
-    kept = [entries[tag][0] for tag in sorted(entries) if tag in _NEEDED]
-    directory = struct.pack(order + "H", len(kept)) + b"".join(kept) + bytes(4)
+    tags = [entries[tag][0] for tag in sorted(entries) if tag in _NEEDED]
+    directory = struct.pack(order + "H", len(tags)) + b"".join(tags) + bytes(4)
     gap = bytes(len(data) % 2)  # a directory begins at an even place
     head = data[:4] + struct.pack(order + "I", len(data) + len(gap))
-    beside = {tag: entries[tag][1] if tag in entries else b"" for tag in (_PROFILE, _XMP, _IPTC)}
+    metadata = {tag: entries[tag][1] if tag in entries else b"" for tag in (_PROFILE, _XMP, _IPTC)}
     turned = number(_ORIENTATION, 1)
     return FirstPage(
         (height, width), head + data[8:] + gap + directory, turned if 1 <= turned <= 8 else 1,
-        beside[_PROFILE], beside[_XMP], beside[_IPTC], any(data[end : end + 4]),
+        metadata[_PROFILE], metadata[_XMP], metadata[_IPTC], any(data[end : end + 4]),
     )  # fmt: skip

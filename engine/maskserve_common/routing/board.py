@@ -371,11 +371,11 @@ class Board:
         first = min(1.0, edit.dense_steps / steps)
         mean = cached + first * (dense - cached)
         reads = mean < dense
-        brought = self._costs[rows, _FETCH + np.maximum(tiers, 0)]
-        reads &= ~((brought > 0.0) & (brought + steps * mean >= steps * dense))
+        fetch_s = self._costs[rows, _FETCH + np.maximum(tiers, 0)]
+        reads &= ~((fetch_s > 0.0) & (fetch_s + steps * mean >= steps * dense))
         cached = np.where(reads, mean, dense)
         load = np.where(reads & (tiers != _DEVICE), (1.0 - first) * load, 0.0)
-        fetch = np.where(reads, brought, 0.0)
+        fetch = np.where(reads, fetch_s, 0.0)
         has_entries = tiers >= 0
         return (
             np.where(has_entries, cached, compute),

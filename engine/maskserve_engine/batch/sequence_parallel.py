@@ -216,12 +216,12 @@ class _CachedShare:
 
     def source(self, block: int, part: str) -> KvSource:
         """Return `kv` for all tokens and the rank's heads, `h` for the rank's tokens."""
-        found = self.whole.source(block, part)
+        source = self.whole.source(block, part)
         if part == "kv":
-            return self.heads.of(found)
-        if found.ids is not None:
-            return replace(found, ids=found.ids[self.token_slice])
-        return KvSource(tuple([coded.map(lambda t: t[self.token_slice]) for coded in found.parts]))
+            return self.heads.of(source)
+        if source.ids is not None:
+            return replace(source, ids=source.ids[self.token_slice])
+        return KvSource(tuple([coded.map(lambda t: t[self.token_slice]) for coded in source.parts]))
 
 
 class RankShare:

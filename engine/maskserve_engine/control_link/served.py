@@ -267,9 +267,9 @@ class Link:
 
     def close_row(self, row: ServedRow) -> None:
         self._rows.discard(row)
-        self.tell({"op": "close", "session": self.session, "row": row.name})
+        self.send({"op": "close", "session": self.session, "row": row.name})
 
-    def tell(self, op: dict[str, Any]) -> None:
+    def send(self, op: dict[str, Any]) -> None:
         """Queue a call behind the earlier ones; nobody waits for its answer."""
         if not self.lost:
             self._pool.submit(self._call, op)
@@ -526,7 +526,7 @@ class ControlService:
             loaded_content for _, loaded_content in list(self._nets_held.values())
         ]  # copies under another name
         if link is not None and not link.lost and content not in other_contents:
-            link.tell({"op": "drop", "session": link.session, "version": content})
+            link.send({"op": "drop", "session": link.session, "version": content})
 
     def open(self, opening: Opening, adapters: AdapterMode = "exact") -> ServedRow:
         """A row at the service.

@@ -143,9 +143,9 @@ class RemoteDenoisers:
             wire.close()
 
     def _ask(self, wire: Wire, local: SocketMessages, session: str) -> None:
-        asks = msgspec.msgpack.Decoder(ResidualsRequest)
+        decoder = msgspec.msgpack.Decoder(ResidualsRequest)
         while True:
-            ask = asks.decode(wire.receive())
+            ask = decoder.decode(wire.receive())
             for row in ask.rows:
                 wire.fill(room_for(row, self._slots(session, row.row)))
             local.request(ask)

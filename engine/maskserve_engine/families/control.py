@@ -198,9 +198,9 @@ class Nets(ABC, Generic[I]):
             controls = {id(request.row.control): request.row.control for request in net_requests}
             whole = [control for key, control in controls.items() if last[key] == net]
             for places, by_row in self.outputs(net_requests[0].net_input.net, net_requests):
-                for asks, samples in zip(net_requests, by_row, strict=True):
-                    for residuals, sample in zip(asks.row.control.passes, samples, strict=True):
-                        _add(residuals.added, places, sample * asks.scale)
+                for requests, samples in zip(net_requests, by_row, strict=True):
+                    for residuals, sample in zip(requests.row.control.passes, samples, strict=True):
+                        _add(residuals.added, places, sample * requests.scale)
                 if on_complete is not None:
                     on_complete([(control, places) for control in whole])
 

@@ -160,7 +160,7 @@ class GangExecutor:
         lost = set(range(len(self._ranks.processes))).difference(self._living)
         return Devices(frozenset(busy), frozenset(lost))
 
-    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
+    def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         nbytes = self._adapter.low_rank(factors).nbytes  # or it does not fit
         self._adapters[adapter] = factors  # first: a rank that comes back now has it from there
         self._on_all("bring", adapter, factors)
@@ -219,7 +219,7 @@ class GangExecutor:
         gang_rows = [self._rows[read.row] for read in reads]
         gang = self._gang(gang_rows, devices)
         for process in gang:
-            self._bring(gang_rows, process)
+            self._send_rows(gang_rows, process)
         # Not before: a row that begins anew has another name.
         rows = {row.name: read.row for row, read in zip(gang_rows, reads, strict=True)}
         rank_reads = [
@@ -328,7 +328,7 @@ class GangExecutor:
             return False
         return count > 2 or any(row.spec.job.negative is None for row in reading)
 
-    def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
+    def _send_rows(self, rows: Sequence[_Row], process: RankProcess) -> None:
         places = []
         for row in rows:
             if process in row.steps_in_rank and row.steps_in_rank[process] == row.steps:
@@ -356,7 +356,7 @@ class GangExecutor:
         self._running.append(step)
         self._idle = False
         for process in step.gang:
-            self._bring(step.rows, process)
+            self._send_rows(step.rows, process)
         names = dict(zip(step.step.rows, [row.name for row in step.rows], strict=True))
         rank_step = replace(
             step.step,

@@ -165,8 +165,8 @@ class Rank:
                 f"its row failed ({type(error).__name__})"
             )
 
-    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> None:
-        self._local.bring(adapter, factors)
+    def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> None:
+        self._local.load_lora(adapter, factors)
 
     def drop(self, adapter: str) -> None:
         self._local.drop(adapter)
@@ -235,13 +235,13 @@ class Rank:
             if unmade:
                 raise EngineFailed("rows of the step could not be made")
             result = self._local.run(step, exchange)
-            tells = exchange.rank == 0
+            reports = exchange.rank == 0
         else:
             rows = tuple([row for row in step.rows if row not in unmade])
             reads = tuple([read for read in step.reads if read.row not in unmade])
             loaded = self._local.load(reads)  # of all heads, whatever gang was to take the step
             reads = tuple([read for read in reads if read.row in loaded])
-            result, tells = self._local.run(replace(step, rows=rows, reads=reads)), True
+            result, reports = self._local.run(replace(step, rows=rows, reads=reads)), True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         local_result = StepResult(
@@ -251,9 +251,9 @@ class Rank:
             result.lost,
             {**result.failed, **unmade},
         )
-        outcomes = [self._after(step, local_result.span, reports=tells) for step in result.rows]
+        outcomes = [self._after(step, local_result.span, reports=reports) for step in result.rows]
         rows_after = {outcome.step.row: outcome for outcome in outcomes}
-        return StepAnswer(local_result, rows_after if tells else {}, self._local.take_moves())
+        return StepAnswer(local_result, rows_after if reports else {}, self._local.take_moves())
 
     def release(self, row: str) -> None:
         self._local.release(row)

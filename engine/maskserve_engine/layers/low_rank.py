@@ -151,7 +151,7 @@ class LowRank:
         out = self.base(x, rows)
         of_rows = zip(self.updates, rows, strict=True)
         # Rows side by side with the same adapters share their products.
-        for updates, adjacent_rows in groupby(of_rows, key=lambda each: each[0]):
+        for updates, adjacent_rows in groupby(of_rows, key=lambda row_update: row_update[0]):
             spans = [span for _, span in adjacent_rows]
             begin, end = spans[0][0], spans[-1][1]
             if begin < end:

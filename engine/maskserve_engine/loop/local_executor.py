@@ -86,11 +86,11 @@ class LocalExecutor:
         """No device is ever busy between calls: a step has ended when `step` returns."""
         return ALL_FREE
 
-    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
+    def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         with side_stream(self._adapter.device):
-            brought = self._adapter.low_rank(factors)
-        self._adapters[adapter] = brought
-        return brought.nbytes
+            updates = self._adapter.low_rank(factors)
+        self._adapters[adapter] = updates
+        return updates.nbytes
 
     def drop(self, adapter: str) -> None:
         self._adapters.pop(adapter, None)
@@ -348,10 +348,10 @@ class LocalExecutor:
         """Load the parts that the plan reads, and behind them those of later steps."""
         if step.plan is None or step.next_plan is None:
             return
-        wants = parts_of(step.plan, step.maps)
+        parts = parts_of(step.plan, step.maps)
         later = parts_of(step.next_plan, step.maps)
         for handle in entries.values():
-            handle.want(wants, step.number)
+            handle.want(parts, step.number)
         for row in entries:
             current_step = self._rows[row].step
             ahead = self._readers[row].look_ahead(current_step)

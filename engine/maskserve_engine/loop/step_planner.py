@@ -109,18 +109,18 @@ def parts_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Part]:
     those of blocks and the maps between them.
     """
     ends, blocks = set(plan.end_restores), len(plan.kinds)
-    wants: list[Part] = [(blocks + len(maps), "map")] if maps else []
+    parts: list[Part] = [(blocks + len(maps), "map")] if maps else []
     pending_maps = deque(
         (feature_map.block, (blocks + n, "map")) for n, feature_map in enumerate(maps)
     )
     for block, part in enumerate(plan.loads):
         while pending_maps and pending_maps[0][0] <= block:
-            wants.append(pending_maps.popleft()[1])
+            parts.append(pending_maps.popleft()[1])
         if part != "none":
-            wants.append((block, part))
+            parts.append((block, part))
         if block in ends:
-            wants.append((block, "end"))
-    return wants + [want for _, want in pending_maps]
+            parts.append((block, "end"))
+    return parts + [want for _, want in pending_maps]
 
 
 def _of_rank(model: CostModel, ranks: int) -> CostModel:

@@ -366,7 +366,7 @@ def _refreshing_first(running: Running) -> Running:
     ]
     room = max(1, round(sum(edit.plan.dense_steps / edit.work.steps for edit, _ in refreshing)))
     due_edits = [(edit, reads) for edit, reads in refreshing if reads.anchor_due(edit.tally.done)]
-    due_edits.sort(key=lambda each: -each[1].steps_delayed)
+    due_edits.sort(key=lambda due: -due[1].steps_delayed)
     for number, (_, reads) in enumerate(due_edits):
         reads.steps_delayed = 0 if number < room else reads.steps_delayed + 1
     late = [edit for edit, reads in due_edits if reads.steps_delayed]

@@ -31,7 +31,7 @@ class FindNodes:
     def run(self, calls: Sequence[NodeRequest]) -> Iterable[dict[str, Any] | Exception]:
         """Yield each call's outputs; each picture is encoded once."""
         features_by_picture: dict[bytes, Any] = {}
-        return one_by_one(lambda asked: self._run(asked, features_by_picture), calls)
+        return one_by_one(lambda call: self._run(call, features_by_picture), calls)
 
     def _run(self, request: NodeRequest, features: dict[bytes, Any]) -> dict[str, Any]:
         name, encoded = request.inputs["name"], request.inputs["picture"]

@@ -87,7 +87,7 @@ def plan(
     slowed = replace(costs, compute=np.maximum(costs.compute, costs.launching))
     alternatives = [searched(slowed)[1], *search.plain]
     plans = [plan_of(costs, search.items, candidate, lead, bound) for candidate in alternatives]
-    return min([best, *plans], key=lambda each: each.latency)
+    return min([best, *plans], key=lambda plan: plan.latency)
 
 
 class _Candidate(NamedTuple):

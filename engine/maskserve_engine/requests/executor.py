@@ -208,7 +208,7 @@ class Executor(Protocol):
         """Devices of the worker on which no step can begin now."""
         ...
 
-    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
+    def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         """Bring an adapter to the rows' devices, under a name that no other has; from any thread.
 
         Args:

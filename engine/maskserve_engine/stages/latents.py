@@ -93,8 +93,10 @@ def outside_seed(job: EditJob, outside_noise: str) -> int | None:
             or share a batch with one that does, use the template's.
     """
     request = job.request
-    own = outside_noise == "edit" or (outside_noise == "auto" and request.settings.cache == "off")
-    return None if own else request.template_noise_seed
+    own_noise = outside_noise == "edit" or (
+        outside_noise == "auto" and request.settings.cache == "off"
+    )
+    return None if own_noise else request.template_noise_seed
 
 
 def noise_outside(noise: Tensor, mask: Tensor, seed: int) -> Tensor:

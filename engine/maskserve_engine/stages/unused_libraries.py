@@ -58,7 +58,7 @@ def _import_diffusers_without_compiler() -> None:
 
     def disabled_later(function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Any:
         if function is None:
-            return lambda given: disabled_later(given, *how, **more)
+            return lambda library: disabled_later(library, *how, **more)
         disabled = cache(lambda: disable(function, *how, **more))
         return wraps(function)(lambda *args, **kwargs: disabled()(*args, **kwargs))
 

@@ -110,7 +110,7 @@ def load_engine(
         executor=lambda adapter, store: LocalExecutor(adapter, store, service),
         policy=chosen,
         lora_loader=lora_loader,
-        net_loader=lambda config, facts, bring: ServedNetLoader(config, facts, bring, service),
+        net_loader=lambda config, facts, load: ServedNetLoader(config, facts, load, service),
     )
 
 
@@ -204,7 +204,7 @@ def assemble(
             prompt or PromptFile(runtime).read,
         )
     holds = executor(adapter, store)
-    loras = lora_loader(config, holds.bring) if config.adapters.store else None
+    loras = lora_loader(config, holds.load_lora) if config.adapters.store else None
     nets = None
     if config.controls.folder:
         nets = net_loader(config, adapter.spec, holds.load_net)

@@ -339,7 +339,7 @@ class Jobs:
             self._wake.clear()
             try:
                 await self._take(self._runs, self._run)
-                await self._take(self._calls, self._tell)
+                await self._take(self._calls, self._call_webhook)
             except (SQLAlchemyError, OSError) as error:
                 if not self._problem:
                     log.error("jobs wait: %s", _short(error))
@@ -528,7 +528,7 @@ class Jobs:
             del raw
             picture_progress: dict[int, tuple[int, int]] = {}
 
-            def tell(number: int, meta: Mapping[str, Any]) -> None:
+            def keep_progress(number: int, meta: Mapping[str, Any]) -> None:
                 self._pauses.went(job.scope)
                 nodes, _ = picture_progress.get(number, (0, 0))
                 if meta.get("event") == "node":
@@ -549,15 +549,17 @@ class Jobs:
 
             # A worker may still have the previous try, from a router that was killed.
             name = job.id if job.fence == 1 else f"{job.id}.{job.fence}"
-            return await self._edits.answer(client, form, job.bytes, {}, name, tell, job.id)
+            return await self._edits.answer(
+                client, form, job.bytes, {}, name, keep_progress, job.id
+            )
 
-    async def _tell(self, job: JobRecord) -> None:
+    async def _call_webhook(self, job: JobRecord) -> None:
         """Call a job's webhook after its end."""
         assert self._store is not None
         assert job.webhook is not None
         client = self._keys.holder(job.scope)
         event = {"type": f"job.{job.state}", "timestamp": job.ended, "data": description(job)}
-        is_delivered = client is not None and await self._webhooks.tell(
+        is_delivered = client is not None and await self._webhooks.deliver(
             job.webhook, client.webhook_secret, job.id, event
         )
         self._metrics.webhooks.labels("taken" if is_delivered else "given_up").inc()

@@ -85,7 +85,7 @@ class Webhooks:
         if not secret:
             raise InvalidRequest("webhook", "is given, and the key has no webhook_secret", "none")
 
-    async def tell(self, url: str, secret: str, name: str, event: dict[str, Any]) -> bool:
+    async def deliver(self, url: str, secret: str, name: str, event: dict[str, Any]) -> bool:
         """Call a webhook until it answers 2xx. Return False: it never did.
 
         Args:

@@ -210,8 +210,8 @@ class GrpcServer:
 
         authenticate = self._front.client
         handlers = {name: handler(kind, _answering(do)) for name, (kind, do) in open_calls.items()}
-        for name, (kind, tell) in keyed_calls.items():
-            handlers[name] = handler(kind, _answering_client(tell, authenticate))
+        for name, (kind, reply) in keyed_calls.items():
+            handlers[name] = handler(kind, _answering_client(reply, authenticate))
         for name in ("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"):
             handlers[name] = unary(_answering(no_shared_memory))
         for name in (

@@ -179,8 +179,8 @@ def _workflows() -> Json:
         hosts={"type": "object", "additionalProperties": _list(_TEXT)},
     )
     listed = _object(object={"const": "list"}, data=_list(workflow_schema))
-    says = "Workflows that are served, and who runs their nodes"
-    return {"/v1/workflows": {"get": _answers(says, listed, "Error")}}
+    summary = "Workflows that are served, and who runs their nodes"
+    return {"/v1/workflows": {"get": _answers(summary, listed, "Error")}}
 
 
 def _job() -> Json:
@@ -254,12 +254,12 @@ def _templates() -> Json:
             "delete": _answers("Forget the image and its entries", _ref("Template"), "Error"),
         },
     }
-    for operation, says in (
+    for operation, summary in (
         ("prime", "Compute its entries"),
         ("pin", "Keep its entries from eviction"),
         ("unpin", "No longer"),
     ):
-        answer = _answers(says, _ref("Template"), "Error")
+        answer = _answers(summary, _ref("Template"), "Error")
         paths[f"{template_path}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
     return paths
 
@@ -275,8 +275,12 @@ def _kserve() -> Json:
             | _body(_object(ready={"type": "boolean"}), required=False)
         },
     }
-    for path, says in (("", "Inputs and outputs"), ("/config", "Triton's"), ("/stats", "Counts")):
-        answer = _answers(says, {"type": "object"}, "KServeError")
+    for path, summary in (
+        ("", "Inputs and outputs"),
+        ("/config", "Triton's"),
+        ("/stats", "Counts"),
+    ):
+        answer = _answers(summary, {"type": "object"}, "KServeError")
         paths[base + path] = {"parameters": [named], "get": answer}
     tensor = {
         "type": "object",
@@ -379,8 +383,8 @@ def _properties(table: type[msgspec.Struct]) -> Mapping[str, Json]:
     _, schemas = msgspec.json.schema_components(
         (table,), ref_template="#/components/schemas/{name}"
     )
-    says = sentences(table)
+    descriptions = sentences(table)
     return {
-        name: {**schema, "description": says[name]} if name in says else schema
+        name: {**schema, "description": descriptions[name]} if name in descriptions else schema
         for name, schema in schemas[table.__name__]["properties"].items()
     }

@@ -276,7 +276,7 @@ def _visible_to(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
     Counts stay, because every client's waiting time depends on them.
     """
 
-    def own(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    def of_client(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
             {**row, "request_id": name_of(row["request_id"])}
             for row in rows
@@ -289,7 +289,10 @@ def _visible_to(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
             visible["adapters"] = [
                 adapter for adapter in visible["adapters"] if client.sees(adapter["name"])
             ]
-        return {**visible, **{key: own(one[key]) for key in ("running", "waiting") if key in one}}
+        return {
+            **visible,
+            **{key: of_client(one[key]) for key in ("running", "waiting") if key in one},
+        }
 
     workers = {address: hidden(record) for address, record in status["workers"].items()}
     return {**hidden(status), "templates": {}, "workers": workers}

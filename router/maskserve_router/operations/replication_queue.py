@@ -109,7 +109,7 @@ class MissedOperations:
             for address in entry.missed_by
         )
 
-    def bring(self) -> None:
+    def send_missed(self) -> None:
         """Send queued operations to ready workers. Called when a worker may have become ready."""
         now_s = time.monotonic()
         for address in {address for entry in self._missed for address in entry.missed_by}:
@@ -121,7 +121,7 @@ class MissedOperations:
                 and address not in self._bringing
                 and now_s >= self._not_before.get(address, 0.0)
             ):
-                self._bringing[address] = asyncio.create_task(self._bring(worker))
+                self._bringing[address] = asyncio.create_task(self._send_missed_to(worker))
 
     async def close(self) -> None:
         tasks = list(self._bringing.values())
@@ -129,7 +129,7 @@ class MissedOperations:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _bring(self, worker: Worker) -> None:
+    async def _send_missed_to(self, worker: Worker) -> None:
         address = worker.address
         try:
             for entry in list(self._missed):

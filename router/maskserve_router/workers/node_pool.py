@@ -145,7 +145,7 @@ class NodePool:
         self._stored: LruCache[_AnswerKey, NodeAnswer] = LruCache(
             files.kept_bytes,
             _nbytes,
-            lambda asked: asked.scope,
+            lambda answer_key: answer_key.scope,
             files.kept_s,
             on_evict=self._forget,
         )
@@ -214,8 +214,8 @@ class NodePool:
 
         None: the server does not answer.
         """
-        told = await self._all_records()
-        return {self._known(address, client): record for address, record in told.items()}
+        records = await self._all_records()
+        return {self._known(address, client): record for address, record in records.items()}
 
     async def check(self, nodes: Collection[str]) -> None:
         """Check that a run's nodes can be called, before its edits run.
@@ -510,10 +510,10 @@ def _names(answer: NodeAnswer) -> list[str]:
 
 
 def _copied(answer: NodeAnswer) -> NodeAnswer:
-    def own(part: Any) -> Any:
+    def copied_part(part: Any) -> Any:
         return NamedValue(part.reference) if isinstance(part, NamedValue) else part
 
-    return answer._replace(outputs={k: changed(v, own) for k, v in answer.outputs.items()})
+    return answer._replace(outputs={k: changed(v, copied_part) for k, v in answer.outputs.items()})
 
 
 def _as_sent(part: Any) -> Any:

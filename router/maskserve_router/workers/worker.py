@@ -231,20 +231,20 @@ class Worker:
     @draining.setter
     def draining(self, value: bool) -> None:
         self._draining = value
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.changed is not None:
             self.changed(self)
 
     def _see_anew(self) -> None:
         """Discard the cached view."""
         self._view = None
-        self._tell()
+        self._notify()
 
     def lost(self, reason: Failure) -> None:
         """Mark the worker as down and end all calls to it."""
-        self._tell()
+        self._notify()
         self.up, self.epochs = False, self.epochs + 1
         self.templates_version = ""  # a restarted worker may have another version of maskserve
         for sent_edit in list(self.sent.values()):

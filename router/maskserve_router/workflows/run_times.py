@@ -120,7 +120,7 @@ class RunTimes:
         if run.until == math.inf:
             return
         price, remaining_s = self._price(run, guess=False), self._left(run)
-        needed = self._own(run, task, price) + run.machine.chain_s(task.key, price)
+        needed = self._seconds_of(run, task, price) + run.machine.chain_s(task.key, price)
         if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
                 f"{task.key} and what lies behind it take about {needed:.1f} s, and "
@@ -155,7 +155,7 @@ class RunTimes:
 
         def remaining(task: Task, *, rows: bool = True) -> float:
             share = self._share_left(run.sent[task.key]) if task.key in run.sent else None
-            task_s = self._own(run, task, price)
+            task_s = self._seconds_of(run, task, price)
             return task_s if share is None else task_s * share * rows
 
         def edits(call: NodeCall) -> float:
@@ -172,7 +172,7 @@ class RunTimes:
     def _left(self, run: RunTime) -> float:
         return run.until - time.monotonic()
 
-    def _own(self, run: RunTime, task: Task, price: Price) -> float:
+    def _seconds_of(self, run: RunTime, task: Task, price: Price) -> float:
         """Return the seconds of a ready task."""
         return run.edit_s.get(task.key, price(task.call))
 

@@ -27,7 +27,7 @@ class RunValues:
         self,
         values: Values,
         scope: str,
-        later: Callable[..., object] = lambda call, *given: call(*given),
+        later: Callable[..., object] = lambda call, *arguments: call(*arguments),
     ) -> None:
         self._values, self._scope, self._later = values, scope, later
         self.run = secrets.token_hex(16) if values.host else ""
@@ -44,7 +44,7 @@ class RunValues:
         if self.run:
             self._later(self._values.end, self._scope, self.run)
 
-    def given(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def store_inputs(self, plan: WorkflowPlan, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs with pictures stored as files; each node reads them again."""
         kinds = {plan_input.name: plan_input.kind for plan_input in plan.inputs}
         return {
@@ -92,9 +92,9 @@ class RunValues:
             return True
         return False
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, references: Mapping[str, Any]) -> dict[str, Any]:
         """Return `wire.read_all` of these values."""
-        return read_all(given, self._values, self._scope)
+        return read_all(references, self._values, self._scope)
 
     def _put(self, value: bytes) -> bytes | NamedValue:
         reference = self._values.put([value], self._scope, self.run)

@@ -192,18 +192,22 @@ class Workflows:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            whose = self._values, client.scope, self._fair_share.later
+            run_values_args = self._values, client.scope, self._fair_share.later
             named = bool(self._values.host)
-            files = await self._fair_share.locked(RunValues, *whose) if named else RunValues(*whose)
+            files = (
+                await self._fair_share.locked(RunValues, *run_values_args)
+                if named
+                else RunValues(*run_values_args)
+            )
             exit_stack.callback(files.end)
             locks = IN_A_THREAD if named else 0
-            inputs = await turn(max(message.size, locks), files.given, plan, inputs)
+            inputs = await turn(max(message.size, locks), files.store_inputs, plan, inputs)
             unread = Unread()
 
-            def tell(
+            def report_node(
                 meta: Mapping[str, Any], outputs: Mapping[str, Any] | None = None, **more: bool
             ) -> None:
-                event = _event(plan, {**meta, "request_id": _own(settings)}, outputs)
+                event = _event(plan, {**meta, "request_id": _client_request_id(settings)}, outputs)
                 unread.put(Message(event.SerializeToString(), **more))
 
             machine = WorkflowRun(plan, inputs, files.exists)
@@ -239,7 +243,7 @@ class Workflows:
 
                     def passing(meta: dict[str, Any], picture: dict[str, Any]) -> None:
                         event = {**meta, "key": task.key, "node": EDIT}
-                        tell(event, picture if shows else None, passing=True)
+                        report_node(event, picture if shows else None, passing=True)
 
                     edit_outputs, meta = await _followed(
                         self._edits.stream(*arguments), turn, passing
@@ -275,8 +279,10 @@ class Workflows:
                 exit_stack.enter_context(self._admission.hold(client, nbytes(node_outputs)))
                 return node_outputs, report
 
-            early = asyncio.create_task(self._bring(plan.early))
-            driven = _Driven(machine, call, files, tell if settings.progress else lambda told: None)
+            early = asyncio.create_task(self._load_loras(plan.early))
+            driven = _Driven(
+                machine, call, files, report_node if settings.progress else lambda event: None
+            )
             work = asyncio.create_task(driven.run(run.until))
             work.add_done_callback(unread.end)
             self._runs[settings.request_id] = work
@@ -296,7 +302,7 @@ class Workflows:
                         ) from None
                 meta = {
                     "event": "final",
-                    "request_id": _own(settings),
+                    "request_id": _client_request_id(settings),
                     "seed": settings.seed,
                     "workflow": plan.name,
                     "digest": plan.digest,
@@ -325,7 +331,7 @@ class Workflows:
             (answer,) = [event async for event in events]
         return await self._fair_share.run(client, answer.ByteSize(), answer.SerializeToString)
 
-    async def _bring(self, names: Sequence[str]) -> None:
+    async def _load_loras(self, names: Sequence[str]) -> None:
         """Let the workers load LoRAs, each once at a time for all runs.
 
         Errors are ignored here: the edit that needs the LoRA reports them.
@@ -358,9 +364,9 @@ class _Driven:
         machine: WorkflowRun,
         call: Callable[[Task], Coroutine[Any, Any, _Called]],
         files: RunValues,
-        tell: Callable[[dict[str, Any]], None],
+        on_ended: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._call, self._on_ended = call, tell
+        self._call, self._on_ended = call, on_ended
         self._machine, self._files = machine, files
         self.reports: list[dict[str, Any]] = []
         """Reports of finished nodes, in order of their ends."""
@@ -675,7 +681,7 @@ def _encoded(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else as_file(value)
 
 
-def _own(settings: EditSettings) -> str:
+def _client_request_id(settings: EditSettings) -> str:
     """Return the request id as the client knows it."""
     return name_of(settings.request_id or "")
 

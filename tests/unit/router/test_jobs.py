@@ -674,16 +674,16 @@ async def test_a_webhook_that_nobody_takes_is_given_up() -> None:
     async with serving("hooks.example") as host:
         host.answer = answer(b"", "500 No")
         url = f"https://hooks.example:{host.port}/"
-        assert not await webhooks(host).tell(url, SECRET, "a", {})
+        assert not await webhooks(host).deliver(url, SECRET, "a", {})
         assert len(host.asked) == 4
-        assert not await webhooks(host, public=False).tell(url, SECRET, "a", {})
+        assert not await webhooks(host, public=False).deliver(url, SECRET, "a", {})
         assert len(host.asked) == 4  # a private address is not asked
         host.answer = answer(b"", "410 Gone")
-        assert not await webhooks(host).tell(url, SECRET, "a", {})
+        assert not await webhooks(host).deliver(url, SECRET, "a", {})
         assert len(host.asked) == 5
         host.silent = True
-        assert not await webhooks(host, webhook_timeout_s=0.1).tell(url, SECRET, "a", {})
-    assert not await webhooks(host).tell(url, SECRET, "a", {})  # nobody is there
+        assert not await webhooks(host, webhook_timeout_s=0.1).deliver(url, SECRET, "a", {})
+    assert not await webhooks(host).deliver(url, SECRET, "a", {})  # nobody is there
 
 
 @pytest.mark.parametrize(
@@ -695,7 +695,7 @@ async def test_a_call_that_drips_is_bounded_as_a_whole(drips: bytes) -> None:
         host.drips = drips
         url = f"https://hooks.example:{host.port}/"
         began = time.monotonic()
-        assert not await webhooks(host, webhook_timeout_s=0.5).tell(url, SECRET, "a", {})
+        assert not await webhooks(host, webhook_timeout_s=0.5).deliver(url, SECRET, "a", {})
         assert time.monotonic() - began < 4 * 0.5 + 2
         host.drips = b""
         await asyncio.sleep(0.2)

@@ -94,7 +94,7 @@ def call(mask: Any) -> Task:
 
 
 async def inverted(pool: NodePool, files: RunValues) -> NodeAnswer:
-    inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
+    inputs = files.store_inputs(PLAN, {"image": PICTURE, "mask": MASK})
     return await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
 
 
@@ -135,13 +135,15 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
         files.end()
     assert left(values) == 1  # the kept one
     files = RunValues(values, "k1")
-    plain = await pool.call(call(files.given(PLAN, {"mask": MASK})["mask"]), CLIENT)
+    plain = await pool.call(call(files.store_inputs(PLAN, {"mask": MASK})["mask"]), CLIENT)
     assert plain.outputs == {"mask": MASK[::-1]}  # who has no run is given the value itself
     drawn = np.zeros((3, 5), np.uint8)
     put = b"".join(plain_picture(drawn))[::-1]
-    first = await pool.call(call(files.given(PLAN, {"mask": put})["mask"]), CLIENT, run=files.run)
+    first = await pool.call(
+        call(files.store_inputs(PLAN, {"mask": put})["mask"]), CLIENT, run=files.run
+    )
     assert not first.reused
-    plain = await pool.call(call(files.given(PLAN, {"mask": put})["mask"]), CLIENT)
+    plain = await pool.call(call(files.store_inputs(PLAN, {"mask": put})["mask"]), CLIENT)
     assert (plain.reused, plain.outputs) == (True, {"mask": encode_png(drawn)})  # as a file
     for name in values.ids():
         values.remove(name)
@@ -150,7 +152,7 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
     assert bytes(files.read(answer.outputs)["mask"]) == MASK[::-1]
     files.end()
     other_values = RunValues(values, "k2")
-    inputs = other_values.given(PLAN, {"mask": MASK})
+    inputs = other_values.store_inputs(PLAN, {"mask": MASK})
     answer = await pool.call(
         call(inputs["mask"]), KeyHolder("b", 64, admin=False, scope="k2"), run=other_values.run
     )
@@ -163,7 +165,7 @@ async def test_kept_answers_serve_other_runs_and_callers_until_they_are_lost(
 async def test_kept_answers_that_make_room_leave_no_files(values: Values) -> None:
     pool, files = Served("here:1", values=values, kept_bytes=2000), RunValues(values, "k1")
     for i in range(12):
-        inputs = files.given(PLAN, {"mask": b"mask %d" % i})
+        inputs = files.store_inputs(PLAN, {"mask": b"mask %d" % i})
         await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
     files.end()
     assert 0 < left(values) < 12
@@ -179,7 +181,7 @@ async def test_what_a_router_keeps_no_other_lets_go(values: Values, how: str) ->
 
     async def kept(pool: NodePool, mask: bytes = MASK) -> bool:
         files = RunValues(values, "k1")
-        inputs = files.given(PLAN, {"mask": mask})
+        inputs = files.store_inputs(PLAN, {"mask": mask})
         answer = await pool.call(call(inputs["mask"]), CLIENT, run=files.run)
         files.end()
         return answer.reused
@@ -201,7 +203,7 @@ async def test_what_a_router_that_died_has_kept_goes_though_another_keeps_on(
 ) -> None:
     died, other_pool = (Served("here:1", values=values) for _ in range(2))
     files = RunValues(values, "k1")
-    mask_value = files.given(PLAN, {"mask": MASK})["mask"]
+    mask_value = files.store_inputs(PLAN, {"mask": MASK})["mask"]
     await died.call(call(mask_value), CLIENT, run=files.run)
     files.end()
     assert left(values) == 1
@@ -209,7 +211,7 @@ async def test_what_a_router_that_died_has_kept_goes_though_another_keeps_on(
         os.utime(mark, (1, 1))  # long ago
     for mask in (b"some mask", b"another mask"):  # the second one finds it gone
         files = RunValues(values, "k1")
-        mask_value = files.given(PLAN, {"mask": mask})["mask"]
+        mask_value = files.store_inputs(PLAN, {"mask": mask})["mask"]
         await other_pool.call(call(mask_value), CLIENT, run=files.run)
         files.end()
     assert left(values) == 2
@@ -225,7 +227,7 @@ async def test_kept_answers_that_are_only_read_do_not_expire(
     pool = Served("here:1", values=values)
     for is_kept in (False, True, True, True):
         files = RunValues(values, "k1")
-        mask_value = files.given(PLAN, {"mask": MASK})["mask"]
+        mask_value = files.store_inputs(PLAN, {"mask": MASK})["mask"]
         run = "" if is_kept and by == "callers" else files.run
         assert (await pool.call(call(mask_value), CLIENT, run=run)).reused is is_kept
         files.end()
@@ -240,7 +242,7 @@ async def test_kept_answers_that_are_only_read_do_not_expire(
 
 def test_an_edit_for_another_host_has_values_in_place_of_names(values: Values) -> None:
     files = RunValues(values, "k1")
-    inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
+    inputs = files.store_inputs(PLAN, {"image": PICTURE, "mask": MASK})
     settings = structs.replace(parse_settings(b"{}"), request_id="k1!run", seed=7)
     task = Task("edit-1", NodeCall("edit-1", "edit"), {**inputs, "prompt": "a star"})
     message = _edit_request(task, settings, False, math.inf, files)
@@ -359,7 +361,7 @@ async def test_a_value_that_is_lost_is_made_again_and_nothing_else(
 
 def test_what_a_client_gave_is_there_as_long_as_its_run(values: Values) -> None:
     files = RunValues(values, "k1")
-    inputs = files.given(PLAN, {"image": PICTURE, "mask": MASK})
+    inputs = files.store_inputs(PLAN, {"image": PICTURE, "mask": MASK})
     assert (files.count, files.bytes) == (2, len(PICTURE) + len(MASK))
     for name in values.ids():
         values.remove(name)
@@ -425,7 +427,7 @@ async def test_kept_answers_take_no_lock_in_the_event_loop(
         files = await turns.locked(RunValues, values, "k1", turns.later)
         for kept in (False, True):
             given = await turns.run(
-                CLIENT, IN_A_THREAD, files.given, PLAN, {"mask": b"%d" % number}
+                CLIENT, IN_A_THREAD, files.store_inputs, PLAN, {"mask": b"%d" % number}
             )
             assert (await pool.call(call(given["mask"]), CLIENT, run=files.run)).reused is kept
             files.free([])

@@ -87,7 +87,7 @@ the state of a row that may skip steps (5)."""
 _LAUNCHES = {"double": (14.4, 21.4, 16.4), "single": (7.1, 14.1, 9.1)}
 """Kernels of a block, counted on a device without memory (`bench kernel_table`)."""
 _LAUNCHES_OUTSIDE = 11.0
-_RECORDED_LAUNCHES = {name: (0.0, own[1], 2.0) for name, own in _LAUNCHES.items()}
+_RECORDED_LAUNCHES = {name: (0.0, counts[1], 2.0) for name, counts in _LAUNCHES.items()}
 """Kernels with CUDA graphs: one that places entries, and the piece of a graph behind it. Projected
 blocks are not recorded."""
 _RECORDED_OUTSIDE = 18.0

@@ -41,7 +41,7 @@ class Sd3Step(FluxStep):
     """An SD3Transformer2DModel at one step (`forward.Transformer`)."""
 
     @property
-    def _own(self) -> Sd3Weights:
+    def _sd3_weights(self) -> Sd3Weights:
         assert isinstance(self.weights, Sd3Weights)
         return self.weights
 
@@ -49,7 +49,7 @@ class Sd3Step(FluxStep):
         """Embed tokens and add their positions, which the last two channels hold
         (`Sd3Preparation`).
         """
-        places = self._own.places
+        places = self._sd3_weights.places
         row, column = (tokens[:, -2:].long() + len(places) // 2).unbind(1)
         x = self.weights.x_embedder(tokens[:, :-2], rows)
         return (x + places[row, column]).to(x.dtype)
@@ -68,7 +68,7 @@ class Sd3Step(FluxStep):
         sees computed tokens only.
         """
         qk, v, post_inputs = super().pre(number, text, image, packing, cis, carried, room)
-        second = self._own.seconds[number]
+        second = self._sd3_weights.seconds[number]
         if second is not None:
             of_text, (x, vectors) = post_inputs
             post_inputs = (

@@ -145,7 +145,7 @@ class PackedPasses:
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
     canvases: list[Canvas] = []
     end = 0
-    for surroundings, group in groupby(passes, lambda each: each.surroundings):
+    for surroundings, group in groupby(passes, lambda pass_input: pass_input.surroundings):
         canvas_passes = list(group)
         at, end = slice(end, end + len(canvas_passes)), end + len(canvas_passes)
         tiled = surroundings is not None

@@ -79,18 +79,20 @@ class ActiveTokens:
         round it.
         """
 
-        def both(ids: Ids, level: int) -> Ids:
+        def with_text(ids: Ids, level: int) -> Ids:
             return np.concatenate([ids + work.tokens[level] * half for half in range(halves)])
 
         depth = len(work.tokens)
         read = [
-            both(np.setdiff1d(np.arange(n), self.levels[i]), i) for i, n in enumerate(work.tokens)
+            with_text(np.setdiff1d(np.arange(n), self.levels[i]), i)
+            for i, n in enumerate(work.tokens)
         ]
         of_block = [block.level for block in work.blocks]
         if self.tile is not None:
             for strided in (False, True):
                 read += [
-                    both(level.of_template(strided=strided), i) for i, level in enumerate(self.tile)
+                    with_text(level.of_template(strided=strided), i)
+                    for i, level in enumerate(self.tile)
                 ]
             of_block += [
                 depth * (2 if feature_map.strided else 1) + feature_map.level

@@ -189,7 +189,7 @@ class Deadline:
                 most, dropped = heapq.heappop(heap)
                 demand += most
                 remaining.append(chosen.pop(dropped)[0])
-        on_time = sorted(chosen.values(), key=lambda each: each[2])
+        on_time = sorted(chosen.values(), key=lambda option: option[2])
         return [(work, degree) for work, degree, _ in on_time], remaining
 
     def _scale_up(
