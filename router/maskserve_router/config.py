@@ -46,11 +46,10 @@ class Listen(Table, frozen=True):
     """The operators' port; 0 takes a free one."""
     admin_names: tuple[str, ...] = ()
     """Host names that requests to the operators' port may use, beside addresses, names without a
-    dot and the machine's own; `.example.com` accepts all names below it. Any other name gets
-    403."""
+    dot and the machine's own; `.example.com` means all names below it. Other names get 403."""
     tls_cert: str = ""
     """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS. The router
-    loads new contents of both files within seconds."""
+    loads changes of both files within seconds."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
 
@@ -65,29 +64,25 @@ class Workers(Table, frozen=True):
     poll_interval_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.06
     """Seconds between two status requests to a worker."""
     polls_per_s: Annotated[int, Meta(ge=1, le=10**5)] = 500
-    """Most status requests per second to all workers together; with many workers, each is asked
-    less often."""
+    """Most status requests per second to all workers; many workers are asked less often."""
     poll_timeout_s: Seconds = 1.0
     """Seconds after which a status request counts as a miss."""
     misses: Count = 2
     """Consecutive misses after which a worker counts as down."""
     missed_bytes: Bytes = 256 * MIB
-    """Bytes of images of templates that were registered while a worker was down. They are kept
-    until it has them."""
+    """Bytes of template images registered while a worker was down, kept until it has them."""
 
 
 class WorkflowFiles(Table, frozen=True):
     """`[workflows]`: plans that are served as models, and the servers that run their nodes."""
 
     folder: str = ""
-    """Folder of plans that `maskserve workflows compile` wrote; they are read at the start. Empty:
-    none."""
+    """Folder of plans that `maskserve workflows compile` wrote, read at the start. Empty: none."""
     nodes: tuple[str, ...] = ()
-    """`host:port` of each node server's gRPC port; `dns:name:port` means every address of a
-    name."""
+    """`host:port` of each node server's gRPC port, or `dns:name:port` as for workers."""
     kept_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * MIB
-    """Bytes of nodes' answers that are kept, so that equal calls of a key do not run again; keys
-    share the space fairly. 0 keeps none."""
+    """Bytes of nodes' answers kept for equal calls of the same key; keys share the space fairly. 0:
+    none."""
     kept_s: Seconds = 3600.0
     """Seconds after its last use when a kept answer goes."""
 
@@ -98,13 +93,12 @@ class Routing(Table, frozen=True):
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     order: Literal["slack", "fcfs"] = "slack"
-    """Order of a key's waiting work: `slack` starts the edit that must begin first to be in time,
-    and treats an edit without a due time as due two minutes after it arrived; `fcfs` goes by
-    arrival."""
+    """Order of a key's waiting work. `slack`: first the edit that must begin first to be in time;
+    without a due time it counts as due two minutes after arrival. `fcfs`: by arrival."""
     default_model: str = ""
-    """Model for edits that name none; empty: the one that more than half of the workers serve."""
+    """Model for edits that name none; empty: the model of more than half of the workers."""
     remembered_images: Count = 65_536
-    """Images whose template is remembered, so that the next edit finds the worker that has it."""
+    """Images whose template is remembered, to find the worker that has it."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     """Threads that inflate and parse requests and decode masks; keys use them in turn."""
 
@@ -113,19 +107,19 @@ class AdmissionBounds(Table, frozen=True):
     """`[admission]`: limits on edits and bytes under way; beyond, requests get a time to retry."""
 
     max_edits: Count = 512
-    """Edits admitted and not answered, and as many operations of `control`; a key may have as many
-    as it leaves free."""
+    """Edits admitted and not answered, and as many `control` operations; a key may have as many as
+    it leaves free."""
     max_bytes: Bytes = 640 * MIB
-    """Bytes of requests and answers under way; a key may have as many as it leaves free. The bytes
-    of an answer are reserved before its edit is sent, by pixels and format. With keys, at least
+    """Bytes of requests and answers under way; a key may have as many as it leaves free. An
+    answer's bytes are reserved before its edit is sent, by pixels and format. With keys, at least
     four times `[http] max_body_bytes`."""
     waiting_per_worker: Annotated[int, Meta(ge=0, le=10**6)] = 8
-    """Edits that wait at a worker for a row; further edits wait in the router, the most urgent
-    first. 0: an edit is sent once a row is free."""
+    """Edits that wait at a worker for a row; further edits wait in the router, most urgent first.
+    0: an edit is sent once a row is free."""
     aging_s: Seconds = 5.0
     """Seconds of waiting that count as much as one step of priority."""
     deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
-    """An edit is refused at once if its predicted time is over `deadline_ms` times this."""
+    """An edit is refused at once if its predicted time exceeds `deadline_ms` by this factor."""
 
 
 class Faults(Table, frozen=True):
@@ -134,21 +128,20 @@ class Faults(Table, frozen=True):
     retry_share: Share = 0.2
     """Retries under way, as a share of the edits under way."""
     retry_floor: Annotated[int, Meta(ge=0, le=10**6)] = 16
-    """Retries that are always allowed, even if few edits are under way."""
+    """Retries that are always allowed."""
     retry_wait_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
     """Seconds that a failed edit waits for another worker that takes edits."""
     failures_to_eject: Count = 5
-    """Edits that a worker fails in a row until it is ejected."""
+    """Edits that a worker fails in a row before it is ejected."""
     eject_s: Seconds = 2.0
-    """Seconds of the first ejection; they double each time, up to `max_eject_s`. After each, one
-    edit tries the worker."""
+    """Seconds of the first ejection, doubled each time up to `max_eject_s`. After each, one edit
+    tries the worker."""
     max_eject_s: Seconds = 60.0
     """Longest ejection of a worker."""
     max_ejected_share: Share = 0.5
     """Share of the workers that may be ejected at a time."""
     unlisted_s: Seconds = 120.0
-    """Seconds after which an edit that its worker's records do not list is tried on another
-    worker."""
+    """Seconds after which another worker gets an edit that its worker's records do not list."""
     drain_grace_s: Seconds = 60.0
     """Seconds that admitted edits have to finish when the router stops."""
 
@@ -165,24 +158,22 @@ class Http(Table, frozen=True):
     header_timeout_s: Seconds = 10.0
     """Seconds to send a request's headers."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
-    """Least rate of a body. A body that is ten seconds behind it, or pauses for longer, is
-    refused."""
+    """Least rate of a body. A body ten seconds behind it, or with a longer pause, is refused."""
     keep_alive_s: Seconds = 620.0
-    """Seconds that an idle connection is kept: longer than load balancers keep it."""
+    """Seconds that an idle connection is kept, longer than load balancers keep it."""
     max_connections: Count = 4096
     """Most connections, and at most half of the process's descriptors. Beyond, the longest silent
-    connection is closed, of the address that has the most."""
+    connection of the address with the most is closed."""
     cors_origins: tuple[Annotated[str, Meta(pattern=ORIGIN, description=ORIGINS)], ...] = ()
     """Origins whose pages may call the clients' port from a browser, such as
-    `https://app.example.com`; `*` is every one. Cookies are not accepted."""
+    `https://app.example.com`; `*`: all. Cookies are not accepted."""
 
 
 class ImageHosts(Table, frozen=True):
     """`[image_urls]`: pictures that requests of OpenAI's API give as https URLs."""
 
     hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
-    """Hosts from which the router may fetch pictures, `name` or `name:port`; empty: only data
-    URLs."""
+    """Hosts of pictures that the router may fetch, `name` or `name:port`; empty: only data URLs."""
     timeout_s: Seconds = 10.0
     """Seconds to fetch one picture."""
 
@@ -193,9 +184,9 @@ class JobsConfig(Table, frozen=True):
     enabled: bool = True
     """False: jobs are refused with an error that says so."""
     database: str = ""
-    """Database of the jobs: the path of an SQLite file, or a URL such as
-    `postgresql+psycopg://user:password@host/name`, which several routers may share. Empty: a file
-    named after the port in the user's state folder (`$XDG_STATE_HOME/maskserve`)."""
+    """SQLite file, or a URL such as `postgresql+psycopg://user:password@host/name` that several
+    routers may share. Empty: a file named after the port in the user's state folder
+    (`$XDG_STATE_HOME/maskserve`)."""
     database_file: str = ""
     """File that holds the value of `database`, such as a mounted secret."""
     running: Annotated[int, Meta(ge=1, le=4096)] = 16
@@ -205,26 +196,24 @@ class JobsConfig(Table, frozen=True):
     max_wait_s: Seconds = 86_400.0
     """Seconds after which a job that has not begun fails."""
     keep_jobs: Count = 10_000
-    """Finished jobs of a key that are kept; beyond, the oldest goes. A key may have as many
-    unfinished jobs."""
+    """Finished jobs kept per key; beyond, the oldest goes. A key may have as many unfinished
+    jobs."""
     max_bytes: Bytes = 4096 * MIB
     """Bytes of all jobs: half for requests, half for results. A key may have as much of each half
-    as it leaves free; a job waits if its result would find no room."""
+    as it leaves free; a job waits until its result has room."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3600)] = 15.0
-    """Seconds without a sign of life after which a router has lost its jobs; they run again at
-    another router."""
+    """Seconds of silence after which a router loses its jobs; another router runs them again."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 5
-    """Restarts of a job after a fault of the server, such as a lost worker; the pauses double, from
-    two seconds."""
+    """Restarts of a job after a server fault, such as a lost worker; the pauses double, from two
+    seconds."""
     webhook_hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
     """Hosts that webhooks may name, `name` or `name:port`; empty: no webhooks."""
     webhook_secret: str = ""
-    """Secret that signs webhooks where there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
+    """Secret that signs webhooks if there are no keys: `whsec_` and base64 of 24 to 64 bytes."""
     webhook_timeout_s: Seconds = 10.0
     """Seconds for one call of a webhook."""
     webhook_tries: Annotated[int, Meta(ge=1, le=100)] = 10
-    """Calls of a webhook until one is answered with 2xx; the pauses between them double, up to five
-    minutes."""
+    """Calls of a webhook until a 2xx answer; the pauses double, up to five minutes."""
 
 
 OUTPUT = r"^[a-z][a-z0-9+]*://[A-Za-z0-9._@+=,/ -]*/$"
@@ -235,8 +224,8 @@ class OutputUrls(Table, frozen=True):
     """`[outputs]`: URLs to which `output_url` may write pictures, instead of the answer."""
 
     urls: tuple[Prefix, ...] = ()
-    """Prefixes such as `s3://bucket/edits/` or `file:///srv/edits/`, where there are no keys; each
-    ends with a slash. Empty: none."""
+    """Prefixes such as `s3://bucket/edits/` or `file:///srv/edits/`, if there are no keys. Empty:
+    none."""
     timeout_s: Seconds = 60.0
     """Seconds to write one picture."""
 
@@ -245,17 +234,16 @@ class Grpc(Table, frozen=True):
     """`[grpc]`: limits on calls and connections of the clients' gRPC port."""
 
     max_connections: Count = 4096
-    """Most connections, as far as descriptors allow; further ones are closed."""
+    """Most connections, as far as descriptors allow; more are closed."""
     idle_s: Seconds = 60.0
-    """Seconds after which a connection without a call is closed; clients reopen it when they need
-    it."""
+    """Seconds after which a connection without a call is closed; clients reopen it."""
     max_calls: Count = 1280
     """Most open calls; a client (a key's holder, or an address) may have as many as it leaves free.
-    Beyond, the longest silent call is ended for another client's."""
+    Beyond, the longest silent call ends for another client's."""
     silence_s: Seconds = 300.0
-    """Seconds of silence after which a call with nothing under way is ended."""
+    """Seconds of silence after which a call with nothing under way ends."""
     max_age_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """Seconds after which a connection takes no further calls, so that clients spread over several
+    """Seconds after which a connection takes no more calls, so that clients spread over several
     routers. 0: no limit."""
 
 
@@ -265,25 +253,25 @@ class Key(Table, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     """Name of its holder, for logs and metrics."""
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    """SHA-256 of the key, so that this file contains no key: `printf KEY | sha256sum`."""
+    """SHA-256 of the key, so that this file has no key: `printf KEY | sha256sum`."""
     max_edits: Count = 64
-    """Edits under way with it at a time."""
+    """Most edits under way."""
     admin: bool = False
-    """It sees and ends every client's edits, templates and statistics, not only its own."""
+    """It sees and ends every client's edits, templates and statistics."""
     shares: bool = False
     """Its templates are for every client, as with `"shared": true` in a registration."""
     private_prompts: bool = False
     """Embeddings of its prompts are kept for it alone, as with `private_prompt` in SETTINGS."""
     adapters: tuple[str, ...] = ()
-    """LoRAs that belong to this key (`*` matches any characters): other keys do not see them."""
+    """LoRAs of this key alone (`*` matches any characters); other keys do not see them."""
     output_urls: tuple[Prefix, ...] = ()
-    """Prefixes that its `output_url` may begin with; each ends with a slash."""
+    """Prefixes of its `output_url`."""
     jobs_per_day: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Jobs that it may submit from 0 to 24 o'clock UTC; 0: any number."""
+    """Jobs that it may submit per UTC day; 0: any number."""
     job_bytes_per_day: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of these jobs' pictures; 0: any number."""
     job_megapixel_steps_per_day: Annotated[int, Meta(ge=0, le=10**12)] = 0
-    """Megapixels of these jobs' pictures, each times its steps; 0: any number."""
+    """Megapixels of these jobs' pictures, times their steps; 0: any number."""
     webhook_secret: str = ""
     """Secret that signs its webhooks: `whsec_` and base64 of 24 to 64 bytes. Empty: no webhooks."""
 
@@ -305,8 +293,8 @@ class RouterConfig(Table, frozen=True):
     outputs: OutputUrls = OutputUrls()
     keys: tuple[Key, ...] = ()
     keys_file: str = ""
-    """TOML file with further `[[keys]]` and nothing else, such as a mounted secret; the router
-    loads changes within seconds."""
+    """TOML file with further `[[keys]]` only, such as a mounted secret; the router loads changes
+    within seconds."""
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()

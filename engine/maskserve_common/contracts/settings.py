@@ -158,44 +158,44 @@ class EditSettings(Table, frozen=True):
     """Settings of one edit; `None` means the model's default."""
 
     model: Name | None = None
-    """A router chooses a worker by it; a worker accepts only its own model's name."""
+    """Model that the edit needs; a router chooses a worker by it, and a worker accepts only its
+    own."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """Seed of the edit's noise. Without one the server draws it; META names it."""
+    """Seed of the edit's noise. Without one the server draws it and names it in META."""
     num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """Steps of the full schedule; by default the model's."""
     guidance_scale: Guidance | None = None
-    """How closely the edit follows the prompt; by default the model's. With SDXL, SD 2.1, SD 3.5,
-    Chroma, klein's base models and Z-Image it is classifier-free guidance: above 1 (Z-Image: 0)
-    each step runs the model twice."""
+    """How closely the edit follows the prompt; by default the model's. SDXL, SD 2.1, SD 3.5,
+    Chroma, klein's base models and Z-Image use classifier-free guidance: above 1 (Z-Image: 0) each
+    step runs the model twice."""
     true_cfg_scale: Annotated[float, Meta(ge=1, le=100)] | None = None
     """FLUX.1 (not Fill) and Qwen-Image: how strongly the edit avoids the negative prompt. Above 1
     each step runs the model twice; 1 is off."""
     negative_prompt: Text | None = None
-    """Things that the picture should not show. FLUX Fill and FLUX.2 take none; FLUX.1 and
-    Qwen-Image take it together with `true_cfg_scale`."""
+    """Things to avoid in the picture. FLUX Fill and FLUX.2 take none; FLUX.1 and Qwen-Image need
+    `true_cfg_scale` with it."""
     strength: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of the schedule that the edit runs: below 1 it has fewer steps."""
+    """Share of the schedule that the edit runs."""
     mask_mode: MaskMode = "auto"
     """`white`: white pixels are edited; `alpha`: transparent ones; `auto`: `alpha` if the mask has
-    transparency, else `white`; `strength`: grey is the share of the steps, the last ones, in which
-    a pixel is part of the edit."""
+    transparency, else `white`; `strength`: grey is the share of the steps, the last ones, that edit
+    a pixel."""
     mask_from: MaskFrom | None = None
-    """Instead of MASK, at a router with a segmenter: `{"text": "the red car"}`, or clicks and a
-    box, `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
+    """Replaces MASK, at a router with a segmenter: `{"text": "the red car"}`, or clicks and a box,
+    `{"points": [[x, y, 1]], "box": [left, top, right, bottom]}`."""
     mask_dilate: Pixels = 0
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: Pixels = 0
     """Width in pixels, outside the mask, in which the edit fades into the source."""
     mask_ring: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Width in tokens of the ring around the mask that a cached edit computes, too, and does not
+    """Width in tokens of the ring around the mask that a cached edit also computes and does not
     paste; by default the model's (1)."""
     crop_to_mask: CropMode = "auto"
     """`on`: the model sees only a window around the mask, as sharp as the source; `off`: the whole
-    picture; `auto`: the window, if the source is larger than the model's area and the window is
-    under half of it. META's `window` names it."""
+    picture; `auto`: the window, if the source exceeds the model's area and the window is under half
+    of it. META's `window` names it."""
     crop_padding: Annotated[float, Meta(ge=0, le=4096)] = 0.25
-    """Margin of that window around the mask: below 1 a share of the mask's longer side, from 1 on
-    pixels."""
+    """Margin of that window: below 1 a share of the mask's longer side, from 1 on pixels."""
     expand: Margins = (0, 0, 0, 0)
     """Pixels by which the picture grows; the new area is edited. MASK has the source's size, or is
     empty."""
@@ -205,10 +205,10 @@ class EditSettings(Table, frozen=True):
     output_format: OutputFormat = "png"
     """Encoding of the edited picture."""
     output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
-    """Quality of JPEG (by default 95) and of WebP (by default lossless); not for PNG."""
+    """Quality of JPEG (default 95) and WebP (default lossless); not for PNG."""
     background: Background = "auto"
-    """Edited picture of a transparent source: `auto`: transparent outside the mask, in PNG and
-    WebP; `transparent`: the same, and refused for JPEG; `opaque`: not transparent."""
+    """Result of a transparent source. `auto`: transparent outside the mask, in PNG and WebP;
+    `transparent`: the same, and JPEG is refused; `opaque`: not transparent."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came (JSON carries only text)."""
     progress: bool = False
@@ -216,46 +216,46 @@ class EditSettings(Table, frozen=True):
     preview_every: Annotated[int, Meta(ge=0, le=1000)] = 0
     """Send a preview image every so many steps; 0 sends none (`edit_stream`)."""
     cache: CacheMode = "auto"
-    """Where steps take cached tokens from: `auto`: the template's cached activations, or the
-    edit's own refresh steps; `own`: only refresh steps; `off`: nowhere, so the picture is the
-    diffusers pipeline's own for its seed; `require`: the edit waits for its template, or runs dense
-    if META's `dense_for` says so."""
+    """Where steps read cached tokens. `auto`: the template's cached activations, or the edit's own
+    refresh steps; `own`: only refresh steps; `off`: nowhere, so the picture is that of the
+    diffusers pipeline for its seed; `require`: the edit waits for its template, or runs dense if
+    META's `dense_for` says so."""
     reproducible: bool = False
     """Equal requests give equal pixels, bit for bit, at any load and on every worker of one kind.
-    The edit waits for its template and runs cached, or dense if META's `dense_for` says so. If
-    there is no way to get its template, it ends with an error."""
+    The edit waits for its template and runs cached, or dense if META's `dense_for` says so. Without
+    a way to get its template, it ends with an error."""
     loras: LoraSettings = ()
     """LoRAs of the edit: `name`, and `scale` (1 by default, -100 to 100)."""
     adapters: AdapterMode = "exact"
-    """`exact`: steps wait until the LoRAs are loaded, and each step waits for its ControlNets;
-    `fast`: the first steps may run without LoRAs, and a step may use a ControlNet service's output
-    from one step earlier (docs/adr/0039). A reproducible edit is exact."""
+    """`exact`: steps wait for LoRAs and ControlNets; `fast`: the first steps may run without LoRAs,
+    and a step may use a ControlNet service's output of the step before (docs/adr/0039). A
+    reproducible edit is exact."""
     controls: ControlSettings = ()
     """ControlNets of the edit: `name`, `scale` (1 by default, -10 to 10), `start` and `end` (share
-    of the steps, 0 to 1), `image` (index in CONTROL; by default its own index) and `mode` (of union
+    of the steps, 0 to 1), `image` (index in CONTROL; by default its own) and `mode` (of union
     nets)."""
     private_prompt: bool = False
-    """The server reuses the prompt's embeddings only for edits with the same API key."""
+    """Reuse the prompt's embeddings only for edits with the same API key."""
     template_id: TemplateId | None = None
     """A registered template or a kept result, to edit instead of IMAGE."""
     keep_result: bool = False
-    """The server keeps the edited picture as a template for the next edit (META's
-    `result_template_id`), until `[limits] result_expires_s` after its last use."""
+    """Keep the result as a template for the next edit (META's `result_template_id`), until
+    `[limits] result_expires_s` after its last use."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
-    """The response is due this many milliseconds after acceptance."""
+    """Milliseconds after acceptance when the response is due."""
     on_late: LateMode = "drop"
-    """`drop`: a late edit ends with an error, and the server refuses an edit at once if it cannot
-    be in time; `finish`: a late edit goes on."""
+    """`drop`: a late edit ends with an error, and is refused at once if it cannot be in time;
+    `finish`: it goes on."""
     reuse: ReuseMode = "exact"
     """FLUX, `elastic`: an edit that would be late may skip steps, compute another ring around the
     mask, or refresh less often. It needs `reuse_floor`."""
     reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """With `reuse` `elastic`: the lowest quality that a late edit may fall to, in dB in the mask
-    against a dense edit, as measured on the demo models."""
+    """With `reuse` `elastic`: the lowest quality of a late edit, in dB in the mask against a dense
+    edit, as measured on the demo models."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
-    """Orders the waiting edits of one API key: each unit counts as five seconds of waiting."""
+    """Order of a key's waiting edits: each unit counts as five seconds of waiting."""
     request_id: RequestId | None = None
-    """The edit's name, for a cancel and in logs. Without one the server makes it."""
+    """Name of the edit, for a cancel and in logs; by default the server makes one."""
 
     @property
     def limit_ms(self) -> int | None:
