@@ -107,6 +107,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=engine:router:client:serving:benchmarks:studies $(VENV)/bin/lint-imports
+	$(PY) scripts/bench check_words
 
 installs: $(STAMP)
 	$(PY) scripts/bench check_install

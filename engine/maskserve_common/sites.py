@@ -1,4 +1,4 @@
-"""Whose page has a browser ask: what an HTTP request's headers tell of it.
+"""Find the web site whose page made a browser send a request, from the request's headers.
 
 A browser lets every page send simple requests anywhere, to ports of its own machine too. It names
 the page's site in `Origin`, and the name that it has looked up in `Host`. A page whose name is

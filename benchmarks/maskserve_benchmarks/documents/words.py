@@ -24,9 +24,20 @@ _WORDS = (
     "taken tell tells theirs there these those told wanted wants what whose"
 )
 NAMES = frozenset(_WORDS.split())
-"""Names that say nothing of what they hold. `each` and `gives` of the workflow language are public
-(`_PUBLIC`)."""
-_PUBLIC = frozenset({("definition.py", "each"), ("definition.py", "gives"), ("plan.py", "gives")})
+"""Names that say nothing of what they hold."""
+_PUBLIC = frozenset(
+    {
+        ("definition.py", "each"),
+        ("definition.py", "gives"),
+        ("plan.py", "gives"),
+        ("memory_table.py", "others"),
+        ("memory_table.py", "own"),
+        ("status_record.py", "own"),
+        ("store.py", "tell"),
+        ("store.py", "told"),
+    }
+)
+"""Files and names of the workflow language, of records and of database columns: others read them."""
 _OPENING = re.compile(r"(Of|Likewise|Theirs|Whoever|Whose|What|As of)\b")
 _ELLIPTICAL = re.compile(r":\s+(as of `|likewise\b|theirs\b|its\.?$)")
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -100,7 +100,7 @@ class OutputThread:
         `make` raises, send `failed` instead (None: nothing).
         """
 
-        def made() -> EngineEvent:
+        def event() -> EngineEvent:
             try:
                 return make()
             except Exception:
@@ -109,7 +109,7 @@ class OutputThread:
                 _log.exception("a result did not come from the device")
                 return failed
 
-        self._queue.put((sink, made))
+        self._queue.put((sink, event))
 
     def close(self, timeout_s: float) -> None:
         self._queue.put(None)

@@ -33,7 +33,7 @@ def _store(
     token,
     at,
     inside,
-    made,
+    value,
     width: tl.constexpr,
     dtype: tl.constexpr,
     fp8: tl.constexpr,
@@ -41,12 +41,12 @@ def _store(
     """Store a token, quantised if `fp8`."""
     out_at = out + token * width + at
     if fp8:
-        made = tl.where(inside, made, 0.0).to(dtype).to(tl.float32)
-        scale = scale_of(tl.max(tl.abs(made), axis=0))
-        tl.store(out_at, in_fp8(made, scale), mask=inside)
+        value = tl.where(inside, value, 0.0).to(dtype).to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(value), axis=0))
+        tl.store(out_at, in_fp8(value, scale), mask=inside)
         tl.store(scales + token, scale)
     else:
-        tl.store(out_at, made, mask=inside)
+        tl.store(out_at, value, mask=inside)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ def _values(
     of_region,
     inside,
     channels,
-    there,
+    in_width,
     width,
     dtype: tl.constexpr,
     kind: tl.constexpr,
@@ -33,13 +33,13 @@ def _values(
     token = begin + of_region
     if ids != 0:
         token = tl.load(tl.cast(ids, tl.pointer_type(tl.int64)) + token, mask=inside, other=0)
-    mask = inside[:, None] & there[None, :]
+    mask = inside[:, None] & in_width[None, :]
     at = token[:, None] * width + channels[None, :]
     if kind == "model":
         x = tl.load(tl.cast(data, tl.pointer_type(dtype)) + at, mask=mask, other=0.0)
     else:
         at_scale = tl.cast(scales, tl.pointer_type(tl.float32)) + channels
-        scale = tl.load(at_scale, mask=there, other=0.0).to(dtype).to(tl.float32)
+        scale = tl.load(at_scale, mask=in_width, other=0.0).to(dtype).to(tl.float32)
         if kind == "int4":
             pair = tl.load(tl.cast(data, tl.pointer_type(tl.uint8)) + at // 2, mask=mask, other=0)
             upper = (channels % 2 == 1)[None, :]
@@ -61,11 +61,11 @@ def _values(
 
 @triton.jit
 def _sum(
-    given,
-    at_own,
-    own,
+    map_fields,
+    at_box,
+    box_positions,
     first,
-    each,
+    channels,
     width,
     mean,
     power: tl.constexpr,
@@ -75,19 +75,20 @@ def _sum(
     kind: tl.constexpr,
     group: tl.constexpr,
 ):
-    """Sum a group's deviations from `mean` in the box, or their squares if `power` is 2; `given`
-    are the first arguments of `_values`.
+    """Sum a group's deviations from `mean` in the box, or their squares if `power` is 2;
+    `map_fields` are the first arguments of `_values`.
     """
     sums = tl.zeros((positions, block), tl.float32)
-    for at in range(0, own, positions):
+    for at in range(0, box_positions, positions):
         number = at + tl.arange(0, positions)
-        inside = number < own
-        of_region = tl.load(at_own + number, mask=inside, other=0)
-        for beyond in range(0, each, block):
+        inside = number < box_positions
+        of_region = tl.load(at_box + number, mask=inside, other=0)
+        for beyond in range(0, channels, block):
             channel = beyond + tl.arange(0, block)
-            in_group = channel < each
-            x = _values(given[0], given[1], given[2], given[3], given[4], of_region, inside,
-                        first + channel, in_group, width, dtype, kind, group)  # fmt: skip
+            in_group = channel < channels
+            x = _values(map_fields[0], map_fields[1], map_fields[2], map_fields[3], map_fields[4],
+                        of_region, inside, first + channel, in_group, width, dtype, kind,
+                        group)  # fmt: skip
             deviation = tl.where(inside[:, None] & in_group[None, :], x.to(tl.float32) - mean, 0.0)
             sums += deviation if power == 1 else deviation * deviation
     return tl.sum(tl.sum(sums, 1), 0)

@@ -36,8 +36,8 @@ def _decoded(
     scales,
     groups,
     source,
-    mine,
-    here,
+    in_row,
+    end,
     begin,
     like,
     width: tl.constexpr,
@@ -46,24 +46,24 @@ def _decoded(
     group: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """Load [tokens, block] numbers of stored tokens, from number `begin` of each up to `here`,
-    rounded as `like`; 0 for tokens that are not `mine`.
+    """Load [tokens, block] numbers of stored tokens, from number `begin` of each up to `end`,
+    rounded as `like`; 0 for tokens that are not `in_row`.
     """
     dtype: tl.constexpr = like.dtype.element_ty
     at = begin + tl.arange(0, block)
-    inside = mine[:, None] & (at < here)[None, :]
+    inside = in_row[:, None] & (at < end)[None, :]
     if kind == "model":
         stored_at = _pointer(data, like.dtype, aligned) + (source * width)[:, None]
         x = tl.load(stored_at + at[None, :], mask=inside, other=0.0)
     else:
-        scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, at < here, 0.0)
+        scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, at < end, 0.0)
         scale = scale.to(dtype).to(tl.float32)
         if kind == "int4":
             # A byte has two numbers, the lower half first.
             half = begin // 2 + tl.arange(0, block // 2)
             pairs = _pointer(data, tl.pointer_type(tl.uint8), aligned)
             pairs = pairs + (source * (width // 2))[:, None] + half[None, :]
-            pair = tl.load(pairs, mask=mine[:, None] & (half < here // 2)[None, :], other=0)
+            pair = tl.load(pairs, mask=in_row[:, None] & (half < end // 2)[None, :], other=0)
             steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
             stored_at = _pointer(groups, tl.pointer_type(tl.float16), aligned)
             stored_at = stored_at + (source * (width // group))[:, None] + (at // group)[None, :]

@@ -64,7 +64,7 @@ class TileBox:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a 3x3 convolution reads: a computed box, and the ring round it, which is not computed.
+    """Inputs of a 3x3 convolution: a computed box and the ring around it, which is not computed.
 
     Everything but shapes is in tensors: a recorded step serves all tiles of the same shapes
     (`graphs`).
