@@ -37,7 +37,7 @@ _PUBLIC = frozenset(
         ("store.py", "told"),
     }
 )
-"""Files and names of the workflow language, of records and of database columns: others read them."""
+"""Names of the workflow language, of records and of database columns, with their files."""
 _OPENING = re.compile(r"(Of|Likewise|Theirs|Whoever|Whose|What|As of)\b")
 _ELLIPTICAL = re.compile(r":\s+(as of `|likewise\b|theirs\b|its\.?$)")
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
