@@ -71,15 +71,15 @@ class KeyWork:
 
 
 class FairQueue:
-    """Each of n keys moves on at least an nth as fast as it would alone, however many rows the
-    others have.
+    """Gives each of n keys at least an nth of the speed that it would have alone, however many rows
+    the others have.
 
-    Rows of a key are as many as come, and each of them makes the step of all others longer. So
-    where keys meet, none gives more work to a step than the key that has least, and what a step
-    costs whatever its rows is shared: on a device on which more rows cost little all of them fit.
-    A key's rows that do not fit take turns. Where keys' rows cannot share a step, their batches
-    take turns by what each key was given. A key that has been given little of late, as one that
-    edits now and then, has the step's time to itself: others join where that costs nothing.
+    A key may have any number of rows, and each makes the step longer for all. So if several keys
+    have rows, no key adds more work to a step than the key with least work. The fixed cost of a
+    step is shared: on a device on which more rows cost little, all of them fit. Rows of a key that
+    do not fit alternate. If rows of several keys cannot share a step, their batches alternate by
+    the work that each key received. A key that received little work recently has the step's time to
+    itself; others join if that costs nothing.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class FairQueue:
         """Return the rows of a batch that step now.
 
         Args:
-            batch: rows that may share a step; one at least is of the key whose turn it is.
+            batch: rows that may share a step, at least one of the key that `next` names.
             live: all rows.
         """
         self._step += 1

@@ -69,6 +69,6 @@ def changes_of(
 def _more(
     listing: Mapping[str, frozenset[str]], earlier: Mapping[str, frozenset[str]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the ids in the first listing that the second lacks, by tier."""
+    """Return the ids that only the first listing has, by tier."""
     differences = {tier: ids - earlier.get(tier, _NOTHING) for tier, ids in listing.items()}
     return {tier: tuple(sorted(ids)) for tier, ids in differences.items() if ids}

@@ -1,8 +1,8 @@
 """Whether the processes of a worker's models are alive.
 
-Triton neither restarts a model's process that died nor says so: requests inside it hang. So each
-model writes down its process id, and the fronts and the supervisor look whether it still runs.
-The engine says more of itself by its status record; a process here is only alive, stopped or gone.
+Triton neither restarts a model's process that died nor reports it: requests inside it hang. So each
+model writes its process id to a file, and the fronts and the supervisor check whether it still
+runs. A process is alive, stopped or gone; the engine's status record says more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARENT_EVERY_S = 1.0
 # Python's lock is handed on within milliseconds; no operation of ours keeps it for seconds.
 _STUCK_S = 30.0
 _STANDARD_ERROR = 2
-# What a step takes is foretold from those before it, roughly: kernels, shapes and memory differ.
+# A step's time is predicted roughly: kernels, shapes and memory differ.
 _STEPS_OF_SILENCE = 10
 # The first step also loads kernels and allocates; how long steps take is not known yet.
 _FIRST_STEP_S = 60.0

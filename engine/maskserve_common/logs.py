@@ -1,9 +1,9 @@
-"""Logs: one JSON object per line, with the request's id where there is one.
+"""Logs: one JSON object per line, with the request's id if there is one.
 
-Formatted here, in a few lines, rather than by python-json-logger: this package needs numpy and
-pillow only, and every one of a worker's processes imports it.
+This module formats them in a few lines, without python-json-logger: the package needs only numpy
+and pillow, and every process of a worker imports it.
 
-What a line says beside its message comes through `extra`, by these names alone:
+Lines get values beside their message through `extra`, under these names only:
 
     log.info("edit done", extra={"event": "edit", "request_id": name, "fields": {"steps": 28}})
 

@@ -15,18 +15,20 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """Values by key; the least recently used go first. Used by one thread or event loop.
+    """Values by key; the least recently used are evicted first. Used by one thread or event loop.
 
-    Who reads a value keeps it, also when it has left this place.
+    A reader keeps its value, also after eviction.
 
     Args:
-        budget: of all values; a value that is larger is not kept, so 0 keeps none.
-        nbytes: of a value; by default each counts 1.
-        owner: whose a key is, where several share the budget (`shares.py`): one makes room of its
-            own values once its share is used up, else of those of who has most.
-        expires_s: after its last use a value goes.
-        now: a clock, in seconds.
-        on_evict: told of each value that is kept no more, but for one that another replaces.
+        budget: budget of all values; a larger value is not kept, so 0 keeps none.
+        nbytes: returns the size of a value; by default 1.
+        owner: returns the owner of a key, if several share the budget (`shares.py`). An owner
+            evicts its own values once its share is used up, otherwise values of the owner that has
+            most.
+        expires_s: seconds after its last use when a value is evicted.
+        now: clock, in seconds.
+        on_evict: called with each key and value that is no longer kept, unless a new value replaces
+            it.
     """
 
     def __init__(

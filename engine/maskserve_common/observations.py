@@ -1,7 +1,7 @@
-"""Measured values on their way from the threads that measure to the one that publishes them.
+"""Measured values, queued for the thread that publishes them.
 
-Publishing a value on Triton's /metrics takes tens of microseconds and now and then milliseconds:
-that has no place in a step. Adding one here takes a fraction of a microsecond.
+Publishing a value on Triton's /metrics takes tens of microseconds and sometimes milliseconds, too
+long for a step. Queueing one takes a fraction of a microsecond.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One way to read what people write: configuration files and SETTINGS.
+"""Reader of what people write: configuration files and SETTINGS.
 
-A Table says which keys there are, of which type and in which range; the string below a key says
-what it means. msgspec checks; `read` turns what it finds into words: which key, what is wrong with
-it, and what is accepted.
+A Table defines the keys with their types and ranges; the string below a key explains it. msgspec
+checks; `read` puts its errors into words: the key, the problem, and the accepted values.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Fair shares of a resource that several clients have in common.
+"""Fair shares of a resource that several clients use.
 
-A client is told apart by a key: the scope of its API key, an address, the maker of a template.
-Wherever something is bounded that keys have in common (bytes in memory, edits, files, threads),
-three rules hold:
+A key identifies a client: the scope of its API key, an address, or the maker of a template. Three
+rules bound every shared resource (bytes in memory, edits, files, threads):
 
-- the *budget*: all keys together hold no more.
-- the *share*: a key may hold as much as it leaves free. One alone may so have half of the budget,
-  each of two a third, each of n 1/(n+1). Whatever others hold, something is left for who comes
-  next, and nobody has to say how many keys there are (Choudhury and Hahne's dynamic thresholds,
-  1998). Who holds nothing may have one unit if any is free. EVERYBODY, where keys are not told
-  apart, may hold the whole budget.
-- the *turn*: of those that wait, one of the key that holds least is next, and of equal ones that
-  of the key whose last turn is longest ago. A key that asks for much so waits behind itself alone.
+- the *budget*: all keys together use no more.
+- the *share*: a key may use as much as it leaves free. One key alone may use half of the budget,
+  two a third each, n 1/(n+1) each. Something is always left for the next key, and nobody configures
+  the number of keys (Choudhury and Hahne's dynamic thresholds, 1998). A key that uses nothing may
+  take one unit if any is free. EVERYBODY, for clients without keys, may use the whole budget.
+- the *turn*: the next waiting item is one of the key that uses least; among equal keys, of the one
+  that was served longest ago. So a busy key waits only behind itself.
 
-What gives places back by itself, as an edit its row, needs turns only: there a key alone may have
-all (`book`). What stays for as long as its holder likes needs shares (`take`, `hold`).
+Resources that return by themselves, such as an edit's row, need turns only: one key alone may use
+all (`book`). Resources that stay as long as their user likes need shares (`take`, `hold`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import TypeVar
 EVERYBODY = ""
 """Key of clients that are not distinguished (`contracts.keys.NO_SCOPE`)."""
 _REMEMBERED = 4096
-"""Keys whose last turn is remembered after they hold nothing."""
+"""Idle keys whose last turn is remembered."""
 T = TypeVar("T")
 
 
@@ -60,10 +58,10 @@ def room(budget: int, in_use: int, of_key: int, key: Hashable) -> int:
 
 
 class Shares:
-    """Who holds how much of one budget; for one thread or event loop.
+    """Use of one budget by key; for one thread or event loop.
 
     Args:
-        budget: units that may be held in all.
+        budget: units that all keys may use together.
     """
 
     def __init__(self, budget: int) -> None:
@@ -92,7 +90,7 @@ class Shares:
         return max(self._in_use, key=self._in_use.__getitem__, default=EVERYBODY)
 
     def take(self, key: Hashable, size: int = 1) -> None:
-        """Take `size` more units for the key, which has had its turn.
+        """Take `size` more units for the key, and record its turn.
 
         Raises:
             Full: there is no room for it.
@@ -128,11 +126,11 @@ class Shares:
             self.give_back(key, size)
 
     def fair_order(self, waiting: Iterable[T], key_of: Callable[[T], Hashable]) -> list[T]:
-        """Return the waiting in the order of their turns.
+        """Return the waiting items in the order of their turns.
 
         Args:
-            waiting: items, those of a key in the order in which to serve them.
-            key_of: gives an item's key.
+            waiting: items; those of one key in the order in which they are served.
+            key_of: returns an item's key.
         """
         ahead = Counter(self._in_use)
         ranked = []

@@ -1,9 +1,9 @@
 """Find the web site whose page made a browser send a request, from the request's headers.
 
-A browser lets every page send simple requests anywhere, to ports of its own machine too. It names
-the page's site in `Origin`, and the name that it has looked up in `Host`. A page whose name is
-pointed at this machine after it has loaded (DNS rebinding) is its own origin, so names count too.
-Programs that are no browser send what they like, and are not meant here.
+A browser lets every page send simple requests anywhere, also to ports of its own machine. `Origin`
+names the page's site, and `Host` the name that the browser looked up. DNS rebinding points a page's
+name at this machine after the page has loaded; such a page has the same origin, so names are
+checked too. Programs other than browsers send any headers, and are not checked.
 """
 
 from __future__ import annotations

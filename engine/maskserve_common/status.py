@@ -1,16 +1,16 @@
-"""The status record on its way between processes (design §4).
+"""The status record between processes (design §4).
 
 The engine writes the record at each step; `control`, the fronts and probes read it from other
-processes and never wait for the engine. What it holds: `status_record`.
+processes and never wait for the engine. `status_record` defines its content.
 
-The file is a head and two slots, written in turn, each with its length and checksum:
+The file is a head and two slots, written alternately, each with its length and checksum:
 
     | magic, version, slot bytes | slot 0: head, record | slot 1: the same |
 
-A reader takes the newest slot whose checksum holds, so a write in progress, or one cut short by a
-kill, costs nothing but that record. Both sides use positioned reads and writes of the shared page
-cache rather than a mapping: a file truncated, or a tmpfs filled up, by somebody else is then an
-error to handle, where a mapping would end the process with SIGBUS.
+A reader takes the newest slot with a correct checksum. So an unfinished write, or one that a kill
+cut short, costs only that record. Both sides use positioned reads and writes of the shared page
+cache, not a mapping: if somebody truncates the file or fills the tmpfs, that is an error to handle,
+where a mapping would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class StatusReader:
         except OSError:
             self.close()
             return False
-        # The inode of a file that is held open is not given to another file.
+        # The inode of an open file is not given to another file.
         if self._identity == (stat.st_dev, stat.st_ino):
             return True
         self.close()

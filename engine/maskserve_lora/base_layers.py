@@ -214,14 +214,14 @@ class BaseLayers:
 
     @classmethod
     def of_folder(cls, folder: str | Path, gguf: str = "") -> BaseLayers:
-        """Those of a model in diffusers format.
+        """Return the layers of a model in diffusers format.
 
         Args:
-            folder: of the model.
-            gguf: file whose weights take the place of its transformer's; empty: there is none.
+            folder: folder of the model.
+            gguf: file whose weights replace its transformer's; empty: none.
 
         Raises:
-            BadAdapter: no denoiser's layers are there, so that no adapter can be for it.
+            BadAdapter: the folder has no denoiser layers, so no adapter can fit it.
             OSError: a file cannot be read.
         """
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -273,10 +273,10 @@ class BaseLayers:
         return self._shapes[part][name]
 
     def check_layer(self, part: str, layers: NamedLayers, layer: Layer) -> None:
-        """Refuse an update that does not fit the layers that it is meant for.
+        """Refuse an update that does not fit its layers.
 
-        FLUX's are also taken with fewer inputs, as diffusers takes them: others are 0 then. So
-        LoRAs of FLUX.1-dev change the wider first layer of Fill.
+        FLUX's layers may have more inputs than the update, as in diffusers: the others are 0 then.
+        So LoRAs of FLUX.1-dev change the wider first layer of Fill.
 
         Raises:
             BadAdapter: naming the layer.

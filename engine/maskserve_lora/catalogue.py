@@ -104,7 +104,7 @@ class Catalogue:
         self._headers = HeaderProcess(bounds)
 
     def all(self) -> Mapping[str, KnownAdapter]:
-        """Return all adapters by name, as of the last scan of any process."""
+        """Return all adapters by name, from the last scan of any process."""
         return self._current().adapters
 
     @property

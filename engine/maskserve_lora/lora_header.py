@@ -33,7 +33,7 @@ from maskserve_common.files.safetensors_header import (
 PEFT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Files that PEFT's `save_pretrained` writes into a folder; only the second has alphas."""
 CONFIG_KEY = "adapter_config"
-"""The second's key in the metadata of a file that was brought here: there it is one file."""
+"""Key of the second file in the metadata of an adapter on this host, where both are one file."""
 MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 2**14
 """Key of PEFT's configuration in the metadata of a file that was copied here: there both are one

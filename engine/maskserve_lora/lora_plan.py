@@ -1,7 +1,7 @@
-"""Plan of which tensors of a LoRA file change which layers of the served model, from the header
+"""Plan of the layers of the served model that each tensor of a LoRA file changes, from the header
 alone. `adapters check`, the catalogue and the loader follow the same plan. Diffusers' own loader is
-the oracle: what it skips is skipped here, too, and noted; what it cannot read is served where the
-meaning is plain.
+the oracle: the plan also skips what it skips, and notes it. Tensors that it cannot read are served
+if their meaning is plain.
 """
 
 from __future__ import annotations

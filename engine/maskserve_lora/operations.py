@@ -50,7 +50,7 @@ class AdapterOperations:
         return {**about, "digest": digest}
 
     def load(self, name: str) -> dict[str, Any]:
-        """Have an adapter checked to its last weight, and brought to this host's memory.
+        """Check an adapter to its last weight, and load it to this host's memory.
 
         Raises:
             MaskserveError: as AdapterStore.fetch.
@@ -61,7 +61,7 @@ class AdapterOperations:
         return _description(adapter, host_digests, name in self._store.host.pinned())
 
     def pin(self, name: str, *, pinned: bool) -> dict[str, Any]:
-        """Bring an adapter to this host's memory and keep it there; or let it be evicted again.
+        """Load an adapter to this host's memory and keep it there; or allow its eviction again.
 
         Raises:
             MaskserveError: as `load`.

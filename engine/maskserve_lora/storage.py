@@ -1,12 +1,12 @@
-"""Where adapters come from: a folder, or a URL that fsspec takes (s3://, gs://, https://, ...).
+"""Storage of adapters: a folder, or a URL that fsspec takes (s3://, gs://, https://, ...).
 
     NAME.safetensors                             NAME; the suffix in any case
     NAME/pytorch_lora_weights.safetensors        NAME, as diffusers' and PEFT's folders
     A/NAME.safetensors                           A--NAME, and so on, as the hub's client has it
-    A/NAME/pytorch_lora_weights.safetensors      likewise
+    A/NAME/pytorch_lora_weights.safetensors      the same
 
-No call waits for the storage longer than its time: it runs on a thread of its own, which is left
-behind if the storage is silent. Few such threads may be stuck at once.
+No call waits for the storage longer than its timeout: it runs on a thread of its own, which stays
+behind if the storage is silent. The number of such stuck threads is bounded.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Storage:
         if not listing and not files.exists(root):
             raise StorageFailed(f"there is no folder {self.url}")
         for path, about in listing.items():
-            if about.get("islink"):  # a listing tells the link's time, not that of its file
+            if about.get("islink"):  # a listing has the link's time, not its file's
                 with contextlib.suppress(FileNotFoundError):
                     listing[path] = files.info(path)
         adapters = (_stored(path, root, listing) for path in sorted(listing, key=_precedence))

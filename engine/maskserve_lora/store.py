@@ -1,8 +1,8 @@
-"""Bringing adapters to this host: storage, disk folder, folder in memory.
+"""Loading of adapters to this host: storage, disk folder, folder in memory.
 
-A file comes once, whoever asks: the others wait for who is at it. It is written whole or not at
-all, its values are looked at, and its sha256 is taken on the way and compared whenever it is
-copied again. What goes wrong with an adapter goes wrong for its own edits only.
+A file is loaded once; concurrent requests wait for it. It is written whole or not at all. Its
+values are checked, and its sha256 is taken on the way and compared at each later copy. A faulty
+adapter fails its own edits only.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class AdapterStore:
             raise InvalidRequest(field, f"adapter {name} {error}") from error
 
     def checked(self, adapter: KnownAdapter, field: str) -> str:
-        """The sha256 of a file whose every weight has been looked at, wherever it lies: it comes to
-        no folder of this host, and none that is here counts as used.
+        """Check every weight of a file, wherever it lies, and return its sha256. The check copies
+        it to no folder of this host, and does not count as a use.
 
         Raises:
             MaskserveError: as `fetch`.
@@ -200,8 +200,8 @@ class AdapterStore:
         raise _replaced(adapter.name, field)
 
     def _patience_s(self, name: str) -> float:
-        """Return the seconds within which another process must bring a file if its storage answers
-        each call in time.
+        """Return the seconds in which another process must load a file if its storage answers each
+        call in time.
         """
         adapter = self.catalogue.all().get(name)
         pieces = 1 + (adapter.nbytes // CHUNK_BYTES if adapter else 0)
@@ -211,7 +211,7 @@ class AdapterStore:
         try:
             self.fetch(name, version)
         except MaskserveError:
-            pass  # the edit that needs it is told
+            pass  # the edit that needs it gets the error
         except Exception:
             log.exception("adapter %s could not be fetched", name)
         finally:

@@ -1,7 +1,7 @@
-"""Check of an edit's settings against the model and its configuration, pictures aside.
+"""Check of an edit's settings against the model and its configuration, without its pictures.
 
-A front refuses here what the model cannot do; it never ignores it: a client that asks for a
-negative prompt and gets a picture must be able to believe that the prompt was used.
+A front refuses a setting that the model cannot serve, and never ignores it: a client that asks for
+a negative prompt and gets a picture can rely on it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Acks: a front tells the denoiser which event it has taken, so that the next may be sent.
+"""Acks: a front acknowledges each event to the denoiser, so that the denoiser may send the next.
 
-TRITON-2.51: the stub locks up for good when two responses of one call come close upon each other,
-both after the first. A thread that waits for responses wakes up holding their lock and waits for
-Python's; the stub's thread that brings the second waits for the former lock, holding one of all
-calls; and a thread that holds Python's lock and comes back from a new call waits for the latter
-(docs/adr/0011-acks.md). So of a call that has more responses than one, the next is sent only
-when the last was taken.
+TRITON-2.51: the stub locks up for good if two responses of one call arrive in quick succession,
+both after the first. A thread that waits for responses wakes up with their lock and waits for
+Python's. The stub's thread with the second response waits for the former lock, and holds one of all
+calls. A thread that holds Python's lock and returns from a new call waits for the latter
+(docs/adr/0011-acks.md). So if a call has several responses, the denoiser sends the next only after
+an ack of the last.
 
-Acks are lines in a named pipe of the worker's runtime folder: each names a call by its key.
+Acks are lines in a named pipe of the worker's runtime folder; each names a call by its key.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ class AckSender:
 
 
 class AckReceiver:
-    """The denoiser's end: tells what is kept under an ack's key, in a thread of its own.
+    """The denoiser's end: reports each ack to the call with its key, in a thread of its own.
 
     Args:
-        runtime_dir: of the worker.
-        look_every_s: seconds between two looks for events that were lost on their way.
+        runtime_dir: runtime folder of the worker.
+        look_every_s: seconds between two checks for lost events.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class AckReceiver:
         self._thread.start()
 
     def keep(self, key: str, call: FlowControl) -> None:
-        """Tell `call` of each ack for `key`, until it is dropped."""
+        """Report each ack for `key` to `call`, until `drop`."""
         self._controls[key] = call
 
     def drop(self, key: str) -> None:

@@ -1,14 +1,14 @@
-"""The gate of a worker: whether it takes edits, and how many it has taken and not answered.
+"""Admission of a worker: whether it takes edits, and how many are accepted and not answered.
 
-The fronts are processes of their own, and so is whoever stops the worker; they meet in files of
-the worker's runtime folder:
+The fronts are separate processes, and so is the supervisor that stops the worker. They share files
+in the worker's runtime folder:
 
     admission              absent: open;  "draining": new edits are refused;
                       "stopped": accepted ones are answered with an error too
     fronts/<name>     edits in flight in one front, 8 bytes
 
-A front counts an edit in before it looks at the state, and a drain changes the state before it
-looks at the counts. So an edit is either refused or waited for.
+A front counts an edit before it reads the state, and a drain changes the state before it reads the
+counts. So an edit is either refused or waited for.
 """
 
 from __future__ import annotations

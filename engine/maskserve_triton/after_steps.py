@@ -1,7 +1,7 @@
-"""How long an edit takes from its last step to its answer, as a front has seen it of late.
+"""The recent time of edits from their last step to their response, as a front measures it.
 
-Decoding takes its turn behind other pictures, and the rest is postprocess and the way back. An
-edit that is due at some time must be through its last step by so much earlier.
+Decoding waits behind other pictures; postprocess and the return follow. An edit with a due time
+must end its last step earlier by this time.
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ def _nobody(error: MaskserveError | None, outputs: dict[str, Any]) -> None:
 class Answer:
     """Sends a request's events, exactly one of them final.
 
-    Several threads hold an Answer: one that waits for the pipeline, one that watches for
-    cancels. The first to finish it wins; everything later is dropped.
+    Several threads use an Answer: one waits for the pipeline, one watches for cancels. The first
+    one that finishes it wins; later calls have no effect.
 
-    TRITON-2.51: asking whether a request was cancelled after its final response was sent crashes
-    the whole server, so sending and asking share a lock with the flag that says so.
+    TRITON-2.51: asking whether a request was cancelled crashes the server once its final response
+    was sent. So sending and asking share a lock with the flag of the final response.
 
     TRITON-2.51: while it sends, the stub drops the tensors that nobody asked for, without Python's
-    lock. Were its reference the last, they would be freed there, and sooner or later the process
-    would die of a corrupted heap: `tensors` is held until the response is out.
+    lock. If its reference were the last, it would free them there, and the process would die of a
+    corrupted heap sooner or later. So `tensors` is kept until the response is out.
     """
 
     def __init__(self, api: Any, sender: Any, on_end: OnEnd = _nobody) -> None:

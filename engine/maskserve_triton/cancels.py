@@ -1,10 +1,11 @@
-"""How an edit ends that nobody waits for: it is answered, and the denoiser told to free its row.
+"""How an edit ends without a waiting client: the front answers it, and asks the denoiser to free
+its row.
 
-A client that leaves and a deadline that passes are seen by the front's watcher. For a cancel by id
-`control` asks the fronts, which know each edit from acceptance to answer. What the engine holds is
-no measure: an edit that is being decoded or encoded has not reached it, and one that it no longer
-holds may be on its way back. Each front listens at a socket in the worker's runtime folder; a
-message is an edit's id, the answer whether it is now withdrawn.
+The front's watcher sees a client that leaves and a deadline that passes. For a cancel by id,
+`control` asks the fronts, which know each edit from acceptance to answer. The engine cannot decide
+it: an edit that is being encoded has not reached it, and one that is being decoded has left it.
+Each front listens at a socket in the worker's runtime folder; a message is an edit's id, the answer
+whether the front has withdrawn it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Withdrawals:
         self._listener = CancelListener(runtime_dir, front, self.withdraw_by_id)
 
     def withdraw_by_id(self, request_id: str) -> bool:
-        """Withdraw an edit that somebody cancels; False if it is answered or not here."""
+        """Withdraw an edit by id; return False if it is answered or not in this front."""
         error = Cancelled("the edit was cancelled")
         withdrawn = [self.withdraw(call, error) for call in self._calls.tries_of(request_id)]
         return any(withdrawn)
@@ -100,9 +101,8 @@ class Withdrawals:
         return answered
 
     def repeat(self, now: float) -> None:
-        """Tell the denoiser again where it is time: an edit that had not reached it was not found.
-
-        To be called again and again, from one thread.
+        """Repeat due withdrawals to the denoiser: an edit that had not reached it was not found.
+        Call it regularly, from one thread.
         """
         for call, retry_at in list(self._due.items()):
             if now >= retry_at:

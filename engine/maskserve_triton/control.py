@@ -81,7 +81,7 @@ class WorkerControl:
         self._values = Values(config.values)
         self._templates = templates_of(config, self._values)
         self._changing = [threading.Lock() for _ in range(_STRIPES)]
-        """Locks by id, each held while a template is put or evicted."""
+        """Locks by id, each locked while a template is put or evicted."""
         self._listings = TemplateListings()
         self._adapters = AdapterOperations(config)
         self._threads = FairThreads(_THREADS, _MOST_WAITING, "control", _NICE)
@@ -171,12 +171,12 @@ class WorkerControl:
         ]
 
     def _read_status(self, known: str | None) -> dict[str, Any]:
-        """The engine's record, with what the engine cannot say: its age, the admission, and stages
-        that a service runs.
+        """Return the engine's record with its age, the admission state, and the stages that a
+        service runs.
 
         Args:
-            known: version of the templates that the asker knows: it is told changes in place of
-                the list. None: the list.
+            known: version of the templates that the client knows, so that the record has only
+                changes; None: the whole list.
         """
         raw, more = self._status.read_json(), {}
         try:

@@ -94,10 +94,10 @@ class EditDecoder:
     def decode_all(
         self, events: Sequence[ToDecode]
     ) -> Iterator[tuple[NDArray[np.uint8], bytes] | Exception]:
-        """Pixels, as of `Decoder.decode`, of final events or previews that came together, and META
-        that says how they were decoded; each as soon as it is done, in this order, or its error.
+        """Decode final events or previews of one call. Yield, in this order and as soon as each is
+        done, its pixels and META with the way of decoding, or its error.
 
-        Those that are decoded as a whole share calls of the VAE where that pays, but for
+        Events that are decoded as a whole share calls of the VAE if that pays, except for
         `reproducible` edits.
         """
         plans = [self._plan(event) for event in events]

@@ -1,18 +1,18 @@
-"""The models `edit` and `edit_stream`, which answer for a pipeline that cannot report its own end.
+"""The models `edit` and `edit_stream`, which respond for a pipeline that cannot report its own end.
 
-Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front
-watches both and answers by itself. Its parts, and their threads:
+Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front watches
+for both and responds by itself. Its parts, and their threads:
 
     EditFront       `execute` takes requests in, without waiting; a pool has one thread per edit
                     in flight, blocked in the pipeline's responses
     Calls           the edits in flight, by id
     Watcher         one thread: cancels, deadlines, the worker's health, probes
-    Withdrawals     one thread hears of cancels by id; a few tell the denoiser to free rows
+    Withdrawals     one thread receives cancels by id; a few ask the denoiser to free rows
     MetricsThread   publishes how edits ended
     Results         one thread has kept results primed
-    AdapterStore    one thread lists the adapters, a few bring those of accepted edits to the host
+    AdapterStore    one thread lists the adapters, a few load those of accepted edits to the host
 
-A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
+If the denoiser dies, a pool thread stays blocked for good; the watcher has answered its client.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The encoder model: it reuses cached embeddings and moments, and encodes the edits of one call
 together.
 
-A prompt's embeddings and a template's moments are functions of their keys alone, so an edit gets
-from what is kept what it would get from the models: the same bits, where the embeddings were not
-computed with those of others (`reproducible` edits have theirs computed and kept apart). A Fill
-model's masked picture differs from its template under the mask only; where the template is kept,
-it is encoded in pieces round the mask, nearly as if whole.
+A prompt's embeddings and a template's moments depend on their keys alone, so cached ones equal new
+ones. They are equal bit for bit if the embeddings were not computed with those of other edits;
+`reproducible` edits have separate ones. A Fill model's masked picture differs from its template
+under the mask only; if the template is kept, it is encoded in pieces around the mask, nearly as if
+whole.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class EditEncoder:
 
     @classmethod
     def load(cls, config: Config) -> EditEncoder:
-        """The encoder of the folder that `[model] path` names; the denoiser is told how an empty
-        prompt is encoded, as it has no text encoders and primes with it.
+        """Load the encoder of the folder in `[model] path`. Write the embedding of an empty prompt
+        for the denoiser, which has no text encoders and primes with it.
 
         Raises:
             ConfigError: a part cannot be loaded.

@@ -29,10 +29,10 @@ class FairThreads:
         self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
 
     def submit(self, key: Hashable, job: Callable[[], None]) -> None:
-        """Run a job when it is its turn; what it raises is lost.
+        """Run a job in its turn; its errors are lost.
 
         Raises:
-            Full: no more may wait, in all or of this key.
+            Full: too many jobs wait, in all or of this key.
         """
         with self._lock:
             self._queued.take(key)

@@ -1,12 +1,12 @@
 """The encoder or the decoder of a worker whose stages a service runs (`[stages] service`).
 
-The service is a Triton with the models `encoder` and `decoder` themselves: what comes here goes on
-to the model of the same name there, tensor by tensor, and its answer comes back. So requests of
-several workers meet in that model's `execute` as those of one worker do (`Contract.together`), and
-what it keeps of one worker's edits serves the others'.
+The service is a Triton with the models `encoder` and `decoder`. Each request is forwarded to its
+model of the same name, tensor by tensor, and the response returned. So requests of several workers
+meet in that model's `execute` as those of one worker do (`Contract.together`), and edits of all
+workers share its caches.
 
-A service that ends is started again by whoever runs it. What it had is asked again: both stages are
-functions of what they are given. Requests are answered late, so that none waits here for another's.
+A supervisor restarts a service that ends, and the worker sends the lost requests again: both stages
+are functions of their inputs. Responses are sent late, so that no request waits for another.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class ForwardedStage(ABC):
 
 
 class ForwardedEncoder(ForwardedStage):
-    """Waits for the service as it opens, and brings the denoiser its priming prompt."""
+    """Waits for the service as it opens, and writes the priming prompt for the denoiser."""
 
     stage = "encoder"
 
@@ -259,8 +259,8 @@ class ForwardedEncoder(ForwardedStage):
 
 
 class ForwardedDecoder(ForwardedStage):
-    """Events without latents pass through here; of CONTEXT, which has the source's pixels, the
-    request alone is sent on.
+    """Passes events without latents on unchanged. Of CONTEXT, which has the source's pixels, it
+    sends only the request.
     """
 
     stage = "decoder"

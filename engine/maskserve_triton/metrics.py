@@ -46,14 +46,14 @@ class MetricPage:
                 self.metric(name, spec.first)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Bring a gauge to `value`."""
+        """Set a gauge to `value`."""
         metric, key = self.metric(name, *labels), (name, *labels)
         if self._last.get(key) != value:
             metric.set(value)
             self._last[key] = value
 
     def total(self, name: str, total: float, *labels: str) -> None:
-        """Bring a counter to `total`; it never goes back."""
+        """Raise a counter to `total`; it never decreases."""
         metric, key = self.metric(name, *labels), (name, *labels)
         grown = total - self._last.get(key, 0.0)
         if grown > 0:
@@ -102,7 +102,7 @@ class EngineMetrics:
         self._sequence = 0
 
     def publish(self) -> None:
-        """Bring every metric up to date."""
+        """Update every metric."""
         self._page.take(self._observations)
         self._page.total("observations_dropped_total", self._observations.dropped)
         status = self._reader.read()
@@ -151,7 +151,7 @@ class FrontMetrics:
             self._page.metric(name, model)
 
     def publish(self) -> None:
-        """Bring every metric up to date."""
+        """Update every metric."""
         self._page.take(self._observations)
 
 

@@ -42,18 +42,18 @@ def run_edit(
 ) -> Iterator[Event]:
     """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
 
-    TRITON-2.51: it would take `trace=` of the client's request here, and show the ensemble's models
-    in its trace. But a request's trace is freed when `execute` returns, and Triton dies of it.
+    TRITON-2.51: the request could get `trace=` of the client's request, so that its trace shows the
+    ensemble's models. But a request's trace is freed when `execute` returns, and Triton dies of it.
 
     Args:
         api: triton_python_backend_utils.
-        inputs: the elements of its BYTES tensors.
-        parameters: of the request; every model of the pipeline sees them.
-        request_id: for error messages.
-        acks: given for each response, if more than one is to come.
+        inputs: elements of the BYTES tensors.
+        parameters: parameters of the request; every model of the pipeline gets them.
+        request_id: id for error messages.
+        acks: sends an ack for each response; None: there is only one.
 
     Raises:
-        MaskserveError: what a model of the pipeline answered.
+        MaskserveError: the error of a model of the pipeline.
     """
     if acks is not None:
         parameters = {**parameters, ACKS: acks.key}
@@ -85,7 +85,7 @@ def run_edit(
         if acks is not None:
             acks.over()
     if failed:
-        # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
+        # Not raised above: an error that its own frame refers to is a cycle and keeps pictures.
         raise relayed(failed, request_id)
 
 

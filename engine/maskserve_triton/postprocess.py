@@ -38,23 +38,22 @@ def finish_edit(
     mark: Mark = _PLAIN,
     check: Check | None = None,
 ) -> bytes:
-    """The answer's IMAGE bytes.
+    """Return the bytes of the response's IMAGE.
 
-    Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
-    output format is lossless), its transparency too; where it is 255 it is the model's output,
-    opaque, brought to the source's size by Lanczos and into its colours; between, the two are
-    mixed. A model's own alpha, where it draws one, is multiplied with the weight. The answer says
-    what its numbers mean as the source did, and has its metadata. As PNG it has 16 bits where the
-    source has.
+    Where the paste weight is 0, the response is the decoded source bit for bit, with its
+    transparency, if the output format is lossless. Where it is 255, it is the model's output,
+    opaque, resized to the source by Lanczos and converted to its colours. Between, both are mixed.
+    If the model draws an alpha, it is multiplied with the weight. The response has the source's
+    colour profile and metadata. A PNG has 16 bits if the source has.
 
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size, or RGBA.
-        context: what preprocess knew of the edit.
-        mark: how the answer says that it was edited.
-        check: whether it may be answered.
+        context: preprocess's record of the edit.
+        mark: provenance mark of the response.
+        check: the operator's check, which may refuse it.
 
     Raises:
-        Refused: it may not.
+        Refused: the check refuses it.
         EngineFailed: it cannot be signed.
     """
     request = EditRequest.from_json(context.request)
@@ -106,7 +105,7 @@ class OfSource(NamedTuple):
     weights: Image.Image
     """Weights by which the edit is pasted over the canvas, L."""
     fine: Fine | None
-    """Canvas of 16 bits, if source and answer have them."""
+    """Canvas of 16 bits, if source and response have them."""
     metadata: Metadata
 
 

@@ -1,6 +1,6 @@
-"""The first model of the ensemble: from an accepted edit's pictures to the model's arrays.
+"""The first model of the ensemble: it makes the model's arrays of an accepted edit's pictures.
 
-Pictures that cannot be edited are refused here; all else was refused by the front.
+It refuses pictures that cannot be edited; the front has refused everything else.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ def prepare_edit(
     *,
     decoded_pixels: int = DECODED_PIXELS,
 ) -> PreparedEdit:
-    """Check an edit's pictures and bring them to the model's resolution.
+    """Check an edit's pictures and convert them to the model's resolution.
 
     Args:
-        image: the IMAGE tensor's bytes; empty when SETTINGS.template_id names a template.
-        mask: MASK.
-        accepted: all else that was asked.
-        spec: of the served model.
-        config: of this worker.
-        find_template: reads a registered template; None when the worker keeps none.
-        control: the elements of CONTROL.
-        decoded_pixels: up to so many a source travels decoded.
+        image: bytes of the IMAGE tensor; empty if SETTINGS.template_id names a template.
+        mask: bytes of the MASK tensor.
+        accepted: the edit without its pictures.
+        spec: spec of the served model.
+        config: configuration of the worker.
+        find_template: reads a registered template; None: the worker keeps none.
+        control: elements of CONTROL.
+        decoded_pixels: most pixels of a source that is passed on decoded.
 
     Raises:
         InvalidRequest: naming the field.
-        TemplateNotFound: SETTINGS.template_id names nothing that is kept.
+        TemplateNotFound: SETTINGS.template_id names no registered template.
     """
     start, settings = time.perf_counter(), accepted.settings
     source, source_id = _source(image, settings, config, find_template)
@@ -314,10 +314,10 @@ def _at(pixels: npt.NDArray[np.uint8], colour: Colour, size: Size) -> npt.NDArra
 
 
 def mask_for_model(edit: npt.NDArray[np.uint8], spec: ModelSpec) -> npt.NDArray[np.uint8]:
-    """The edit mask as the model should be given it.
+    """Return the edit mask for the model.
 
-    Models that blend sample the mask once per latent or token, and would lose what is thinner than
-    one. Theirs is grown to whole ones. What is pasted stays as the client drew it.
+    Models that blend sample the mask once per latent or token, and would lose thinner parts. Their
+    mask is grown to whole latents or tokens. The pasted area stays as the client drew it.
     """
     if not spec.semantics.blends:
         return edit

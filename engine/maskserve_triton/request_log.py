@@ -30,13 +30,13 @@ _LEVELS = {
 
 
 class RequestLog:
-    """Waits for the end of one edit that a front has taken in.
+    """Waits for the end of one edit that a front has accepted.
 
     Args:
-        model: the front.
-        observations: where it is counted.
-        leave: counts it out at the worker's gate.
-        span: of the edit; what is done for it is recorded below.
+        model: name of the front.
+        observations: observations that count the edit.
+        leave: removes the edit from the worker's admission count.
+        span: span of the edit, parent of the spans of its work.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Results:
         return name
 
     def prime(self, name: str, request_id: str) -> None:
-        """Queue a result for priming in the background, by its client's turn."""
+        """Queue a result for priming in the background, in its client's turn."""
         if self._config.cache.enabled:
             with suppress(Full):
                 self._threads.submit(scope_of(request_id), partial(self._prime, name))

@@ -31,11 +31,10 @@ def respond(
 
 
 def failed_event(meta: bytes, error: Exception) -> bytes:
-    """META that says so where an event of the denoiser's, with this META, could not be turned into
-    pixels.
+    """Return META that reports an event of the denoiser's whose decoding failed.
 
-    An error of Triton's would not arrive before the edit's last event has gone, and that may be
-    held back until this one arrives (acks.py).
+    A Triton error would not arrive before the edit's last event has gone, which may be held back
+    until this event arrives (acks.py).
     """
     try:
         request_id = str(json.loads(meta)["request_id"])

@@ -1,8 +1,8 @@
-"""Whether edits come through the pipeline, as a front sees it.
+"""Whether edits pass through the pipeline, as a front sees it.
 
-Triton answers for its health while it loses what is inside it, and no process need have died. A
-stuck pipeline and a slow one look alike but for this: of all edits that wait for the same part of
-it, none comes through. An edit that the engine holds waits for nothing here, however long it runs.
+Triton reports that it is healthy while it loses requests, and no process need have died. A stuck
+pipeline and a slow one differ in one way: in a stuck one, no edit that waits for the same part
+passes. An edit in the engine waits for no such part, however long it runs.
 """
 
 from __future__ import annotations

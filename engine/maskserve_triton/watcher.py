@@ -31,13 +31,13 @@ class Watcher:
     """Watches the edits of one front until closed.
 
     Args:
-        config: of this worker.
-        name: of the front.
-        calls: the edits in flight.
-        withdrawals: ends those that nobody waits for.
-        traffic: told by the front what comes back.
-        lost_s: after the engine has let go of an edit, when its answer is held to be lost. What
-            comes then takes a moment, or many on a CPU that decodes for others first.
+        config: configuration of the worker.
+        name: name of the front.
+        calls: edits in flight.
+        withdrawals: ends edits without a waiting client.
+        traffic: record of responses, which the front fills.
+        lost_s: seconds after an edit has left the engine when its response counts as lost. The rest
+            takes a moment, or long on a CPU that decodes other edits first.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ model a dense one would take most of what caching saves."""
 class DenseSteps:
     """First steps that compute all tokens (docs/adr/0028). The largest number that applies counts.
 
-    Entries are made of the template alone, without a prompt. Where the model sees the picture round
-    the mask as noised as the rest, dense first steps bring cached edits with a prompt nearest.
+    Priming uses the template alone, without a prompt. If the model sees the picture around the mask
+    as noisy as the rest, dense first steps improve cached edits with a prompt most.
     """
 
     every: int = 0

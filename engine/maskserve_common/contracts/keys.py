@@ -1,11 +1,11 @@
-"""Names: of templates, of whose a request is, and of cached activations.
+"""Names of templates, of the clients of requests, and of cached activations.
 
-Where clients are told apart by API keys, a router puts the client's scope before the request id:
-`k3f0…!my-edit`. To a worker that is one id as any other, so two clients may use the same name at a
-time and neither can cancel the other's edit. Behind it the router puts the number of the try, from
-the second on: `my-edit~2`. The worker that it is sent to may still hold the first, which was given
-up before the worker was. META leaves both out. A registered template has scopes as its owners. A
-cached activation is named by everything that its values depend on (design §4 "Key").
+If API keys identify clients, a router puts the client's scope before the request id:
+`k3f0…!my-edit`. A worker treats it as any id, so two clients may use the same name at a time and
+cannot cancel each other's edits. From the second try on, the router appends the number of the try:
+`my-edit~2`. The worker that gets it may still run the first try, which the router gave up before
+the worker did. META has neither part. A registered template has scopes as its owners. The name of a
+cached activation contains everything that its values depend on (design §4 "Key").
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ _MIB, _GIB = 2**20, 2**30
 
 
 class MemoryTable(msgspec.Struct, frozen=True):
-    """Bytes of one device. Parts that lie on another device count nothing here."""
+    """Bytes of one device; parts on another device do not count."""
 
     device: str
     total: int

@@ -127,13 +127,13 @@ def with_result(meta: bytes, template_id: str | None) -> bytes:
 
 
 def as_told(meta: bytes, values: Mapping[str, Any], *, insists: bool) -> bytes:
-    """META of a final event as its client gets it: what is kept because of another key's edits is
-    told as if it had been made for this one. How long it took stays as it was.
+    """Return META of a final event as its client gets it. Data that is cached because of another
+    key's edits is reported as if this edit had made it; times stay as measured.
 
     Args:
-        meta: what is to be sent.
-        values: of the event, as the pipeline gave it.
-        insists: the edit waits for its template, so that it says `hit` in any case.
+        meta: META of the event.
+        values: its values, as the pipeline gave them.
+        insists: whether the edit waits for its template, so that META says `hit` in any case.
     """
     new = values.get(NEW)
     if not new:

@@ -50,9 +50,9 @@ _operation_object = no_duplicates("OP")
 def parse_operation(raw: bytes) -> dict[str, Any]:
     """Check the OP tensor's bytes.
 
-    All values are strings, but for those of `register` that are booleans: `shared`, if it is for
-    every client, and `prime`, false if it is to be primed when it is edited. `status` may say which
-    version of the `templates` its asker knows, empty for none: it is told what has changed.
+    All values are strings, except two booleans of `register`: `shared` (the template is for every
+    client) and `prime` (false: it is primed at its first edit). `status` may name the version of
+    `templates` that the caller knows, empty for none; the answer then has only changes.
 
     Raises:
         InvalidRequest: naming `OP` or `OP.<key>`.

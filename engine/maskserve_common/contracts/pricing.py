@@ -1,14 +1,13 @@
-"""Linear coefficients of what a row costs on a worker (FlashPS §4.4, Fig. 11).
+"""Linear coefficients of a row's cost on a worker (FlashPS §4.4, Fig. 11).
 
-The FLOPs and the loaded bytes of a batch are sums over its rows, and those of a row are linear in
-its active tokens (FlashPS Table 1). So a worker's cost model comes down to a few coefficients that
-fit into the status record, and a step of rows R takes about
+The FLOPs and the loaded bytes of a batch are sums over its rows, and a row's are linear in its
+computed tokens (FlashPS Table 1). So a few coefficients, which fit into the status record, are a
+worker's cost model. A step of rows R takes about
 
     max(base + Σ compute(r), Σ load(r))        r in R
 
-where the loads of the next steps run beside the computation of this one. The planner does better
-than this for batches in which neither side hides the other; routing compares workers and does not
-need to.
+Loads of the next steps run beside the computation of this one. The planner does better for batches
+in which neither computation nor loads hide the other; routing only compares workers.
 """
 
 from __future__ import annotations
@@ -75,8 +74,9 @@ class Pricing:
     spare_token: float = 0.0
     """Seconds to load a cached row's entries from the host tier, per step and cached token."""
     fetch: Mapping[str, float] = field(default_factory=dict)
-    """Tier -> seconds to bring a template's entries from there to the host tier. A tier that is
-    not named, `host` and `device` apart, cannot be used."""
+    """Tier -> seconds to move a template's entries from it to the host tier. Except for `host` and
+    `device`, a tier that is not named is unusable.
+    """
     tokens: float = 0.0
     """Image tokens for which the coefficients hold; a dense row of another size costs in
     proportion. 0: every dense row costs the same."""
@@ -121,8 +121,13 @@ class Pricing:
         return self.dense_row * (total / self.tokens if self.tokens else 1.0)
 
     def row(self, active: float, total: float, *, cached: bool) -> tuple[float, float]:
-        """`(compute, load)` seconds per step of a row of `total` tokens of which `active` are
-        computed. A row whose mask is so large that caching costs more is dense.
+        """Return the `(compute, load)` seconds per step of a row. A row is dense if its mask is so
+        large that caching costs more.
+
+        Args:
+            active: computed tokens.
+            total: tokens of the row.
+            cached: whether the row is cached.
         """
         if cached:
             return self._read_row(self.cached_row, self.active_token, active, total)
@@ -142,12 +147,12 @@ class Pricing:
         return (compute, load) if compute < dense and load < dense else (dense, 0.0)
 
     def whole_times(self, whole: float, active: float) -> float:
-        """How many times the computation of a row that reads a template one is which computes text
-        and ring in every step.
+        """Return the cost of a row that computes text and ring in every step, as a multiple of the
+        cost of a row that reads a template.
 
         Args:
-            whole: tokens that a step of that one computes.
-            active: that one of the row computes, on average.
+            whole: tokens that a step of the former computes.
+            active: tokens that a step of the latter computes, on average.
         """
         if self.whole is None:
             return 1.0
@@ -163,8 +168,8 @@ class Pricing:
             active: tokens that a reading step computes.
             total: tokens that a refresh step computes.
             dense_share: share of its steps that are refresh steps.
-            first: share of its steps that the first one is; it reads nothing. Others are computed
-                beside steps that do.
+            first: share of the first step, which reads nothing. The row also reads at its other
+                refresh steps.
         """
         dense = self.dense(total)
         if self.between is None:

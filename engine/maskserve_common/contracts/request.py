@@ -45,7 +45,7 @@ class AcceptedEdit:
     settings: EditSettings
     """Settings, checked, with the worker's defaults, a seed and a request id."""
     accepted_ns: int
-    """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
+    """Wall clock (time.time_ns) when the front took the request, from which deadlines count."""
     due_ms: int | None = None
     """Milliseconds from then until the client wants the answer; None: no wish."""
     after_token_s: float = 0.0

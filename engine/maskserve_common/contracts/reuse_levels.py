@@ -1,9 +1,9 @@
-"""Levels of fidelity that an edit which would be late may step down to (`reuse: elastic`).
+"""Levels of fidelity to which a late edit may step down (`reuse: elastic`).
 
-What each was measured at is that of the demo models, in 12 steps (2-core AMD EPYC, CPU only,
-2026-11-25 Fill, 2026-11-22 Inpaint, own anchors 2026-11-27; docs/benchmarks/quality-frontier-*.json
-and quality-own-*.json, to which tests hold the tables, and by which no other ring saves more per
-dB):
+The measured values are those of the demo models, in 12 steps (2-core AMD EPYC, CPU only, 2026-11-25
+Fill, 2026-11-22 Inpaint, refresh steps 2026-11-27; docs/benchmarks/quality-frontier-*.json and
+quality-own-*.json). Tests compare the tables with these files; in them no other ring saves more per
+dB.
 
     scripts/bench eval_quality --frontier
     scripts/bench eval_quality --own
@@ -83,15 +83,16 @@ _BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()
 def levels_of(
     settings: EditSettings, skipping: str, plan: Execution, refresh_steps: int = 0
 ) -> tuple[ReuseLevel, ...]:
-    """Those that the edit may step down to, the nearest first; none unless it asked for any.
+    """Return the levels to which the edit may step down, the nearest first; none unless it asks for
+    them.
 
     An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring.
 
     Args:
-        settings: of the edit, with its ring.
-        skipping: of the model (`ModelSpec.skipping`).
+        settings: settings of the edit, with its ring.
+        skipping: `ModelSpec.skipping` of the model.
         plan: execution plan of the edit.
-        refresh_steps: number of its refresh steps, if it has any.
+        refresh_steps: number of its refresh steps, if any.
     """
     if settings.reuse != "elastic":
         return ()

@@ -123,11 +123,11 @@ class AdapterStatus(msgspec.Struct, frozen=True):
 
     name: str
     tier: AdapterTier
-    """The nearest one that has it; `coming`: it is on its way to the device."""
+    """Nearest tier that has it; `coming`: it is loading to the device."""
     nbytes: int
     """Bytes of the adapter's file."""
     digest: str = ""
-    """sha256 of its file; empty while it is coming."""
+    """sha256 of its file; empty while it is loading."""
 
 
 class AdapterTierTotal(msgspec.Struct, frozen=True):
@@ -194,8 +194,9 @@ class WorkerStatus(msgspec.Struct):
     typical_adapter_bytes: float = 0.0
     """Bytes of the file of any other adapter, averaged over all that the worker knows."""
     adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
-    """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
-    measured lately. Empty: the worker serves none."""
+    """`host` or `storage` -> recently measured cost to load an adapter from it to the device.
+    Empty: the worker serves none.
+    """
     controlnets: tuple[AdapterStatus, ...] = ()
     """ControlNets on the device, or on their way there, with their bytes on it."""
     typical_controlnet_bytes: float = 0.0
@@ -206,7 +207,7 @@ class WorkerStatus(msgspec.Struct):
     """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
     in the records of writers that know of no nodes."""
     values: ValuesHeld = ValuesHeld()
-    """Values in files, as of when the record is handed out."""
+    """Values in files, at the time when the record is read."""
     version: int = VERSION
 
     @property

@@ -77,11 +77,11 @@ class AdapterFolder:
         """Write a file whole or not at all; one process or thread at a time (`bringing`).
 
         Args:
-            name: of the adapter.
-            version: of its file.
-            nbytes: of the file.
-            chunks: the file, piece by piece; what they raise is raised on.
-            check: looks at the whole file before anybody else sees it, and raises if it is bad.
+            name: name of the adapter.
+            version: version of its file.
+            nbytes: bytes of the file.
+            chunks: the file, piece by piece; its errors propagate.
+            check: reads the whole file before it has its name, and raises if it is bad.
 
         Raises:
             NoRoom: there is no room for it.

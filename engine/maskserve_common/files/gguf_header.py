@@ -1,11 +1,11 @@
-"""The header of a GGUF file, looked over before a library reads it.
+"""The header of a GGUF file, checked before a library reads it.
 
     | GGUF | version | how many tensors | how many values |
     | values: key, type, value … | tensors: name, sides, form, offset … | data, aligned |
 
-The library goes by whatever counts a header names: one of 2⁶⁰ keeps it busy for ever. Here each is
-bounded by what the file has room for, and by how many any published model has; this takes time in
-proportion to the header.
+The library trusts the counts of a header: a count of 2⁶⁰ keeps it busy for ever. This module bounds
+each count by the file's size, and by the counts of published models. It takes time in proportion to
+the header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 2**28
 
 _VERSIONS = (2, 3)
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value, by its type; strings and arrays tell their own."""
+"""Bytes of a value, by its type; strings and arrays give their own."""
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = b"general.alignment"
 

@@ -32,7 +32,7 @@ class Sums(msgspec.Struct):
     count: int = 0
     bytes: int = 0
     of: dict[str, int] = {}
-    """Bytes by scope; a file counts for each scope that it is booked on."""
+    """Bytes by scope; a file counts for each scope that uses it."""
 
     def book(self, scopes: Iterable[str], nbytes: int, count: int) -> None:
         """A file comes (1) or goes (-1)."""

@@ -1,12 +1,12 @@
-"""The header of a safetensors file, read before any tensor of it is.
+"""The header of a safetensors file, read before any tensor.
 
-Eight bytes tell the length of the JSON behind them, which names each tensor with its dtype, shape
-and place; the tensors follow, one behind the other:
+Eight bytes give the length of the JSON behind them. It names each tensor with its dtype, shape and
+place; the tensors follow one after the other:
 
     | length | {"NAME": {"dtype", "shape", "data_offsets"}, …, "__metadata__": {…}} | tensors |
 
-Files may come from anybody. So everything here takes time in proportion to the header, which is
-bounded, and what is returned fits the file: no tensor lies outside of it or over another.
+Anybody may have written the file. So reading takes time in proportion to the header, which is
+bounded, and the result fits the file: no tensor lies outside of it or over another.
 """
 
 from __future__ import annotations

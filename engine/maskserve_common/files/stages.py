@@ -26,7 +26,7 @@ class StageOutages:
         self._forwards = bool(config.stages.service)
 
     def mark(self, stage: Stage, *, lost: bool) -> None:
-        """Tell the worker's other processes."""
+        """Publish to the worker's other processes whether a stage is lost."""
         if lost:
             self._files.write(stage, b"")
         else:

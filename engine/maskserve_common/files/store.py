@@ -1,14 +1,14 @@
 """Files in a folder that threads and processes share.
 
     NAME          a file, or a folder of files: whole or not at all, never rewritten in place
-    .new/*        a file on its way in, locked by its writer; nobody's once the lock is free
-    .gone/*       a folder on its way out; nobody's once the folder's lock is free
-    .lock         held by who makes room
-    .lock-NAME    held by who brings NAME in
+    .new/*        a file that is being written, locked by its writer; stale once the lock is free
+    .gone/*       a folder that is being removed; stale once the folder's lock is free
+    .lock         held by the process that makes room
+    .lock-NAME    held by the process that writes NAME
 
-Readers take no lock: what they have opened stays readable after it was replaced or dropped. All of
-it is for its own user's eyes: files are made 0600, folders 0700. What is on its way lies in folders
-of its own, so that nobody lists all files to find it.
+Readers take no lock: an open file stays readable after it was replaced or removed. Only the user
+who made them can read files (0600) and folders (0700). Unfinished files lie in folders of their
+own, so that a search for them does not list all files.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class FileStore:
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float = math.inf) -> Iterator[None]:
-        """Be the only one who makes room or brings files in this way; what killed processes left
-        is gone.
+        """Be the only one that makes room or writes files in this way; remove what killed processes
+        left.
 
         Raises:
-            TimeoutError: another has been at it for so long.
+            TimeoutError: another one took longer than `timeout_s`.
         """
         make_private(self.folder)
         if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
@@ -117,10 +117,10 @@ class FileStore:
 
     @contextlib.contextmanager
     def bringing(self, name: str, timeout_s: float) -> Iterator[None]:
-        """Be the only one who brings NAME in.
+        """Be the only one that writes NAME.
 
         Raises:
-            TimeoutError: another has been at it for so long.
+            TimeoutError: another one took longer than `timeout_s`.
         """
         make_private(self.folder)
         path = self.folder / f"{_LOCK}-{name}"

@@ -78,12 +78,13 @@ class Values(NamedFiles):
                 self._end(_owner(scope, run))
 
     def put(self, parts: Sequence[bytes | memoryview], scope: str, run: str) -> bytes | None:
-        """A reference to these bytes; None: they are few, there is no room, or the run is over.
+        """Store these bytes and return a reference; None: they are few, there is no room, or the
+        run is over.
 
         Args:
-            parts: the value is all of them in turn.
-            scope: of whose run it is.
-            run: that has it; empty: none.
+            parts: parts of the value, in order.
+            scope: scope of the run's client.
+            run: run that uses the value; empty: none.
         """
         nbytes = sum(len(part) for part in parts)
         if not (self.host and run) or nbytes < self._config.least_bytes:
@@ -238,7 +239,7 @@ class Values(NamedFiles):
                 self._end(path.name)
             else:
                 oldest = min(oldest, used)
-        # Marks that are made or renewed from here on are younger than all of these.
+        # Marks made or renewed later are younger than all of these.
         self._expires_at = time.monotonic() + self._config.expires_s - (now_s - oldest)
 
     def _named_host(self) -> str:

@@ -1,11 +1,11 @@
-"""Which files of a folder are a model's weights.
+"""The files of a folder that are a model's weights.
 
-A folder may have them more than once, in *variants*, as the hub's libraries name them:
+A folder may have several *variants* of them, named as the hub's libraries name them:
 
     diffusion_pytorch_model.safetensors              without a variant
     diffusion_pytorch_model.fp16.safetensors         of the variant fp16
-    model.fp16-00001-of-00002.safetensors            likewise, of several files
-    model-00001-of-00002.fp16.safetensors            likewise, as it was once written
+    model.fp16-00001-of-00002.safetensors            the same, in several files
+    model-00001-of-00002.fp16.safetensors            the same, in the older form
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class WeightFiles(NamedTuple):
 
 
 def weight_files(folder: Path, variant: str = "") -> WeightFiles:
-    """The weights of a folder.
+    """Return the weight files of a folder.
 
     Args:
-        folder: of one model.
-        variant: that is preferred. Where the folder lacks it, files without a variant are taken,
-            and where it has none of these, those of its only variant.
+        folder: folder of one model.
+        variant: preferred variant. A folder without it gives its files without a variant, or else
+            those of its only variant.
 
     Raises:
-        ValueError: there are several variants, and none of them is asked for; the end of a
-            sentence about the folder.
+        ValueError: there are several variants, and the preferred one is not among them; the text
+            ends a sentence about the folder.
     """
     files_by_variant: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):

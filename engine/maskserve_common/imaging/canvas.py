@@ -1,4 +1,4 @@
-"""The canvas of an edit: its source, and what it grows by."""
+"""The canvas of an edit: its source with the margins by which it grows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def canvas_size(size: Size, margins: Margins, limits: LimitsConfig) -> Size:
 
 
 def grown(picture: A, margins: Margins, **how: Any) -> A:
-    """Return a picture [H, W, …] at the canvas's size. Its edges are continued, so that the model
-    has a context, unless `how` tells numpy.pad otherwise.
+    """Return a picture [H, W, …] at the canvas's size. Its edge pixels are repeated, so that the
+    model has a context, unless `how` gives numpy.pad another mode.
 
     Args:
         picture: pixels of the source's size.

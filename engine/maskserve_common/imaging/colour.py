@@ -1,17 +1,17 @@
-"""Colour profiles of pictures: kept on the answer, or converted to sRGB.
+"""Colour profiles of pictures: kept in the response, or converted to sRGB.
 
     source numbers ─────────────────────────► the answer's numbers outside the mask, tagged alike
           │ shown                        ▲ painted
           ▼                              │
       sRGB, which models know ─► model ──┘
 
-A model is given sRGB, and what it paints is brought into the source's own space before it is
-pasted. So no number outside the mask changes, and inside the picture looks as the model meant it.
-Grey and CMYK pictures with a profile, and RGB ones with a profile that leads one way only, are
-converted to sRGB as they are decoded, since the answer is RGB.
+The model gets sRGB, and its output is converted to the source's colour space before it is pasted.
+So no number outside the mask changes, and the picture looks as the model meant it. Grey and CMYK
+pictures with a profile are converted to sRGB when they are decoded, since the response is RGB; so
+are RGB pictures with a profile that converts in one direction only.
 
-A PNG says what its numbers mean by chunks (cICP goes before iCCP, that before sRGB, that before
-gAMA and cHRM). A PNG answer has the same chunks; for JPEG and WebP they are put into a profile.
+A PNG states the meaning of its numbers in chunks (cICP goes before iCCP, iCCP before sRGB, sRGB
+before gAMA and cHRM). A PNG response has the same chunks; JPEG and WebP get them as a profile.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ class Container:
     colour_type: int = -1
     """PNG's colour type; -1 for other formats."""
     transparency: bytes = b""
-    """PNG's tRNS chunk, which the payload lacks."""
+    """PNG's tRNS chunk, which is not in the payload."""
     words: Words = field(default_factory=dict)
-    """Colour information of the file that the payload of PNG and JPEG lacks."""
+    """Colour information of the file that is not in the payload of PNG and JPEG."""
     end: int = 0
     """Bytes of the file that belong to the picture."""
     metadata: Metadata = NOTHING
@@ -172,7 +172,7 @@ def _read_png(data: bytes) -> Container:
         if end > len(data):
             raise BadContainer("is a truncated PNG")
         if name == b"IHDR" and number > 0:
-            # The decoder would believe the last one, and what is read here would not be true.
+            # The decoder takes the last one, so a value read from the first could be wrong.
             raise BadContainer("is a damaged PNG")
         if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             kept_chunks.append(data[at:end])

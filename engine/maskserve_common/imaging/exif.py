@@ -1,7 +1,7 @@
-"""A picture's EXIF: how it is turned, and what its answer has of it.
+"""A picture's EXIF: its orientation, and the block that the response keeps.
 
-An answer has the source's EXIF block as it came, makers' own notes and all, but for two things that
-are true no more: the picture stands upright, and its thumbnail is another picture's.
+A response has the source's EXIF block unchanged, makers' notes included, except for two facts that
+are no longer true: the orientation, since the picture stands upright, and the thumbnail.
 """
 
 from __future__ import annotations

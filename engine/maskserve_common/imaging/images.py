@@ -130,18 +130,18 @@ def encode_png(
     xmp: bytes = b"",
     metadata: Metadata = NOTHING,
 ) -> bytes:
-    """A whole PNG file, for an answer that someone waits for.
+    """Encode a whole PNG file fast, for a response that a client waits for.
 
-    Pillow tries five filters on each row; here every row is stored as the difference to the row
-    above and deflated by run lengths and Huffman codes alone. On a photograph of 256x256 pixels
-    that took 1.7 ms where Pillow's fastest level took 4.4 ms, for 119,130 bytes in place of
-    118,318 (`python scripts/bench codec` at d4e1388, 2-core AMD EPYC (Zen 5), 2026-11-20).
+    Pillow tries five filters on each row. This encoder stores each row as the difference to the row
+    above, and deflates with run lengths and Huffman codes alone. A photograph of 256x256 pixels
+    took 1.7 ms, where Pillow's fastest level took 4.4 ms, for 119,130 bytes instead of 118,318
+    (`python scripts/bench codec` at d4e1388, 2-core AMD EPYC (Zen 5), 2026-11-20).
 
     Args:
         pixels: uint8 or uint16, RGB [H, W, 3], RGBA [H, W, 4] or grey [H, W].
-        colour: what they mean.
-        xmp: what the file is to say beside.
-        metadata: what else it is to have beside its pixels.
+        colour: meaning of the numbers.
+        xmp: XMP of the file.
+        metadata: its other metadata.
     """
     height, width = pixels.shape[:2]
     depth, kind = 8 * pixels.itemsize, _KINDS[pixels.size // (height * width)]
@@ -268,7 +268,7 @@ def _high_byte(samples: npt.NDArray[np.generic]) -> Pixels:
     return high
 
 
-# Image.open warns of and refuses sizes by a global of its own; the limits here are the config's.
+# Image.open applies a global size limit of its own; here the limits are the config's.
 _DECODERS: dict[str, type[ImageFile.ImageFile]] = {
     "png": PngImagePlugin.PngImageFile,
     "jpeg": JpegImagePlugin.JpegImageFile,
@@ -299,7 +299,7 @@ NO_LIMITS = LimitsConfig(max_image_bytes=2**31, max_pixels=2**31, max_side=65_53
 _MOST_AROUND = 4
 """Most bytes of an input, as a multiple of the bytes that its picture may have."""
 _BEGINNING = 1024
-"""Characters of a text that tell whether it is a picture."""
+"""Characters that decide whether a text is a picture."""
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _BLANKS = b" \t\r\n\v\f"
 

@@ -1,7 +1,7 @@
 """Reader of AVIF and HEIC files' boxes (ISO/IEC 14496-12 and 23008-12).
 
-Decoders believe what is coded, whatever size the boxes tell, and take memory for it: so AV1's own
-headers are read, too.
+Decoders trust the coded size, whatever the boxes say, and allocate memory for it. So this module
+reads AV1's own headers too.
 """
 
 from __future__ import annotations
@@ -259,10 +259,10 @@ def _fits(coded: bytes, size: tuple[int, int]) -> bool:
 
 
 def _sequence_size(header: bytes) -> tuple[int, int]:
-    """(height, width) of AV1's sequence header (5.5.1); refuses what is of films alone.
+    """Return the (height, width) of AV1's sequence header (5.5.1); refuse features of films.
 
     Raises:
-        IndexError: it is cut short, or tells times.
+        IndexError: the header is cut short, or has times.
     """
     bits, left = int.from_bytes(header, "big"), 8 * len(header)
 

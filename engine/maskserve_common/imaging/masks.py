@@ -1,14 +1,14 @@
-"""From a decoded mask to what is computed and what is pasted back.
+"""The tokens that an edit computes and the pixels that it pastes, from a decoded mask.
 
     mask image ─ rule ─► selected ─ dilate, feather ─► paste weights      at the canvas's size
                                                             │ > 0, of the window
                                                        edit mask          at the model's size
                                                             │ any overlap, grown by the ring
-                                                       active tokens      per token size
+                                                       computed tokens    per token size
 
 Every pixel with a paste weight above 0 lies inside the edit mask, and every edited model pixel
-inside an active token, so nothing is ever pasted that the model did not repaint. Work is confined
-to the bounding box of what is selected.
+inside a computed token, so each pasted pixel was repainted by the model. Work is confined to the
+bounding box of the selected pixels.
 """
 
 from __future__ import annotations
@@ -400,14 +400,14 @@ def _grown(grid: Bools, ring: int) -> Bools:
 
 
 def widened(active: TokenIds, rows: int, columns: int, count: int) -> TokenIds:
-    """`count` tokens of a grid, or all it has: some, and those nearest to them, square ring by
-    square ring.
+    """Return `count` tokens of a grid, or all that it has: the given ones and those nearest to
+    them, square ring by square ring.
 
     Args:
-        active: ids, ascending, at least one.
-        rows: of the grid.
-        columns: of the grid.
-        count: no less than there are.
+        active: ids of the given tokens, ascending, at least one.
+        rows: rows of the grid.
+        columns: columns of the grid.
+        count: at least the number of given tokens.
     """
     grid = np.zeros((rows, columns), np.bool_)
     grid.flat[active] = True
@@ -418,12 +418,12 @@ def widened(active: TokenIds, rows: int, columns: int, count: int) -> TokenIds:
 
 
 def cover_a_side(active: TokenIds, rows: int, columns: int) -> bool:
-    """Whether tokens of a grid of `rows` x `columns` cover a whole side of it, corner to corner.
+    """Whether tokens cover a whole side of a grid, corner to corner.
 
     Args:
-        active: ids, each once.
-        rows: of the grid.
-        columns: of the grid.
+        active: ids of the tokens, once each.
+        rows: rows of the grid.
+        columns: columns of the grid.
     """
     ys, xs = np.divmod(active, columns)
     across = (np.count_nonzero(ys == y) == columns for y in (0, rows - 1))

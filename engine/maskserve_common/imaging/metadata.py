@@ -57,7 +57,7 @@ class Metadata:
 
     @property
     def identity(self) -> bytes:
-        """Tells pictures with different metadata apart."""
+        """Key that differs between pictures with different metadata."""
         if not self:
             return b""
         if self == Metadata(exif=self.exif):

@@ -1,4 +1,4 @@
-"""Bringing what edits name to a device, in threads that no step waits for."""
+"""Loading of resources to a device, in threads that no step waits for."""
 
 from __future__ import annotations
 
@@ -109,16 +109,16 @@ class ResourceLoader(ABC, Generic[W]):
 
     @abstractmethod
     def _load_now(self, item: W, begin: float) -> Loaded:
-        """Bring it to the device.
+        """Load a resource to the device.
 
         Args:
-            item: what.
-            begin: when it was asked for, on time.monotonic's clock.
+            item: the resource.
+            begin: time.monotonic time of the request.
 
         Raises:
-            MaskserveError: to be told as it is.
-            ValueError: it cannot be served; the text goes on behind its name.
-            FileNotFoundError: it has gone meanwhile.
+            MaskserveError: its text goes to the client unchanged.
+            ValueError: the resource cannot be served; the text follows its name.
+            FileNotFoundError: it was removed meanwhile.
             MemoryError: there is no room.
         """
 

@@ -1,11 +1,14 @@
 """States of resources that edits need, and the edits that wait for them.
 
-    absent ──coming()──► coming ──arrived()──► here
-                            └────failed()────► failed        both begin anew with coming()
+    absent ──reserve()──► coming (loading) ──arrived()──► here (ready)
+                             └────failed()────► failed
 
-A kind of resource with a byte budget is kept by it: it is `here` until something of more value
-takes its room. Of other kinds (templates, whose entries the store keeps) only who waits is known:
-they are absent again once their waiters were told. Used by the engine thread only.
+    absent and failed resources begin with reserve()
+
+The residency enforces the byte budget of a kind: a resource stays ready until one with a higher
+score takes its room. For kinds without a budget (templates, whose entries the store keeps) it only
+knows the waiting edits: such a resource is absent again once they were informed. Used by the engine
+thread only.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ class Residency:
 
     Args:
         most_waiting: edits that may wait.
-        budgets: kind → bytes; kinds that are not named are kept by somebody else.
-        evict: told what has to go.
+        budgets: bytes by kind; other kinds are kept elsewhere.
+        evict: called with each resource to evict.
     """
 
     def __init__(
@@ -77,10 +80,10 @@ class Residency:
         return 0 if record is None else record.nbytes
 
     def reserve(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
-        """Book its bytes and say that it is on its way; False: there is no room for it.
+        """Reserve bytes for a resource and set it loading; return False if there is no room.
 
-        What is here of its kind with the lowest score goes first; nothing of a higher score goes
-        for it, nothing pinned, nothing on its way.
+        Ready resources of its kind are evicted for it, the lowest score first; none with a higher
+        score, none that is pinned and none that is loading.
         """
         if self.state(resource) in ("coming", "here"):
             return True
@@ -117,11 +120,11 @@ class Residency:
         return hurt
 
     def wait(self, request_id: str, resources: Iterable[Resource]) -> bool:
-        """Have an edit wait until all of these are here; False: they are, it need not wait.
+        """Let an edit wait until all these resources are ready; return False if they already are.
 
         Raises:
             MaskserveError: one of them has failed.
-            Overloaded: no more may wait, in all or of its key.
+            Overloaded: too many edits wait, in all or of its key.
         """
         missing = {item for item in resources if self.state(item) != "here"}
         for item in missing:
@@ -145,7 +148,7 @@ class Residency:
         self._missing.pop(request_id, None)
 
     def pin(self, resource: Resource) -> None:
-        """Keep it, if it is here or comes, until `unpin` was called as often as this."""
+        """Keep a ready or loading resource until `unpin` was called as often as this."""
         self._pins[resource] += 1
 
     def unpin(self, resource: Resource) -> None:
@@ -161,7 +164,7 @@ class Residency:
         self._resident[resource].score = score
 
     def drop(self, resource: Resource) -> None:
-        """It goes, if it is here."""
+        """Evict a resource, if it is ready."""
         if self.state(resource) == "here":
             del self._resident[resource]
             self._evict(resource)

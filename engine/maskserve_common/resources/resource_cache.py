@@ -1,8 +1,8 @@
 """Resource cache of one kind: the resources on the device, the edits that need them, and eviction.
 
-An owner (an edit, a priming, another process's session) holds what it needs from when it is
-accepted until it ends: what it waits for, or steps with, is not evicted. Of the rest the least used
-per byte goes first. Used by one thread at a time; loading goes on in others (`ResourceLoader`).
+An owner (an edit, a priming, another process's session) keeps its resources from acceptance until
+its end: they are not evicted while it waits or steps. Among the others, the least used per byte is
+evicted first. Used by one thread at a time; other threads load (`ResourceLoader`).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class ResourceCache(ABC, Generic[W]):
         return Resource(self.kind.name, item.version)
 
     def hold(self, owner: str, items: Sequence[W]) -> tuple[Resource, ...]:
-        """Keep these for an owner, and have brought what is not here; the latter.
+        """Keep resources for an owner, and load the missing ones; return those that are not ready.
 
         Raises:
-            MaskserveError: one of them cannot be had; nothing is kept then.
+            MaskserveError: one of them is not available; nothing is kept then.
         """
         resources = {self.resource(item): item for item in items}
         if owner not in self._owners:
@@ -115,11 +115,11 @@ class ResourceCache(ABC, Generic[W]):
         self._observations.add(f"{self.kind.metrics}_wait_seconds", seconds)
 
     def loaded(self, item: W) -> Loaded:
-        """One that is here."""
+        """Return a ready resource."""
         return self._loaded[item.version][1]
 
     def digest(self, item: W) -> str:
-        """sha256 of the files of one that is here."""
+        """Return the sha256 of a ready resource's files."""
         return self.loaded(item).digest
 
     def names(self) -> tuple[str, ...]:

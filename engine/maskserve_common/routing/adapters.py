@@ -1,4 +1,4 @@
-"""Where a worker has LoRAs and ControlNets, and how long it takes to bring others to its device."""
+"""Tiers of LoRAs and ControlNets on a worker, and the time to load others to its device."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Board:
         return view
 
     def serving(self, edit: Edit) -> Rows:
-        """Who takes edits like this one, now or once there is a place."""
+        """Return the workers that serve the edit, now or once they have a place."""
         return self._of_model(edit, self._flags[:, 0])
 
     def accepting(self, edit: Edit) -> Rows:
@@ -196,7 +196,7 @@ class Board:
         return self._of_model(edit, self._flags[:, 4])
 
     def taking(self, edit: Edit) -> Rows:
-        """Who has a place for it."""
+        """Return the workers that have a place for the edit."""
         return self._of_model(edit, self._flags[:, 1])
 
     def _of_model(self, edit: Edit, flags: Flags) -> Rows:
@@ -349,7 +349,7 @@ class Board:
         read = active_tokens if edit.controls else ring
         cached, load = row("cached_row", "active_token", read)
         whole, whole_load = row("whole_row", "whole_token", active_tokens)
-        # Without a template: with anchors of its own, or dense.
+        # Without a template the edit has refresh steps or runs dense.
         compute = dense
         if edit.refresh_steps:
             active = tokens_of(costs[:, _AT["ring_refresh"]], 0.0)

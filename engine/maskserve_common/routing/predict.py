@@ -1,14 +1,14 @@
-"""When an edit would be done on a worker (FlashPS Algorithm 2, `CalcCost`).
+"""The time at which an edit would be done on a worker (FlashPS Algorithm 2, `CalcCost`).
 
-The paper scores the batch that the edit would join by the time of one pipeline pass. Here the
-whole way is followed: rows that end before the edit does stop costing anything, edits that wait
-take their places, and the edit itself may have to wait for one. With the work of all others as a
-function of steps (`profile`), an edit that gets a row after `s` steps and takes `n` is done after
+The paper scores the batch that the edit would join by the time of one pipeline pass. This module
+follows the edit to its end: rows that end earlier stop costing, waiting edits take their places,
+and the edit itself may wait for a place. `profile` gives the work of all others as a function of
+steps. An edit that gets a row after `s` steps and takes `n` is done after
 
     max(step·N + compute·n + busy(N), load·n + loading(N))     N = s + n
 
-and no step is ever simulated. Loads may run ahead of the computation over step boundaries, as
-prefetching does, so the maximum is taken over the whole way.
+No step is simulated. Prefetching lets loads run ahead of the computation over step boundaries, so
+the maximum is taken over all steps.
 """
 
 from __future__ import annotations

@@ -138,10 +138,11 @@ class WorkerView:
         return None
 
     def price(self, edit: Edit) -> tuple[float, float, float]:
-        """`(compute, load, fetch)` seconds of `edit` here: the first two per step, the last once.
+        """Return the `(compute, load, fetch)` seconds of `edit` on this worker: the first two per
+        step, the last once.
 
-        Without usable entries, or where fetching them takes longer than they save, the edit runs
-        dense at once.
+        The edit runs dense at once if no entries are usable, or if fetching them takes longer than
+        they save.
         """
         way = self._plan(edit)
         seconds = way.compute
@@ -193,9 +194,7 @@ class WorkerView:
         return edit.active(None) if edit.controls else edit.active(rings.template, rings.lookahead)
 
     def least_share(self, edit: Edit) -> float:
-        """Return the least share of its work to which the edit may step down here when it would be
-        late.
-        """
+        """Return the least share of its work to which a late edit may step down on this worker."""
         levels = edit.dense_levels if self._plan(edit).tokens is None else edit.refresh_levels
         if self._tier(edit) is not None:
             times = self.pricing.whole_times(edit.active(None), self._cached_tokens(edit))
@@ -220,7 +219,8 @@ class WorkerView:
         return plan._replace(compute=seconds)
 
     def adapter_seconds(self, edit: Edit) -> float:
-        """Seconds until the LoRAs and ControlNets of `edit` can be used here."""
+        """Return the seconds until the LoRAs and ControlNets of `edit` are usable on this worker.
+        """
         seconds = 0.0
         if edit.adapters and self.adapters is not None:
             seconds = self.adapters.seconds(edit.adapters)

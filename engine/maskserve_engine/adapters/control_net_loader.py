@@ -68,7 +68,7 @@ class NetFolder(NamedTuple):
 
     @property
     def _class(self) -> Any:
-        import diffusers  # here: a process first says which libraries it has no use for
+        import diffusers  # a process first excludes libraries that it does not use
 
         return getattr(diffusers, self.kind)
 

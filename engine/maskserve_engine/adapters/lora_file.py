@@ -57,7 +57,7 @@ def read_lora(
                     parts.setdefault(update.part, {})[update.layer] = cast
     except safetensors.SafetensorError as error:
         raise BadAdapter(f"is no safetensors file: {error}") from error
-    except BadAdapter as error:  # whoever brought it here has let it pass
+    except BadAdapter as error:  # the check before its load has let it pass
         _log.warning("%s is no LoRA of %s: it %s", path, model, error)
         raise
     return parts

@@ -1,8 +1,8 @@
-"""How the engine's thread is spoken to, and how it answers.
+"""Commands to the engine's thread, and events from it.
 
-What other threads ask of it are commands, run between two steps. Events to clients leave on a
-thread of their own: neither a slow client nor a result that has yet to come from the device holds
-up a step.
+Other threads put commands into the inbox; the engine's thread runs them between two steps. A
+separate thread sends events to clients, so that neither a slow client nor a result that is still on
+the device delays a step.
 """
 
 from __future__ import annotations

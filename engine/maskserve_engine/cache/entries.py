@@ -237,17 +237,17 @@ class AnchorEntry:
 
 
 class Recorder:
-    """Takes a priming row's activations and makes an entry of them.
+    """Records a priming row's activations and makes an entry of them.
 
-    What it is given may be views: it keeps encoded copies.
+    Its inputs may be views: it keeps encoded copies.
 
     Args:
-        kinds: per block, what to keep: any of "h", "kv". Ends are kept wherever they are told.
+        kinds: kinds to keep per block: any of "h", "kv". Ends are kept whenever they are recorded.
         format: storage format.
-        maps: feature maps that are kept.
+        maps: number of feature maps to keep.
         text_tokens: number of first text tokens that show the source to the text encoder; their
             keys and values are kept behind the image's.
-        words: the text tokens behind these, of which nothing is kept.
+        words: number of the text tokens behind these, which are not kept.
     """
 
     def __init__(

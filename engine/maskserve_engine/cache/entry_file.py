@@ -1,11 +1,11 @@
 """Entries in files: the safetensors format, with a checksum over everything that is read from it.
 
 Any safetensors tool opens such a file. Its metadata name the anchor, the template and the digest
-(XXH3, 128 bits) of the other metadata and of all tensors. It is written here, tensor by tensor,
-because a full disk must be an error of `write` (the library maps the file: a signal that ends the
-process on a full tmpfs), and because the checksum is taken on the same way. A file is not mapped
-for reading, either: it may be cut off under the reader, and that must be an error of `read`. (What
-a device reads by itself is another matter: `registered`.)
+(XXH3, 128 bits) of the other metadata and of all tensors. This module writes it tensor by tensor,
+for two reasons. A full disk must be an error of `write`; the library maps the file, and on a full
+tmpfs a signal ends the process. And the checksum is taken in the same pass. Files are not mapped
+for reading either: a file may be cut off under its reader, which must be an error of `read`. (Files
+that a device reads by itself are mapped: `registered`.)
 """
 
 from __future__ import annotations

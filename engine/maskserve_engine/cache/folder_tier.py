@@ -39,11 +39,11 @@ class FolderTier(StoredTier):
     """Entries in a folder of a tmpfs (tier `host`) or of a disk (tier `disk`).
 
     Args:
-        folder: made if it is not there.
-        budget_bytes: most bytes of all files in the folder, whoever wrote them.
-        rebuild: seconds to have a template again.
-        clock: seconds of the file system's clock.
-        opened: told each file that is opened and whole.
+        folder: folder of the files, made if it does not exist.
+        budget_bytes: most bytes of all files in the folder, from any process.
+        rebuild: returns the seconds to make a template again.
+        clock: clock of the file system, in seconds.
+        opened: called with each checked file when it is opened.
     """
 
     def __init__(

@@ -99,14 +99,14 @@ class Arrival:
         return self.event is None or self.event.query()
 
     def get(self) -> tuple[Coded, ...]:
-        """The part, for work of the current stream from here on."""
+        """Return the part, for later work of the current stream."""
         if self.event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.event)
             for coded in self.parts:
                 for tensor in coded.tensors():
                     tensor.record_stream(stream)  # else its memory could be given away too early
-            self.event = None  # what that stream does from here on is behind the copy
+            self.event = None  # later work of that stream comes after the copy
         return self.parts
 
 
@@ -130,7 +130,7 @@ class Mover(Protocol):
     def move(
         self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
     ) -> Arrival:
-        """Bring the tokens `ids` (None: all) of some tensors to the device, to `room` if given."""
+        """Move the tokens `ids` (None: all) of some tensors to the device, into `room` if given."""
         ...
 
     def close(self) -> None:
@@ -394,10 +394,9 @@ class Load:
     """Tokens of one entry on the device: those of a selection, or all.
 
     Args:
-        entry: source of the parts; held until the load is dropped.
+        entry: source of the parts, kept until the load is dropped.
         tier: tier of the entry.
-        selection: tokens and heads that are moved; None: all, and each row takes its own on the
-            device.
+        selection: tokens and heads to move; None: all, and each row selects its own on the device.
     """
 
     def __init__(
@@ -412,7 +411,7 @@ class Load:
         """Bytes that have arrived and are not accounted for yet."""
         self.arrived: dict[Part, Arrival] = {}
         self.requested: dict[Part, int] = {}
-        """Parts on their way, with the turn (step number) that needs each."""
+        """Parts that are loading, with the number of the first step that needs each."""
         self.lost: BaseException | None = None
         self.memory: Block | None = None
         """Block of the reserve that receives its parts; None: each part has memory of its own."""
@@ -470,7 +469,7 @@ class Loader:
         self.mover = mover
         self._moves: deque[tuple[str, float, float]] = deque(maxlen=4096)
         self._tasks: list[tuple[int, int, int, Load, Part]] = []
-        """A heap by turn and place among the wants of its turn."""
+        """A heap by step and by place among the parts of the step."""
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -478,12 +477,12 @@ class Loader:
         self._thread: threading.Thread | None = None
 
     def ask(self, load: Load, parts: Iterable[Part], step: int) -> None:
-        """Queue parts to be moved to the device; parts that have arrived, or are on their way for
-        an earlier turn, stay as they are.
+        """Queue parts to be moved to the device; parts that have arrived, or are loading for an
+        earlier step, stay as they are.
 
         Args:
             load: owner of the parts.
-            parts: parts in the order in which the step reads them; those that are not kept are
+            parts: parts in the order in which the step reads them; parts that are not kept are
                 skipped.
             step: number of the step that reads them.
         """
@@ -571,7 +570,7 @@ class Loader:
                 arrival = self.mover.move(parts, ids)
             else:
                 arrival = self.mover.move(parts, ids, load.memory)
-        except Exception as error:  # whatever a device or a file can raise: its readers are told
+        except Exception as error:  # a device or a file may raise anything: readers get it
             with self._changed:
                 load.lost = error
                 self._changed.notify_all()

@@ -37,18 +37,18 @@ _V = TypeVar("_V")
 
 
 class LowerTiers:
-    """Tiers in files and, behind them, one far away.
+    """The tiers in files and the remote tier.
 
-    Three threads meet here: the engine's, that of the files and that of the network. All that they
-    share is behind one lock, which is never held while a tier or `on_change` is called.
+    Three threads use it: the engine's, one for files and one for the network. One lock guards their
+    shared state; it is never held while a tier or `on_change` is called.
 
     Args:
-        folders: the nearest first.
-        remote: or None.
-        on_change: called on another thread when a template that was fetched or written can be
-            read, or when it turned out that it cannot.
-        patience_s: a fetch from far away that takes longer counts as in vain; what comes later
-            is kept all the same.
+        folders: tiers in files, the nearest first.
+        remote: remote tier; None: there is none.
+        on_change: called on another thread with the key of a template that was fetched or written,
+            or that turned out to be unreadable.
+        patience_s: seconds after which a remote fetch counts as failed; entries that arrive later
+            are kept.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LowerTiers:
         self._lost: dict[tuple[str, Anchor], float] = {}
         """When each entry was looked for and found in no tier."""
         self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
-        """Anchors that the remote tier has of each key, and when it was asked."""
+        """Anchors that the remote tier has of each key, and the time of the query."""
         self._files = Background("entry files", self._look)
         self.network = Background("remote entries")
         """Transfers to and from the remote tier."""
@@ -133,7 +133,7 @@ class LowerTiers:
             return time.monotonic() - self._lost.get((key, anchor), -_PROBE_S) <= _PROBE_S
 
     def fetch(self, key: str, anchors: Sequence[Anchor]) -> None:
-        """Open entries, and copy them to a nearer tier where there is room; `on_change` is told."""
+        """Open entries, and copy them to a nearer tier if it has room; then call `on_change`."""
         with self._lock:
             if key in self._busy:
                 return
@@ -141,7 +141,7 @@ class LowerTiers:
         self._files.submit(partial(self._fetch, key, anchors))
 
     def write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
-        """Put an entry of the device into every lower tier that can keep it; `on_change` is told.
+        """Write an entry of the device to every lower tier that can keep it; then call `on_change`.
         `to_host` copies the entry to host memory.
         """
         if self.folders or self.remote:

@@ -42,7 +42,7 @@ class MemoryTier:
         self._lent: Counter[int] = Counter()
         """Number of readers of an entry, by its id()."""
         self._evicted: dict[int, AnchorEntry] = {}
-        """Evicted entries that rows still read, by id(); their bytes stay booked."""
+        """Evicted entries that rows still read, by id(); their bytes stay reserved."""
         self._lock = threading.Lock()
 
     @property
@@ -104,7 +104,9 @@ class MemoryTier:
             return dict(self._listing)
 
     def lend(self, entry: AnchorEntry) -> None:
-        """Count a row as a reader of a kept entry: its bytes stay booked until it is returned."""
+        """Count a row as a reader of a kept entry: its bytes stay reserved until the row returns
+        it.
+        """
         with self._lock:
             self._lent[id(entry)] += 1
 
@@ -117,12 +119,12 @@ class MemoryTier:
                     self.booked -= entry.nbytes
 
     def book(self, nbytes: int, *, force: bool = False, spare: bool = False) -> bool:
-        """Book bytes that rows are going to hold; return False when there is no room for them.
+        """Reserve bytes for rows; return False if there is no room for them.
 
         Args:
             nbytes: bytes of the tokens.
-            force: book them in any case.
-            spare: book them only if no template has to be evicted for them.
+            force: reserve them in any case.
+            spare: reserve them only if no template has to be evicted for them.
         """
         with self._lock:
             if spare and self.nbytes + nbytes > self.budget_bytes:

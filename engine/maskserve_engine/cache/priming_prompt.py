@@ -1,9 +1,8 @@
-"""The embedding of the priming prompt (an empty one), made where the text encoders are.
+"""The embedding of the priming prompt (an empty one).
 
-The denoiser has no text encoders. The encoder writes the embedding to a file once, and the
-denoiser reads it when it first primes a template. Where prompts are about a picture nothing is
-written of it: a template's own priming prompt is then what the encoder was shown, which every edit
-of it brings.
+The denoiser has no text encoders. The encoder writes the embedding to a file once, and the denoiser
+reads it when it first primes a template. If prompts are about a picture, there is no such file: the
+priming prompt is then the encoder's view of the template, which every edit of it carries.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Files of the host tier that a CUDA device reads by itself: mapped, and registered with it.
 
-A file on a tmpfs is memory. Registered (cudaHostRegister), its pages stay where they are and the
-device copies from them over its link; nobody touches the mapping but the device, so a file that is
-cut off meanwhile ends no process: the pages are held. A registration ends when nobody has the file
-open any more and the last copy out of it is done; a thread waits for that, since neither the
-engine nor the loader may.
+A file on a tmpfs is memory. After cudaHostRegister its pages stay in place, and the device copies
+from them over its link. Only the device reads the mapping, so a file that is cut off meanwhile ends
+no process: the pages are pinned. A registration ends when the file is closed everywhere and its
+last copy is done. A separate thread waits for that, since neither the engine nor the loader may.
 """
 
 from __future__ import annotations

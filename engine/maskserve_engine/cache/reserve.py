@@ -51,16 +51,16 @@ class _Span:
 
 
 class Reserve:
-    """Gives blocks: for entries from one end, for loads from the other, so that short-lived ones do
-    not lie between those that stay.
+    """Allocates blocks: for entries from one end, for loads from the other, so that short-lived
+    blocks do not lie between long-lived ones.
 
-    Blocks are taken by one thread, and may be let go by any.
+    One thread allocates blocks; any thread may release them.
 
     Args:
         nbytes: size of the reserve.
-        device: where it is.
-        loads: the stream that brings loads; None: not on a CUDA device. Entries are written, and
-            all blocks read, on the device's default one.
+        device: device of the memory.
+        loads: stream of loads; None: the device is not a CUDA device. The device's default stream
+            writes entries and reads all blocks.
     """
 
     def __init__(

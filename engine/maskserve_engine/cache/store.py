@@ -1,10 +1,10 @@
 """The store: entries in tiers, and their way to the rows that read them.
 
-Rows that read the same tokens of an entry share one load while any of them reads it; each row has a
-handle of its own. Entries go to the device at once (`memory_tier`), and to files on a tmpfs or a
-disk (`folder_tier`) and objects under a URL (`remote_tier`) behind it. An edit that finds its
-template in files has it opened, and brought nearer, while it queues. The engine's thread never
-waits for a file: "not now" is an answer, and the row then computes all its tokens.
+Rows that read the same tokens of an entry share one load; each row has its own handle. Entries are
+written to the device at once (`memory_tier`), and later to files on a tmpfs or a disk
+(`folder_tier`) and to objects under a URL (`remote_tier`). If an edit's template is in files, the
+store opens it and copies it to a nearer tier while the edit queues. The engine's thread never waits
+for a file: if an entry is not ready, the row computes all its tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Handle:
     """One entry as one row reads it; valid until released.
 
     Args:
-        load: shared by the rows that read the same.
+        load: load that the rows with the same tokens share.
         loader: loader of the entry.
-        selection: the row's own tokens.
-        release: told once, when the row lets go.
+        selection: tokens of the row.
+        release: called once, when the row releases the handle.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Handle:
         self._released = False
 
     def want(self, parts: Iterable[Part], step: int) -> None:
-        """Have parts brought in for a step; see `Loader.ask`."""
+        """Load parts for a step; see `Loader.ask`."""
         self._loader.ask(self.load, parts, step)
 
     def ready(self, block: int, part: str) -> bool:
@@ -112,11 +112,12 @@ class Store:
     """All tiers of one worker; used by the engine's thread.
 
     Args:
+        memory: tier on the device.
         folders: tiers in files, the nearest first.
-        remote: or None.
-        loader: brings entries to the device.
+        remote: remote tier; None: there is none.
+        loader: loads entries to the device.
         on_change: see `LowerTiers`.
-        patience_s: seconds.
+        patience_s: see `LowerTiers`.
         reserve: memory for entries and loads; None: each allocates its own.
     """
 
@@ -139,7 +140,7 @@ class Store:
         """Bytes accounted for, by the tier in which they were found."""
         self._changes = 0
         self.on_evict: Callable[[str], None] = lambda key: None
-        """Told the key of each template that is dropped from every tier."""
+        """Called with the key of each template that is dropped from every tier."""
 
     @property
     def version(self) -> int:
@@ -156,8 +157,7 @@ class Store:
         return self.lower.locate(key, missing) if missing else self.memory.name
 
     def fetch(self, key: str, anchors: Iterable[Anchor]) -> bool:
-        """Prepare entries for reading; return True once they are ready, else
-        `on_change` is told.
+        """Prepare entries for reading; return True if they are ready, else call `on_change` later.
         """
         missing = [anchor for anchor in anchors if self._source(key, anchor) is None]
         if missing:
@@ -176,14 +176,14 @@ class Store:
         whole: bool = False,
         force: bool = False,
     ) -> Handle | None:
-        """Return a handle of the tokens of one entry; None: not now.
+        """Return a handle of the tokens of one entry; None: it cannot be read now.
 
         Args:
             key: cache key of the template.
             anchor: anchor of the entry.
-            selection: the row's tokens.
-            source: the entry, held by the row.
-            whole: whether all tokens are moved, once for all rows that ask so.
+            selection: tokens of the row.
+            source: the entry, which the row keeps.
+            whole: whether to move all tokens, once for all rows that ask so.
             force: whether to read the entry even if there is no room.
         """
         self.memory.touch(key)
@@ -295,10 +295,10 @@ class Store:
         """Check the accounts of a store that no row reads.
 
         Args:
-            files: check file tiers too, which takes their locks.
+            files: whether to check file tiers too, which takes their locks.
 
         Raises:
-            AssertionError: something is still held, or accounts do not match.
+            AssertionError: something is still in use, or accounts do not match.
         """
         assert not self._shared, f"{len(self._shared)} loads that were not released"
         assert not self.memory.lent, f"{self.memory.lent} entries lent to nobody"

@@ -84,7 +84,7 @@ class Tier(Protocol):
         ...
 
     def anchors(self, key: str) -> frozenset[Anchor]:
-        """Anchors held of a template."""
+        """Anchors of a template in this tier."""
         ...
 
     def note(self, key: str) -> Note | None:

@@ -99,13 +99,14 @@ class Fit:
 
 
 class Shapes:
-    """A model's sizes, by its folder's config.json and the headers of its files.
+    """A model's sizes, from its folder's config.json and the headers of its files.
 
     Args:
-        config: of a worker; its device does not matter. Dtype `auto` is bfloat16, as on a GPU.
+        config: configuration of a worker; its device does not matter. Dtype `auto` is bfloat16, as
+            on a GPU.
 
     Raises:
-        ConfigError: the folder has no model that is served, or a part of it cannot be told.
+        ConfigError: the folder has no model that is served, or the size of a part is unknown.
     """
 
     def __init__(self, config: Config) -> None:
@@ -124,7 +125,7 @@ class Shapes:
 
     @cached_property
     def weights(self) -> dict[str, int]:
-        """Bytes of the denoiser in each form that it can be brought to."""
+        """Bytes of the denoiser in each form that it supports."""
         return denoiser_bytes(self.config, WEIGHT_FORMS)
 
     def fit(self, form: str, usable: int, *, running: bool = False) -> Fit:
@@ -234,7 +235,7 @@ def check_fits(config: Config, free: int) -> None:
     """
     shapes, form, rows = Shapes(config), config.model.weights, config.engine.max_rows
     if form not in shapes.weights:
-        return  # it cannot be brought to this form, as loading it says
+        return  # it has no such form; loading reports that
     requested_fit = shapes.fit_with(form, (), rows, free, running=True)
     if requested_fit.missing <= shapes.least:  # at worst without a template
         return

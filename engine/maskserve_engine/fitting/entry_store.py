@@ -133,13 +133,13 @@ def estimated_costs(
 
 
 def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> float:
-    """Bytes per second of tokens that are brought to the device, one in nine left out: less than
-    its link alone does. 0 if the time says nothing.
+    """Return the bytes per second of tokens that are moved to the device, with one in nine left
+    out: less than the link's rate. 0 if the measured time is 0.
 
     Args:
         mover: mover to the device.
-        part: int8, without a scale in a file.
-        seconds: how long one run of some work takes.
+        part: int8 tensor, without a scale in a file.
+        seconds: returns the seconds of one run of some work.
     """
     parts: Any = (part,)
     took = seconds(lambda: mover.move(parts, _IDS).get())

@@ -218,8 +218,8 @@ def peak_values(work: ModelWork, passes: int, text: int) -> int:
 
 
 def still_values(work: ModelWork) -> float:
-    """Numbers that a row has of references that see nothing of it: keys and values in all blocks,
-    which both its passes read.
+    """Return the numbers of a row's references that see nothing of it: keys and values in all
+    blocks, which both passes read.
     """
     return float(2 * work.still * work.widths.sum())
 

@@ -1,8 +1,8 @@
 """Rows in the processes of several devices (`Executor`).
 
-Rows are made where they are to step, when they are. With each step their state comes back (latents
-of 0.5 MiB at 1024 x 1024), so that any rank can go on with them: when a policy moves them, and when
-theirs is lost. Entries stay: ranks find them in files that all read.
+A row is made on its rank just before its first step. After each step its state (latents of 0.5 MiB
+at 1024 x 1024) returns, so that any rank can continue it when a policy moves it or its rank is
+lost. Entries do not move: all ranks read the same files.
 """
 
 from __future__ import annotations

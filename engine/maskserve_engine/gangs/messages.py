@@ -81,7 +81,7 @@ class RowAfter(NamedTuple):
 
     step: RowStep
     carried: tuple[Any, ...] | None
-    """See `Adapter.carried`; None: the row has taken its last step, or another rank tells."""
+    """See `Adapter.carried`; None: the row has taken its last step, or another rank sends it."""
     result: Tensor | None = None
     """[C, h, w] latents of a row that has taken its last step and was released."""
     loads: EntryLoads | None = None

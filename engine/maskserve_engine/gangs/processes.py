@@ -36,11 +36,11 @@ _LOAD_S = 900.0
 
 
 class RankProcess:
-    """One rank. It does calls in their order.
+    """One rank. It runs calls in their order.
 
     Args:
-        device: number of the worker's device that it has.
-        on_lost: told once, on another thread, when the process has ended.
+        device: number of its device in the worker.
+        on_lost: called once, on another thread, when the process has ended.
     """
 
     def __init__(self, config: Config, device: int, on_lost: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class RankProcess:
         return future
 
     def kill(self) -> None:
-        """Kill the process; `on_lost` is told."""
+        """Kill the process; `on_lost` is called then."""
         with suppress(ProcessLookupError):
             self._process.kill()
 

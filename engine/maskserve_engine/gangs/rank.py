@@ -147,7 +147,7 @@ class Rank:
         self._specs[row] = spec
         try:
             for control in spec.job.controls:
-                if control.net in self._nets:  # one that acts in no step need not be here
+                if control.net in self._nets:  # one that acts in no step need not be on this rank
                     self._nets[control.net].result()
             if isinstance(spec, CachedRowSpec):
                 self._open(spec.key, spec.anchors)
@@ -201,10 +201,10 @@ class Rank:
         """See `Executor.load`.
 
         Args:
-            reads: by the names that rows have here.
-            share: (rank, count) where the ranks of a gang share tokens: each then reads the keys
-                and values of its heads alone.
-            by_rank: whether they deal passes.
+            reads: reads by the rows' names on this rank.
+            share: (rank, count) if the ranks of a gang share tokens; each then reads only the keys
+                and values of its heads.
+            by_rank: whether the ranks deal passes.
         """
         ready_reads = [read for read in reads if self._exists(read.row)]
         heads = int(self.adapter.spec.denoiser["num_attention_heads"]) if share else 0

@@ -1,1 +1,1 @@
-"""The engine's thread: schedule, plan, step and tell, over rows in its own process or in others."""
+"""The engine's thread schedules, plans and steps rows, in its own process or in others."""

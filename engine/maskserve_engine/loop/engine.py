@@ -152,7 +152,7 @@ class Engine:
             return self.adapter.prepare_template(ready, job.request.template_noise_seed)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel an edit, if it is held; its sink gets CANCELLED."""
+        """Cancel an edit, if it is in the engine; its sink gets CANCELLED."""
         self._inbox.put(lambda: self.manager.cancel(request_id))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
@@ -270,8 +270,8 @@ class Engine:
                 running = self.manager.running(run)
                 if not running:
                     continue
-                if self.executor.devices == ALL_FREE:  # else it is told while others step
-                    # Before the step: who looks meanwhile sees what is being computed.
+                if self.executor.devices == ALL_FREE:  # else it publishes while others step
+                    # Before the step: readers then see the rows that are being computed.
                     self._publisher.publish(self.state)
                 self._step_runner.step(running, run.devices)
 

@@ -56,8 +56,8 @@ class LocalExecutor:
     """See `Executor`.
 
     Args:
-        store: of the entries; None: no row reads or makes any.
-        service: runs the rows' ControlNets; None: they run here.
+        store: store of the entries; None: no row reads or makes any.
+        service: service that runs the rows' ControlNets; None: they run in this process.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalExecutor:
         self._jobs: dict[str, EditJob] = {}
         """Jobs of all rows."""
         self._step_cache_bytes: dict[str, int] = {}
-        """Bytes booked for rows' step caches."""
+        """Bytes reserved for rows' step caches."""
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
         self._served: dict[str, ServedRow] = {}
@@ -176,14 +176,15 @@ class LocalExecutor:
             row_state.references.entry = handle
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
-        """Book bytes for a row's step cache; return whether there is room (`MemoryTier.book`)."""
+        """Reserve bytes for a row's step cache; return whether there is room (`MemoryTier.book`).
+        """
         assert self._store is not None, _NO_STORE
         if nbytes and self._store.memory.book(nbytes, spare=spare):
             self._step_cache_bytes[row] = nbytes
         return row in self._step_cache_bytes
 
     def _with_room(self, row: str, make: Callable[[], Any]) -> Any:
-        """Make a row; on an error free the bytes booked for it."""
+        """Make a row; on an error free the bytes reserved for it."""
         try:
             return make()
         except Exception:
@@ -368,7 +369,7 @@ class LocalExecutor:
         failed: dict[str, EngineFailed],
         exchange: Exchange | None,
     ) -> None:
-        """Run the step; run it again, without them, while entries turn out to be lost."""
+        """Run the step; if an entry is lost, run it again without the entry."""
         while running:
             try:
                 rows = [self._rows[row] for row in running]

@@ -1,6 +1,6 @@
-"""Costs of steps and loads on this worker: an estimate at first, fitted to measurements as it runs.
+"""Costs of steps and loads on this worker: first an estimate, then fitted to measurements.
 
-A step's seconds are booked when the device has done it: no step waits for the one before.
+A step's seconds are recorded when the device has done it: no step waits for the one before.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class QueuedStep(NamedTuple):
 
 
 class StepTimes:
-    """Tells counters, histograms, the cost model and primings what steps took.
+    """Reports the times of steps to counters, histograms, the cost model and primings.
 
     Args:
-        costs: follow what is measured.
-        moves: what has travelled since this was asked last, which they follow, too.
+        costs: costs that follow the measurements.
+        moves: returns the moves since its last call, which `costs` follows too.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class StepTimes:
         self.book()
 
     def book(self) -> None:
-        """Book the steps that the device has done by now."""
+        """Record the steps that the device has done."""
         while self._open:
             step = self._open[0]
             seconds, stalls = step.span.seconds(), [stall.seconds() for stall in step.stalls]

@@ -1,11 +1,11 @@
 """Plans for the rows of a step that read entries: which blocks they load, project or compute.
 
-    steady    the best plan for these rows repeated for ever, from what their entries cost in all,
-              divided by the steps that an entry serves; what is brought in ahead follows it
-    arrived   the best plan for one step from what has arrived so far
+    steady    the best plan for these rows repeated for ever, from the total cost of their entries,
+              divided by the steps that an entry serves; entries of later steps are loaded by it
+    arrived   the best plan for one step from the parts that have arrived
 
 The steady plan runs as long as its loads keep up. When they do not (a row has just joined, or its
-next entry is late), the step is planned for what is there.
+next entry is late), the step uses the parts that have arrived.
 """
 
 from __future__ import annotations

@@ -36,15 +36,15 @@ Running = list[RequestState | PrimingState]
 
 
 class StepRunner:
-    """Takes steps and books their results; used by the engine thread only.
+    """Takes steps and records their results; used by the engine thread only.
 
     An error of one row ends that row alone.
 
     Args:
-        adapter: the model, used for its counted work only.
+        adapter: adapter of the model, used only for its work counts.
         planner: planner of rows that read entries.
-        overhead_shares: returns the seconds of a step of these edits on so many ranks beside an
-            even share of its work.
+        overhead_shares: returns the seconds that a step of these edits takes on a number of ranks,
+            beyond an even share of its work.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepRunner:
     def _load(
         self, running: Running, devices: tuple[int, ...]
     ) -> tuple[list[Read], Mapping[str, LoadState]]:
-        """Let each cached row turn to the entry of its step, if it can be read now."""
+        """Let each cached row read the entry of its step, if it is ready."""
         cached = [(edit, edit.reads) for edit in running if isinstance(edit, RequestState)]
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
         if not readers:
@@ -139,8 +139,8 @@ class StepRunner:
                 elif edit.reads.looks_ahead(steps_done):
                     dense_totals.append(ahead.counted)
                 fixed = fixed or edit.job.request.settings.reproducible
-                # There are keys and values alone of the text, and of what own anchors leave. That
-                # follows from the row's own step, so that its picture does not depend on its batch.
+                # Text and step caches have keys and values only. Whether a row reads them follows
+                # from its own step, so that its picture does not depend on its batch.
                 fixed = fixed or edit.reads.reads_step_cache or edit.reads.without_text(steps_done)
             else:
                 dense_totals.append(edit.counted)
@@ -181,18 +181,18 @@ class StepRunner:
         result: StepResult,
         planned: StepPlan | None,
     ) -> None:
-        """Book what a step took.
+        """Record the time of a step.
 
         Args:
-            running: its rows that are still held.
+            running: rows of the step that still run.
             count: number of all its rows.
             work: work of the model at the rows' size.
             result: result of the step.
-            planned: plan by which it ran; None: no row read an entry.
+            planned: plan of the step; None: no row read an entry.
         """
         ranks = 1 if self._pair else result.ranks
         edits = [edit for edit in running if isinstance(edit, RequestState)]
-        # Where ranks have dealt the passes, what each has taken is not counted.
+        # If ranks have dealt the passes, the time of each rank is not counted.
         counted = len(running) == count and (ranks == 1 or self._share_tokens(running))
         flops = self._flops(running, work, result, planned) if counted else None
         beside_shares = self._overhead_shares(edits, ranks) if ranks > 1 and edits else 0.0

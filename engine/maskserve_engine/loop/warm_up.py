@@ -118,7 +118,7 @@ def _cached(
     finally:
         for handle in handles:
             handle.release()
-        store.loader.take_moves()  # the first ones tell little of those to come
+        store.loader.take_moves()  # the first moves do not predict later ones
 
 
 def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:

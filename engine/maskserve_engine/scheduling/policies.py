@@ -1,6 +1,6 @@
 """The policies of `[engine] policy`: how a worker of several devices shares them among its edits.
 
-A policy is a scheduler in a module of its own and an entry here; its name stands in `EngineConfig`.
+Each policy is a scheduler in its own module and an entry in this one; `EngineConfig` has its name.
 """
 
 from __future__ import annotations

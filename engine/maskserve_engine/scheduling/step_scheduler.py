@@ -142,7 +142,7 @@ class SchedulingPolicy(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Tickets held."""
+        """Number of tickets in the scheduler."""
         ...
 
     def submit(self, ticket: Ticket) -> None:
@@ -150,12 +150,12 @@ class SchedulingPolicy(Protocol):
 
         Raises:
             Overloaded: no more are taken.
-            InvalidRequest: a ticket of this id is still held.
+            InvalidRequest: the scheduler has a ticket of this id.
         """
         ...
 
     def cancel(self, request_id: str) -> Ticket | None:
-        """Remove a ticket wherever it is; None: it is not held."""
+        """Remove a ticket wherever it is; None: the scheduler does not have it."""
         ...
 
     def finish(self, request_id: str) -> None:
@@ -167,7 +167,7 @@ class SchedulingPolicy(Protocol):
         ...
 
     def drain(self) -> None:
-        """Refuse new tickets from now on; those held go on."""
+        """Refuse new tickets from now on; present ones continue."""
         ...
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
@@ -209,10 +209,10 @@ class _Place:
 
 
 class TicketQueue:
-    """Tickets that wait for a row, and who has how many rows: the order of turns.
+    """Waiting tickets, and the rows of each key, which decide the order of turns.
 
-    Rows are free again when an edit ends, so of these a key alone may have all. The queue is full
-    for as long as its tickets like: of it each key has a share.
+    A row is free again when its edit ends, so one key alone may have all rows. Tickets may wait for
+    any time, so each key has a share of the queue.
 
     Args:
         most: tickets that may wait.
@@ -258,7 +258,7 @@ class TicketQueue:
         self._waiting.book(place.key)
 
     def discard(self, request_id: str) -> Ticket | None:
-        """Remove a waiting ticket; None: it does not wait here."""
+        """Remove a waiting ticket; None: it does not wait."""
         place = self._of.pop(request_id, None)
         if place is None:
             return None
@@ -334,9 +334,9 @@ class StepScheduler:
         self._live: dict[str, Ticket] = {}
         self._background: dict[str, Ticket] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number); may hold stale
-        self._credit = 0.0  # active tokens that priming may compute beside live rows
+        self._credit = 0.0  # computed tokens that priming may add beside live rows
         self._step = 0
-        self._last_batch: dict[Hashable, int] = {}  # batch key -> step of its last turn
+        self._last_batch: dict[Hashable, int] = {}  # batch key -> its last step
         self._fair_queue = FairQueue()
 
     @property
@@ -350,7 +350,7 @@ class StepScheduler:
         return (*self._live_waiting, *self._background_waiting)
 
     def __len__(self) -> int:
-        """Tickets held: waiting, running and parked."""
+        """Number of tickets: waiting, running and parked."""
         return len(self._delayed)
 
     def submit(self, ticket: Ticket) -> None:
@@ -384,7 +384,9 @@ class StepScheduler:
         return self._background_waiting if ticket.background else self._live_waiting
 
     def cancel(self, request_id: str) -> Ticket | None:
-        """Remove a ticket wherever it is; `None` if it is not held (it may have just ended)."""
+        """Remove a ticket wherever it is; None: it is not in the scheduler (it may have just
+        ended).
+        """
         if request_id not in self._delayed:
             return None
         return self._remove(request_id)
@@ -400,7 +402,7 @@ class StepScheduler:
         self._remove(request_id)
 
     def drain(self) -> None:
-        """Refuse new tickets from now on; those held go on."""
+        """Refuse new tickets from now on; present ones continue."""
         self.draining = True
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:

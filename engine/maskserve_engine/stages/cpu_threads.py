@@ -15,7 +15,7 @@ def limit_threads(config: Config, filled: int | None = None) -> None:
     most `filled`, the number that the operations keep busy, if known.
     """
     # A thread that has not computed yet takes the process's count when it first does; it is asked
-    # here, so that it neither overwrites what is set nor finds a count of `one_cpu_thread`.
+    # before, so that it neither overwrites the setting nor finds a count of `one_cpu_thread`.
     threads = torch.get_num_threads()
     threads = config.model.torch_threads or threads
     torch.set_num_threads(threads if filled is None else min(threads, filled))

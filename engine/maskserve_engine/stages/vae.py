@@ -24,7 +24,7 @@ _WHOLE = 1536
 
 def load_vae(config: Config, spec: ModelSpec) -> Any:
     """Load the VAE of the model folder. Raises ConfigError if it cannot be loaded."""
-    import diffusers  # here: a process first says which libraries it has no use for
+    import diffusers  # a process first excludes libraries that it does not use
 
     vae = load_part(config, "vae", getattr(diffusers, spec.latents.vae))
     if in_tiles(config, spec):

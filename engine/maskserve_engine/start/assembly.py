@@ -78,7 +78,7 @@ def load_engine(
         config: configuration of this worker.
         lora_loader: loader of LoRAs (see `assemble`).
         policy: makes the scheduling policy; None: the configured one.
-        calls: calls of the ControlNet service; None: ControlNets run here.
+        calls: calls of the ControlNet service; None: ControlNets run in this process.
 
     Raises:
         ConfigError: the model cannot be served.

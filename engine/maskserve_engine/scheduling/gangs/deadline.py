@@ -26,25 +26,26 @@ _FEW = 4
 
 
 class Deadline:
-    """At each step end and arrival:
+    """Decides at each step end and arrival:
 
-    1. An edit that its fastest degree cannot bring in time is given up.
-    2. Joint demand: in the order of due times, the device-seconds that edits need must fit into
-       what all devices have until then. Where they do not, the largest demand so far is given up
-       (Moore and Hodgson's rule, which keeps the most edits on one machine).
-    3. Those kept get the degree that just meets their due times, the least slack first; one that
-       waits for devices whose step is under way has them reserved.
-    4. Devices left go to edits given up or without due time, the cheapest first, then to kept
-       edits that gain most by more.
+    1. An edit that cannot be in time even at its fastest degree is given up.
+    2. Joint demand: in the order of due times, the device-seconds that edits need must fit into the
+       time of all devices until then. If they do not, the largest demand so far is given up (Moore
+       and Hodgson's rule, which keeps the most edits on one machine).
+    3. Kept edits get the degree that just meets their due times, the least slack first. If an edit
+       waits for devices that run a step, they are reserved for it.
+    4. Other devices go to edits given up or without due time, the cheapest first, then to the kept
+       edits that gain most by more devices.
 
-    Of a few edits the best list is searched instead (`FewEdits`): it knows when devices are free,
-    which sums do not. What stands behind the list then takes only devices that delay none of it.
+    If there are few edits, a search for the best list replaces this (`FewEdits`): it knows when
+    devices are free, which sums do not. Edits behind the list then take only devices that delay
+    none of it.
 
-    No device idles for nothing: what nobody waits for goes to any edit, and what an edit waits for,
-    to those whose step ends before it can begin.
+    No device idles for nothing. A device that nobody waits for goes to any edit; a reserved one
+    goes to edits whose step ends before the waiting edit can begin.
 
-    One whose key's turn it is, and now and then one that was put off for too long, gets a step
-    before all others (`Aged`), so that no key and no edit starves.
+    An edit whose key has its turn, and sometimes one that has waited too long, gets a step before
+    all others (`Aged`), so that no key and no edit starves.
     """
 
     def __init__(self, devices: int, patience: float = 10.0, longest_step: float = 0.15) -> None:
@@ -244,7 +245,7 @@ class _Timeline:
         return ((1 << self.devices) - 1) & ~self.busy
 
     def seconds(self, work: Work) -> tuple[float, ...]:
-        """Return a step's seconds by the degrees that are possible here."""
+        """Return a step's seconds by the degrees that are possible on these devices."""
         return work.ticket.seconds[: self.most.bit_length()]
 
     def place(self, work: Work, degree: int, excluded: int = 0) -> None:

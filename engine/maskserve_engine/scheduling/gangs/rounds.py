@@ -67,18 +67,19 @@ def knapsack(groups: Sequence[Sequence[Option]], devices: int) -> list[int]:
 
 
 class Rounds:
-    """At each round's start: the cheapest degrees per edit, a knapsack over who must run now, then
-    idle devices to those that wait, then to those that gain most by more (§4.2.3).
+    """At each round's start it takes the cheapest degrees per edit, and a knapsack over the edits
+    that must run now. Idle devices then go to waiting edits, then to those that gain most by more
+    (§4.2.3).
 
-    A round that starts with no edit ends when one comes. Edits with no due time, and those that
-    are late, run where devices are left, first come first; one whose key's turn it is, or that was
-    put off for too long, has a part of the round before all others (`Aged`).
+    A round that starts without edits ends when one arrives. Edits without due time, and late ones,
+    run on the remaining devices in order of arrival. An edit whose key has its turn, or that has
+    waited too long, has a part of the round before all others (`Aged`).
 
     Args:
         devices: number of the worker's devices: 1, 2, 4 or 8.
-        round_seconds: of each round; None: as long as `round_steps` steps of the slowest edit that
-            is there as it starts, each on as many devices as make it fastest (§4.2.2).
-        round_steps: see there.
+        round_seconds: seconds of each round; None: as long as `round_steps` steps of the slowest
+            edit at its start, each on the number of devices that makes it fastest (§4.2.2).
+        round_steps: see `round_seconds`.
         patience: seconds without a step after which an edit is helped.
 
     Raises:

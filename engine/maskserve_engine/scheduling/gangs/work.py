@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class GangPlan:
-    """Runs that start now; busy devices are never among theirs."""
+    """Runs that start now, on idle devices."""
 
     runs: tuple[Run, ...] = ()
     again: float = math.inf
