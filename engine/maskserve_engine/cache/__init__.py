@@ -1,1 +1,1 @@
-"""Cached activations of templates: which are primed, where they lie, in which format."""
+"""Cached activations of templates: their priming, tiers and formats."""

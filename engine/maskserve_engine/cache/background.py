@@ -1,4 +1,4 @@
-"""A thread for slow work that nobody waits for: files and networks."""
+"""A thread for slow work on files and networks, in the background."""
 
 from __future__ import annotations
 

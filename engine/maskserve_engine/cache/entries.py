@@ -23,7 +23,7 @@ _FLOAT8_MAX = 448.0
 _STEPS = torch.arange(16, dtype=torch.float32) - 8
 _PAIRS = torch.stack((_STEPS.repeat(16), _STEPS.repeat_interleave(16)), dim=-1)
 _PAIRS = _PAIRS.view(torch.float64).flatten()
-"""[256] the two numbers of each int4 byte, seen as one float64. On a CPU the look-up takes half the
+"""[256] the two numbers of each int4 byte, seen as one float64. On a CPU the table takes half the
 time of splitting bytes.
 """
 
@@ -60,7 +60,9 @@ class Coded:
     def map(
         self, tokens: Callable[[Tensor], Tensor], channels: Callable[[Tensor], Tensor] | None = None
     ) -> Coded:
-        """`tokens` applied to what has a row per token, `channels` to the scale per channel."""
+        """Return a copy with `tokens` applied to tensors with a row per token, and `channels` to
+        the scale per channel.
+        """
         scale = self.scale if self.scale is None or channels is None else channels(self.scale)
         groups = None if self.groups is None else tokens(self.groups)
         return replace(self, data=tokens(self.data), scale=scale, groups=groups)
@@ -75,10 +77,10 @@ class Coded:
         return self.map(selected)
 
     def columns(self, begin: int, end: int, of: int) -> Coded:
-        """The channels of heads `begin` to `end` of `of`, all tokens; a view.
+        """Return the channels of heads `begin` to `end` of `of`, for all tokens; a view.
 
         Raises:
-            ValueError: int4 whose groups of channels these heads would cut.
+            ValueError: these heads would cut int4's groups of channels.
         """
 
         def cut(t: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def cut_at(width: int, begin: int, end: int, of: int) -> tuple[int, int]:
 
 
 def encode(x: Tensor, format: str) -> Coded:
-    """Store x [tokens, channels], token by token however it lies in memory.
+    """Store x [tokens, channels] contiguously, token by token.
 
     Raises:
         ValueError: unknown format, or int4 with channels not divisible by 32.
@@ -174,7 +176,7 @@ class BlockEntry:
         return sum(coded.nbytes for part in PARTS for coded in self.part(part))
 
     def part(self, name: str) -> tuple[Coded, ...]:
-        """The tensors of one of PARTS; none where it is not kept."""
+        """Return the tensors of one of PARTS; none if it is not kept."""
         if name == "kv":
             return () if self.keys is None or self.values is None else (self.keys, self.values)
         coded = {"h": self.hidden, "end": self.end, "map": self.map}[name]
@@ -187,14 +189,15 @@ class BlockEntry:
 
 @dataclass(frozen=True, slots=True)
 class AnchorEntry:
-    """All blocks of a template at one anchor. Never written again once made."""
+    """All blocks of a template at one anchor. It is immutable."""
 
     anchor: Anchor
     blocks: tuple[BlockEntry, ...]
-    """In the order they run. Behind them, where they are kept: the feature maps, in the order they
-    are read, and last the means and variances of all maps' groups."""
+    """Blocks in the order of execution. Behind them, if kept: the feature maps, in the order of
+    their use, and last the means and variances of all maps' groups.
+    """
     memory: Block | None = field(default=None, repr=False, compare=False)
-    """The reserve's block that holds its tensors; None: they lie elsewhere."""
+    """The reserve's block with its tensors; None: they lie elsewhere."""
 
     @property
     def nbytes(self) -> int:
@@ -274,8 +277,8 @@ class Recorder:
             self._hidden[block] = encode(hidden, self.format)
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """`keys` and `values` [tokens, heads, head_dim] of the image tokens, ahead of them the
-        text's where that is kept.
+        """Record `keys` and `values` [tokens, heads, head_dim] of the image tokens, behind the
+        text's if that is kept.
         """
         if "kv" in self.kinds[block]:
             tensors = [keys, values]
@@ -287,18 +290,18 @@ class Recorder:
             )
 
     def end(self, block: int, output: Tensor) -> None:
-        """`output` [tokens, width]: what the stack that ends with `block` hands on."""
+        """Record `output` [tokens, width] of the stack that ends with `block`."""
         self._ends[block] = encode(output, self.format)
 
     def keep_map(self, positions: Tensor) -> Tensor:
-        """Keep the next feature map `positions` [n, width]; returns it as it will be read."""
+        """Record the next feature map `positions` [n, width]; return it as it will be read."""
         self._maps.append(encode(positions, self.format))
         stored = torch.empty_like(positions)
         self._maps[-1].into(stored)
         return stored
 
     def moments(self, moments: Tensor) -> None:
-        """`moments` [halves, 2 · groups] of the map just kept: means, then variances."""
+        """Record `moments` [halves, 2 · groups] of the last map: means, then variances."""
         self._moments.append(moments)
 
     def entry(self, anchor: Anchor) -> AnchorEntry:

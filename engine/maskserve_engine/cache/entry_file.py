@@ -46,7 +46,7 @@ _PIECE = 2**18
 
 
 class BadEntry(ValueError):
-    """Bytes that are not a whole, unchanged entry."""
+    """The bytes are not a whole, unchanged entry."""
 
 
 class EntryFile:
@@ -88,10 +88,10 @@ def dump_entry(entry: AnchorEntry, note: Note) -> bytes:
 
 
 def read_note(read: Callable[[int, int], bytes], nbytes: int) -> Note:
-    """The note in a file's header.
+    """Return the note in a file's header.
 
     Args:
-        read: gives the file's bytes [begin, end).
+        read: returns the file's bytes [begin, end).
         nbytes: size of the file.
 
     Raises:
@@ -104,7 +104,7 @@ def read_note(read: Callable[[int, int], bytes], nbytes: int) -> Note:
 
 
 def read_entry(buffer: Any) -> tuple[AnchorEntry, Note]:
-    """The entry whose tensors lie in a writable buffer, which they keep alive; nothing is copied.
+    """Return the entry whose tensors lie in a writable buffer, without a copy; they keep it alive.
 
     Raises:
         BadEntry: the buffer is cut off or changed.
@@ -129,7 +129,7 @@ def read_entry(buffer: Any) -> tuple[AnchorEntry, Note]:
 
 
 class OpenFile:
-    """A file that is open for as long as anybody reads tensors of it.
+    """A file that stays open while tensors of it are in use.
 
     It can be read after it was renamed or unlinked.
     """
@@ -139,14 +139,16 @@ class OpenFile:
         self.nbytes = os.fstat(self.descriptor).st_size
         self.broken = False
         self.registered: Registered | None = None
-        """The whole file registered for a device that reads it by itself; None: it is not."""
+        """The whole file, registered for a device that reads it by itself; None: it is not
+        registered.
+        """
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, out: Any, offset: int) -> None:
         """Fill a writable buffer.
 
         Raises:
-            OSError: the file was cut off, or what the medium says.
+            OSError: the file was cut off, or the medium failed.
         """
         view = memoryview(out).cast("B")
         while view:
@@ -160,7 +162,7 @@ class OpenFile:
             view, offset = view[count:], offset + count
 
     def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
-        """These bytes one after the other; a piece is valid until the next."""
+        """Yield these bytes in pieces; a piece is valid until the next."""
         buffer = memoryview(bytearray(min(_PIECE, end - begin)))
         for offset in range(begin, end, _PIECE):
             piece = buffer[: min(_PIECE, end - offset)]
@@ -178,15 +180,13 @@ class FileTensor:
     shape: tuple[int, ...]
     nbytes: int
     cut: tuple[FileTensor, int] | None = None
-    """The tensor of which this is a range of columns, and the first byte of that range in each
-    token.
-    """
+    """Tensor of which this is a range of columns, and the range's first byte in each token."""
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def columns(self, begin: int, end: int) -> FileTensor:
-        """The numbers `begin` to `end` of each token."""
+        """Return the numbers `begin` to `end` of each token."""
         item_bytes = self.dtype.itemsize
         shape = (len(self), end - begin)
         nbytes = len(self) * (end - begin) * item_bytes
@@ -195,11 +195,11 @@ class FileTensor:
     def read(self, ids: NDArray[np.int64] | None, out: NDArray[np.uint8]) -> None:
         """Read the tokens `ids` (None: all) into `out` [n, bytes of a token].
 
-        Runs of tokens are read where they belong. Scattered ones are read with what lies between
-        them, a piece that stays in the core's cache, and taken from there.
+        Runs of tokens are read in place. Scattered tokens are read together with the tokens between
+        them, in pieces that stay in the core's cache, and copied from there.
 
         Raises:
-            OSError: the file was cut off, or what the medium says.
+            OSError: the file was cut off, or the medium failed.
         """
         if self.cut is not None:
             all_columns, first = self.cut
@@ -211,7 +211,7 @@ class FileTensor:
             self.file.read(out, self.offset)
             return
         width = out.shape[1]
-        if np.any(ids[1:] <= ids[:-1]):  # in no order that a file is read in
+        if np.any(ids[1:] <= ids[:-1]):  # not in the order of a file
             unique, places = np.unique(ids, return_inverse=True)
             rows = np.empty((len(unique), width), np.uint8)
             self.read(unique, rows)
@@ -235,7 +235,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredCoded:
-    """`Coded` whose tokens lie in a file; what it has per channel is at hand."""
+    """`Coded` whose tokens lie in a file; its scales per channel lie in memory."""
 
     format: str
     data: FileTensor
@@ -278,7 +278,7 @@ class StoredBlock:
     parts: dict[str, tuple[StoredCoded, ...]]
 
     def part(self, name: str) -> tuple[StoredCoded, ...]:
-        """The tensors of one of PARTS; none where it is not kept."""
+        """Return the tensors of one of PARTS; none if it is not kept."""
         return self.parts.get(name, ())
 
 
@@ -311,20 +311,20 @@ class StoredEntry:
 
 @dataclass(slots=True)
 class EntrySource:
-    """An entry that rows can be served from."""
+    """An entry in memory or in an open file."""
 
     entry: AnchorEntry | StoredEntry
     tier: str
     found_in: str
-    """Tier where the entry was found; its first reader counts as served from there."""
+    """Tier of the entry when it was found; its first reader counts as served from there."""
 
 
 def open_entry(path: str | os.PathLike[str]) -> tuple[StoredEntry, Note]:
-    """The entry in a file, all of which is read once and checked.
+    """Open the entry in a file; read it once as a whole, and check it.
 
     Raises:
         BadEntry: the file is cut off or changed.
-        OSError: as the medium says.
+        OSError: the medium failed.
     """
     file = OpenFile(path)
     try:

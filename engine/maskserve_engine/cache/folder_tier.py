@@ -1,11 +1,11 @@
 """A tier in files: one per (template, anchor), shared by all processes that use the folder.
 
     <folder>/<key>/<anchor>.safetensors     entries
-    <folder>/<key>/used                     its time is when the template was last of use
-    <folder>/<key>/pinned                   there while the template is pinned
+    <folder>/<key>/used                     its time is the template's last use
+    <folder>/<key>/pinned                   exists while the template is pinned
 
-Writing and evicting is one process's at a time (`FileStore.alone`). Who has a file open can read it
-on after its eviction.
+One process at a time writes and evicts (`FileStore.alone`). An open file stays readable after its
+eviction.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class FolderTier(StoredTier):
         return self._checked(key, anchor, lambda path: read_entry(bytearray(path.read_bytes())))
 
     def open(self, key: str, anchor: Anchor) -> StoredEntry | None:
-        """The entry, checked, its tensors still in the file; None as `get`."""
+        """Return the checked entry with its tensors still in the file; None as `get`."""
         entry = self._checked(key, anchor, open_entry)
         if entry is not None:
             self._opened(entry.file)

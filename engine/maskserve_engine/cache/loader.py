@@ -1,10 +1,10 @@
 """The loader moves entries to the device, part by part, beside the step that reads them.
 
-The step begins on block 0 while later blocks arrive, and waits where it meets a part that is not
-there yet (FlashPS §4.2). Parts travel in the order of the steps that read them, and within a step
-block by block for all rows, so that a later read never delays an earlier one. The tokens that a row
-reads are gathered before they travel, by a copy in host memory or over a CUDA device's link. A CUDA
-device that reads the file by itself gets whole tensors where that is faster, and gathers there.
+The step begins on block 0 while later blocks arrive, and waits at a part that is not ready (FlashPS
+§4.2). Parts are moved in the order of the steps that read them, and within a step block by block
+for all rows, so that a later read never delays an earlier one. The tokens of a row are gathered
+before the move, by a copy in host memory or over a CUDA device's link. If it is faster, a CUDA
+device reads whole tensors of the file by itself, and gathers there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Selection:
 
     Args:
         levels: [n] int64 ids of each level, in the order of the row's cached tokens.
-        of_block: level of each block; empty where the model has one level.
-        heads: first and last (exclusive) head, and the number of all heads, whose keys and values
-            are read; None: all.
+        of_block: level of each block; empty if the model has one level.
+        heads: first and last (exclusive) head whose keys and values are read, and the number of all
+            heads; None: all.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Selection:
         """Digest of the ids: equal for rows of one mask, which share what is loaded."""
 
     def of_heads(self, begin: int, end: int, of: int) -> Selection:
-        """Return the same tokens with keys and values of heads `begin` to `end` of `of` alone."""
+        """Return the same tokens with keys and values of heads `begin` to `end` of `of` only."""
         cut = Selection(self.levels, self._of_block, (begin, end, of))
         cut._sent = self._sent
         return cut
@@ -69,12 +69,12 @@ class Selection:
         return self.levels[self._of_block[block] if self._of_block else 0]
 
     def sent(self, levels: Sequence[Tensor]) -> None:
-        """Keep the ids per level as they went to a device with their row: `on` need not wait."""
+        """Keep the device copies of the ids per level, so that `on` need not wait."""
         for level, ids in enumerate(levels):
             self._sent[level, ids.device] = ids
 
     def on(self, block: int, device: torch.device) -> Tensor:
-        """Return `of(block)` as a tensor on the device; it is kept."""
+        """Return `of(block)` as a tensor on the device, and keep it."""
         level = self._of_block[block] if self._of_block else 0
         if (level, device) not in self._sent:
             self._sent[level, device] = torch.from_numpy(self.levels[level]).to(device)
@@ -87,13 +87,11 @@ Travelling = tuple[Coded, ...] | tuple[StoredCoded, ...]
 
 @dataclass(slots=True)
 class Arrival:
-    """A part on the device, or on its way in the device's own order. One stream, the model's, reads
-    it.
-    """
+    """A part on the device, or a queued copy of it. One stream, the model's, reads it."""
 
     parts: tuple[Coded, ...]
     event: torch.cuda.Event | None = None
-    """Event behind the copy; None: nobody has to wait, or the reading stream already does."""
+    """Event behind the copy; None: no wait is needed, or the reading stream has waited."""
 
     def ready(self) -> bool:
         return self.event is None or self.event.query()
@@ -115,10 +113,10 @@ class Mover(Protocol):
 
     device: torch.device
     reads_device: bool
-    """Whether rows read whole entries on the device as they lie there, and nothing has to move."""
+    """Whether rows read whole entries in place on the device, so that nothing is moved."""
 
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:
-        """The entry in host memory, to be written to a file."""
+        """Return a copy of the entry in host memory, for a file."""
         ...
 
     def register(self, file: OpenFile) -> None:
@@ -141,9 +139,9 @@ class Mover(Protocol):
 class HostMover:
     """For a model on the CPU: the device's memory is the host's.
 
-    numpy copies rows on the thread that asks, and lets others run meanwhile; torch would start
-    threads of its own that take the cores from the step. What lies in memory is gathered once, as
-    what comes from a file is: a row reads it for as many steps as its anchor holds.
+    numpy copies rows on the calling thread and releases the interpreter; torch would start threads
+    that take cores from the step. Tokens in memory are gathered once, like tokens of a file: a row
+    reads them at all steps of its anchor.
     """
 
     device = torch.device("cpu")
@@ -166,10 +164,10 @@ class HostMover:
 def gathered(
     source: Tensor | FileTensor, ids: NDArray[np.int64] | None, out: Tensor | None = None
 ) -> Tensor:
-    """A copy of the tokens `ids` (None: all) of `source` [tokens, n], into `out` if given.
+    """Return a copy of the tokens `ids` (None: all) of `source` [tokens, n], in `out` if given.
 
     Raises:
-        OSError: a file that cannot be read any more.
+        OSError: a file cannot be read any more.
     """
     count = len(source) if ids is None else len(ids)
     if out is None:
@@ -195,12 +193,12 @@ def _raw(tensor: Tensor) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bytes per second of both ways to a CUDA device, assumed or measured."""
+    """Bytes per second of both ways to move tokens to a CUDA device, assumed or measured."""
 
     gathered: float = 10e9
-    """Rate of tokens that this process gathers: about what one core moves."""
+    """Rate of tokens that this process gathers: about the rate of one core."""
     direct: float = 50e9
-    """Rate of whole tensors that the device reads by itself and gathers there; 0: it reads none."""
+    """Rate of whole tensors that the device reads and gathers itself; 0: it reads none."""
 
     def best(self, share: float) -> float:
         """Return the bytes per second of the faster way, for tensors of which `share` (0 to 1) is
@@ -214,19 +212,19 @@ class LinkRates:
 
 
 class CudaMover:
-    """Moves entries to a CUDA device by two ways, on a stream of its own, without the host waiting.
+    """Moves entries to a CUDA device in two ways, on a stream of its own; the host does not wait.
 
         gathered   file, or memory ─► tokens in a ring of pinned buffers ═► device
         direct     file that is registered ═► whole tensor on the device ─► tokens of it
 
-    The first way moves fewer bytes, at the pace of one core, the second more, at the link's;
-    `rates` decides which is faster. A buffer is used again once its copy has left. At most
-    `_MOST_COPIES` direct copies are under way, so that urgent parts never wait long and the
-    seconds of a move are those of its way.
+    The first way moves fewer bytes, at the rate of one core; the second moves more, at the rate of
+    the link. `rates` decides. A buffer is reused once its copy is done. At most `_MOST_COPIES`
+    direct copies are under way, so that urgent parts never wait long and the seconds of a move
+    measure its way.
 
     Args:
         buffer_bytes: size of one pinned buffer.
-        buffers: number of buffers: one is filled while the others travel.
+        buffers: number of buffers: one is filled while the others are copied.
         registrar: registers files that the device may read by itself; None: it reads none.
         rates: rates of both ways.
     """
@@ -326,7 +324,7 @@ class CudaMover:
             event.record(self.stream)
 
     def _direct(self, source: FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor) -> bool:
-        """Have the device read the whole tensor from the file, if that is sooner."""
+        """Let the device read the whole tensor from the file, if that is faster."""
         whole, first = source.cut or (source, 0)
         file = whole.file.registered
         memory = None if file is None else file.memory
@@ -364,8 +362,8 @@ class CudaMover:
 
 
 def _widest(x: Tensor) -> Tensor:
-    """[tokens, bytes] as the widest integers that all of its rows begin with: a device gathers
-    number by number.
+    """Return [tokens, bytes] as the widest integers that divide each row: a device gathers number
+    by number.
     """
     for dtype in (torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
@@ -387,7 +385,7 @@ _IDS = 8
 
 
 class EntryLost(Exception):
-    """A part of an entry will not come: its file has gone bad, or the loader has failed."""
+    """A part of an entry will not arrive: its file is bad, or the loader has failed."""
 
 
 class Load:
@@ -462,7 +460,7 @@ class Loader:
     """Moves parts to the device on a thread of its own.
 
     Args:
-        mover: how bytes get to this device.
+        mover: moves bytes to the device.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -502,10 +500,10 @@ class Loader:
                 self._changed.notify_all()
 
     def wait(self, load: Load, part: Part) -> Arrival:
-        """The part, once it has arrived.
+        """Wait for a part and return it.
 
         Raises:
-            EntryLost: it will not come.
+            EntryLost: it will not arrive.
         """
         with self._changed:
             while part not in load.arrived:
@@ -520,7 +518,7 @@ class Loader:
             return load.arrived[part]
 
     def drop(self, load: Load) -> None:
-        """Forget the parts of a load that are still on their way."""
+        """Cancel the parts of a load that have not arrived."""
         with self._changed:
             load.requested.clear()
             load.arrived.clear()

@@ -1,7 +1,7 @@
 """The tiers below the device, and their open files.
 
-One thread reads and writes files, another the remote tier. The engine's thread asks and never
-waits: "not now" is an answer.
+One thread reads and writes files, another uses the remote tier. The engine's thread never waits for
+them: it gets None if an entry is not ready.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from maskserve_engine.cache.tier import Note, TierEntry
 
 ToHost = Callable[[AnchorEntry], AnchorEntry]
 _PROBE_S = 30.0
-"""Seconds for which a failed search is believed."""
+"""Seconds after which a failed search is repeated."""
 _UPLOADS = 16
-"""Most entries that wait for the network; further ones are not uploaded."""
+"""Most entries that wait for the network; more are not uploaded."""
 _REMEMBERED = 1024
 """Most searches remembered of each kind; the oldest are forgotten."""
 _FILES = 2**16
@@ -63,7 +63,7 @@ class LowerTiers:
         self._patience_s = patience_s
         self._most_open = _most_open_files()
         self._lock = threading.Lock()
-        """Guards all attributes below but the two threads."""
+        """Guards all attributes below except the two threads."""
         self._version = 0
         self._listed: dict[str, Mapping[str, TierEntry]] = {tier.name: {} for tier in folders}
         self._open: dict[tuple[str, Anchor], EntrySource] = {}
@@ -73,7 +73,7 @@ class LowerTiers:
         self._awaited: set[str] = set()
         """Keys being fetched from the remote tier whose patience has not run out."""
         self._lost: dict[tuple[str, Anchor], float] = {}
-        """When each entry was looked for and found in no tier."""
+        """Time at which no tier had each entry."""
         self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
         """Anchors that the remote tier has of each key, and the time of the query."""
         self._files = Background("entry files", self._look)
@@ -89,13 +89,13 @@ class LowerTiers:
 
     @property
     def listed(self) -> dict[str, Mapping[str, TierEntry]]:
-        """Templates per tier in files, by key, as a look found them at most a second ago."""
+        """Templates of each tier in files, by key; at most a second old."""
         return self._listed
 
     def locate(self, key: str, anchors: Iterable[Anchor]) -> str | None:
-        """The farthest tier that has to be asked for all these entries; None if some are nowhere.
+        """Return the farthest tier that these entries need; None if some are nowhere.
 
-        What only the remote tier may have is asked of it in the background: none for now.
+        The remote tier is queried in the background: until it answers, the result is None.
         """
         missing = set(anchors)
         for tier in self.folders:
@@ -120,7 +120,7 @@ class LowerTiers:
             return key in self._busy
 
     def source(self, key: str, anchor: Anchor) -> EntrySource | None:
-        """Return an open entry; None: not now."""
+        """Return an open entry; None: it is not open."""
         with self._lock:
             source = self._open.pop((key, anchor), None)
             if source is None or source.entry.broken:
@@ -181,7 +181,7 @@ class LowerTiers:
         self._files.close(10.0)
         self.network.close(0.5)
 
-    # On the threads in the background.
+    # On the background threads.
 
     def _end(self, key: str, sought: Iterable[Anchor] = ()) -> None:
         with self._lock:
@@ -256,7 +256,7 @@ class LowerTiers:
                     tier.put(key, entry, note)
                 with self._lock:
                     self._open[key, anchor] = EntrySource(entry, HOST.name, self.remote.name)
-            with self._lock:  # what came too late is found from now on
+            with self._lock:  # late entries can be found from now on
                 _, known_anchors = self._probed.get(key, (0.0, frozenset()))
                 downloaded = {anchor for anchor in anchors if (key, anchor) in self._open}
                 _remember(self._probed, key, (time.monotonic(), known_anchors | downloaded))

@@ -14,12 +14,12 @@ from maskserve_engine.cache.tier import Note, Rebuild, TierEntry, chosen_victims
 
 
 class MemoryTier:
-    """Whole entries on the device, and under the same budget what rows hold: entries that were
-    evicted while a row reads them, and tokens that were loaded for rows.
+    """Entries on the device. The same budget has the bytes of rows: entries that were evicted while
+    a row reads them, and tokens that were loaded for rows.
 
     Args:
-        rebuild: seconds to have a template again.
-        clock: seconds.
+        rebuild: returns the seconds to make a template again.
+        clock: clock, in seconds.
     """
 
     name = DEVICE.name
@@ -33,7 +33,7 @@ class MemoryTier:
         self.budget_bytes = budget_bytes
         self.evictions = self.corrupt = self.failures = 0
         self.booked = 0
-        """Bytes that rows hold beside the kept entries."""
+        """Bytes of rows beside the kept entries."""
         self._rebuild, self._clock = rebuild, clock
         self._listing: dict[str, TierEntry] = {}
         self._entries: dict[tuple[str, Anchor], AnchorEntry] = {}
@@ -104,9 +104,7 @@ class MemoryTier:
             return dict(self._listing)
 
     def lend(self, entry: AnchorEntry) -> None:
-        """Count a row as a reader of a kept entry: its bytes stay reserved until the row returns
-        it.
-        """
+        """Count a row as a reader of a kept entry: its bytes stay reserved until its return."""
         with self._lock:
             self._lent[id(entry)] += 1
 
@@ -135,7 +133,7 @@ class MemoryTier:
             return fits or force
 
     def make_way(self, keep: frozenset[str] = frozenset()) -> bool:
-        """Evict the template of least worth outside `keep`; return False if none may go."""
+        """Evict the template of least worth outside `keep`; return False if there is none."""
         with self._lock:
             chosen = self._victims(1, keep)
             for key in chosen or ():
@@ -158,7 +156,7 @@ class MemoryTier:
             assert set(self._evicted) <= set(self._lent), "an entry that nobody reads is held"
 
     def _make_room(self, nbytes: int, keep: frozenset[str]) -> bool:
-        """Evict until `nbytes` fit; nothing is evicted when they cannot."""
+        """Evict templates until `nbytes` fit; evict none if they cannot fit."""
         missing = self.nbytes + nbytes - self.budget_bytes
         chosen = self._victims(missing, keep) if missing > 0 else []
         for key in chosen or ():
@@ -166,7 +164,7 @@ class MemoryTier:
         return chosen is not None
 
     def _victims(self, missing: int, keep: frozenset[str]) -> list[str] | None:
-        # Evicting what a row reads frees nothing.
+        # Evicting an entry that a row reads frees nothing.
         read = {key for (key, _), entry in self._entries.items() if self._lent[id(entry)]}
         return chosen_victims(self._listing, missing, keep | read, self._clock(), self._rebuild)
 

@@ -27,10 +27,10 @@ def write_priming_prompt(embedding: Conditioning, runtime: str | os.PathLike[str
 
 
 class PromptFile:
-    """Reads the embedding from a worker's runtime folder once it is there, and keeps it.
+    """Reads the embedding from a worker's runtime folder when it exists, and keeps it.
 
     Args:
-        runtime: folder; None when the worker has none, and so never primes.
+        runtime: runtime folder; None: the worker has none, and never primes.
     """
 
     def __init__(self, runtime: Path | None) -> None:

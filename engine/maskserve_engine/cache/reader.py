@@ -1,4 +1,4 @@
-"""The entries that one cached row reads: this step's, and the next one ahead of time."""
+"""The entries that one cached row reads: those of this step, and the next ones ahead of time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Heads = tuple[int, int, int]
 class EntryReader:
     """Gives a row its template's entries, step by step.
 
-    It holds the entries from the start, so that an eviction cannot take them from the row. Entries
-    that are not open yet (a file that is being fetched) are asked for again at each step.
+    It keeps the entries from the start, so that an eviction cannot take them from the row. It asks
+    again at each step for entries that are not open yet (such as a file that is being fetched).
 
     Args:
         store: cache of the entries.
         key: cache key of the template.
-        anchors: anchor of each step of the row; None where no anchor is near enough.
-        selection: the row's cached tokens.
+        anchors: anchor of each step of the row; None if no anchor is near enough.
+        selection: cached tokens of the row.
         sure: whether steps read their entries even if there is no room for them (`reproducible`).
     """
 
@@ -56,12 +56,12 @@ class EntryReader:
 
     @property
     def complete(self) -> bool:
-        """Whether it holds every entry that its steps read."""
+        """Whether it has every entry that its steps read."""
         return self._sources.keys() == self._steps.keys() - {None}
 
     @property
     def stalled(self) -> float:
-        """Seconds that steps have waited for entries that are released by now."""
+        """Seconds that steps have waited for entries, of those already released."""
         return sum(stall.seconds() or 0.0 for stall in self._stalls)
 
     def turn_to(
@@ -90,8 +90,8 @@ class EntryReader:
         return self.entry
 
     def look_ahead(self, step: int) -> tuple[Handle, int] | None:
-        """Return the next entry after this step's and the step that reads it; None: there is none,
-        or not now.
+        """Return the next entry and the step that reads it; None: there is none, or it is not
+        ready.
         """
         at = next(
             (
@@ -116,7 +116,7 @@ class EntryReader:
         return self._steps[self.anchors[step]]
 
     def lose(self) -> None:
-        """Do without the rest of this step's entry: it will not arrive."""
+        """Give up this step's entry, which will not arrive."""
         if self.entry is not None:
             anchor = self.entry.anchor
             self._finish(self.entry)

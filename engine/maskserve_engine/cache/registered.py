@@ -63,7 +63,7 @@ class Registered:
 
 
 class Registrar:
-    """Registers files with one device; none any more once it refused one.
+    """Registers files with one device; after one refusal it registers no more.
 
     Args:
         device: device that reads the files.
@@ -75,8 +75,8 @@ class Registrar:
         self._runtime: HostRegister = runtime or torch.cuda.cudart()
         self._live: set[_Mapping] = set()
         self._left: queue.SimpleQueue[_Mapping | None] = queue.SimpleQueue()
-        """Mappings that nobody holds. Finalizers add to it at any moment and on any thread, so this
-        queue must take no lock.
+        """Released mappings. Finalizers add to it at any moment and on any thread, so this queue
+        must take no lock.
         """
         self._lock = threading.Lock()
         """Guards the registrations and the thread's start."""
@@ -91,7 +91,7 @@ class Registrar:
             )
 
     def register(self, descriptor: int, nbytes: int) -> Registered | None:
-        """Map and register an open file on a tmpfs; None: it has to be read as other files are."""
+        """Map and register an open file on a tmpfs; None: it must be read like other files."""
         if self._off or not nbytes:
             return None
         try:
@@ -115,7 +115,7 @@ class Registrar:
         return registered
 
     def close(self) -> None:
-        """End every registration, also of files in use; nothing may be copied any more."""
+        """End every registration, also of files in use; no copies may follow."""
         self._off = True
         if self._thread is not None:
             self._left.put(None)
@@ -139,7 +139,7 @@ class Registrar:
             if mapping.last is not None:
                 mapping.last.synchronize()
             failed = int(self._runtime.cudaHostUnregister(mapping.memory.data_ptr()))
-        except RuntimeError as error:  # the device is lost: so is what it had registered
+        except RuntimeError as error:  # the device is lost with its registrations
             _log.warning("a file of the host tier could not be unregistered: %s", error)
         else:
             if failed:
@@ -162,11 +162,11 @@ class Registrar:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    """[nbytes] of an open file, shared with it, whatever its name is by now.
+    """Return [nbytes] of an open file, shared with it, also if its name has changed.
 
     Raises:
-        OSError: it is shorter, or must not be written to. (Nobody writes: but pages are registered
-            for reading and writing.)
+        OSError: it is shorter, or not writable. (Nobody writes to it, but pages are registered for
+            reading and writing.)
     """
     writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -178,13 +178,13 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
 
 
 def on_tmpfs(folder: str) -> bool:
-    """Whether files there are memory."""
+    """Whether files in a folder are memory."""
     path, best = Path(folder).resolve(), ("", "")
     with suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
             _, at, kind, *_ = line.split()
             at = at.encode().decode("unicode_escape")  # \040 for a space
-            # Of two mounts at one place the later one is on top.
+            # Of two mounts at one place the later one counts.
             if path.is_relative_to(at) and len(at) >= len(best[0]):
                 best = at, kind
     return best[1] == "tmpfs"

@@ -1,7 +1,7 @@
 """The farthest tier: entries under a URL that fsspec understands (s3://, gs://, file://, ...).
 
-Used on a thread that nobody waits for: a store that is slow or out of reach costs no edit. An
-upload that broke off is found by its checksum when it is read.
+It is used on a background thread: a slow or unreachable store delays no edit. The checksum finds an
+incomplete upload when it is read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from maskserve_engine.cache.tier import Note, Rebuild, TierEntry, computed_anew
 class RemoteTier(StoredTier):
     """Entries as objects under a URL.
 
-    Recency and pins are this process's: an object store has no clock of uses.
+    Recency and pins belong to this process: an object store has no clock of uses.
 
     Args:
         url: URL of the folder; the file system reads its options from the environment.
-        rebuild: seconds to have a template again.
-        clock: seconds.
+        rebuild: returns the seconds to make a template again.
+        clock: clock, in seconds.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RemoteTier(StoredTier):
                 return False
             self._files.makedirs(f"{self._root}/{key}", exist_ok=True)
             self._files.pipe_file(self._path(key, entry.anchor), raw)
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             self._refuse(error)
             return False
         self._refused = ""
@@ -115,7 +115,7 @@ class RemoteTier(StoredTier):
         listed: dict[str, dict[Anchor, int]] = {}
         for path, about in objects.items():
             _, key, name = f"/{path}".rsplit("/", 2)
-            anchor = anchor_of(unquote(name))  # listings over HTTP are of links
+            anchor = anchor_of(unquote(name))  # listings over HTTP have links
             if anchor is not None:
                 listed.setdefault(key, {})[anchor] = int(about["size"] or 0)
         return listed

@@ -1,9 +1,9 @@
-"""The reserve: one piece of a GPU's memory, of which kept entries and loads are cut.
+"""The reserve: one piece of a GPU's memory, divided among kept entries and loads.
 
-Torch's allocator keeps what is freed for the stream that it was allocated on, and entries and loads
-are allocated on different ones; once the card is full it gives memory back to the driver, and the
-whole device waits. Of the reserve a span that one stream has left is another's as soon as the
-device is done with it, and nothing is ever asked of the driver (docs/adr/0040-reserve.md).
+Torch's allocator keeps freed memory for the stream that it was allocated on, and entries and loads
+use different streams. Once the card is full, it gives memory back to the driver, and the whole
+device waits. In the reserve, a span that one stream has released is free for the other as soon as
+the device is done with it, without a call of the driver (docs/adr/0040-reserve.md).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 ALIGN = 256
-"""Bytes that each tensor's beginning is a multiple of."""
+"""Alignment of tensors, in bytes."""
 
 
 class Block:
-    """A span of the reserve, for as long as anybody holds this object.
+    """A span of the reserve, allocated while this object lives.
 
     Args:
         memory: [bytes] uint8.
@@ -34,7 +34,7 @@ class Block:
         self._memory, self._used = memory, 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor in it, not written yet."""
+        """Allocate the next tensor in it, uninitialised."""
         begin = self._used
         self._used = begin + padded(prod(shape) * dtype.itemsize)
         end = begin + prod(shape) * dtype.itemsize
@@ -85,12 +85,12 @@ class Reserve:
             return sum(span.end - span.begin for span in self._free)
 
     def take(self, nbytes: int, *, stays: bool) -> Block | None:
-        """A block; None: there is no span so long. The stream that writes to it waits for what is
-        still done with the memory, the host does not.
+        """Allocate a block; None: no free span is long enough. The stream that writes to it waits
+        for earlier work on the memory, the host does not.
 
         Args:
             nbytes: bytes of all its tensors, each `padded`.
-            stays: it is for an entry that is kept, not for a load.
+            stays: whether it is for a kept entry, not for a load.
         """
         nbytes = max(ALIGN, padded(nbytes))
         with self._lock:

@@ -24,7 +24,7 @@ from maskserve_engine.planning.two_stream import step_costs
 
 _log = logging.getLogger(__name__)
 Kinds = tuple[frozenset[str], ...]
-"""Per block, what priming keeps: any of "h" and "kv"."""
+"""Kinds that priming keeps of each block: any of "h" and "kv"."""
 
 _PARTS_OF = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
 _TYPICAL = 0.2
@@ -57,7 +57,7 @@ def choose_kinds(
     spare = tuple(total - active for total, active in zip(work.tokens, row.active, strict=True))
     loads = {HOST.name: block_bytes(work, [spare], fmt, copies=halves)}
     best = plan(step_costs(work, work.totals([row]), costs, loads))
-    # A block that is computed restores its hidden states, if anything.
+    # A computed block restores its hidden states, if anything.
     return _of_use(work, tuple(_PARTS_OF["kv" if kind == "kv" else "h"] for kind in best.kinds))
 
 
@@ -91,7 +91,7 @@ class TemplateSize:
         return self.anchor_bytes + self.still_bytes
 
     def in_words(self, unit: int) -> str:
-        """Describe the entries; `unit` is the number of bytes that sizes are divided by."""
+        """Describe the entries; `unit` divides sizes in bytes."""
         digits = 0 if unit == 1 else 3
         entries = f"{self.anchors} entries of {self.anchor_bytes / unit:.{digits}f}"
         shared_text = f", {self.still_bytes / unit:.{digits}f} once" if self.still_bytes else ""
@@ -106,8 +106,8 @@ def template_size(
 
 
 def folder_budget(configured: int, folder: str) -> int:
-    """Bytes of a tier in files: as configured, or a share of what is free, its own files counted
-    as free.
+    """Return the bytes of a tier in files: as configured, or a share of the free space, where the
+    tier's own files count as free.
     """
     if configured:
         return configured
@@ -119,7 +119,7 @@ def folder_budget(configured: int, folder: str) -> int:
 def check_sizes(
     config: CacheConfig, size: TemplateSize, budgets: Sequence[tuple[str, int]]
 ) -> None:
-    """Say what a template takes and how many fit.
+    """Describe the size of a template and how many fit.
 
     Args:
         config: `[cache]`.
@@ -127,12 +127,12 @@ def check_sizes(
         budgets: (tier, bytes), the device's first.
 
     Raises:
-        ConfigError: a configured budget cannot hold one template.
+        ConfigError: a configured budget has no room for one template.
     """
     for tier, budget in budgets:
         name = TIERS[tier].budget
         configured_bytes = getattr(config, name)
-        # With files behind it the device needs no more than what a row reads at a time.
+        # With files behind it the device only needs the entries that a row reads at a time.
         least = size.step_bytes if tier == DEVICE.name and len(budgets) > 1 else size.nbytes
         if configured_bytes and budget < least:
             raise ConfigError(

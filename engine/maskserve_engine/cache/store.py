@@ -62,16 +62,16 @@ class Handle:
         return arrival is not None and arrival.ready()
 
     def wait(self, block: int, part: str) -> tuple[Coded, ...]:
-        """The row's own tokens of a part: (keys, values) of `kv`, one of any other of PARTS.
+        """Return the row's tokens of a part: (keys, values) of `kv`, one tensor of other PARTS.
 
         Raises:
-            EntryLost: it will not come; the row can be stepped without entries.
+            EntryLost: it will not arrive; the row can be stepped without entries.
         """
         parts, ids = self.wait_whole(block, part)
         return parts if ids is None else tuple(coded.take(ids) for coded in parts)
 
     def wait_whole(self, block: int, part: str) -> tuple[tuple[Coded, ...], Tensor | None]:
-        """A part as it lies on the device, and which of its tokens are the row's; None: all are.
+        """Return a part in place on the device, and the positions of the row's tokens; None: all.
 
         Raises:
             EntryLost: as `wait`.
@@ -147,24 +147,23 @@ class Store:
         """Grows when the store's templates change."""
         return self._changes + self.lower.version
 
-    # Where a template lies.
+    # Places of templates.
 
     def locate(self, key: str, anchors: Iterable[Anchor]) -> str | None:
-        """The farthest tier that has to be asked for all these entries; None if some are nowhere,
-        as far as is known now.
+        """Return the farthest tier that these entries need; None if some are nowhere, as far as
+        known.
         """
         missing = set(anchors) - self.memory.anchors(key)
         return self.lower.locate(key, missing) if missing else self.memory.name
 
     def fetch(self, key: str, anchors: Iterable[Anchor]) -> bool:
-        """Prepare entries for reading; return True if they are ready, else call `on_change` later.
-        """
+        """Prepare entries for reading; return True if they are ready, else call `on_change`."""
         missing = [anchor for anchor in anchors if self._source(key, anchor) is None]
         if missing:
             self.lower.fetch(key, missing)
         return not missing
 
-    # What a row reads.
+    # Reads of rows.
 
     def request(
         self,
@@ -199,7 +198,7 @@ class Store:
         return Handle(anchor, shared.load, self.loader, selection, lambda: self._release(name))
 
     def hold(self, key: str, anchor: Anchor) -> EntrySource | None:
-        """Keep an entry readable until `let_go`, even if it is evicted; None: not now."""
+        """Keep an entry readable until `let_go`, even if it is evicted; None: it is not ready."""
         source = self._source(key, anchor)
         if source is None:
             if not self.lower.lost(key, anchor):
@@ -227,10 +226,10 @@ class Store:
         """Count bytes that another process moved to its device from this store's files."""
         self._travelled[tier] += int(nbytes)
 
-    # What comes and goes.
+    # Writes and evictions.
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
-        """Keep an entry in every tier that can; return False when none will."""
+        """Keep an entry in every tier that has room; return False if none has."""
         is_stored = True
         if self.reserve is not None:
             block = self._block(self.reserve, entry.room, frozenset({key}))
@@ -252,7 +251,7 @@ class Store:
         return self.memory.evict(key) + self.lower.evict(key)
 
     def entries(self) -> dict[str, Mapping[str, TierEntry]]:
-        """Templates per tier, by key; of files as a look found them at most a second ago."""
+        """Templates of each tier, by key; of tiers in files at most a second old."""
         return {self.memory.name: self.memory.entries(), **self.lower.listed}
 
     def keys_of(self, template_id: str) -> list[str]:
@@ -266,7 +265,7 @@ class Store:
         return list(keys)
 
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes per tier; those of the device include what rows hold."""
+        """Bytes of each tier; those of the device include rows' bytes."""
         files = {
             t: sum(h.nbytes for h in templates.values())
             for t, templates in self.lower.listed.items()

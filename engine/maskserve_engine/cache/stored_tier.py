@@ -20,10 +20,10 @@ class StoredTier(ABC):
     """Entries as files or objects `<place>/<key>/<anchor>.safetensors`.
 
     Args:
-        place: where it is, in words.
-        budget_bytes: most bytes of all entries there, whoever wrote them.
-        rebuild: seconds to have a template again.
-        clock: seconds.
+        place: description of the place.
+        budget_bytes: most bytes of all entries there, from any process.
+        rebuild: returns the seconds to make a template again.
+        clock: clock, in seconds.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StoredTier(ABC):
         """Return bytes [begin, end) of an entry's file."""
 
     def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
-        """Evict until an entry fits; nothing is evicted when it cannot."""
+        """Evict templates until an entry fits; evict none if it cannot fit."""
         templates = self.entries()
         replaced = templates[key].anchors.get(anchor, 0) if key in templates else 0
         missing = (

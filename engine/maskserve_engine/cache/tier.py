@@ -1,4 +1,4 @@
-"""The protocol of all tiers, whether entries lie in memory, in files or under a URL."""
+"""The protocol of all tiers, for entries in memory, in files or under a URL."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ class Note:
     """Identity and worth of an entry's template; stored beside every entry."""
 
     template_id: str
-    """Id of the first template primed among those that share the entries
-    (`contracts.keys.entries_id`).
-    """
+    """Id of the first primed template of those with these entries (`contracts.keys.entries_id`)."""
     anchors: int
     """Number of entries of the complete template."""
     rebuild_s: float
-    """Seconds to compute the whole template anew."""
+    """Seconds to compute the whole template again."""
 
 
 @dataclass(slots=True)
@@ -50,21 +48,21 @@ class TierEntry:
 
 
 Rebuild = Callable[[str, TierEntry], float]
-"""Returns the seconds to have a template again in a tier: from the tier below, or computed."""
+"""Returns the seconds to make a template again in a tier: from the tier below, or computed."""
 
 
 def computed_anew(key: str, entries: TierEntry) -> float:
-    """`Rebuild` where no tier below has the template."""
+    """`Rebuild` if no tier below has the template."""
     return entries.note.rebuild_s
 
 
 class Tier(Protocol):
     """Keeps entries by (key, anchor) within a byte budget.
 
-    Whole templates are evicted, the highest `TierEntry.eviction_score` first: one with anchors
-    missing serves no row. Entries in use stay valid after their eviction. Errors of disks, networks
-    and memory are not raised: they are logged, counted, and answered with "not there" or "not
-    kept".
+    Whole templates are evicted, the highest `TierEntry.eviction_score` first: a template with
+    missing anchors serves no row. Entries in use stay valid after their eviction. Errors of disks,
+    networks and memory are not raised: they are logged and counted, and the result is "not there"
+    or "not kept".
     """
 
     name: str
@@ -76,11 +74,11 @@ class Tier(Protocol):
     """Writes and reads that the medium refused."""
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
-        """Keep an entry; False when it cannot be, and then nothing of it is visible."""
+        """Keep an entry; return False if it cannot be kept, and then nothing of it is visible."""
         ...
 
     def get(self, key: str, anchor: Anchor) -> AnchorEntry | None:
-        """The entry, checked; None when it is not there or was bad, and then it is dropped."""
+        """Return the checked entry; None if it is missing or bad. A bad entry is dropped."""
         ...
 
     def anchors(self, key: str) -> frozenset[Anchor]:
@@ -88,7 +86,7 @@ class Tier(Protocol):
         ...
 
     def note(self, key: str) -> Note | None:
-        """The note of a template of which an entry was put or got."""
+        """Return the template's note, stored with its entries."""
         ...
 
     def touch(self, key: str) -> None:
@@ -119,7 +117,7 @@ def chosen_victims(
     now: float,
     rebuild: Rebuild,
 ) -> list[str] | None:
-    """Keys to evict until `missing` bytes are free; None when that cannot be.
+    """Return keys to evict until `missing` bytes are free; None if that is impossible.
 
     Args:
         entries: templates of the tier.

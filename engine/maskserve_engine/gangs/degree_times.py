@@ -1,4 +1,4 @@
-"""Predicts what an edit's step takes on several devices from the worker's steps so far."""
+"""Predicts the time of an edit's step on several devices from the worker's steps."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class DegreeTimes:
         self._exchange, self._devices = exchange, devices
 
     def prices(self, text: int) -> tuple[DegreePrice, ...]:
-        """Return, for 2, 4 and 8 devices, a row's seconds beside those that every step takes, as a
-        share of its seconds on one device; 1 where they gain nothing. The row has the model's
-        native size and `text` prompt tokens; a cached row computes a fifth of its tokens.
+        """Return, for 2, 4 and 8 devices, a row's seconds beyond the fixed seconds of a step, as a
+        share of those on one device; 1 if more devices gain nothing. The row has the model's native
+        size and `text` prompt tokens; a cached row computes a fifth of its tokens.
         """
         facts = self._adapter.spec
         if facts.guidance == "cfg":
@@ -59,7 +59,7 @@ class DegreeTimes:
 
     def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
         """Return the seconds of one step of the edit alone on 1, 2, 4 and 8 devices, as far as it
-        may have them, and the part of each that a step costs whatever its rows.
+        may have them, and the part of each that does not depend on its rows.
 
         A reproducible edit keeps to one device: products of other shapes round differently.
         """
@@ -83,8 +83,8 @@ class DegreeTimes:
         return tuple(of_passes), line.fixed
 
     def overhead_shares(self, edits: Sequence[RequestState], ranks: int) -> float:
-        """Return the seconds of a step of these edits on `ranks` ranks beside an even share of its
-        FLOPs: ranks exchange once for all rows, and wait for the rank with most heads.
+        """Return the seconds that a step of these edits takes on `ranks` ranks beyond an even share
+        of its FLOPs: ranks exchange once for all rows, and wait for the rank with most heads.
         """
         exchange, counted = self._exchange(), [self._counted(edit) for edit in edits]
         work, row = counted[0]

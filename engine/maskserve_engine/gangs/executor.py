@@ -76,7 +76,7 @@ def _meeting_place() -> Any:
 @dataclass(eq=False, slots=True)
 class _Row:
     name: str
-    """Unique name of the row on the ranks; it is never used again."""
+    """Unique name of the row on the ranks, never used again."""
     spec: RowSpec
     adapters: tuple[tuple[str, float], ...] = ()
     """See `Executor.attach`."""
@@ -162,7 +162,7 @@ class GangExecutor:
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         nbytes = self._adapter.low_rank(factors).nbytes  # or it does not fit
-        self._adapters[adapter] = factors  # first: a rank that comes back now has it from there
+        self._adapters[adapter] = factors  # first: a rank that returns now has it from there
         self._on_all("bring", adapter, factors)
         return nbytes
 
@@ -179,7 +179,7 @@ class GangExecutor:
 
     def load_net(self, net: str, folder: NetFolder) -> None:
         self._adapter.control_net(folder.shape())  # or it does not fit
-        self._nets[net] = folder  # first: a rank that comes back now has it from there
+        self._nets[net] = folder  # first: a rank that returns now has it from there
         answers = [process.call("load_net", net, folder) for process in list(self._living.values())]
         try:
             for answer in answers:
@@ -207,7 +207,7 @@ class GangExecutor:
         """
         assert row not in self._rows, f"there is a row {row}"
         self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
-        # Rows of one mask and ring read the same tokens; which these are, ranks know.
+        # Rows of one mask and ring read the same tokens; ranks know which.
         refresh_schedule = spec.schedule if isinstance(spec, CachedRowSpec) else None
         return RowReport(
             True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes(), refresh_schedule
@@ -238,7 +238,7 @@ class GangExecutor:
         if None in results:
             return {}  # nor will it take the step
         first, *other_results = results
-        # What one of them has to do without, all do.
+        # If one of them lacks an entry, all do without it.
         return {
             rows[name]: load
             for name, load in first.items()
@@ -296,7 +296,7 @@ class GangExecutor:
             with suppress(RankLostError):
                 answer.result()
 
-    # A step's way.
+    # The course of a step.
 
     def _gang(self, rows: Sequence[_Row], devices: Sequence[int]) -> tuple[RankProcess, ...]:
         """Return the ranks that take a step of these rows: the first alone if the rows cannot be
@@ -307,7 +307,7 @@ class GangExecutor:
 
     def _may_share(self, row: _Row, count: int) -> bool:
         """Whether `count` ranks can take steps of a row together. Priming rows would be recorded in
-        parts, and reproducible ones keep to one rank.
+        parts, and reproducible rows keep to one rank.
         """
         settings = row.spec.job.request.settings
         if count == 1:
@@ -317,7 +317,7 @@ class GangExecutor:
         if self._deals:
             return not settings.first_block_threshold
         if isinstance(row.spec, AnchoredRowSpec) and row.spec.job.negative is not None:
-            return False  # who else is in the step says whether its passes are dealt
+            return False  # the other rows of the step decide whether its passes are dealt
         return self._adapter.most_ranks(row.spec.job) >= count
 
     def _share_tokens(self, reading: Sequence[_Row], count: int) -> bool:
@@ -419,8 +419,8 @@ class GangExecutor:
         )
 
     def _try_again(self, step: _RunningStep) -> None:
-        """Recover from a lost rank, or from ranks that disagree: the rows' places are unknown. One
-        rank that is left takes the step alone; without one, rows wait for another.
+        """Recover from a lost rank, or from ranks that disagree: the state of the rows is unknown.
+        A remaining rank takes the step alone; without one, rows wait for another.
         """
         for process in step.gang:
             for row in step.rows:
@@ -463,8 +463,8 @@ class GangExecutor:
     # Gangs.
 
     def _meet(self) -> list[Future[ExchangeCosts]]:
-        """Have the gangs of living ranks meet that have not met; return the answers, those of pairs
-        last. All ranks get the calls in one order, so that no two wait for one another.
+        """Let the gangs of living ranks meet that have not met; return their answers, those of
+        pairs last. All ranks get the calls in one order, so that no two wait for one another.
         """
         answers, count = [], self._most
         while count > 1:
@@ -496,7 +496,7 @@ class GangExecutor:
         for process in gang if name is not None else ():
             process.call("leave", name)
 
-    # Ranks come and go.
+    # Starts and losses of ranks.
 
     def _lost(self, process: RankProcess) -> None:
         if self._living.get(process.device) is not process:

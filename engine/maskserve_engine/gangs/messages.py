@@ -37,7 +37,7 @@ class Hello(NamedTuple):
 
 class RankCall(NamedTuple):
     number: int
-    """One more than the number of the call before."""
+    """Number of the call, one more than that of the call before."""
     verb: str
     """Name of a method of `rank.Rank`."""
     arguments: tuple[Any, ...]
@@ -52,7 +52,7 @@ class RankAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EntryLoad:
-    """A `LoadState` as it was when the rank answered."""
+    """A `LoadState` at the time of the rank's answer."""
 
     tier: str
     sizes: Floats
@@ -114,8 +114,8 @@ def packed(message: object) -> bytes:
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, ...]:
-    """Reduce a tensor to its numbers, in host memory on the other side. torch would archive the
-    whole storage that it is a view of, which takes ten times as long.
+    """Reduce a tensor to its numbers, in host memory of the receiver. torch would archive the whole
+    storage behind a view, which takes ten times as long.
     """
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return _rebuilt, (raw.numpy(), tensor.dtype, tuple(tensor.shape))
@@ -132,7 +132,7 @@ def send(pipe: Connection, message: object) -> None:
     """Send a message.
 
     Raises:
-        OSError: nobody is at the other end.
+        OSError: the other end is closed.
     """
     pipe.send_bytes(packed(message))
 
@@ -141,7 +141,7 @@ def receive(pipe: Connection) -> Any:
     """Return the next message.
 
     Raises:
-        EOFError: nobody is at the other end.
-        OSError: nobody is at the other end.
+        EOFError: the other end is closed.
+        OSError: the other end is closed.
     """
     return pickle.loads(pipe.recv_bytes())

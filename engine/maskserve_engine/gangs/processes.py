@@ -1,4 +1,4 @@
-"""The ranks' processes: how they are started, called, watched and replaced."""
+"""The ranks' processes: start, calls, supervision and replacement."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankProcess:
         """Number of the last call."""
         self.hello: Future[Hello] = Future()
         self._open: dict[int, Future[Any]] = {0: self.hello}
-        """Calls without an answer yet."""
+        """Calls without an answer."""
         self.ended = False
         send(self._pipe, _rank_config(config))
         threading.Thread(target=self._read, name=f"rank {device}", daemon=True).start()
@@ -104,7 +104,7 @@ class RankProcess:
                     future.set_result(answer.value)
         except (EOFError, OSError):
             pass
-        self._process.kill()  # what no longer listens is of no use
+        self._process.kill()  # a process that does not listen is of no use
         self._process.wait()
         with self._door:
             self.ended = True
@@ -116,7 +116,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """All ranks of a worker, each of which has said hello.
+    """All ranks of a worker, each after its first message.
 
     Raises:
         ConfigError: one of them could not be started.
@@ -125,7 +125,7 @@ class RankProcesses:
     def __init__(self, config: Config) -> None:
         self._folder = ""
         if config.cache.enabled and not (config.cache.host_dir or config.cache.disk_dir):
-            # Entries travel between ranks by files.
+            # Ranks exchange entries by files.
             memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._folder = tempfile.mkdtemp(prefix="maskserve-entries-", dir=memory)
             config = replace(config, cache=replace(config.cache, host_dir=self._folder))
@@ -160,7 +160,7 @@ class RankProcesses:
         return replace(self._config, model=shape, engine=engine, cache=cache)
 
     def start(self, device: int) -> RankProcess:
-        """Start a process for a device; its hello comes later."""
+        """Start a process for a device; its first message comes later."""
         process = RankProcess(self._config, device, lambda: self._lost(process))
         return process
 
@@ -198,7 +198,7 @@ def _rank_config(config: Config) -> Config:
 def _visible(device: int) -> dict[str, str]:
     """Return environment variables with which a process sees one GPU of this process's."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:  # all, if there are any: naming one that is not there is an error
+    if visible is None:  # all, if there are any: an unknown name is an error
         return {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.device_count() else {}
     listed = [name for name in visible.split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": listed[device] if device < len(listed) else visible}

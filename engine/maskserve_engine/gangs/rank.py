@@ -1,5 +1,5 @@
-"""`python -m maskserve_engine.gangs.rank FD`: a process that holds the model and some rows on one
-device, and does what comes through its pipe, one call after the other.
+"""`python -m maskserve_engine.gangs.rank FD`: a process with the model and some rows on one device.
+It runs the calls that arrive through its pipe, one after the other.
 
 It ends when the pipe does, whatever it is doing.
 """
@@ -78,14 +78,14 @@ _EXCHANGE_S = 20.0
 """Seconds after which an exchange with other ranks has failed."""
 _PROBES, _PROBE_BYTES = 9, 2**22
 _OPEN_S = 2.0
-"""Seconds that a row waits for its template's files to open; then it does without them."""
+"""Seconds that a row waits for its template's files to open; then it runs without them."""
 
 
 class Rank:
-    """The calls; each is one of `GangExecutor`'s.
+    """The calls, each made by `GangExecutor`.
 
     Args:
-        config: of the worker, as this rank's process has it.
+        config: configuration of the worker, as this rank's process has it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -152,7 +152,7 @@ class Rank:
             if isinstance(spec, CachedRowSpec):
                 self._open(spec.key, spec.anchors)
             elif isinstance(spec, PrimingRowSpec):
-                # What is half primed must not be evicted by its own second half.
+                # The second half of a template must not evict its first half.
                 self._store.memory.pin(spec.key, pinned=True)
                 self._primed_s[row] = 0.0
             row_made = self._local.make(row, spec)
@@ -269,7 +269,7 @@ class Rank:
         self._local.idle()
 
     def _after(self, step: RowStep, took: Span, *, reports: bool) -> RowAfter:
-        """Return what the engine's process needs of a row after its step; release a row that is
+        """Return a row's outcome for the engine's process after its step; release a row that is
         done.
         """
         row, spec = step.row, self._specs[step.row]
@@ -301,7 +301,7 @@ class Rank:
         return self._store.lower.locate(spec.key, [spec.anchors[step.done - 1]]) is not None
 
     def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
-        """Open a template's files before a row is made that reads them."""
+        """Open a template's files before a row that reads them is made."""
         static_anchors = [STILL] if self.adapter.spec.semantics.exact else []
         required = dict.fromkeys((*static_anchors, *anchors))
         if not self._store.fetch(key, [anchor for anchor in required if anchor is not None]):
@@ -348,9 +348,9 @@ def main(pipe: Connection) -> None:
             while True:
                 calls.put(receive(pipe))
         except (EOFError, OSError):
-            os._exit(0)  # nobody is there who could want anything of this process
+            os._exit(0)  # the engine's process has ended: nobody needs this one
         except BaseException:
-            # Who waits for calls would wait for ever.
+            # A thread that waits for calls would wait for ever.
             sys.excepthook(*sys.exc_info())
             os._exit(1)
 
@@ -383,7 +383,7 @@ def main(pipe: Connection) -> None:
 
 
 def _do(rank: Rank, call: RankCall, report: Callable[[RankAnswer], None]) -> None:
-    """Run a call and answer it: at once, or when the future that it returned is done."""
+    """Run a call and answer it at once, or when its future is done."""
     try:
         value = getattr(rank, call.verb)(*call.arguments)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""Which rows take the next step."""
+"""The scheduler: the rows that take the next step."""

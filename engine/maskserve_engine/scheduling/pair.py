@@ -25,8 +25,8 @@ class Pair(StepScheduler):
         self._devices = range(devices)
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
-        """Decide once the last step has ended on all devices. Gangs are pairs: with a device lost
-        one of those that are left takes the steps.
+        """Decide when the last step has ended on all devices. Gangs are pairs: if a device is lost,
+        a remaining one takes the steps.
         """
         living = tuple([device for device in self._devices if device not in devices.lost])
         if devices.busy or not living:

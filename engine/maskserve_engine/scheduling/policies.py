@@ -28,14 +28,14 @@ class DevicePolicy:
     make: Callable[[EngineConfig, int, int, float], SchedulingPolicy]
     """Makes the scheduler, from the configuration and the arguments of `MakePolicy`."""
     gangs: bool = False
-    """Whether it chooses the number of devices per step, so that tickets need the
-    seconds of each.
+    """Whether it chooses the number of devices per step, so that tickets need the seconds of each
+    number.
     """
     deals: bool = False
     """Whether all devices take the steps of one batch and deal its passes
     (`batch.cfg_parallel`)."""
     problem: Callable[[int, ModelSpec], str | None] = lambda devices, facts: None
-    """Why a model's steps cannot be shared so by this many devices; None: they can."""
+    """Returns why so many devices cannot share a model's steps in this way; None: they can."""
 
     @property
     def shares_steps(self) -> bool:
@@ -83,7 +83,7 @@ def _heads(devices: int, spec: ModelSpec) -> str | None:
             f"[engine] devices: {devices} devices cannot share the {heads} attention heads of "
             f'this model; accepted: up to {heads}, or policy = "spread"'
         )
-    return None  # models that are not shared by heads share passes alone
+    return None  # models that do not share heads share only passes
 
 
 POLICIES = {

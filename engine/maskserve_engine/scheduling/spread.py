@@ -1,4 +1,4 @@
-"""Rows spread over the devices of a worker: each has a batch of its own, and a row stays with its
+"""Rows spread over the devices of a worker: each device has its own batch, and a row stays on its
 device, since its entries are there.
 """
 
@@ -21,9 +21,9 @@ from maskserve_engine.scheduling.step_scheduler import (
 class Spread:
     """A `StepScheduler` per device (`SchedulingPolicy`).
 
-    A ticket goes to the device with the least to compute; ties go to the lowest number. One that
-    waits for a row goes to a device that has a free one. When a device is lost its tickets go to
-    the others as new ones do, but queue by their arrival; while no device is left they stay.
+    A ticket goes to the device with the least tokens to compute; ties go to the lowest number. A
+    ticket that waits for a row goes to a device with a free one. If a device is lost, its tickets
+    go to the others as new ones do, but queue by their arrival; without any device they stay.
 
     Args:
         max_rows: rows of each device's batch.

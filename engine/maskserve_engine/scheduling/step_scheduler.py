@@ -1,29 +1,29 @@
-"""The step scheduler: which rows run at this step boundary (FlashPS §4.3).
+"""The step scheduler: it chooses the rows that run at a step boundary (FlashPS §4.3).
 
-The scheduler only decides. It holds tickets, never tensors, and reads no clock, so the engine and
-the simulator run the same code. It is not thread-safe: one thread owns it.
+The scheduler only decides. It has tickets, not tensors, and reads no clock, so the engine and the
+simulator run the same code. It is not thread-safe: one thread owns it.
 
-With static batching a batch is formed once the last one has ended, and no row joins it.
+With static batching a batch is formed when the last one has ended, and no row joins it.
 
-Order of live tickets: of a free row one of the key that has fewest is next (`core.shares`), and of
-a key's own tickets the one that is due first; one without a due time counts as due PATIENCE_S after
-it came, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
-boundary. Rows that cannot share a step (`batch_key`) take turns, and so do a key's rows where they
-would hold up another key's (`FairQueue`); no other live row is ever held back.
+Order of live tickets: a free row goes to the key with fewest rows (`core.shares`), and within a key
+to the ticket that is due first. A ticket without a due time counts as due PATIENCE_S after its
+arrival, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
+boundary. Rows that cannot share a step (`batch_key`) alternate. Rows of a key also alternate if
+they would delay another key's (`FairQueue`). No other live row ever waits.
 
 Background tickets (priming) are rows of a second class:
 
-- With no live ticket about, they fill the whole batch and run at full speed.
-- Beside live rows they are *parked* between turns: parked rows keep their state but no place in
-  the batch, so live tickets are admitted as if they were not there.
-- A turn is paid for in advance. Each step earns `priming_share` x the computed tokens of its live
-  rows; a turn, one row for one step, costs that row's computed tokens. So priming never adds more
-  than `priming_share` to the work of the live rows it runs beside. Tokens and not steps are
-  counted because a priming row computes all of its tokens: in one of four steps it could take
-  most of the time. Credit above the price of the next turn is not kept.
-- A turn needs a place in the batch. In a full batch there is none until a live row ends; then a
-  turn that is due takes the place for that one step, before the live tickets that wait. Without
-  this, priming would starve for as long as live tickets wait.
+- Without live tickets, they fill the whole batch and run at full speed.
+- Beside live rows they are *parked* between turns: a parked row keeps its state but has no place in
+  the batch, so live tickets are admitted as if it were not there.
+- A turn is paid in advance. Each step earns `priming_share` x the computed tokens of its live rows;
+  a turn (one row for one step) costs the computed tokens of its row. So priming never adds more
+  than `priming_share` to the work of live rows. The unit is tokens, not steps, because a priming
+  row computes all its tokens: in one of four steps it could take most of the time. Credit above the
+  price of the next turn is not kept.
+- A turn needs a place in the batch. In a full batch there is none until a live row ends; then a due
+  turn takes the place for one step, before the waiting live tickets. Otherwise priming would starve
+  while live tickets wait.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from maskserve_common.shares import PATIENCE_S, Shares, urgency
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """An edit as the scheduler sees it. Times are seconds of the caller's clock."""
+    """An edit in the scheduler. Times are seconds of the caller's clock."""
 
     request_id: str
     steps: int
     """Model calls from start to end."""
     total_tokens: int
     active_tokens: int
-    """Tokens computed per step, on average; all of them for a dense row."""
+    """Mean computed tokens per step; all tokens for a dense row."""
     arrival: float
     priority: int = 0
     deadline: float | None = None
@@ -63,15 +63,13 @@ class Ticket:
     unknown.
     """
     due: float | None = None
-    """When its last step should have ended. Unlike after `deadline`, a late edit goes on."""
+    """Time when its last step should have ended. Unlike after `deadline`, a late edit goes on."""
     seconds: tuple[float, ...] = ()
     """Predicted seconds of one step alone on 1, 2, 4 and 8 devices, as far as there are; empty:
     unknown.
     """
     shared: float = 0.0
-    """Seconds within each of `seconds` that a step costs whatever its rows: several rows share
-    them.
-    """
+    """Part of each of `seconds` that does not depend on a step's rows: several rows share it."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
@@ -99,11 +97,11 @@ class Decision:
     admitted: tuple[Ticket, ...]
     """Tickets that get a row now, in order."""
     runs: tuple[Run, ...]
-    """No row is in two of them. The admitted need not be among their rows, parked rows are not."""
+    """No row is in two runs. Admitted tickets need not be among their rows; parked rows are not."""
     expired: tuple[Ticket, ...]
-    """Tickets whose deadline has passed, waiting or running: already removed."""
+    """Tickets past their deadline, waiting or running; they are already removed."""
     again: float = math.inf
-    """When to ask again, beside each new ticket and each end of a step."""
+    """Time of the next decision, beside each new ticket and each end of a step."""
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -125,15 +123,16 @@ ALL_FREE = Devices()
 
 
 class SchedulingPolicy(Protocol):
-    """Decides which rows run, where and for how long; the engine and the simulator run the same.
+    """Decides which rows run, on which devices and for how long, in the engine and in the
+    simulator.
 
-    It holds tickets, never tensors, and reads no clock. One thread owns it. Tickets that it holds
-    leave by exactly one of `finish`, `cancel` or `Decision.expired`.
+    It has tickets, not tensors, and reads no clock. One thread owns it. A ticket leaves by exactly
+    one of `finish`, `cancel` or `Decision.expired`.
     """
 
     @property
     def running(self) -> tuple[Ticket, ...]:
-        """Tickets that hold a row, in this step or not."""
+        """Tickets with a row, in this step or not."""
         ...
 
     @property
@@ -159,7 +158,7 @@ class SchedulingPolicy(Protocol):
         ...
 
     def finish(self, request_id: str) -> None:
-        """The row has taken its last step.
+        """Remove a ticket whose row has taken its last step.
 
         Raises:
             KeyError: no row of that name runs.
@@ -292,12 +291,12 @@ class TicketQueue:
 
 
 class StepScheduler:
-    """Bounded queues in front of a batch of at most `max_rows` rows on one device, decided anew at
-    each step (`SchedulingPolicy`).
+    """Bounded queues in front of a batch of at most `max_rows` rows on one device, decided at each
+    step (`SchedulingPolicy`).
 
-    Live and background tickets wait in queues of their own, each of at most `max_waiting`, so that
-    priming never makes a live edit be refused. Tickets held (waiting, running or parked) leave by
-    exactly one of `finish`, `cancel` or `Decision.expired`.
+    Live and background tickets have separate queues, each of at most `max_waiting`, so that priming
+    never causes the refusal of a live edit. A ticket (waiting, running or parked) leaves by exactly
+    one of `finish`, `cancel` or `Decision.expired`.
     """
 
     def __init__(
@@ -313,10 +312,10 @@ class StepScheduler:
         Args:
             max_rows: rows of the batch.
             max_waiting: tickets that may wait, per class.
-            priming_share: work priming may add beside live rows, as a share of theirs, 0 to 1;
-                with 0 it runs only when no live ticket is about.
-            static: whether live tickets get rows only when no live row is left, as servers without
-                continuous batching have it (FlashPS §6.4).
+            priming_share: work that priming may add beside live rows, as a share of theirs, 0 to 1;
+                at 0 it runs only without live tickets.
+            static: whether live tickets get rows only when no live row is left, as in servers
+                without continuous batching (FlashPS §6.4).
         """
         if max_rows < 1 or max_waiting < 1 or not 0.0 <= priming_share <= 1.0:
             raise ValueError(f"no such capacity: {max_rows=} {max_waiting=} {priming_share=}")
@@ -341,7 +340,7 @@ class StepScheduler:
 
     @property
     def running(self) -> tuple[Ticket, ...]:
-        """Tickets that hold a row, parked ones included, in order of admission within a class."""
+        """Tickets with a row, parked ones included, in order of admission within a class."""
         return (*self._live.values(), *self._background.values())
 
     @property
@@ -358,7 +357,7 @@ class StepScheduler:
 
         Raises:
             Overloaded: draining, or the ticket's queue is full, or its key's share of it.
-            InvalidRequest: a ticket of this id is still held.
+            InvalidRequest: the scheduler has a ticket of this id.
         """
         if self.draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
@@ -372,7 +371,7 @@ class StepScheduler:
         self.take(ticket)
 
     def take(self, ticket: Ticket) -> None:
-        """Queue a ticket that has been taken on already, however many wait."""
+        """Queue a ticket that was accepted before, however many wait."""
         self._number += 1
         self._queue_of(ticket).add(ticket)
         self._delayed[ticket.request_id] = (self._number, ticket)
@@ -384,18 +383,16 @@ class StepScheduler:
         return self._background_waiting if ticket.background else self._live_waiting
 
     def cancel(self, request_id: str) -> Ticket | None:
-        """Remove a ticket wherever it is; None: it is not in the scheduler (it may have just
-        ended).
-        """
+        """Remove a ticket wherever it is; None: it is not in the scheduler, or has just ended."""
         if request_id not in self._delayed:
             return None
         return self._remove(request_id)
 
     def finish(self, request_id: str) -> None:
-        """The row has taken its last step.
+        """Remove a ticket whose row has taken its last step.
 
         Raises:
-            KeyError: no row of that name runs: the caller has lost count.
+            KeyError: no row of that name runs; the caller's state is wrong.
         """
         if request_id not in self._live and request_id not in self._background:
             raise KeyError(request_id)
@@ -425,9 +422,9 @@ class StepScheduler:
     def _one_batch(
         self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
     ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Choose rows that may share a step: of several batches the one that ran longest ago; where
-        clients' keys compete, the batch of the key that is next, with no more rows than the keys'
-        shares allow.
+        """Choose rows that may share a step: of several batches the one that ran longest ago; if
+        clients' keys compete, the batch of the next key, with no more rows than the keys' shares
+        allow.
         """
         turn_key = self._fair_queue.next(live)
         keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))

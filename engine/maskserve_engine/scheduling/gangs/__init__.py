@@ -1,1 +1,1 @@
-"""Which devices step which edits: policies for a worker of several devices."""
+"""Policies for a worker of several devices: which devices step which edits."""

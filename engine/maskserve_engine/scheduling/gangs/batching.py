@@ -1,4 +1,4 @@
-"""Rows of several edits in one step of a gang, where no due time suffers by it."""
+"""Rows of several edits in one step of a gang, if no edit misses its due time by it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 
 
 class Batching:
-    """A `GangPolicy` around another: an edit that this leaves without devices joins a step that it
-    begins.
+    """A `GangPolicy` around another one: an edit without devices may join a step that the other
+    policy begins.
 
-    Rows of one step pay once for what it costs whatever its rows (`Ticket.shared`). An edit joins
-    only if that is much of its own step, as it is of small ones, and if
+    Rows of one step share its fixed cost (`Ticket.shared`). An edit joins only if that cost is much
+    of its own step, as for small edits, and if
 
-    - no edit of the run is late that would be in time, were they to share all their steps,
-    - no edit that still waits is late that could be in time behind the run as it was,
-    - a run of several steps, a round's, still ends when the other policy decides again: it takes
-      only time in which its devices would idle.
+    - no edit of the run becomes late that would be in time if they shared all their steps,
+    - no waiting edit becomes late that could be in time behind the run without the edit,
+    - a run of several steps (a round's) still ends before the other policy decides again: the edit
+      takes only time in which the devices would idle.
 
     Args:
-        policy: the other.
+        policy: the other policy.
         least: least share of its step that an edit must save.
     """
 
@@ -61,8 +61,8 @@ class Batching:
 
 @lru_cache(maxsize=4096)
 def _gains(seconds: tuple[float, ...], shared: float, least: float) -> frozenset[int]:
-    """Where in `Ticket.seconds` an edit saves enough by joining a step: it may have so many
-    devices, and gains by them.
+    """Return the indices in `Ticket.seconds` at which an edit saves enough by joining a step: it
+    may have so many devices, and gains by them.
     """
     return frozenset(
         at
@@ -72,13 +72,13 @@ def _gains(seconds: tuple[float, ...], shared: float, least: float) -> frozenset
 
 
 class _Joined:
-    """A run, and what has to be known of it as edits join.
+    """A run while edits join it.
 
     Args:
         run: run that the other policy has chosen.
-        works: the edits of its rows.
+        works: works of its rows.
         now: seconds of the caller's clock.
-        again: when the other policy decides again.
+        again: time at which the other policy decides again.
     """
 
     def __init__(self, run: Run, works: Sequence[Work], now: float, again: float) -> None:
@@ -99,11 +99,11 @@ class _Joined:
         """Steps left and due times of the edits that are in time now."""
 
     def takes(self, work: Work, latest: Sequence[float]) -> bool:
-        """Have an edit join if nobody is late by it who would not be without.
+        """Let an edit join if no other edit becomes late by it.
 
         Args:
             work: work that waits.
-            latest: when those must begin that wait, `work` among them; in order.
+            latest: times when the waiting works must begin, `work` among them; in order.
         """
         ticket, run, now_s = work.ticket, self.run, self._now
         row_seconds, shared = (
@@ -130,6 +130,6 @@ class _Joined:
 
 
 def _latest(work: Work) -> float:
-    """When it must begin to be in time, on all devices from then on."""
+    """Return when it must begin to be in time, on all devices from then on."""
     due_at = work.ticket.due
     return -math.inf if due_at is None else due_at - work.remaining * min(work.ticket.seconds)

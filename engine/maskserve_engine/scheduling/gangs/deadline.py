@@ -1,4 +1,4 @@
-"""Our policy: decide whenever a step ends, and keep a set of edits that can all be in time."""
+"""This project's policy: at each step end it keeps a set of edits that can be in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from maskserve_engine.scheduling.gangs.work import (
 from maskserve_engine.scheduling.step_scheduler import Run
 
 _FEW = 4
-"""Edits whose lists are searched: with more there are too many of them."""
+"""Most edits whose lists are searched; more edits have too many lists."""
 
 
 class Deadline:
@@ -89,7 +89,7 @@ class Deadline:
             (work, self._short(timeline, work)) for work in sorted(remaining, key=_cheapest)
         ]
         for work, degree in self._scale_up(timeline, on_time + best_effort):
-            # Only for an edit that can be in time are devices kept from others.
+            # Devices are reserved only for an edit that can be in time.
             if work.ticket.request_id in hopeful:
                 timeline.place(work, degree)
             elif work.until is None:
@@ -99,7 +99,7 @@ class Deadline:
         self, timeline: _Timeline, works: Sequence[Work]
     ) -> tuple[list[tuple[Work, int]], bool]:
         """Return the works that step now with their degrees, those of the list first; and whether
-        more of the list is to come.
+        later works of the list remain.
         """
         few = FewEdits(timeline.now, works, self.devices, timeline.most)
         first = few.begin()
@@ -152,7 +152,7 @@ class Deadline:
             first[best] *= 2
 
     def _short(self, timeline: _Timeline, work: Work) -> int:
-        """Return the cheapest degree whose step does not delay an edit that comes now."""
+        """Return the cheapest degree whose step does not delay an edit that arrives now."""
         points = frontier(timeline.seconds(work))
         return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
 
@@ -238,7 +238,7 @@ class _Timeline:
         self.most = max(1, largest_gang(devices, lost))
         """Size of the largest gang without a lost device."""
         self._soonest = min((end for end, _ in ends), default=math.inf)
-        """When the first running step ends."""
+        """Time when the first running step ends."""
 
     @property
     def idle(self) -> int:
@@ -280,7 +280,7 @@ class _Timeline:
                     break
 
     def _degrees(self, work: Work, most: int) -> Iterator[tuple[int, float]]:
-        """(degree, seconds of a step), the largest first, without those that gain nothing."""
+        """Return (degree, seconds of a step), the largest first, without useless degrees."""
         times = work.ticket.seconds[: most.bit_length()]
         for at in reversed(range(len(times))):
             if not at or times[at] < times[at - 1]:

@@ -1,9 +1,9 @@
-"""Which of a few edits can all be in time: found by search, where sums over all devices mislead.
+"""Search for a set of a few edits that can all be in time; sums over all devices would mislead.
 
 A *list* names edits and a degree for each. Served in its order, each edit takes its degree as soon
-as so many devices are free, and keeps it to its last step. Lists are searched for the one with the
-most edits, then the fewest device-seconds. Only what begins now is used of it: at the next step end
-the search begins anew.
+as so many devices are free, and keeps it to its last step. The search finds the list with the most
+edits, then the fewest device-seconds. Only the steps that begin now are used: at the next step end
+the search begins again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import NamedTuple
 from maskserve_engine.scheduling.gangs.work import Work, devices_of
 
 NODES = 120
-"""Places in the tree of lists that a search looks at; the first list that it tries is that of least
-slack first, each edit at the fewest devices that will do."""
+"""Places in the tree of lists that a search visits; its first list has the least slack first, each
+edit with the fewest devices that suffice.
+"""
 
 _OVERDUE_S = 1e-3
 """Seconds after which an overdue step counts as done."""
 
 _Free = tuple[float, ...]
-"""When each device is free, the earliest first."""
+"""Times when devices are free, the earliest first."""
 
 
 class Job(NamedTuple):
@@ -41,12 +42,12 @@ class Job(NamedTuple):
 
 
 class FewEdits:
-    """The best list, found when it is made.
+    """The best list, found on construction.
 
     Args:
         now: seconds of the caller's clock.
         works: all edits with steps left.
-        most: the largest gang that there is; None: all devices.
+        most: size of the largest gang; None: all devices.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class FewEdits:
     def starts(
         self, first: Mapping[int, int], placed: Sequence[tuple[Work, int]] = ()
     ) -> list[float] | None:
-        """When each edit of the list goes on; None: one would be late.
+        """Return when each edit of the list continues; None: one would be late.
 
         Args:
             first: edits of the list that take one step now, by number, and its degree.
-            placed: that take a step now, too, and its degree.
+            placed: edits outside the list that take a step now, and its degree.
         """
         free, ready = self._free, {}
         for number, degree in first.items():
@@ -143,7 +144,7 @@ def _search(jobs: Sequence[Job], free: _Free) -> tuple[tuple[Job, int], ...]:
 
 
 def _with_busy(free: _Free, degree: int, end: float) -> _Free:
-    """When devices are free once the first `degree` of them are taken until `end`."""
+    """Return when devices are free if the first `degree` of them are busy until `end`."""
     return tuple(sorted((*free[degree:], *(end,) * degree)))
 
 

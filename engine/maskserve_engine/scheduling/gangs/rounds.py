@@ -1,4 +1,4 @@
-"""TetriServe's policy (Algorithm 1): fixed rounds, and the most edits that survive each."""
+"""TetriServe's policy (Algorithm 1): fixed rounds, each with the most edits that survive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Option:
     """One way to spend a round on an edit."""
 
     degree: int
-    """Devices; 0: it waits."""
+    """Number of devices; 0: it waits."""
     steps: int
     survives: bool
     """Whether it could still be in time if it had its fastest degree from the next round on."""
@@ -36,8 +36,8 @@ WAIT = 0
 
 
 def knapsack(groups: Sequence[Sequence[Option]], devices: int) -> list[int]:
-    """The option of each edit with which most survive on `devices`; of equals one that takes the
-    fewest devices (Algorithm 1, lines 13 to 22).
+    """Return the option of each edit with which most survive on `devices`, with the fewest devices
+    (Algorithm 1, lines 13 to 22).
     """
     least = -1
     best = [0] + [least] * devices
@@ -137,7 +137,7 @@ class _Round:
     lost: int
     """Devices, as a bit mask."""
     most: int
-    """The largest gang that is whole."""
+    """The largest gang without a lost device."""
     first: Work | None = None
     """Work that does not wait."""
 
@@ -166,7 +166,7 @@ class _Round:
             if slack == math.inf
             else allocate(seconds, work.remaining, slack)
         )
-        # Nothing meets its due time any more: it may have what it is fastest with, and no vote.
+        # It cannot be in time: it may have its fastest degree, and does not count as a survivor.
         shares = shares or (Share(frontier(seconds)[-1][0], work.remaining),)
         slack_after, fastest = slack - self.lasts, min(seconds)
         options = [Option(0, 0, work.remaining * fastest <= slack_after)]
@@ -188,7 +188,7 @@ class _Round:
         return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
 
     def _fill(self, works: Sequence[Work], groups: list[list[Option]], degrees: list[int]) -> None:
-        """Give devices that are left to works that need not run now."""
+        """Give remaining devices to works that need not run now."""
         free_devices = self.living - sum(degrees)
         for index, options in enumerate(groups):
             if not degrees[index]:
@@ -222,12 +222,12 @@ class _Round:
             degrees[index] *= 2
 
     def _place(self, works: Sequence[Work], degrees: list[int]) -> list[Run]:
-        """The largest gangs first, so that aligned blocks fit; where lost devices leave none of a
-        size, the edit has half as many.
+        """Place the largest gangs first, so that aligned blocks fit; if lost devices leave none of
+        a size, the edit has half as many.
         """
         occupied, runs = self.lost, []
         for index in sorted(range(len(works)), key=lambda i: (-degrees[i], i)):
-            # What a smaller gang has left over goes to those that were to wait.
+            # Devices that a smaller gang leaves go to edits that would wait.
             work, degree = works[index], degrees[index] or int(bool(self.lost))
             block = 0
             while degree and not block:

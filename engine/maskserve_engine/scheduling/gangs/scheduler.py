@@ -1,4 +1,4 @@
-"""A policy for gangs as the engine asks for it: tickets in, runs out (`SchedulingPolicy`)."""
+"""A policy for gangs in the engine's form: tickets in, runs out (`SchedulingPolicy`)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class GangScheduler:
     """Keeps the state that a `GangPolicy` decides over.
 
     Tickets wait in the order of `TicketQueue`; as many as there are rows take part in decisions.
-    Devices that are lost, or whose edit was withdrawn in its step, count as taken by a foreign
-    edit. No key falls behind another by more than `_MOST_BEHIND_S`: it is then next, whatever
-    the policy decides (`Work.first`).
+    Devices that are lost, or whose edit was withdrawn in its step, count as busy with a foreign
+    edit. No key falls behind another by more than `_MOST_BEHIND_S`: it is then next, whatever the
+    policy decides (`Work.first`).
 
     Args:
         policy: policy that decides.

@@ -18,17 +18,17 @@ from maskserve_engine.scheduling.step_scheduler import AGING_S, Run, Ticket
 
 @dataclass(slots=True)
 class Work:
-    """An edit with steps left. The caller keeps it true; policies only read it."""
+    """An edit with steps left. The caller updates it; policies only read it."""
 
     ticket: Ticket
     remaining: int
     """Steps that have not ended."""
     idle_since: float
-    """When it came, or when its last step ended."""
+    """Time of its arrival, or of the end of its last step."""
     gang: int = 0
     """Devices of its running or last step, as a bit mask; 0: none yet."""
     until: float | None = None
-    """When its running step ends; None: none runs; inf: its devices are lost."""
+    """Time when its running step ends; None: none runs; inf: its devices are lost."""
     running_steps: int = 0
     """Steps of the running run; they count as remaining."""
     first: bool = False
@@ -41,31 +41,31 @@ class GangPlan:
 
     runs: tuple[Run, ...] = ()
     again: float = math.inf
-    """When to ask again, beside each new edit and each end of a run."""
+    """Time of the next decision, beside each new edit and each end of a run."""
 
 
 STRETCH = 4.0
-"""How many times the seconds that an edit takes alone it may wait before its age counts."""
+"""Multiple of its seconds alone that an edit may wait before its age counts."""
 _HELP_SHARE = 0.25
 """Largest share of device-seconds for steps that go first by age alone."""
 
 
 class Aged:
-    """Chooses the edit that steps before all others: one whose key is next, or now and then one
-    that the policy puts off, so that no edit starves.
+    """Chooses the edit that steps before all others: one whose key is next, or sometimes one that
+    the policy puts off, so that no edit starves.
 
-    An edit without due time, or that cannot be in time, is helped when it has not stepped for
-    `patience` seconds, one edit per fifth of that time. It is also helped once it has been there
-    for `patience` seconds and `STRETCH` times what it takes alone, the oldest first, within
-    `_HELP_SHARE` of all device-seconds. A step of priority is worth `AGING_S` seconds of age.
+    An edit without due time, or that cannot be in time, is helped after `patience` seconds without
+    a step, one edit per fifth of that time. It is also helped when its age exceeds `patience`
+    seconds and `STRETCH` times its seconds alone, the oldest first, within `_HELP_SHARE` of all
+    device-seconds. A step of priority is worth `AGING_S` seconds of age.
     """
 
     def __init__(self, devices: int, patience: float) -> None:
         self._devices, self._patience = devices, patience
         self._helped = -math.inf
-        """When an edit that had not stepped was last helped."""
+        """Time when an edit that had not stepped was last helped."""
         self._next = -math.inf
-        """When the oldest may be helped again."""
+        """Time when the oldest may be helped again."""
 
     def choose(self, now: float, works: Sequence[Work]) -> Work | None:
         """Return the idle work that must step now; None: the policy decides alone."""
@@ -131,7 +131,7 @@ class Share:
 
 @lru_cache(maxsize=4096)
 def frontier(seconds: tuple[float, ...]) -> tuple[tuple[int, float], ...]:
-    """(degree, seconds of a step) of the degrees worth having: more devices are faster, and no
+    """Return the (degree, seconds of a step) of the useful degrees: more devices are faster, and no
     mix of two others is as fast at fewer device-seconds. Slowest and cheapest first.
     """
     points: list[tuple[int, float]] = []
@@ -155,8 +155,8 @@ def _above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> 
 
 
 def allocate(seconds: tuple[float, ...], steps: int, slack: float) -> tuple[Share, ...]:
-    """At most two degrees that just meet the due time at least device-seconds (TetriServe §4.2.1),
-    the higher first; empty where no degree meets it.
+    """Return at most two degrees that just meet the due time at least device-seconds (TetriServe
+    §4.2.1), the higher first; none if no degree meets it.
 
     Args:
         seconds: seconds of a step by degree (`Ticket.seconds`).
@@ -189,7 +189,7 @@ def seconds_together(tickets: Sequence[Ticket], degree: int) -> float:
 
 @lru_cache(maxsize=256)
 def blocks(degree: int, devices: int) -> tuple[int, ...]:
-    """The gangs of `degree` among `devices`, as bit masks: 15 of all degrees for 8 devices."""
+    """Return the gangs of `degree` among `devices`, as bit masks (8 devices: 15 of all degrees)."""
     full = (1 << degree) - 1
     return tuple(full << at for at in range(0, devices - degree + 1, degree))
 
@@ -205,11 +205,11 @@ def devices_of(gang: int) -> tuple[int, ...]:
 
 
 def choose_block(degree: int, devices: int, busy_devices: int, last: int, busy: int = 0) -> int:
-    """A gang of `degree` that touches none of `busy_devices`; 0 if there is none.
+    """Return a gang of `degree` without any of `busy_devices`; 0 if there is none.
 
-    The edit's last gang is kept where it can be, then one within or around it; then idle devices
-    rather than `busy` ones; then the gang whose larger block is in use already, so that large
-    blocks stay whole.
+    The edit keeps its last gang if possible, else one within or around it. Then idle devices
+    precede `busy` ones, and gangs in a larger block that is already in use precede others, so that
+    large blocks stay whole.
     """
     best, best_rank = 0, (-1, -1, -1)
     for block in blocks(degree, devices):
