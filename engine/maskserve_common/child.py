@@ -16,8 +16,8 @@ def start_child(module: str, more: Mapping[str, str]) -> tuple[subprocess.Popen[
     """Run a module, whose first argument is the descriptor of its end of the pipe.
 
     Args:
-        module: its dotted name.
-        more: environment beside this process's.
+        module: dotted name of the module.
+        more: environment variables beside this process's.
     """
     parent_end, child_end = socket.socketpair()
     with child_end:

@@ -26,10 +26,10 @@ T = TypeVar("T", bound=Table)
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:
-    """The configuration of this process.
+    """Return the configuration of this process.
 
     Args:
-        path: a TOML file; `None` reads MASKSERVE_CONFIG, and without that uses the defaults.
+        path: TOML file; `None` reads MASKSERVE_CONFIG, and without that the defaults.
 
     Raises:
         ConfigError: naming the file and key.
@@ -54,7 +54,7 @@ def config_of(values: Mapping[str, Any]) -> Config:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file.
+    """Return the tables of a file.
 
     Raises:
         ConfigError: it cannot be read, or is not TOML.

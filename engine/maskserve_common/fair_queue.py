@@ -65,7 +65,7 @@ class KeyWork:
         return min(keys, key=lambda key: self._used.get(key, 0.0))
 
     def lag(self, key: str, keys: Iterable[str]) -> float:
-        """How much more than this key that of these has had that had most."""
+        """Return the work that the busiest of these keys has received beyond this key's."""
         most = max(self._used.get(other_key, 0.0) for other_key in keys)
         return (most - self._used.get(key, 0.0)) / self._weight
 

@@ -34,11 +34,11 @@ _LONGEST_LOOK_S = 0.5
 
 
 class Silence:
-    """How long something has given no sign of life, as one watcher sees it. Used from one thread.
+    """Seconds without a sign of life, as one watcher sees it. Used from one thread.
 
-    Only time in which the watcher itself was awake counts: on a machine that stood still, or
-    starves its processes, what is watched was not the one that failed. A process that died or was
-    stopped is found by `unwell`, and an engine that failed says so: this is for what hangs.
+    Only time in which the watcher itself ran counts: on a machine that stood still, or starves its
+    processes, the watched process has not failed. `unwell` finds a process that died or was
+    stopped, and a failed engine reports it: this class finds processes that hang.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,10 +76,10 @@ def mean_step_s(status: WorkerStatus) -> float:
 
 
 def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
-    """How long an engine with this record may be silent before it counts as hung.
+    """Return the seconds that an engine with this record may be silent before it counts as hung.
 
-    A batch of many full rows takes a hundred times as long as one small mask, so the step under
-    way is measured by its own tokens at the mean rate so far.
+    A batch of many full rows takes a hundred times as long as one small mask, so the present step
+    is measured by its own tokens at the mean rate.
     """
     counters = status.counters
     if counters.get("steps_total", 0) < 1:
@@ -100,10 +100,10 @@ def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:
 
 
 def end_with_server() -> None:
-    """End this process when its server is gone; call it before what takes long to load.
+    """End this process when its server is gone; call it before slow loads.
 
-    A server that is killed leaves its models' processes behind, with all their memory. It may be
-    gone before this is called: whoever started it has said which process it is.
+    A killed server leaves its models' processes behind, with all their memory. It may be gone
+    before this call: its starter has recorded its process id.
     """
     server = int(os.environ.get(SERVER_PID) or os.getppid())
     threading.Thread(target=_end_with, args=(server,), daemon=True).start()

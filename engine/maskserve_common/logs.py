@@ -170,7 +170,7 @@ def _dropped_record(count: int) -> logging.LogRecord:
 
 
 def log_handler(config: LogConfig, worker: str, model: str) -> logging.Handler:
-    """Where the log lines of one process go.
+    """Return the handler of one process's log lines.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -187,13 +187,13 @@ def log_handler(config: LogConfig, worker: str, model: str) -> logging.Handler:
 
 
 def start_log(config: Config, model: str) -> None:
-    """Send everything that this process logs where `[log]` says; call it once, first of all.
+    """Send this process's log to the place in `[log]`; call it once, before everything else.
 
-    A file that cannot be opened is no reason not to serve: lines go to standard error then.
+    If the file cannot be opened, the process still serves: lines go to standard error then.
 
     Args:
-        config: of the worker.
-        model: the Triton model that this process serves.
+        config: configuration of the worker.
+        model: Triton model that this process serves.
     """
     try:
         handler = log_handler(config.log, config.worker, model)

@@ -89,7 +89,7 @@ class LruCache(Generic[K, V]):
         shares.book(owner, size)
 
     def drop(self, key: K) -> None:
-        """Nothing happens where it is not kept."""
+        """Remove a key, if it is kept."""
         for value in self._let_go(key):
             self._on_evict(key, value)
 

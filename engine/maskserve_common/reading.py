@@ -40,24 +40,24 @@ class Misread(ValueError):
 
     def __init__(self, path: str, problem: str, accepted: str) -> None:
         """Args:
-        path: of the key, as `loras[0].scale`; empty for the whole.
-        problem: what is wrong with its value.
-        accepted: what would be right.
+        path: path of the key, such as `loras[0].scale`; empty for the whole.
+        problem: problem of its value.
+        accepted: accepted values.
         """
         super().__init__(f"{path}: {problem}; accepted: {accepted}")
         self.path, self.problem, self.accepted = path, problem, accepted
 
 
 def read(value: Any, kind: type[T], *, strict: bool = True) -> T:
-    """`value`, as JSON or TOML parsers give it, checked.
+    """Check `value`, as JSON or TOML parsers return it.
 
     Args:
-        value: what was read.
+        value: parsed value.
         kind: a Table.
-        strict: whether text is taken for text alone; forms have nothing else.
+        strict: whether text is accepted only for text; False for forms, which have only text.
 
     Raises:
-        Misread: naming the first key that is wrong.
+        Misread: naming the first wrong key.
     """
     try:
         return msgspec.convert(value, kind, strict=strict)

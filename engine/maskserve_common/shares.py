@@ -42,13 +42,13 @@ class Full(Exception):
 
 
 def room(budget: int, in_use: int, of_key: int, key: Hashable) -> int:
-    """Units that a key may take on now, by budget and share.
+    """Return the units that a key may take now, by budget and share.
 
     Args:
-        budget: of all.
-        in_use: by all.
-        of_key: of that, what the key holds.
-        key: whose.
+        budget: units of all keys.
+        in_use: units that all keys use.
+        of_key: units that the key uses.
+        key: the key.
     """
     free = max(budget - in_use, 0)
     if key == EVERYBODY:
@@ -78,7 +78,7 @@ class Shares:
 
     @property
     def keys(self) -> int:
-        """How many hold anything."""
+        """Number of keys that use anything."""
         return len(self._in_use)
 
     def room(self, key: Hashable) -> int:
@@ -145,16 +145,15 @@ class Shares:
 def urgency(
     arrival: float, priority: int, aging_s: float, due: float | None = None, patience_s: float = 0.0
 ) -> float:
-    """A place among the waiting of one key, the lowest first; it never changes, so that whoever
-    waits is overtaken by fewer and fewer and in the end by none.
+    """Return an item's place among the waiting items of a key, the lowest first. It never changes,
+    so fewer and fewer items overtake a waiting one.
 
     Args:
-        arrival: when it came, seconds of any clock.
+        arrival: time of its arrival, in seconds of any clock.
         priority: each step of it weighs as much as `aging_s` of waiting.
-        aging_s: see there.
-        due: when it should be done, on the same clock; None: at no time.
-        patience_s: time after its arrival from which one without due time, or with a later one,
-            is as urgent as one that is due.
+        aging_s: see `priority`.
+        due: due time on the same clock; None: none.
+        patience_s: seconds after its arrival that stand for a missing or later due time.
     """
     target_s = arrival + patience_s
     return (target_s if due is None else min(target_s, due)) - priority * aging_s

@@ -19,13 +19,13 @@ ANY_SITE = "*"
 def foreign_site(
     headers: Mapping[str, str], names: Sequence[str] | None = None, origins: Sequence[str] = ()
 ) -> str:
-    """Return why a request comes from a foreign site, in words; empty: it does not, or no browser's
-    page sent it.
+    """Return the reason why a request comes from a foreign site; empty: it does not, or no
+    browser's page sent it.
 
     Args:
-        headers: by name in lower case.
-        names: of the listener, as `has_name`; None: it may have any.
-        origins: further ones whose pages may ask; `ANY_SITE` stands for all.
+        headers: headers by name in lower case.
+        names: names of the listener, as `has_name`; None: any.
+        origins: further origins whose pages may send requests; `ANY_SITE` means all.
     """
     host, origin = headers.get("host"), headers.get("origin")
     if names is not None and host is not None and not has_name(host, names):

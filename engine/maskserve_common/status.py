@@ -78,7 +78,7 @@ class StatusWriter:
         return stamp
 
     def close(self) -> None:
-        """Let go of the file, which stays with its last record."""
+        """Close the file, which keeps its last record."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

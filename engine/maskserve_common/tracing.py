@@ -33,7 +33,7 @@ _PREFIX = "maskserve."
 # https://www.w3.org/TR/trace-context/#traceparent-header; ids of zeros are not valid.
 _TRACEPARENT = re.compile("00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _CLOSE_S = 1.0
-"""How long a worker that stops waits for its last spans to be sent."""
+"""Seconds that a stopping worker waits for its last spans to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,13 @@ class Tracer:
     def recorded(
         self, name: str, work: Callable[[Any], dict[str, Any]], output: str = ""
     ) -> Callable[[Any], dict[str, Any]]:
-        """`work`, which makes a request's outputs, with a span around it.
+        """Return `work`, which makes a request's outputs, with a span around it.
 
         Args:
-            name: of the span.
-            work: takes a Triton request.
-            output: nothing is recorded where this output is empty: an event that passes through.
+            name: name of the span.
+            work: function of a Triton request.
+            output: name of an output; if it is empty (an event that passes through), nothing is
+                recorded.
         """
         if self._tracer is None:
             return work
@@ -247,7 +248,7 @@ def _sender(config: TraceConfig) -> Any:
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
     class Sender(SpanExporter):
-        """Says once that the collector does not take spans, and once that it does again."""
+        """Logs once that the collector does not take spans, and once that it takes them again."""
 
         def __init__(self) -> None:
             self._inner: SpanExporter = OTLPSpanExporter(config.otlp_url, timeout=config.timeout_s)

@@ -188,8 +188,8 @@ class BaseLayers:
     """Shapes of the served model's layers, by part.
 
     Args:
-        shapes: of the weights, by part (of `lora_header.PARTS`) and the layer's dotted name.
-        denoiser: the name of its folder.
+        shapes: shapes of the weights, by part (of `lora_header.PARTS`) and the layer's dotted name.
+        denoiser: name of the denoiser's folder.
         fixed: parts that the model has, and to which diffusers applies no LoRA.
     """
 
@@ -260,11 +260,12 @@ class BaseLayers:
         return layers[0].endswith(_SWAPPED[0]) or outputs == 2 * inputs
 
     def named_layers(self, part: str, module: str) -> NamedLayers | None:
-        """The layers that a LoRA file spells in one of the usual ways; None: the model has none.
+        """Return the layers that a LoRA file spells in one of the usual ways; None: the model has
+        none.
 
         Args:
-            part: one of `parts`.
-            module: as `lora_header.split_part` gives it.
+            part: part in `parts`.
+            module: name from `lora_header.split_part`.
         """
         return self._spellings[part].get(_modern(part, module))
 

@@ -81,10 +81,10 @@ class Catalogue:
     """The adapters of `[adapters] store`.
 
     Args:
-        config: of the worker.
-        folder: of the file, shared by processes that serve the same model.
-        storage: of the adapters.
-        save_every_s: how often the file is written while the storage is read.
+        config: configuration of the worker.
+        folder: folder of the file, shared by processes that serve the same model.
+        storage: storage of the adapters.
+        save_every_s: seconds between two writes of the file while the storage is read.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Catalogue:
         return self._current().problem
 
     def find(self, name: str, field: str = "SETTINGS.loras") -> KnownAdapter:
-        """The adapter of this name; touches no storage.
+        """Return the adapter of this name, without a call of the storage.
 
         Raises:
             AdapterNotFound: there is none.
@@ -134,11 +134,11 @@ class Catalogue:
         return adapter
 
     def scan(self, *, at_once: bool = False, wait: bool = True) -> None:
-        """List the storage anew, unless another process has done so just now; blocks.
+        """List the storage, unless another process has just done so; blocks.
 
         Args:
-            at_once: whether or not another has.
-            wait: for another process that is at it; else that is enough.
+            at_once: whether to list it even then.
+            wait: whether to wait for another process that lists it; else its listing is enough.
         """
         with (
             contextlib.suppress(TimeoutError),
@@ -224,7 +224,7 @@ class Catalogue:
         return msgspec.structs.replace(plain, header=digest, **msgspec.structs.asdict(description))
 
     def base_layers(self) -> BaseLayers:
-        """Layers of the served model.
+        """Return the layers of the served model.
 
         Raises:
             BadAdapter: it has none that an adapter could change.

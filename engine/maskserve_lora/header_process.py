@@ -1,8 +1,8 @@
 """Headers of LoRA files, read in a process of its own.
 
-Files come from anybody, and who lists them also answers edits. Everything that a header may hold is
-bounded; but what is not thought of costs this process, for as long as one header may take, and then
-its file is not served.
+Anybody may have written the files, and the process that lists them also answers edits. Every part
+of a header is bounded. An unforeseen one costs only this process, for the time limit of one header,
+and its file is not served.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class HeaderProcess:
-    """Started with the first header, and anew where one has been its end.
+    """Starts the process with the first header, and again when a header has ended it.
 
     Args:
-        bounds: of files.
-        limit_s: that a header may take.
-        module: to run; a test's is slow.
+        bounds: bounds of files.
+        limit_s: seconds for one header.
+        module: module to run; a test has a slow one.
     """
 
     def __init__(self, bounds: Bounds, limit_s: float = _LIMIT_S, module: str = __name__) -> None:

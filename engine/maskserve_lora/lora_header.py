@@ -202,7 +202,7 @@ def read_header(
 
 
 def header_of_file(path: Path, **bounds: int) -> LoraHeader:
-    """`read_header` of a file on this host, with PEFT's configuration if it lies beside it.
+    """Read the header of a file on this host, with PEFT's configuration if it lies beside it.
 
     Raises:
         BadAdapter: as `read_header`.
@@ -215,7 +215,7 @@ def header_of_file(path: Path, **bounds: int) -> LoraHeader:
 
 
 def config_of(path: Path) -> bytes:
-    """PEFT's adapter_config.json beside its file; empty: there is none.
+    """Return PEFT's adapter_config.json beside its file; empty: there is none.
 
     Raises:
         BadAdapter: it is too long.
@@ -320,9 +320,9 @@ def check_values(
 
     Args:
         data: [bytes of the file], such as a memory map.
-        tensors: of its header.
+        tensors: tensors of its header.
         numbers: tensors that are used.
-        zeros: those that are left out because they change nothing.
+        zeros: tensors that are skipped because they change nothing.
 
     Raises:
         BadAdapter: naming the tensor.

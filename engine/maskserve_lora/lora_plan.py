@@ -58,11 +58,11 @@ class LayerUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """All of a file that is served."""
+    """Everything of a file that is served."""
 
     updates: tuple[LayerUpdate, ...]
     notes: tuple[str, ...]
-    """One sentence for each sort of tensor that is left out or assumption that is made."""
+    """One sentence for each sort of skipped tensor, and for each assumption."""
     zeros: tuple[str, ...]
     """Tensors that are left out if they are all zero; else the file is not served."""
 
@@ -83,10 +83,10 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
 
     Args:
         header: header of the file.
-        base: layers of the model that it is for; None: the fit is not checked.
+        base: layers of the model; None: the fit is not checked.
 
     Raises:
-        BadAdapter: it is for another model, or says what is not served.
+        BadAdapter: it is for another model, or has unsupported content.
     """
     if base is None:
         return _unplaced(header)
@@ -139,12 +139,12 @@ def plan_of(header: LoraHeader, base: BaseLayers | None) -> LoraPlan:
 
 
 def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[LoraHeader, LoraPlan]:
-    """Check a file on this host down to its last weight.
+    """Check a file on this host to its last weight.
 
     Args:
         path: the LoRA file.
-        base: layers of the model that it is for; None: the fit is not checked.
-        bounds: the limits that `read_header` takes.
+        base: layers of the model; None: the fit is not checked.
+        bounds: limits for `read_header`.
 
     Raises:
         BadAdapter: it would not be served.
@@ -167,14 +167,14 @@ def _unplaced(header: LoraHeader) -> LoraPlan:
 
 
 def _why_not(part: str, module: str, *, transformer: bool, known: bool, fixed: bool) -> str:
-    """Why diffusers passes over a module that the served model has not; empty: no special reason.
+    """Return why diffusers skips a module that the served model lacks; empty: no special reason.
 
     Args:
-        part: that the module belongs to.
-        module: as the file spells it.
-        transformer: whether the served denoiser is one, and no UNet.
+        part: part of the module.
+        module: name of the module in the file.
+        transformer: whether the served denoiser is a transformer, not a UNet.
         known: whether adapters may change the part of the served model.
-        fixed: whether the served model has it, and diffusers applies none to it.
+        fixed: whether the served model has the part, and diffusers applies no LoRA to it.
     """
     if part == "t5" or (part == "text_encoder_2" and transformer and not known):
         return "T5's; diffusers applies no LoRA to T5"

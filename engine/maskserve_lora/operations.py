@@ -24,7 +24,7 @@ class AdapterOperations:
         self._store.close()
 
     def overview(self) -> dict[str, Any]:
-        """All adapters, with what each is and where it lies on this host."""
+        """Return all adapters, with a description of each and its tiers on this host."""
         if not self._config.adapters.store:
             return {"adapters": [], "problem": ""}
         self._store.catalogue.scan(at_once=True, wait=False)

@@ -67,11 +67,11 @@ class Stored(NamedTuple):
 
 
 class Storage:
-    """A folder of adapters, seen from outside.
+    """A folder of adapters, as remote storage.
 
     Args:
-        url: of the folder; the file system's own options come from its usual environment.
-        timeout_s: for each call, and for each 8 MiB of a file.
+        url: URL of the folder; the file system's own options come from its usual environment.
+        timeout_s: seconds for each call, and for each 8 MiB of a file.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class Storage:
         self._calls = threading.BoundedSemaphore(_MOST_STUCK)
 
     def files(self) -> dict[str, Stored]:
-        """All adapters, by name.
+        """Return all adapters, by name.
 
         Raises:
             StorageFailed: they cannot be listed in time.
@@ -124,8 +124,8 @@ class Storage:
     def whole(
         self, path: str, nbytes: int, config: str = "", config_bytes: int = 0
     ) -> tuple[int, Iterator[bytes]]:
-        """Bytes of a file and its pieces, with PEFT's configuration in its header where one lies
-        beside it: so it is one file on this host. Arguments are as `Stored` has them.
+        """Return the bytes of a file and its pieces, with PEFT's configuration in its header if one
+        lies beside it, so that both are one file on this host. Arguments are as `Stored` has them.
 
         Raises:
             StorageFailed: as `read`.
@@ -139,7 +139,7 @@ class Storage:
         return len(head) + nbytes - header.begin, itertools.chain((head,), tensors)
 
     def chunks(self, path: str, nbytes: int, begin: int = 0) -> Iterator[bytes]:
-        """A file from a byte on, piece by piece.
+        """Yield a file from a byte on, piece by piece.
 
         Raises:
             StorageFailed: as `read`.
@@ -211,12 +211,12 @@ def _precedence(path: str) -> tuple[int, str]:
 
 
 def _stored(path: str, root: str, listing: Mapping[str, Mapping[str, Any]]) -> Stored | None:
-    """The adapter that a file is; None: another file.
+    """Return the adapter that a file belongs to; None: another file.
 
     Args:
-        path: one of `listing`.
-        root: of the storage.
-        listing: what the file system says of its files.
+        path: path in `listing`.
+        root: root of the storage.
+        listing: the file system's information on its files.
     """
     about = listing[path]
     inside = unquote(f"/{path.lstrip('/')}").removeprefix(f"/{root.strip('/')}").strip("/")

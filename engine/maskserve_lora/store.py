@@ -42,11 +42,11 @@ _AT_ONCE = 4
 
 
 class AdapterStore:
-    """The adapters that edits may name, and those of them that lie on this host.
+    """The adapters that edits may name, and their files on this host.
 
     Args:
-        config: of the worker.
-        storage: by default that of `[adapters] store`.
+        config: configuration of the worker.
+        storage: storage of the adapters; by default that of `[adapters] store`.
     """
 
     def __init__(self, config: Config, storage: Storage | None = None) -> None:
@@ -74,24 +74,24 @@ class AdapterStore:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, name: str, version: str) -> None:
-        """Have an adapter fetched in the background, as `fetch`; who needs it asks for it there."""
+        """Fetch an adapter in the background, as `fetch`; its edits wait for the file."""
         if version not in self._fetching:
             self._fetching.add(version)
             self._pool.submit(self._prefetch, name, version)
 
     def fetch(self, name: str, version: str, field: str = "SETTINGS.loras") -> AdapterFile:
-        """The file of an adapter in the host's memory; blocks until it is there.
+        """Return the file of an adapter in the host's memory; blocks until it is there.
 
         Args:
-            name: of the adapter.
-            version: the one that the edit was accepted with.
-            field: to name in errors.
+            name: name of the adapter.
+            version: version with which the edit was accepted.
+            field: name of the field in errors.
 
         Raises:
             AdapterNotFound: it is gone.
             InvalidRequest: the file is bad.
-            Overloaded: the storage does not answer, the file is being replaced, or there is no
-                room for it.
+            Overloaded: the storage does not answer, the file is being replaced, or there is no room
+                for it.
         """
         file = self.host.find(name, version)
         if file is not None:
@@ -227,17 +227,17 @@ class AdapterStore:
 
 
 def host_folder(config: Config) -> Path:
-    """Where files of adapters are ready for use."""
+    """Return the folder of adapter files that are ready for use."""
     return Path(config.adapters.host_dir or Path(config.runtime_dir) / "adapters")
 
 
 def describe_file(path: Path, model: str | Path | None = None, gguf: str = "") -> dict[str, Any]:
-    """Check a LoRA that nobody serves yet down to its last weight, and describe it.
+    """Check a LoRA that no worker serves yet to its last weight, and describe it.
 
     Args:
         path: a LoRA file, or PEFT's or diffusers' folder of one.
-        model: folder of the model that it is for; None: the fit is not checked.
-        gguf: file whose weights take the place of the model's transformer; empty: there is none.
+        model: folder of its model; None: the fit is not checked.
+        gguf: file whose weights replace the model's transformer; empty: none.
 
     Raises:
         BadAdapter: it would not be served.
@@ -265,10 +265,10 @@ def describe_file(path: Path, model: str | Path | None = None, gguf: str = "") -
 
 
 def _file_in(folder: Path) -> Path:
-    """The adapter that a folder is.
+    """Return the adapter in a folder.
 
     Raises:
-        BadAdapter: it is none, or holds several.
+        BadAdapter: there is none, or several.
     """
     for name in FOLDER_FILES:
         if (folder / name).is_file():

@@ -40,15 +40,15 @@ def accept_edit(
     catalogue: Catalogue | None = None,
     nets: ControlNets | None = None,
 ) -> AcceptedEdit:
-    """Check all of an edit but its pictures, fill in the worker's defaults, and note the time.
+    """Check an edit without its pictures, fill in the worker's defaults, and note the time.
 
     Args:
-        requested: what the client's SETTINGS say (`parse_settings`).
+        requested: the client's SETTINGS (`parse_settings`).
         prompt: PROMPT.
-        spec: of the served model.
-        config: of this worker.
-        catalogue: of the adapters; None where none are served.
-        nets: ControlNets; None where none are served.
+        spec: spec of the served model.
+        config: configuration of the worker.
+        catalogue: catalogue of adapters; None: none are served.
+        nets: ControlNets; None: none are served.
 
     Raises:
         InvalidRequest: naming PROMPT or `SETTINGS.<key>`.

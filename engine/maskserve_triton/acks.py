@@ -40,14 +40,14 @@ _LOST_S = 30.0
 
 
 class FlowControl:
-    """Sends an event once the last one was taken; what is newer then replaces what still waits.
+    """Sends an event after an ack of the last; a newer event then replaces one that still waits.
 
-    So a call never has two responses under way. Where the way is slower than the steps, the newest
-    events are shown instead of a queue of old ones. The final event replaces all that waits; the
-    end of the responses comes after it, apart, when it was taken too.
+    So a call never has two responses under way. If the client is slower than the steps, it gets the
+    newest events instead of a queue of old ones. The final event replaces all waiting ones; the end
+    of the responses follows separately, after its ack.
 
     Args:
-        answer: of the request.
+        answer: answer of the request.
         ended: called once, when the request has ended.
     """
 

@@ -65,7 +65,7 @@ class Answer:
         return self._final(error_response(self._api, error), error, {})
 
     def end(self) -> None:
-        """Say that no response follows those sent; nothing happens when there was a final one."""
+        """End the responses; nothing happens after a final one."""
         self._final(None, None, {})
 
     def cancelled(self) -> bool:
@@ -109,12 +109,12 @@ class Answer:
 
 
 def answer_all(api: Any, requests: Iterable[Any], take: Callable[[Any, Answer], object]) -> None:
-    """Take requests in, each with its Answer; one that cannot be taken is answered by its error.
+    """Pass on requests, each with its Answer; a request that cannot be taken gets its error.
 
     Args:
         api: triton_python_backend_utils.
-        requests: as `execute` has them.
-        take: a request and its Answer, which may be finished later.
+        requests: requests of `execute`.
+        take: takes a request and its Answer, which it may finish later.
     """
     for request in requests:
         answer = Answer(api, request.get_response_sender())

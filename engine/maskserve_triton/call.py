@@ -68,7 +68,7 @@ class Calls:
         return self._calls.get(call.request_id) is call
 
     def tries_of(self, request_id: str) -> list[Call]:
-        """All that are there of an edit."""
+        """Return all tries of an edit that are in flight."""
         return [call for call in self.all() if edit_of(call.request_id) == edit_of(request_id)]
 
     def all(self) -> list[Call]:
@@ -76,10 +76,10 @@ class Calls:
             return list(self._calls.values())
 
     def add(self, call: Call) -> None:
-        """Take an edit in.
+        """Add an edit.
 
         Raises:
-            InvalidRequest: its id is another's that is in flight.
+            InvalidRequest: another edit in flight has its id.
         """
         with self._lock:
             existing_call = self._calls.get(call.request_id)
@@ -117,12 +117,12 @@ class Bounded:
 
 
 def bounded(settings: EditSettings, request: Any, *, streaming: bool) -> Bounded:
-    """A client's settings as a front takes them: with an id, the nearer of both time limits, and
-    no events that the client would not see.
+    """Return a client's settings as a front uses them: with an id, the nearer of both time limits,
+    and without events that the client would not see.
 
     Args:
-        settings: as the client gave them.
-        request: Triton's; its parameter `timeout` comes in microseconds, 0 if there is none.
+        settings: settings of the client.
+        request: Triton's request; its parameter `timeout` is in microseconds, 0 if there is none.
         streaming: whether the front sends progress and previews on.
     """
     limit_ms, limit_name = settings.limit_ms, "SETTINGS.deadline_ms"

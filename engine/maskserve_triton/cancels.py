@@ -41,7 +41,7 @@ _TELLING_THREADS = 4
 def cancel_edit(
     runtime_dir: str | os.PathLike[str], request_id: str, timeout_s: float = _TIMEOUT_S
 ) -> bool:
-    """Have the fronts withdraw an edit; False when none of them has it, or it is answered already.
+    """Ask the fronts to withdraw an edit; return False if none of them has it, or it is answered.
 
     Raises:
         EngineFailed: a front does not answer.

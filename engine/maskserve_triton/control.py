@@ -206,10 +206,10 @@ class WorkerControl:
         }
 
     def _named(self, operation: dict[str, Any]) -> str:
-        """The template that an operation names, if its client may see it.
+        """Return the template that an operation names, if its client may see it.
 
         Raises:
-            InvalidRequest: it is no id.
+            InvalidRequest: it is no template id.
             TemplateNotFound: it is another client's.
         """
         name = operation["template_id"]

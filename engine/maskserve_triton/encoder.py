@@ -64,7 +64,7 @@ class ToEncode(NamedTuple):
 
 
 class PromptKey(NamedTuple):
-    """All that a prompt's embeddings depend on."""
+    """Everything that a prompt's embeddings depend on."""
 
     model: str
     length: int
@@ -92,8 +92,8 @@ class _Prompts(NamedTuple):
     batch: int
     """Prompts in the call of the text encoders."""
     tokens: dict[str, dict[str, TokensRead]]
-    """How much of each prompt is read. Counted where prompts are encoded: a tokenizer keeps the
-    padding of a call as its own state, so that two threads would change each other's.
+    """Return how much of each prompt is read. It is counted on the thread that encodes prompts: a
+    tokenizer keeps the padding of a call as its state, so two threads would change each other's.
     """
 
 
@@ -115,9 +115,9 @@ class EditEncoder:
     on a stream of its own, beside the VAE.
 
     Args:
-        encoder: of the served model.
-        config: of the worker.
-        texts_aside: prompts are encoded in that second thread; None: on a GPU.
+        encoder: encoder of the served model.
+        config: configuration of the worker.
+        texts_aside: whether a second thread encodes prompts; None: on a GPU.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class EditEncoder:
     def encode_all(
         self, edits: Sequence[ToEncode]
     ) -> Iterator[tuple[Encoded, EncodeReport] | Exception]:
-        """Encode edits that came together, and give each as soon as it is done, in this order.
+        """Encode the edits of one call; yield each as soon as it is done, in this order.
 
-        Prompts that are not kept are computed in one call of the text encoders, and masked pictures
-        of one size in one of the VAE where that pays. Rounding depends on who shares a call, so
-        `reproducible` edits share none. In the place of one that fails comes its error:
+        Prompts that are not cached are computed in one call of the text encoders, and masked
+        pictures of one size in one call of the VAE if that pays. Rounding depends on the edits that
+        share a call, so `reproducible` edits share none. A failed edit yields its error:
 
             InvalidRequest: a LoRA's file does not fit.
             Overloaded: a LoRA's file has left the host since the edit was accepted.
@@ -369,13 +369,13 @@ class EditEncoder:
 
 
 class _MaskedPictures:
-    """Masked pictures that are encoded as a whole, those that share a call when the first of them
-    is wanted.
+    """Masked pictures that are encoded as a whole; those that share a call are encoded when the
+    first is requested.
 
     Args:
-        encoder: of the model.
-        edits: all that came together.
-        sharing: those of them that may share a call.
+        encoder: encoder of the model.
+        edits: edits of one call.
+        sharing: edits that may share a call of the VAE.
     """
 
     def __init__(self, encoder: Encoder, edits: Sequence[ToEncode], sharing: Sequence[int]) -> None:
@@ -388,7 +388,7 @@ class _MaskedPictures:
         return number in self._batches
 
     def take(self, number: int) -> tuple[NDArray[np.float32], int]:
-        """One edit's moments, and how many were computed with them."""
+        """One edit's moments, and the number computed in the same call."""
         batch = self._batches.get(number, (number,))
         if number not in self._encoded and len(batch) > 1:
             try:

@@ -12,13 +12,13 @@ from maskserve_common.shares import Full, Shares
 
 class FairThreads:
     """Runs jobs by the rules of `core.shares`: a key may have as many threads as it leaves free,
-    and the next free one is the key's that has fewest.
+    and the next free thread goes to the key with fewest.
 
     Args:
-        threads: that there are.
-        most_waiting: jobs that may wait for one; of these, too, each key has a share.
-        name: of the threads.
-        nice: how far they give way to all else where processors are short, 0 to 19.
+        threads: number of threads.
+        most_waiting: jobs that may wait for a thread; each key has a share of these, too.
+        name: name of the threads.
+        nice: niceness of the threads, 0 to 19.
     """
 
     def __init__(self, threads: int, most_waiting: int, name: str, nice: int = 0) -> None:
@@ -45,7 +45,7 @@ class FairThreads:
         return not self._busy.total and not self._waiting
 
     def close(self) -> None:
-        """Begin no more jobs; those that run go on."""
+        """Begin no more jobs; running ones continue."""
         with self._lock:
             self._waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)

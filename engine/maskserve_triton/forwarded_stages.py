@@ -61,9 +61,9 @@ class StageService:
     """One model of a service; from any thread.
 
     Args:
-        config: of the worker.
+        config: configuration of the worker.
         stage: name of the model.
-        revision: digest of the stages that the worker is made for.
+        revision: digest of the stages that the worker needs.
     """
 
     def __init__(self, config: Config, stage: Stage, revision: str) -> None:
@@ -90,11 +90,11 @@ class StageService:
             self._watcher.join()
 
     def request(self, inputs: Outputs, parent: str = "") -> Any:
-        """A call of the model.
+        """Return a call of the model.
 
         Args:
-            inputs: as arrays, with their batch dimension.
-            parent: the span that it is made for; empty: none.
+            inputs: arrays with their batch dimension.
+            parent: span that causes the call; empty: none.
         """
         infer_request = pb.ModelInferRequest(model_name=self._stage)
         infer_request.parameters[REVISION].string_param = self._revision
@@ -116,8 +116,8 @@ class StageService:
             patiently: whether to repeat the call without end while nobody answers.
 
         Raises:
-            MaskserveError: what the model answered; Overloaded: nobody answers any more.
-            ConfigError: whoever answers has no such model.
+            MaskserveError: the model's error; Overloaded: nobody answers any more.
+            ConfigError: the server has no such model.
         """
         begin, warned_at_s = 0.0, -_LOG_EVERY_S
         while not self._closing.is_set():
@@ -170,15 +170,15 @@ class StageService:
 
 
 class ForwardedStage(ABC):
-    """A model of a worker that sends on what it is given.
+    """A model of a worker that forwards its requests.
 
     Args:
         api: triton_python_backend_utils.
-        config: of the worker.
+        config: configuration of the worker.
         revision: digest of the stages that its model has.
 
     Raises:
-        ConfigError: the service is none, or has another model's stages.
+        ConfigError: there is no such service, or it has another model's stages.
     """
 
     stage: ClassVar[Stage]

@@ -27,7 +27,7 @@ ENDS = tuple((outcome_of(code), code) for code in (OK, *CODES))
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. Every one has the label `worker` before its own."""
+    """A metric. Every metric has the label `worker` before its own."""
 
     kind: str
     """`GAUGE`, `COUNTER` or `HISTOGRAM`."""

@@ -165,9 +165,9 @@ class MetricsThread:
     """Publishes until closed, or its server is gone.
 
     Args:
-        metrics: to be published.
-        every_s: seconds from one time to the next.
-        server: the process id of who started this one, whoever that is by now.
+        metrics: metrics to publish.
+        every_s: seconds between two publications.
+        server: process id of the server at the start.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ class NodeFront:
     """Answers routers; each call when it is done.
 
     Args:
-        api: Triton's (maskserve_triton).
-        models: that run nodes.
-        values: that pass by name.
+        api: Triton's API (maskserve_triton).
+        models: models that run nodes.
+        values: values that pass by name.
     """
 
     def __init__(self, api: Any, models: NodeModels, values: Values) -> None:

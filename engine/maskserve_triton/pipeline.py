@@ -120,14 +120,14 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
 
 
 def prime_template(api: Any, encoded: bytes, spec: ModelSpec, config: Config) -> dict[str, Any]:
-    """Have a registered image primed in the background. Blocks until that is queued.
+    """Prime a registered image in the background. Blocks until the priming is queued.
 
     Returns:
-        What the denoiser says of it: its `state`.
+        The denoiser's answer: its `state`.
 
     Raises:
-        MaskserveError: the image cannot be used, or what encoder or denoiser answered.
-        ConfigError: the configuration's defaults do not go with the model.
+        MaskserveError: the image cannot be used, or the error of encoder or denoiser.
+        ConfigError: the configuration's defaults do not fit the model.
     """
     prepared = prepare_template(encoded, spec, config)
     operation = {"op": "prime", "request": prepared.request.to_json().decode()}
@@ -137,7 +137,7 @@ def prime_template(api: Any, encoded: bytes, spec: ModelSpec, config: Config) ->
 def ask_denoiser(
     api: Any, operation: dict[str, Any], tensors: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """Have the denoiser's process do `operation`. Blocks until it answers, or for ever.
+    """Run `operation` in the denoiser's process. Blocks until it answers, or for ever.
 
     Args:
         api: triton_python_backend_utils.
@@ -145,7 +145,7 @@ def ask_denoiser(
         tensors: further inputs of the denoiser.
 
     Raises:
-        MaskserveError: what it answered.
+        MaskserveError: the denoiser's error.
     """
     call = api.InferenceRequest(
         model_name="denoiser",

@@ -167,7 +167,7 @@ def prepare_template(encoded: bytes, spec: ModelSpec, config: Config) -> Prepare
 
 
 def _check_shape(size: Size, spec: ModelSpec) -> None:
-    """See that the text encoder can be shown a picture that the model sees at this size.
+    """Check that the text encoder takes a picture that the model sees at this size.
 
     Raises:
         InvalidRequest: it is too long.
@@ -186,13 +186,13 @@ def _control_pictures(
     view: View,
     config: Config,
 ) -> npt.NDArray[np.uint8]:
-    """Control pictures [pictures, h, w, 3], as the model sees their source.
+    """Return the control pictures [pictures, h, w, 3], cropped and resized like their source.
 
     Args:
-        encoded: the elements of CONTROL.
-        controls: each with its `image`.
-        view: of the edit.
-        config: of this worker.
+        encoded: elements of CONTROL.
+        controls: controls, each with its `image`.
+        view: view of the edit.
+        config: configuration of the worker.
 
     Raises:
         InvalidRequest: a picture is missing, not used, unreadable or of another size.
@@ -229,10 +229,10 @@ def _control_pictures(
 
 
 def _answer_size(settings: EditSettings, source: Decoded, config: Config) -> Size:
-    """(height, width) of the answer.
+    """Return the (height, width) of the response.
 
     Raises:
-        InvalidRequest: it is too large, or the format cannot hold it.
+        InvalidRequest: it is too large for a limit or the format.
     """
     size = canvas_size(source.size, settings.expand, config.limits)
     longest = MAX_OUTPUT_SIDE[settings.output_format]
@@ -273,12 +273,12 @@ def _decoded(source: Decoded, *, alpha: bool) -> bytes:
 def _request(
     accepted: AcceptedEdit, source: Decoded, source_id: str, pixels: npt.NDArray[np.uint8]
 ) -> EditRequest:
-    """REQUEST, but for the time that preparing took.
+    """Return REQUEST, without the time of the preparation.
 
     Args:
-        accepted: what was asked.
+        accepted: the accepted edit.
         source: the image.
-        source_id: its template id.
+        source_id: template id of the image.
         pixels: RGB [h, w, 3] at the model's size.
     """
     settings, size = accepted.settings, (pixels.shape[0], pixels.shape[1])

@@ -1,4 +1,4 @@
-"""How an edit ended: one log line, one count and the end of its span, whoever answered it."""
+"""How an edit ended: one log line, one count and the end of its span, from any process."""
 
 from __future__ import annotations
 

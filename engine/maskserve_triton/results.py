@@ -37,14 +37,14 @@ class Results:
         self._threads = FairThreads(1, _MAX_QUEUED, "results", _NICE)
 
     def keep(self, image: bytes, request_id: str) -> str | None:
-        """Keep an edit's picture, for the client whose edit it was.
+        """Keep an edit's picture, for the edit's client.
 
         Args:
-            image: as the client gets it, so that the file that it has is the same template.
-            request_id: of the edit.
+            image: the client's file, so that it is the same template.
+            request_id: id of the edit.
 
         Returns:
-            The template's id; None where it could not be kept, which costs the edit nothing.
+            The template's id; None if it could not be kept, which does not fail the edit.
         """
         try:
             decoded = decode_image(image, "IMAGE", self._config.limits)

@@ -32,7 +32,7 @@ from maskserve_triton.together import Together, view_item
 
 
 class EncoderStage:
-    """VAE moments of the source and embeddings of the prompt.
+    """Makes VAE moments of the source and embeddings of the prompt.
 
     Raises:
         ConfigError: a part cannot be loaded.
@@ -94,7 +94,7 @@ class EncoderStage:
 
 
 class DecoderStage:
-    """Latents to pixels; events without latents pass through.
+    """Decodes latents to pixels; events without latents pass through.
 
     Raises:
         ConfigError: a part cannot be loaded.

@@ -20,10 +20,10 @@ NO_PIXELS: NDArray[np.uint8] = np.zeros((0, 0, 3), np.uint8)
 
 
 def check_revision(request: Any, revision: Callable[[], str]) -> None:
-    """Refuse a request of a worker whose model has other stages; a worker's own ask nothing.
+    """Refuse a request of a worker whose model has other stages; a worker's own requests name none.
 
     Raises:
-        EngineFailed: it is one.
+        EngineFailed: the stages differ.
     """
     requested_revision = parameters(request).get(REVISION)
     if requested_revision is not None and requested_revision != revision():

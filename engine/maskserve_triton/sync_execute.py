@@ -19,13 +19,13 @@ def respond(
     work: Callable[[Any], Outputs],
     failed: Callable[[Any, Exception], Outputs] | None = None,
 ) -> list[Any]:
-    """One response per request.
+    """Return one response per request.
 
     Args:
         api: triton_python_backend_utils.
-        requests: of Triton.
-        work: what is made of a request.
-        failed: what is made of one whose `work` raised; by default an error of Triton's.
+        requests: requests of Triton.
+        work: makes the outputs of a request.
+        failed: makes the outputs of a request whose `work` raised; by default a Triton error.
     """
     return [_respond(api, request, work, failed) for request in requests]
 

@@ -37,15 +37,15 @@ def templates_of(config: Config, values: Values) -> StoredTemplates:
 
 
 class StoredTemplates:
-    """RegisteredImages images and results. What is both is a result for its owners' sake alone, and
-    registered for those who registered it.
+    """Registered images and results. A picture that is both is a result for the result's owners,
+    and registered for those who registered it.
 
     Args:
-        path: folder of the registered ones, which is made.
-        max_bytes: of all registered images.
+        path: folder of the registered images, which is made.
+        max_bytes: bytes of all registered images.
         results: folder of results, which workers may share; None: in `path`.
-        max_result_bytes: of all results.
-        result_expires_s: time after its last use when a result goes.
+        max_result_bytes: bytes of all results.
+        result_expires_s: seconds after its last use when a result goes.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class StoredTemplates:
         self._registered.put(template_id, encoded, owners)
 
     def put_result(self, template_id: str, encoded: bytes, owners: Iterable[str] = ()) -> None:
-        """Keep an edit's result for its owners; those that were not used for long make room.
+        """Keep an edit's result for its owners; the least recently used results make room.
 
         Raises:
-            Overloaded: it alone is more than the bound.
+            Overloaded: it alone exceeds the bound.
             OSError: the folder cannot be written.
         """
         self._results.put(template_id, encoded, owners)

@@ -62,10 +62,10 @@ def read_bytes(api: Any, request: Any, name: str) -> bytes:
 
 
 def read_elements(api: Any, request: Any, declared: Tensor) -> list[bytes]:
-    """All elements of a BYTES tensor, copied out of Triton's memory; none of an absent optional.
+    """Return copies of all elements of a BYTES tensor; none for an absent optional one.
 
     Raises:
-        InvalidRequest: it is missing, or has another number of elements than declared.
+        InvalidRequest: it is missing, or its number of elements is not the declared one.
     """
     [size] = declared.dims
     tensor = api.get_input_tensor_by_name(request, declared.name)
@@ -160,7 +160,7 @@ def relayed(text: str, request_id: str) -> MaskserveError:
 
 
 def output(api: Any, answer: Any, name: str) -> bytes:
-    """One BYTES output of a response of another model; empty if it is not there."""
+    """Return one BYTES output of another model's response; empty if it is missing."""
     named_tensor = api.get_output_tensor_by_name(answer, name)
     if named_tensor is None:
         return b""

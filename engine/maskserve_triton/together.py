@@ -1,8 +1,8 @@
-"""The `execute` of a model that takes requests together: those that came while it was busy.
+"""The `execute` of a model that takes requests together: those that arrived while it was busy.
 
 Triton gives such a model a list, and each tensor a batch dimension of 1 (`Contract.together`). Each
-request is answered as soon as what it asks for is done, and stays by itself: when one fails, the
-others are answered.
+request is answered as soon as its result is ready, and on its own: if one fails, the others are
+still answered.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Together(Generic[T]):
     Args:
         api: triton_python_backend_utils.
         tracer: records a span for each request.
-        name: of the span.
-        read: what is read of a request.
-        work: gives for each, in order, its outputs, or why there are none.
-        failed: what is answered where there are none; by default an error of Triton's.
-        output: no span is recorded where this output is empty: an event that passes through.
+        name: name of the span.
+        read: reads the inputs of a request.
+        work: yields for each, in order, its outputs or its error.
+        failed: makes the outputs for an error; by default a Triton error.
+        output: name of an output; if it is empty (an event that passes through), no span is
+            recorded.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class Watcher:
         self._wake.set()
 
     def probe(self, answer: Answer) -> None:
-        """Have the watcher itself answer: a front whose watcher hangs gives no answer."""
+        """Let the watcher itself answer: a front whose watcher hangs gives no answer."""
         self._probes.put(answer)
         self._wake.set()
 

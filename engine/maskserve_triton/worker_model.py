@@ -25,7 +25,7 @@ class WorkerModel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release its resources."""
 
     def initialize(self, args: dict[str, str]) -> None:
         os.umask(0o077)  # templates, prompts and entries in files are nobody else's

@@ -31,10 +31,10 @@ def count(raw: bytes | memoryview, most: int) -> int:
 
 
 def elements(raw: bytes, most: int) -> list[bytes]:
-    """All elements of a tensor, copied.
+    """Return copies of all elements of a tensor.
 
     Raises:
-        ValueError: they are more than `most`, or their lengths do not fit.
+        ValueError: there are more than `most`, or their lengths do not fit.
     """
     values, at = [], 0
     if count(raw, most) < 0:
@@ -47,7 +47,7 @@ def elements(raw: bytes, most: int) -> list[bytes]:
 
 
 def only(raw: bytes | memoryview) -> memoryview:
-    """The one element of a tensor, where it lies.
+    """Return a view of the one element of a tensor.
 
     Raises:
         ValueError: it has more or fewer, or lengths that do not fit.
@@ -70,10 +70,10 @@ def add_output(response: Any, name: str, elements: Sequence[bytes]) -> None:
 
 
 def outputs(response: Any) -> dict[str, memoryview]:
-    """The outputs of a `ModelInferResponse` that has one element in each.
+    """Return the outputs of a `ModelInferResponse` that has one element in each.
 
     Raises:
-        ValueError: it has not.
+        ValueError: an output has more or fewer.
     """
     contents = zip(response.outputs, response.raw_output_contents, strict=True)
     values = {}

@@ -1,4 +1,4 @@
-"""How many first steps of a cached edit compute all tokens."""
+"""The number of first steps of a cached edit that compute all tokens."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ _MISSED = {
 
 
 def due_by_size(times_ms: Sequence[int], pixels: int) -> int | None:
-    """Milliseconds from acceptance to answer; None: it is due at no time.
+    """Return the milliseconds from acceptance to the due time; None: there is none.
 
     Args:
-        times_ms: one for each of SIDES and one more; empty where no such edit is due.
-        pixels: that the model computes.
+        times_ms: one for each of SIDES and one more; empty: no such edit is due.
+        pixels: pixels that the model computes.
     """
     if not times_ms:
         return None

@@ -27,15 +27,15 @@ _SIGHT_DIGITS = 32
 
 
 def template_id(pixels: npt.NDArray[np.uint8], colour: bytes = b"", unseen: bytes = b"") -> str:
-    """Name of a template: 32 hexadecimal digits over its size, decoded RGB pixels and colours, and
-    32 more over what no model sees of it, where there is any.
+    """Return the name of a template: 32 hexadecimal digits over its size, decoded RGB pixels and
+    colours, and 32 more over the part that no model sees, if any.
 
-    Two files of the same picture (PNG and lossless WebP, say) are the same template.
+    Two files of the same picture (such as PNG and lossless WebP) are the same template.
 
     Args:
         pixels: uint8 [H, W, 3], the decoded, upright source.
-        colour: what its numbers mean (`imaging.colour.Colour.identity`); empty for sRGB.
-        unseen: what else answers have of it, its transparency and low bytes.
+        colour: meaning of the numbers (`imaging.colour.Colour.identity`); empty for sRGB.
+        unseen: what only responses have of it: its transparency and low bytes.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"maskserve.templ")
     digest.update(f"{pixels.shape[0]}x{pixels.shape[1]}:".encode())
@@ -140,12 +140,12 @@ STILL = Anchor(0.0, 0.0, 0.0)
 
 
 def anchor_steps(sigmas: Sequence[float], stride: int) -> list[int]:
-    """Steps of a schedule whose timesteps are anchors: of every `stride` steps the one in their
-    middle, by sigma.
+    """Return the steps of a schedule whose timesteps are anchors: of every `stride` steps the one
+    in their middle, by sigma.
 
     Args:
-        sigmas: of each step, falling.
-        stride: steps that share an anchor; the last ones may be fewer.
+        sigmas: sigma of each step, falling.
+        stride: steps that share an anchor; the last group may be smaller.
     """
     chosen = []
     for first in range(0, len(sigmas), stride):

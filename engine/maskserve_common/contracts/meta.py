@@ -43,14 +43,14 @@ def final_meta(
     engine: Mapping[str, Any],
     taken_ms: Mapping[str, float],
 ) -> bytes:
-    """META of the `final` event, as the denoiser sends it.
+    """Return META of the `final` event, as the denoiser sends it.
 
     Args:
         request: the edit.
-        worker: this worker's name.
-        model: the served model's name.
-        engine: what the engine says of the edit; its keys win.
-        taken_ms: by the stages between `request` and `engine`.
+        worker: name of this worker.
+        model: name of the served model.
+        engine: values from the engine, which win over others.
+        taken_ms: milliseconds of the stages between `request` and `engine`.
     """
     timings = {**request.timings_ms, **taken_ms, **engine.get("timings_ms", {})}
     values = {
@@ -93,10 +93,10 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
 
 
 def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
-    """Add to the META of a final event how its picture was decoded.
+    """Add the way of decoding to the META of a final event.
 
     Args:
-        meta: META that says so far that the whole picture was decoded, by itself.
+        meta: META; it says so far that the whole picture was decoded, alone.
         share: share of the picture that was decoded.
         batch: pictures that were decoded in one call.
     """

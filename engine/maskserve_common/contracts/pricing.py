@@ -50,8 +50,9 @@ class RingShares(NamedTuple):
     refresh: float | None
     """Share for the steps between two refresh steps."""
     lookahead: float = 0.0
-    """How often per step a row that reads a template computes the mask's tokens once more for the
-    lookahead."""
+    """Share of the steps of a row that reads a template in which it computes the mask's tokens once
+    more for the lookahead.
+    """
 
 
 RINGS = RingShares(None, None)
@@ -92,7 +93,7 @@ class Pricing:
     """Price per byte of a LoRA file that changes every linear layer of the blocks in half
     precision. None: LoRAs cost nothing."""
     rings: RingShares = RINGS
-    """How often rows compute the ring round their mask."""
+    """Shares of steps in which rows compute the ring around their mask."""
     degrees: tuple[DegreePrice, ...] = ()
     """Prices on 2, 4 and 8 devices, as far as the worker gives that many to an edit it has to
     itself."""

@@ -1,7 +1,7 @@
-"""One checked edit on its way through the worker's models: the tensors ACCEPTED and REQUEST.
+"""One checked edit between the worker's models: the tensors ACCEPTED and REQUEST.
 
-A front reads the client's SETTINGS once. From there on the edit travels as a checked record, which
-msgspec reads in microseconds.
+A front reads the client's SETTINGS once. Then the edit is a checked record, which msgspec reads in
+microseconds.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ _decode_request = msgspec.json.Decoder(EditRequest).decode
 
 
 def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:
-    """Denoising steps that run of a schedule, by diffusers' image-to-image rule.
+    """Return the denoising steps of a schedule that run, by diffusers' image-to-image rule.
 
     Args:
-        num_inference_steps: of the whole schedule.
+        num_inference_steps: steps of the whole schedule.
         strength: share of it that is run.
-        rounds_up: as ModelFacts.strength_rounds_up.
+        rounds_up: as `ModelSpec.strength_rounds_up`.
     """
     initial = min(num_inference_steps * strength, num_inference_steps)
     if not rounds_up:

@@ -108,13 +108,13 @@ def levels_of(
 
 
 def with_template(levels: Iterable[ReuseLevel], times: float) -> tuple[ReuseLevel, ...]:
-    """Levels of an edit that reads a template, as shares of its own work; without those that are
-    more work than it is.
+    """Return levels of an edit that reads a template, as shares of its own work; without levels
+    that are more work.
 
     Args:
-        levels: as they were measured, beside an edit that computes text and ring in every step, as
-            they do themselves.
-        times: how many times the edit's work such an edit is.
+        levels: measured levels, beside an edit that computes text and ring in every step, as they
+            do.
+        times: work of such an edit, as a multiple of this edit's.
     """
     scaled = (level._replace(work=times * level.work) for level in levels)
     return tuple(level for level in scaled if level.work < 1.0)
@@ -124,13 +124,13 @@ _LEAST_STEPS = 4
 
 
 def refresh_count(steps: int, stride: float) -> int:
-    """Anchors of an edit that reads no template: one for every `stride` of the schedule, half of
-    all steps at most; none of fewer than four: one dense step alone foretells too little of so
-    short a schedule.
+    """Return the number of refresh steps of an edit that reads no template: one for every `stride`
+    of the schedule, at most half of all steps. An edit of fewer than four steps has none: one dense
+    step alone predicts too little of so short a schedule.
 
     Args:
-        steps: of the edit.
-        stride: as a share of the schedule; 0: none.
+        steps: steps of the edit.
+        stride: distance of refresh steps, as a share of the schedule; 0: none.
     """
     if not stride or steps < _LEAST_STEPS:
         return 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
-    """One way of telling a model what to edit."""
+    """A model's use of source and mask."""
 
     name: str
     masked_picture: bool

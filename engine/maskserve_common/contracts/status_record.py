@@ -81,7 +81,7 @@ class Served:
     own_ring: int = 0
     """`ModelSpec.refresh_ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
-    """Whether an edit that has such steps reads no template, also where it is at hand."""
+    """Whether an edit with refresh steps reads no template, even if it is ready."""
     due_ms: tuple[int, ...] = ()
     """When edits are due that do not say so (`due_times.due_by_size`)."""
     skipping: str = ""
@@ -204,8 +204,9 @@ class WorkerStatus(msgspec.Struct):
     controlnet_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
     """Costs of loading ControlNets, by source: always `storage`."""
     nodes: tuple[NodeStatus, ...] = ()
-    """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
-    in the records of writers that know of no nodes."""
+    """Stages and engine of an edit's steps; `state` is that of the engine that runs them. Empty in
+    records of versions without nodes.
+    """
     values: ValuesHeld = ValuesHeld()
     """Values in files, at the time when the record is read."""
     version: int = VERSION

@@ -212,13 +212,13 @@ class Step:
 
 
 def ensemble_steps() -> list[Step]:
-    """How the ensemble's models are wired.
+    """Return the wiring of the ensemble's models.
 
-    Each takes an input from the nearest step before it that makes a tensor of this name, or from
-    the ensemble's own inputs. What the last step makes is what the ensemble gives, in this order.
+    Each step takes an input from the nearest earlier step with a tensor of this name, or from the
+    ensemble's inputs. The outputs of the last step are the ensemble's, in this order.
 
     Raises:
-        KeyError: no step makes what one takes.
+        KeyError: no step makes an input of another.
     """
     whole = CONTRACTS[ENSEMBLE]
     nearest = {tensor.name: tensor.name for tensor in whole.inputs}

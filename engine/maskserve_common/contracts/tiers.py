@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheTier:
-    """One place for entries."""
+    """A place for entries."""
 
     name: str
     budget: str

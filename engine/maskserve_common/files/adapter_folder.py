@@ -45,8 +45,8 @@ class AdapterFolder:
     """A tier of adapters: `host` (a tmpfs) or `disk`.
 
     Args:
-        folder: made if it is not there.
-        budget_bytes: of all its files, whoever wrote them.
+        folder: folder of the files, made if it does not exist.
+        budget_bytes: bytes of all its files, from any process.
     """
 
     def __init__(self, folder: str | os.PathLike[str], budget_bytes: int) -> None:

@@ -14,8 +14,8 @@ _CHUNK = 2**24
 
 
 def file_digest(folder: Path, name: str) -> str:
-    """32 hexadecimal digits over a file's bytes, for as long as its size and time of change are
-    the same. Of a folder that cannot be written each process reads the file once.
+    """Return 32 hexadecimal digits over a file's bytes, cached while its size and modification time
+    stay the same. If the folder is not writable, each process reads the file once.
 
     Raises:
         OSError: it cannot be read.

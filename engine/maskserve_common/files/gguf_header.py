@@ -36,17 +36,17 @@ class BadGguf(ValueError):
 def read_gguf(
     file: BinaryIO, nbytes: int, stored: Callable[[int, int], int] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's tensors by name, [out, in] of a linear layer's weight.
+    """Return the shapes of a file's tensors by name, [out, in] for a linear layer's weight.
 
     Args:
-        file: open for reading, at its beginning.
-        nbytes: of the file.
-        stored: bytes of so many numbers in a form, by GGML's number of it; raises KeyError where
-            there is no such form, ValueError where its blocks do not divide them. With it the
-            tensors' numbers are seen to lie in the file, too.
+        file: file open for reading, at its beginning.
+        nbytes: bytes of the file.
+        stored: returns the bytes of so many numbers in a form, by GGML's number of it. It raises
+            KeyError for an unknown form, and ValueError if its blocks do not divide the numbers.
+            With it, the tensors are checked to lie in the file.
 
     Raises:
-        BadGguf: the header is not whole, or names what is not read or not there.
+        BadGguf: the header is not whole, or names something unsupported or missing.
     """
     header = _Header(file, nbytes)
     if header.take(4) != b"GGUF":

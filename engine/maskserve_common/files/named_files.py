@@ -27,7 +27,7 @@ _OWNERS, _SUMS = ".owners", ".sums"
 
 
 class Sums(msgspec.Struct):
-    """How much there is."""
+    """Number and bytes of files."""
 
     count: int = 0
     bytes: int = 0
@@ -45,21 +45,21 @@ class Sums(msgspec.Struct):
 
 
 class NamedFiles:
-    """One file for each name, a digest. Whose it is say empty files `.owners/ENTRIES/NAME/OWNER`
-    (`entries_id`): a client's scope or UNSCOPED, and SHARED, who stands for every client but owns
-    nothing. A file goes with its last owner. Of the room for them each scope has a share
+    """One file for each name, a digest. Empty files `.owners/ENTRIES/NAME/OWNER` (`entries_id`)
+    record its owners: a client's scope or UNSCOPED, and SHARED, which stands for every client but
+    owns nothing. A file is removed with its last owner. Each scope has a share of the room
     (`shares`).
 
-    Nobody lists the folder for one file's sake: what there is of each scope stands in `.sums`,
-    which whoever changes anything takes away before and puts back behind it. Where it is not there,
-    all is counted anew.
+    Nobody lists the folder for a single file: `.sums` has the totals of each scope. A process
+    removes it before a change and writes it afterwards. If it is missing, the totals are counted
+    again.
 
-    Several processes may share the folder (`FileStore`); one at a time adds or removes any.
+    Several processes may share the folder (`FileStore`); one at a time adds or removes files.
 
     Args:
-        path: of the folder, which is made.
-        max_bytes: of all files that count.
-        wait_s: how long another may have the folder's lock.
+        path: path of the folder, which is made.
+        max_bytes: bytes of all files that count.
+        wait_s: seconds to wait for the folder's lock.
     """
 
     kind, setting, advice = "files", "", ""

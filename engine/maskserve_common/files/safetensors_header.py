@@ -84,11 +84,11 @@ _read_metadata = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
-    """The header of a file.
+    """Return the header of a file.
 
     Args:
-        read: gives the file's bytes [begin, end).
-        nbytes: of the file.
+        read: returns the file's bytes [begin, end).
+        nbytes: bytes of the file.
 
     Raises:
         BadHeader: it is no safetensors file, or not whole.

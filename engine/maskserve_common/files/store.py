@@ -38,14 +38,14 @@ class Aside:
         self._store, self.path, self.file = store, path, file
 
     def keep_as(self, name: str, *, durable: bool = False) -> Path:
-        """Let the file take this name's place, whatever was there; its path.
+        """Move the file to this name, replacing any other; return its path.
 
         Args:
-            name: in the folder, or in a folder of it, which is made.
-            durable: have it on the disk before, and its name, too.
+            name: name in the folder, or in a subfolder, which is made.
+            durable: whether to flush it and its name to the disk.
 
         Raises:
-            OSError: as the medium says.
+            OSError: the medium failed.
         """
         self.file.flush()
         target = self._store.folder / name
@@ -59,11 +59,11 @@ class Aside:
 
 
 class FileStore:
-    """A folder of such files. Raises OSError wherever the medium does.
+    """A folder of such files. Its methods raise the OSError of the medium.
 
     Args:
-        folder: made when the first file comes.
-        is_shared: the folder has other files than the store's, such as a user's: new files lie
+        folder: folder of the files, made with the first one.
+        is_shared: whether the folder also has other files, such as a user's: new files then lie
             beside them, hidden, and leave no folder behind.
     """
 
@@ -143,11 +143,11 @@ class FileStore:
             shutil.rmtree(trash_path)
 
     def mark(self, name: str, *, present: bool = True, time_s: float | None = None) -> None:
-        """Have an empty file that says something by being there, or by its time; or have it gone.
+        """Make or remove an empty file whose presence or time is a mark.
 
         Args:
-            name: of it.
-            present: whether it is to be there.
+            name: name of the file.
+            present: whether it exists afterwards.
             time_s: seconds since 1970; None: now.
         """
         path = self.folder / name

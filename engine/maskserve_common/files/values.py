@@ -1,8 +1,8 @@
-"""Values on their way between the models of a workflow, as files in the host's memory.
+"""Values that pass between the models of a workflow, as files in the host's memory.
 
-Whoever makes a value puts it into a folder that the processes of a host share, and passes on its
-*reference*, `value:<digest>:<bytes>`; whoever reads it maps the file. A *run* of a workflow opens
-the folder for what it has made, and with its end all of that is gone, also what was made too late.
+A process that makes a value puts it into a folder that the processes of a host share, and passes on
+its *reference*, `value:<digest>:<bytes>`; the reader maps the file. A *run* of a workflow opens the
+folder for its values. Its end removes all of them, also values that are made later.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _LOCKED = "another process holds its lock"
 
 
 class Values(NamedFiles):
-    """The folder, for any thread. Without one there are no references: all goes as bytes.
+    """The folder, for any thread. Without a folder there are no references: values pass as bytes.
 
     Args:
         config: `[values]`.
-        wait_s: how long another may have the folder's lock: then it is taken for stopped, and for a
-            second there is no folder.
+        wait_s: seconds to wait for the folder's lock; then its holder counts as stopped, and the
+            folder is not used for a second.
     """
 
     kind, setting = "values", "[values] max_bytes"
@@ -72,7 +72,7 @@ class Values(NamedFiles):
                 self._open(_owner(scope, run))
 
     def end(self, scope: str, run: str) -> None:
-        """All that the run has goes, unless others have it, too; nothing more is put for it."""
+        """Remove all values of the run that no other run has; it gets no more."""
         if self.host:
             with suppress(OSError), self._alone():
                 self._end(_owner(scope, run))
@@ -156,7 +156,9 @@ class Values(NamedFiles):
         raise TemplateNotFound(f"value {name[:12]} is not known here")
 
     def stored(self) -> ValuesHeld:
-        """How many there are, and their bytes. What has expired goes, if no run saw to that."""
+        """Return the number of values and their bytes. Remove expired values, if no run has done
+        so.
+        """
         if not self.host:
             return ValuesHeld()
         with suppress(OSError):

@@ -15,10 +15,10 @@ A = TypeVar("A", bound=npt.NDArray[Any])
 
 
 def canvas_size(size: Size, margins: Margins, limits: LimitsConfig) -> Size:
-    """(height, width) of the canvas, and of the answer.
+    """Return the (height, width) of the canvas, and of the response.
 
     Args:
-        size: of the source.
+        size: size of the source.
         margins: pixels left, top, right and bottom.
         limits: bounds of a picture.
 

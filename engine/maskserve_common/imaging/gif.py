@@ -22,10 +22,10 @@ class FirstPicture(NamedTuple):
 
 
 def first_picture(data: bytes) -> FirstPicture:
-    """Read as far as the first picture, and see whether another follows.
+    """Read as far as the first picture, and check whether another follows.
 
     Raises:
-        ValueError: it is cut short or damaged, or larger than its canvas; continues "is ".
+        ValueError: the file is cut short or damaged, or larger than its canvas; continues "is ".
     """
     if len(data) < 13:
         raise ValueError("a truncated GIF")
@@ -35,7 +35,7 @@ def first_picture(data: bytes) -> FirstPicture:
     blocks = 0
 
     def end_of_blocks(begin: int) -> int:
-        """Where blocks that begin there end."""
+        """Return the end of the blocks that begin at a position."""
         nonlocal blocks
         while begin < len(data):
             length = data[begin]
@@ -48,7 +48,7 @@ def first_picture(data: bytes) -> FirstPicture:
         raise ValueError("a truncated GIF")
 
     def extensions(begin: int) -> int:
-        """Where something else than an extension begins."""
+        """Return the position behind the extensions."""
         nonlocal control
         while data[begin : begin + 1] == bytes([_EXTENSION]):
             end = end_of_blocks(begin + 2)

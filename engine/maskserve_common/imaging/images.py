@@ -491,13 +491,13 @@ def encode_image(
     PNG is written for speed.
 
     Args:
-        pixels: of the picture.
+        pixels: pixels of the picture.
         output_format: `png`, `jpeg` or `webp`.
-        quality: 0 to 100, where the format has one; None: WebP is lossless, JPEG has 95 without
-            colour subsampling.
-        colour: what the pixels mean; not `only_png` in other formats.
-        xmp: what the file is to say beside.
-        metadata: what else it is to have beside its pixels.
+        quality: 0 to 100, if the format has one; None: WebP is lossless, JPEG has 95 without colour
+            subsampling.
+        colour: meaning of the numbers; not `only_png` in other formats.
+        xmp: XMP of the file.
+        metadata: its other metadata.
     """
     if output_format == "png":
         return encode_png(pixels, colour, xmp, metadata)

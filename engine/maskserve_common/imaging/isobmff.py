@@ -60,7 +60,8 @@ def boxed_picture(data: bytes, most_metadata: int, most_profile: int) -> BoxedPi
     """Read the picture's properties from the boxes.
 
     Raises:
-        ValueError: it is cut short or damaged, or coded larger than it says; continues "is ".
+        ValueError: the file is cut short or damaged, or coded larger than its boxes say; continues
+            "is ".
     """
     kind = brand_of(data)
     try:

@@ -99,9 +99,9 @@ def grow(part: Bools, before: int, after: int, axis: int) -> Bools:
 def window_sum(
     counts: npt.NDArray[Any], before: int, after: int, axis: int, dtype: type[np.integer[Any]]
 ) -> npt.NDArray[Any]:
-    """Sum over [i - before, i + after] along one axis; what lies outside counts 0.
+    """Sum over [i - before, i + after] along one axis; values outside count 0.
 
-    `dtype` need only hold the result: differences are right where the running sum has wrapped.
+    `dtype` need only fit the result: differences are right even if the running sum has wrapped.
     """
     padding = [(0, 0), (0, 0)]
     padding[axis] = (before + 1, after)
@@ -116,12 +116,12 @@ def window_sum(
 def cover(
     values: Bytes2D, size: int, axis: int, *, of: int | None = None, spacing: int = 1
 ) -> Bytes2D:
-    """Resample one axis to `size` places, each the maximum of all that it overlaps.
+    """Resample one axis to `size` places, each the maximum of all values that it overlaps.
 
     Args:
-        values: what lies there.
-        size: places.
-        axis: of `values`.
+        values: values to resample.
+        size: number of places.
+        axis: axis of `values`.
         of: pixels that `values` stands for; None: one per value.
         spacing: pixels per value; the last may stand for fewer.
     """

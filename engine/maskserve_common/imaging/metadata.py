@@ -1,7 +1,7 @@
-"""Metadata that an answer keeps from its source: EXIF, XMP, IPTC, texts, resolution.
+"""Metadata that a response keeps from its source: EXIF, XMP, IPTC, texts, resolution.
 
-It is a stranger's: each kind has a bound, and what is longer or damaged is left out. What is true
-no more is left out, too: how the source was turned, its thumbnail, what signs its pixels.
+The source is untrusted: each kind has a bound, and longer or damaged metadata is left out. So is
+metadata that is no longer true: the source's orientation, its thumbnail, signatures of its pixels.
 """
 
 from __future__ import annotations

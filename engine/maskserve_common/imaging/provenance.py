@@ -1,8 +1,9 @@
-"""The machine-readable mark of an edit: that a model has painted in the picture, and where.
+"""The machine-readable mark of an edit: it states that a model has painted in the picture, and
+where.
 
-Every answer says so in XMP, by IPTC's digital source type. Where the operator has a certificate it
-carries a signed C2PA manifest, too, which names the model and the region, and which no longer fits
-the picture once someone has changed it. A source's own manifest goes on as that of an ingredient.
+Every response has it in XMP, as IPTC's digital source type. If the operator has a certificate, it
+also carries a signed C2PA manifest, which names the model and the region, and no longer fits the
+picture once someone has changed it. A source's own manifest becomes that of an ingredient.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ log = logging.getLogger("maskserve")
 
 
 class Mark(Protocol):
-    """How answers are marked."""
+    """Marking of responses."""
 
     xmp: bytes
     """XMP for the file as it is encoded; empty: none."""
 
     def sign(self, encoded: bytes, output_format: str, box: Box, source: bytes = b"") -> bytes:
-        """The file, signed if the operator has a certificate.
+        """Return the file, signed if the operator has a certificate.
 
         Args:
-            encoded: the answer.
+            encoded: bytes of the response's picture.
             output_format: `png`, `jpeg` or `webp`.
-            box: left, top, right and bottom of what was painted, in pixels.
-            source: the file that was edited, if it has a manifest.
+            box: left, top, right and bottom of the painted area, in pixels.
+            source: file of the source, if it has a manifest.
 
         Raises:
             EngineFailed: it cannot be signed.

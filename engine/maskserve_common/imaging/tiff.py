@@ -50,7 +50,7 @@ def first_page(data: bytes, most_profile: int, most_metadata: int) -> FirstPage:
         most_metadata: most bytes of XMP, and of IPTC, that are read.
 
     Raises:
-        ValueError: it is cut short or damaged, or of a kind that is not read; continues "is ".
+        ValueError: the file is cut short or damaged, or of an unsupported kind; continues "is ".
     """
     order = "<" if data[:2] == b"II" else ">"
     if len(data) < 8:

@@ -16,7 +16,7 @@ class LoadCosts:
     """Costs by source.
 
     Args:
-        estimates: what stands for a source until two loads from it were measured.
+        estimates: cost of each source until two of its loads are measured.
     """
 
     def __init__(self, estimates: Mapping[str, LoadCost]) -> None:

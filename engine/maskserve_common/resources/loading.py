@@ -55,7 +55,7 @@ class Kind:
 
 
 class Loaded(NamedTuple):
-    """One that steps can be computed with."""
+    """A resource that is ready for steps."""
 
     digest: str
     """sha256 of the weights' files, in order."""
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
     """Seconds since the load was requested."""
     file_bytes: int = 0
     source: str = "storage"
-    """Where the files were when the load was requested: a key of its kind's estimates."""
+    """Source of the files when the load was requested: a key of its kind's estimates."""
     layers: Mapping[str, int] = MappingProxyType({})
     """Numbers that it adds to the denoiser's layers, where known."""
 
@@ -89,10 +89,10 @@ class Source(Protocol[W_contra]):
 
 
 class ResourceLoader(ABC, Generic[W]):
-    """Loads in threads of its own; errors that may be told to a client come out as such.
+    """Loads in threads of its own; errors for the client come out as such.
 
     Args:
-        kind: of what it loads.
+        kind: kind of the resources.
         at_once: loads that may be under way together.
     """
 

@@ -1,6 +1,4 @@
-"""How much a place on the device is worth to a LoRA or a ControlNet: uses, old ones fading, per
-byte.
-"""
+"""The worth of a LoRA or a ControlNet on the device: uses per byte, where old uses fade."""
 
 from __future__ import annotations
 
@@ -8,8 +6,10 @@ import math
 from collections import OrderedDict
 
 HALF_LIFE = 1_000
-"""Uses of all resources of a kind after which a use counts half. A longer life keeps what is out of
-fashion; a shorter one forgets what is used steadily but rarely (`scripts/bench adapter_misses`)."""
+"""Uses of all resources of a kind after which a use counts half. A longer life keeps resources that
+are out of use; a shorter one forgets those used steadily but rarely (`scripts/bench
+adapter_misses`).
+"""
 _REMEMBERED = 32_768
 """Most resources whose uses are remembered, on the device or not."""
 

@@ -96,7 +96,7 @@ class Residency:
         return True
 
     def arrived(self, resource: Resource) -> list[str]:
-        """It can be used; the edits that wait for nothing more, in the order in which they came."""
+        """Set a resource ready; return the edits that now wait for nothing, in order of arrival."""
         if resource.kind in self._budgets:
             record = self._resident.setdefault(resource, _Resident("coming", 0, 0.0))
             record.state, record.error = "here", None
@@ -112,7 +112,7 @@ class Residency:
         return ready
 
     def failed(self, resource: Resource, error: MaskserveError) -> list[str]:
-        """It will not come: the edits that waited for it, which wait no longer."""
+        """Set a resource failed; return the edits that waited for it."""
         self._resident[resource] = _Resident("failed", 0, 0.0, error)
         hurt = [name for name, missing in self._missing.items() if resource in missing]
         for request_id in hurt:
@@ -144,7 +144,7 @@ class Residency:
         return True
 
     def leave(self, request_id: str) -> None:
-        """It is answered; else a later edit of this id would be taken for it."""
+        """Remove an edit, so that a later edit of this id is not taken for it."""
         self._missing.pop(request_id, None)
 
     def pin(self, resource: Resource) -> None:

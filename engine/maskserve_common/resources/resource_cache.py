@@ -83,13 +83,13 @@ class ResourceCache(ABC, Generic[W]):
         return tuple([item for item in resources if self._residency.state(item) != "here"])
 
     def release(self, owner: str) -> None:
-        """It has ended, or goes on without any."""
+        """Release the resources of an owner that has ended, or goes on without any."""
         for resource in self._owners.pop(owner, ()):
             self._residency.unpin(resource)
             self._release(owner, resource)
 
     def arrived(self, item: W, loaded: Loaded) -> list[str]:
-        """It can be used; the edits that wait for nothing more."""
+        """Record that a resource is ready; return the edits that wait for nothing more."""
         labels = (loaded.source,) if len(self.kind.estimates) > 1 else ()
         self._observations.add(f"{self.kind.metrics}_load_seconds", loaded.seconds, *labels)
         self.costs.add(loaded.source, loaded.file_bytes, loaded.seconds)
@@ -98,14 +98,14 @@ class ResourceCache(ABC, Generic[W]):
         return self._residency.arrived(self.resource(item))
 
     def failed(self, item: W, error: MaskserveError) -> list[str]:
-        """It will not come; the edits that waited for it."""
+        """Record that a load failed; return the edits that waited for it."""
         self.counters[f"{self.kind.metrics}_load_failures_total"] += 1
         self._loading.pop(item.version, None)
         self._listed = None
         return self._residency.failed(self.resource(item), error)
 
     def dropped(self, resource: Resource) -> None:
-        """It has made room for another, or is lost."""
+        """Record that a resource was evicted or lost."""
         self.counters[f"{self.kind.metrics}_evictions_total"] += 1
         self._loaded.pop(resource.name, None)
         self._listed = None
@@ -157,7 +157,7 @@ class ResourceCache(ABC, Generic[W]):
         """An owner begins to hold these. Raises Overloaded: they are not for it to hold."""
 
     def _release(self, owner: str, resource: Resource) -> None:
-        """It holds this one no more."""
+        """Called when an owner releases a resource."""
 
     def _on_host(self) -> tuple[AdapterFile, ...]:
         """Files in the host's memory that routers read of; the same object as long as nothing

@@ -1,9 +1,10 @@
-"""Which worker takes an edit (FlashPS §4.4, Algorithm 2): pure functions of what is known.
+"""The choice of a worker for an edit (FlashPS §4.4, Algorithm 2): pure functions of the known
+state.
 
-pricing   what a row costs on a worker: a few linear coefficients
-view      what is known of a worker: its rows, its queue, the templates it has
-adapters  where LoRAs are, and how long they take to come
-predict   when an edit would be done on a worker
+pricing   a row's cost on a worker: a few linear coefficients
+view      a worker's known state: its rows, its queue, its templates
+adapters  tiers of LoRAs, and their load times
+predict   the time at which an edit would be done on a worker
 policies  the rules that choose
 board     views of many workers by columns, for the rule that predicts
 """

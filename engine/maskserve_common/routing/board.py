@@ -116,12 +116,12 @@ class Board:
         """Write a worker's row anew.
 
         Args:
-            number: of the worker.
-            view: as it is now.
-            slowdown: how many times its denoising an edit takes there to be answered.
-            remainder_s: and seconds per token.
-            accepts: whether it says that it takes edits, if they are sent to it now or not;
-                None: as its view.
+            number: number of the worker.
+            view: present view of the worker.
+            slowdown: seconds until an edit is answered, as a multiple of its denoising seconds.
+            remainder_s: further seconds per token.
+            accepts: whether it reports that it takes edits, even if none are sent to it now; None:
+                as in its view.
         """
         while number >= len(self._costs):
             self._size(2 * len(self._costs))

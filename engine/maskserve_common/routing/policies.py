@@ -41,10 +41,10 @@ class Policy(Protocol):
         ...
 
     def choose(self, edit: Edit, workers: Sequence[WorkerView], now: float) -> str:
-        """Id of the worker that should take `edit`.
+        """Return the id of the worker that should take `edit`.
 
         Args:
-            edit: what is to be served.
+            edit: the edit.
             workers: one view per worker, in any order.
             now: seconds on the clock of the views' `as_of`.
 

@@ -21,12 +21,13 @@ from maskserve_common.routing.view import Edit, WorkerView
 
 
 def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
-    """Seconds from `now` until `edit` would be done on `worker`, were it sent there now.
+    """Return the seconds until `edit` would be done on `worker` if it were sent there now.
 
     Args:
         edit: the edit.
-        worker: the worker, whose `takes(edit)` is not asked.
-        now: on the clock of `WorkerView.as_of`; what the worker did since then is subtracted.
+        worker: the worker; `takes(edit)` is not checked.
+        now: time on the clock of `WorkerView.as_of`; the worker's progress since then is
+            subtracted.
     """
     compute, load, fetch = worker.price(edit)
     step, steps = worker.pricing.step, edit.steps
@@ -60,14 +61,12 @@ class Assignment(NamedTuple):
 
 
 def assign(edits: Iterable[Edit], workers: Sequence[WorkerView]) -> Assignment:
-    """Deal the edits that wait in front of all workers: each goes to the first free place, computed
-    with the edits before it. So one prediction per worker serves every edit behind them.
-
-    Each goes where places come free first, by what edits before it take of the worker; so one
-    prediction at each worker is enough for whoever is behind them all.
+    """Deal the edits that wait in front of all workers: each goes to the worker with the first free
+    place, predicted with the edits before it. So one prediction per worker serves every edit behind
+    them.
 
     Args:
-        edits: in the order in which they get places.
+        edits: edits in the order in which they get places.
         workers: workers that may take them, with their rows; without workers nothing is dealt.
     """
     free: list[tuple[float, int]] = []

@@ -73,7 +73,7 @@ class _PlanPrice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as it was at `as_of`. Immutable: what changes it returns a new one."""
+    """One worker at the time `as_of`. Immutable: changes return a new view."""
 
     worker: str
     pricing: Pricing
@@ -219,8 +219,7 @@ class WorkerView:
         return plan._replace(compute=seconds)
 
     def adapter_seconds(self, edit: Edit) -> float:
-        """Return the seconds until the LoRAs and ControlNets of `edit` are usable on this worker.
-        """
+        """Return the seconds until LoRAs and ControlNets of `edit` are usable on this worker."""
         seconds = 0.0
         if edit.adapters and self.adapters is not None:
             seconds = self.adapters.seconds(edit.adapters)
@@ -255,13 +254,13 @@ class WorkerView:
         as_of: float,
         templates: Mapping[str, Container[str]] | None = None,
     ) -> WorkerView:
-        """A view of what the worker says. Priming is left out: it gives way to edits.
+        """Return a view of a worker's record. Priming is left out: it gives way to edits.
 
         Args:
-            status: its record.
+            status: record of the worker.
             pricing: its costs, from the record's `costs` or estimated.
-            as_of: when the record was written, on the clock of the policies.
-            templates: where the worker has which; None: as the record lists them.
+            as_of: time of the record, on the clock of the policies.
+            templates: templates in each of its tiers; None: as in the record.
         """
         if templates is None:
             templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}

@@ -210,7 +210,7 @@ class Shapes:
 
     @property
     def least(self) -> int:
-        """That a worker leaves for its cache: one template at least."""
+        """Return the bytes that a worker leaves for its cache: at least one template."""
         cache_config = self.config.cache
         if not cache_config.enabled:
             return 0
@@ -224,11 +224,11 @@ class Shapes:
 
 
 def check_fits(config: Config, free: int) -> None:
-    """Raise if a model cannot run on the denoiser's device, before anything of it is loaded.
+    """Raise if a model cannot run on the denoiser's device, before any part of it is loaded.
 
     Args:
         config: configuration of the worker.
-        free: bytes of the device.
+        free: free bytes of the device.
 
     Raises:
         ConfigError: it names settings with which the model fits.

@@ -168,7 +168,7 @@ def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, Te
 def open_store(
     config: Config, size: TemplateSize, costs: CostModel, budget: int, mover: Mover
 ) -> Store:
-    """The tiers that `[cache]` names, and a loader for the device.
+    """Open the tiers of `[cache]`, and a loader for the device.
 
     Args:
         config: configuration of the worker.
@@ -213,7 +213,7 @@ def open_store(
 
 
 def open_reserve(mover: Mover, budget: int) -> Reserve | None:
-    """All of a GPU's memory that the cache may take; None where memory is the host's.
+    """Return the GPU memory that the cache may take; None: the memory is the host's.
 
     Raises:
         ConfigError: the device does not have it.

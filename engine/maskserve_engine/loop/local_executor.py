@@ -83,7 +83,7 @@ class LocalExecutor:
 
     @property
     def devices(self) -> Devices:
-        """No device is ever busy between calls: a step has ended when `step` returns."""
+        """Return no devices: a step has ended when `step` returns."""
         return ALL_FREE
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
@@ -176,8 +176,7 @@ class LocalExecutor:
             row_state.references.entry = handle
 
     def _booked(self, row: str, nbytes: int, *, spare: bool = False) -> bool:
-        """Reserve bytes for a row's step cache; return whether there is room (`MemoryTier.book`).
-        """
+        """Reserve bytes for a row's step cache; return False without room (`MemoryTier.book`)."""
         assert self._store is not None, _NO_STORE
         if nbytes and self._store.memory.book(nbytes, spare=spare):
             self._step_cache_bytes[row] = nbytes

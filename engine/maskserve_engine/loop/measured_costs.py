@@ -41,12 +41,13 @@ class MeasuredCosts:
         self._moves: dict[str, _Samples] = {}
 
     def step(self, flops: float, seconds: float, host: float = 0.0) -> None:
-        """A step of so many FLOPs took so long, waiting for loads apart.
+        """Record a step, without its waits for loads.
 
         Args:
             flops: FLOPs of the step.
             seconds: seconds on the device.
-            host: of launching its kernels. A step that took hardly longer says nothing of FLOPs.
+            host: seconds to launch its kernels. A step that took hardly longer says nothing of
+                FLOPs.
         """
         if seconds <= _HOST_BOUND * host:
             return

@@ -1,5 +1,5 @@
-"""The engine's status record: what it says of itself without being asked (design §4), and what rows
-cost on this worker, for routers: counted work, and what steps have taken.
+"""The engine's status record, which it publishes unasked (design §4). For routers it has the cost
+of rows on this worker: counted work, and the measured times of steps.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class PriceList:
     """Prices of rows of the model's native size.
 
     Args:
-        costs: of this worker; prices follow them.
-        degrees: what edits on several devices gain, given the text tokens of a prompt; None: they
-            have one.
+        costs: costs of this worker; prices follow them.
+        degrees: returns the gains of edits on several devices, given the text tokens of a prompt;
+            None: edits have one device.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ def new_counters() -> dict[str, float]:
 
 
 class StatusPublisher:
-    """Writes the record from what the engine's parts hold now; used by the engine thread only.
+    """Writes the record of the engine's parts; used by the engine thread only.
 
     Without a runtime folder it writes nothing.
 
     Args:
-        manager: whose rows are published.
-        cache: whose templates are; None: there is none.
-        counters: the engine's.
+        manager: its rows are published.
+        cache: its templates are published; None: there is none.
+        counters: counters of the engine.
     """
 
     def __init__(

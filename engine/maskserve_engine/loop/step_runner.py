@@ -1,4 +1,4 @@
-"""One step of the batch: load what rows read, plan, run, let finished rows leave."""
+"""One step of the batch: load entries, plan, run, and remove finished rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StepRunner:
             devices: devices that compute them.
 
         Raises:
-            RuntimeError: nothing but failures for several steps.
+            RuntimeError: all rows have failed for several steps.
         """
         running = _refreshing_first(running)
         reads, loads = self._load(running, devices)

@@ -1,1 +1,1 @@
-"""How engines are put together, and how a CPU's cores are shared among processes."""
+"""Construction of engines, and the share of a CPU's cores that each process gets."""

@@ -1,4 +1,4 @@
-"""How many processes should share a CPU's cores, tried with the model's own steps.
+"""A trial, with the model's own steps, of how many processes should share a CPU's cores.
 
 One process with all cores finishes a lone edit first. But steps of cached rows are small products,
 which gain little from a second thread; several processes with a share of the cores each may serve
@@ -6,8 +6,8 @@ more edits at once. `maskserve serve --devices-per-worker auto` runs this before
 
     python -m maskserve_engine.start.thread_trial CONFIG [--threads N]
 
-It loads the model for each number of processes, as the worker will, lets all of them step eight
-rows among them at the same time, and prints a `Trial` as JSON.
+It loads the model for each number of processes, as the worker will. All of them then step eight
+rows in total at the same time. It prints a `Trial` as JSON.
 """
 
 from __future__ import annotations
