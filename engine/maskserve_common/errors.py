@@ -48,7 +48,7 @@ def _printable(text: str) -> str:
 
 
 class InvalidRequest(MaskserveError):
-    """Bad input. The message names the field, what was wrong and what is accepted."""
+    """Bad input. The message names the field, the problem and the accepted values."""
 
     code = "INVALID_REQUEST"
 
@@ -100,10 +100,10 @@ _CODE = re.compile(r"\[(" + "|".join(CODES) + r")\] ?")
 
 
 def split_code(text: str) -> tuple[str, str]:
-    """`(code, message)` of an error text that may have been wrapped on its way.
+    """Return the `(code, message)` of an error text, which other processes may have wrapped.
 
-    Triton's ensemble scheduler puts "in ensemble 'edit_pipeline', " before a step's message, so
-    the code is looked for anywhere. A text without a code is ENGINE_FAILED.
+    Triton's ensemble scheduler puts "in ensemble 'edit_pipeline', " before a step's message, so the
+    code may be anywhere. A text without a code is ENGINE_FAILED.
     """
     match = _CODE.search(text)
     if match is None:

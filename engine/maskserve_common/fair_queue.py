@@ -48,7 +48,7 @@ class KeyWork:
         """Weight of work that is added now. It grows, so that earlier work counts less."""
 
     def add(self, key: str, work: float, steps: float = 1.0) -> None:
-        """A key was given so much more, so many steps after whoever was before it."""
+        """Record the work that a key has received, `steps` after the previous key."""
         self._weight *= (1 + 1 / _MEMORY) ** steps
         self._used[key] = self._used.get(key, 0.0) + work * self._weight
         if self._weight > _HEAVY:
@@ -136,7 +136,7 @@ def _key_of(ticket: KeyedRow) -> str:
 
 
 def _work(ticket: KeyedRow) -> float:
-    """Return what the row adds to a step: seconds, or tokens where seconds are unknown."""
+    """Return what the row adds to a step: seconds, or tokens if seconds are unknown."""
     if not ticket.seconds:
         return float(ticket.active_tokens)
     return ticket.seconds[0] - ticket.shared

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection_of_what_exists() -> Iterator[None]:
-    """Around imports and loads: the collector leaves them alone. To look through them again and
-    again meanwhile would take a good part of a start, and a full collection that did so later would
-    hold up a step.
+    """Exempt the objects of imports and loads from garbage collection. Collecting among them
+    repeatedly would take a good part of a start, and a later full collection would delay a step.
     """
     gc.disable()
     try:

@@ -19,7 +19,7 @@ class TemplateListings:
     """The last versions of one worker's listing; used from one thread."""
 
     def __init__(self) -> None:
-        # Versions of a process that starts anew are other ones.
+        # Versions of a restarted process differ.
         self._name = secrets.token_hex(4)
         self._number = 0
         self._raw = b""

@@ -29,7 +29,7 @@ _STANDARD_ERROR = 2
 _STEPS_OF_SILENCE = 10
 # The first step also loads kernels and allocates; how long steps take is not known yet.
 _FIRST_STEP_S = 60.0
-# The most that one look adds to a silence.
+# The most that one check adds to a silence.
 _LONGEST_LOOK_S = 0.5
 
 
@@ -137,7 +137,7 @@ def sign_out(runtime_dir: str | os.PathLike[str], model: str) -> None:
 
 
 def signed_in(runtime_dir: str | os.PathLike[str]) -> list[tuple[str, int]]:
-    """Model and process id of everyone on the list, also those that have died."""
+    """Model and process id of every process on the list, also of those that have died."""
     try:
         names = sorted(os.listdir(Path(runtime_dir) / "processes"))
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def process_unwell(pid: int) -> str | None:
 
 
 def unwell(runtime_dir: str | os.PathLike[str]) -> str | None:
-    """`Processes.unwell` for who looks once."""
+    """`Processes.unwell` for a single check."""
     processes = Processes(runtime_dir)
     try:
         return processes.unwell()

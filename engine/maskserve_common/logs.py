@@ -81,9 +81,9 @@ class TextFormatter(logging.Formatter):
 class LineFile(WatchedFileHandler):
     """Appends each line by one write, so that lines of several processes never mix.
 
-    A file that was moved away or removed, as logrotate does, is opened anew. Lines that cannot be
-    written, as on a full disk, are dropped: standard error hears of the first, and how many there
-    were stands in the file as soon as it can.
+    A file that was moved or removed, as by logrotate, is opened again. If lines cannot be written,
+    as on a full disk, they are dropped: the first one goes to standard error, and the file gets
+    their number as soon as possible.
     """
 
     dropped = 0

@@ -94,7 +94,7 @@ class LruCache(Generic[K, V]):
             self._on_evict(key, value)
 
     def expire(self) -> None:
-        """Drop what has had its time; `get` and `put` do so, too."""
+        """Remove expired values; `get` and `put` also do so."""
         last = self._now() - self._expires_s
         while self._values and self._values[key := next(iter(self._values))][1] < last:
             self.drop(key)

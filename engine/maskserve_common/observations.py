@@ -18,7 +18,7 @@ _CAPACITY = 8192
 class Observations:
     """A bounded queue without locks: `append` and `popleft` of a deque are atomic.
 
-    When nobody takes anything out, what comes last is dropped and counted.
+    If nobody reads it, further values are dropped and counted.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:

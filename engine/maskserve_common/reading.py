@@ -68,7 +68,7 @@ def read(value: Any, kind: type[T], *, strict: bool = True) -> T:
 
 
 def require_known(value: Any, known: Collection[str]) -> Any:
-    """Return a copy without those of the `known` keys that are null, which means "not given"."""
+    """Return a copy without `known` keys that are null, which means "not given"."""
     if not isinstance(value, dict):
         return value
     items = [(k, item) for k, item in value.items() if item is not None or k not in known]
@@ -97,8 +97,8 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Words about the known name that was most likely meant by an unknown one: it is misspelt, or
-    has the same words in it. Empty where there is none.
+    """Return words about the known name that an unknown one most likely means: a misspelt one, or
+    one with the same words. Empty if there is none.
     """
     spelt = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower()[:80], spelt, 1, 0.7)

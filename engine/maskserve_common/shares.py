@@ -73,7 +73,7 @@ class Shares:
         self._served = 0
 
     def in_use(self, key: Hashable) -> int:
-        """Units that the key holds."""
+        """Units that the key uses."""
         return self._in_use[key]
 
     @property
@@ -86,7 +86,7 @@ class Shares:
         return room(self.budget, self.total, self._in_use[key], key)
 
     def most(self) -> Hashable:
-        """The key that holds most: whose oldest goes where something has to go."""
+        """Return the key that uses most, which gives up its oldest units first."""
         return max(self._in_use, key=self._in_use.__getitem__, default=EVERYBODY)
 
     def take(self, key: Hashable, size: int = 1) -> None:
@@ -110,7 +110,7 @@ class Shares:
             self._served_at.popitem(last=False)
 
     def give_back(self, key: Hashable, size: int = 1) -> None:
-        """The key holds so much less."""
+        """Return units of the key."""
         self.total -= size
         self._in_use[key] -= size
         if self._in_use[key] <= 0:

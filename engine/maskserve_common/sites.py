@@ -42,10 +42,11 @@ def foreign_site(
 
 
 def has_name(host: str, names: Sequence[str]) -> bool:
-    """Whether a `Host` names this machine in a way that no stranger's DNS can.
+    """Whether a `Host` names this machine in a way that foreign DNS cannot.
 
-    An address does, `localhost`, a name without a dot (one's own network alone knows it), the
-    machine's own, and `names`; one that begins with a dot stands for all names below it.
+    Such names are addresses, `localhost`, a name without a dot (which only the local network
+    knows), the machine's own name, and `names`; one that begins with a dot means all names below
+    it.
     """
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")

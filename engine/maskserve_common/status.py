@@ -50,8 +50,8 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 class StatusWriter:
     """Writes the record of one worker; the only writer of its path, used from one thread.
 
-    The file appears with the first record and is replaced, whole, by a writer that starts anew
-    or whose records outgrow it.
+    The file appears with the first record. A writer that restarts, or whose records outgrow the
+    file, replaces it as a whole.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,7 +61,7 @@ class StatusWriter:
         self._sequence = 0
 
     def write(self, status: WorkerStatus) -> Stamp:
-        """Number and publish `status`, whose own stamps are not read; the stamps it got.
+        """Number and publish `status`, whose own stamps are ignored; return its stamps.
 
         Raises:
             OSError: the file cannot be written; readers keep the previous record.
@@ -87,8 +87,8 @@ class StatusWriter:
         slot_bytes = _SMALLEST_SLOT
         while slot_bytes < 2 * len(record):
             slot_bytes *= 2
-        # Space for both slots is taken now: later records cannot fail for want of it.
-        self.path.parent.stat()  # who removed the folder did not mean it to come back
+        # Space for both slots is allocated now, so that later records always have it.
+        self.path.parent.stat()  # a removed folder must not come back
         with FileStore(self.path.parent, is_shared=True).aside(_FIRST_SLOT + 2 * slot_bytes) as new:
             file = new.file.fileno()
             _write_all(file, _FILE_HEAD.pack(_FILE_MAGIC, VERSION, slot_bytes), 0)

@@ -1,11 +1,11 @@
-"""Spans of our own inside the trace that Triton keeps of a request (docs/adr/0008-traces.md).
+"""Spans of this server inside the trace that Triton keeps of a request (docs/adr/0008-traces.md).
 
-A front reads the trace context of its request, Triton's or else the client's, and opens the span
-`pipeline` below it, which ends with the answer. The models behind it get that span as the request
-parameter `traceparent`, and each records what it did below it, from times taken before and after.
+A front reads the trace context of its request (Triton's, or else the client's) and opens the span
+`pipeline` below it, which ends with the response. The models get that span as the request parameter
+`traceparent`, and each records its work below it, from times taken before and after.
 
-OpenTelemetry is optional, and imported only where `[trace] otlp_url` is set. Spans are sent by a
-thread of the library's; a collector that does not answer costs a warning, and spans.
+OpenTelemetry is optional, and imported only if `[trace] otlp_url` is set. A thread of the library
+sends the spans; if a collector does not answer, there is a warning and spans are lost.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OpenSpan:
 
     @property
     def traceparent(self) -> str:
-        """The span's name for others; empty when there is none."""
+        """The span's name in other processes; empty: there is none."""
         if self._span is None:
             return ""
         context = self._span.get_span_context()
@@ -98,7 +98,7 @@ class Tracer:
         return OpenSpan()
 
     def record(self, parent: str, stages: Sequence[Stage]) -> None:
-        """Record what was done, below the span named by `parent`; nothing if that is empty."""
+        """Record work below the span named by `parent`; nothing if that is empty."""
         if self._tracer is None or not parent:
             return
         with _harmless():
@@ -140,7 +140,7 @@ class Tracer:
         return run
 
     def close(self) -> None:
-        """Send what is left, for a moment at most."""
+        """Send the remaining spans, for a moment at most."""
         if self._provider is not None:
             # A thread, as the library's own limit is half a minute.
             closing = threading.Thread(target=self._provider.shutdown, daemon=True)
@@ -183,7 +183,7 @@ def make_tracer(config: Config, model: str) -> Tracer:
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """Suppress errors of tracing, so that the request goes on."""
+    """Suppress errors of tracing, so that the request continues."""
     try:
         yield
     except Exception:
@@ -227,7 +227,7 @@ def _finish(span: Any, attributes: Mapping[str, Any], error: BaseException | Non
 
     span.set_attributes({_PREFIX + name: value for name, value in attributes.items()})
     if error is not None:
-        # Anything else than our own errors may carry what is not meant for others.
+        # Other errors than this server's may contain private data.
         code = error.code if isinstance(error, MaskserveError) else type(error).__name__
         description = str(error) if isinstance(error, MaskserveError) else code
         span.set_attribute("error.type", code)

@@ -1,9 +1,9 @@
-"""Keepalive settings of gRPC connections, so that calls of minutes outlive load balancers between.
+"""Keepalive settings of gRPC connections, so that calls of minutes outlive load balancers.
 
 An edit may take minutes in which no byte passes. Load balancers and address translators forget
-connections that are silent for so long (docs/deploy.md has their limits), so clients ping, and
-gRPC's servers by themselves take pings as an attack: more than one in five minutes, and the third
-ends the connection with all of its calls. Whoever vanishes is noticed by the same pings.
+silent connections (docs/deploy.md has their limits), so clients ping. By default, gRPC servers
+treat pings as an attack: more than one in five minutes is too many, and the third ends the
+connection with all its calls. The same pings detect a peer that has vanished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SERVICE = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-"""Arguments of a worker's channel to a service beside it."""
+"""Arguments of a worker's channel to a service on its host."""
 
 LISTENER = (
     ("grpc.keepalive_time_ms", LISTENER_PING_MS),

@@ -1,1 +1,1 @@
-"""LoRA files: which there are, what they hold, how they are fetched and checked."""
+"""LoRA files: their listing, content, loading and checks."""

@@ -101,7 +101,7 @@ _Z_IMAGE = {
     "final_layer.linear": ("all_final_layer.2-1.linear",),
     "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
 }
-"""Published names of Z-Image where they differ from those of diffusers."""
+"""Published names of Z-Image that differ from those of diffusers."""
 _QWEN_IMAGE_21 = {
     "transformer_blocks.{}.img_mlp.gate_up": (
         "transformer_blocks.{}.img_mlp.gate_layer",
@@ -174,7 +174,7 @@ _ONCE = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_pr
 
 
 class NamedLayers(NamedTuple):
-    """The layers that a name in a LoRA file stands for."""
+    """The layers that a name in a LoRA file means."""
 
     layers: tuple[str, ...]
     """Dotted names in the served model; the outputs of several are concatenated."""

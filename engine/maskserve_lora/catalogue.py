@@ -48,7 +48,7 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     problem: str = ""
     """Reason why it is not served; empty if it is."""
     notes: tuple[str, ...] = ()
-    """Notes on what is left out of it or assumed about it (`lora_plan.LoraPlan.notes`)."""
+    """Notes on skipped parts and on assumptions (`lora_plan.LoraPlan.notes`)."""
     config: str = ""
     """Path in the storage of PEFT's configuration; empty: there is none."""
     config_bytes: int = 0
@@ -71,7 +71,7 @@ class _Page(msgspec.Struct, frozen=True):
 
     adapters: dict[str, KnownAdapter]
     whole: bool
-    """Whether the storage was listed to its end."""
+    """Whether the listing of the storage is complete."""
     problem: str = ""
     """Reason why the last listing failed."""
     format: int = _FORMAT
@@ -162,7 +162,7 @@ class Catalogue:
                 self._headers.close()
 
     def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
-        """Read the headers that are new, and record what is known meanwhile."""
+        """Read new headers, and record the known ones meanwhile."""
         adapters = {
             name: known[name]
             for name, stored in files.items()

@@ -60,7 +60,7 @@ _OTHER_TENSORS = {
     "differences of weights": (".diff",),
 }
 """Name endings of tensors of other kinds."""
-# Other kinds of adapters, by what their tensors' names hold, or end with where that begins with $.
+# Other kinds of adapters, by parts of their tensors' names, or after $ by their ends.
 _OTHER_KINDS = {
     "DoRA": ("dora_scale", "lora_magnitude_vector"),
     "LoKr": (".lokr_",),

@@ -30,7 +30,7 @@ from maskserve_lora.lora_header import (
 
 _DIFFUSERS_KEY = "lora_adapter_metadata"
 _OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Initialisations of a training that change the base's weights, too."""
+"""Initialisations of a training that also change the base's weights."""
 _NEEDED = {
     "use_dora": "DoRA",
     "lora_bias": "LoRA with biases",
@@ -74,7 +74,7 @@ class LoraPlan:
 
     @property
     def tensors(self) -> set[str]:
-        """Names of those that are read."""
+        """Names of the tensors that are read."""
         return {name for update in self.updates for name in update.names if name}
 
 
@@ -158,7 +158,7 @@ def check_file(path: Path, base: BaseLayers | None, **bounds: int) -> tuple[Lora
 
 
 def _unplaced(header: LoraHeader) -> LoraPlan:
-    """Plan for a model whose layers are unknown: nothing is placed."""
+    """Plan for a model with unknown layers: nothing is placed."""
     updates = [
         LayerUpdate(part, module, names, None, (), header.layers[part, module].inputs)
         for (part, module), names in header.names.items()
@@ -231,12 +231,12 @@ def _updates(
 
 
 class _Alphas:
-    """The alphas that a file gives in its metadata rather than in tensors.
+    """Return the alphas in a file's metadata, not in tensors.
 
-    `lora_adapter_metadata` is what diffusers writes: PEFT's configuration of each part, with a
-    prefix. `adapter_config` is PEFT's own. `lora_alpha` and `ss_network_alpha` say how a trainer
-    was set: who has multiplied the alpha into the matrices since has left them there. So diffusers
-    reads neither, and they are noted alone.
+    Diffusers writes `lora_adapter_metadata`: PEFT's configuration of each part, with a prefix.
+    `adapter_config` is PEFT's own. `lora_alpha` and `ss_network_alpha` are settings of a trainer;
+    they stay in the file even after a tool has multiplied the alpha into the matrices. So diffusers
+    reads neither, and they are only noted.
     """
 
     def __init__(self, header: LoraHeader) -> None:
@@ -272,12 +272,12 @@ class _Alphas:
 
         Args:
             part: one of `lora_header.PARTS`.
-            module: as the file spells it.
+            module: name of the module in the file.
             rank: rank of the module's matrices.
             of_module: whether a tensor gives the module's alpha.
 
         Raises:
-            BadAdapter: what is said has another form, or is said twice.
+            BadAdapter: the factor has another form, or is given twice.
         """
         prefixes = ("transformer.", "unet.") if part == "denoiser" else (f"{part}.",)
         for values, prefix in [
@@ -336,8 +336,9 @@ def _check_config(values: Mapping[str, Any], prefix: str) -> None:
 
 
 class _Patterns:
-    """PEFT's rule: the value of the first pattern that the name ends with. PEFT takes regular
-    expressions; files hold names, and others are refused, as matching may take for ever.
+    """Return, by PEFT's rule, the value of the first pattern that the name ends with. PEFT takes
+    regular expressions. Files have names; other patterns are refused, as matching may take for
+    ever.
     """
 
     def __init__(self, patterns: Mapping[str, Any]) -> None:

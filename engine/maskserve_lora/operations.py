@@ -14,7 +14,7 @@ _FIELD = "OP.name"
 
 
 class AdapterOperations:
-    """Operations on the adapters of `[adapters] store`; each looks at the storage anew."""
+    """Operations on the adapters of `[adapters] store`; each reads the storage again."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

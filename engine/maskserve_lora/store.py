@@ -116,7 +116,7 @@ class AdapterStore:
         """
         for file in self.host.files():
             if (file.name, file.version) == (adapter.name, adapter.version):
-                return file.digest  # looked at as it came
+                return file.digest  # checked when it was loaded
         digest = hashlib.sha256()
         try:
             _, chunks = self._whole(adapter)

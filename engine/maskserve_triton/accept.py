@@ -230,7 +230,7 @@ def _check_reuse(settings: EditSettings, spec: ModelSpec) -> None:
         return
     if not spec.skips_steps:
         raise InvalidRequest("SETTINGS.reuse", "elastic is no setting of this model", "exact")
-    if settings.reproducible:  # what is left out depends on the load
+    if settings.reproducible:  # the load decides which steps are skipped
         raise InvalidRequest(
             "SETTINGS.reuse", "elastic does not go with SETTINGS.reproducible", "exact"
         )

@@ -79,7 +79,7 @@ class FlowControl:
         self._go_on()
 
     def waits_s(self) -> float:
-        """Seconds for which the event under way has not been taken; 0 if there is none."""
+        """Seconds since the present event was sent without an ack; 0: there is none."""
         with self._lock:
             waits = self._sending and not self._released
             return time.monotonic() - self._sent if waits else 0.0
@@ -136,7 +136,7 @@ class AckSender:
         self._write(self.key)
 
     def over(self) -> None:
-        """The call has ended: what is still to come of it is not waited for."""
+        """End the call: its further events are not waited for."""
         self._write(self.key + _OVER)
 
     def _write(self, line: str) -> None:

@@ -69,10 +69,10 @@ class Answer:
         self._final(None, None, {})
 
     def cancelled(self) -> bool:
-        """Whether the client has withdrawn the request and nobody has answered it yet.
+        """Whether the client has withdrawn the request and it is not answered yet.
 
-        False while something is being sent: whoever looks again and again at many requests must
-        not wait for one client's.
+        False while something is being sent: a thread that polls many requests must not wait for one
+        client.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -95,7 +95,7 @@ class Answer:
             except Exception as problem:
                 error = guarded("", problem)
                 self._send_failure(error)
-        # Without the lock: whoever looks for cancels must not wait for a log's disk.
+        # Without the lock: the poll for cancels must not wait for a log's disk.
         self._on_end(error, outputs)
         return True
 

@@ -55,7 +55,7 @@ class Call:
 
 
 class Calls:
-    """The edits of a front by id, until the pipeline has let go of them, answered or not."""
+    """The edits of a front by id, answered or not, until they leave the pipeline."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -93,7 +93,7 @@ class Calls:
             self._calls[call.request_id] = call
 
     def remove(self, call: Call) -> None:
-        """The pipeline has let go of it; its id may be another edit's by now."""
+        """Remove an edit that has left the pipeline; its id may be another edit's by now."""
         with self._lock:
             if call in self:
                 del self._calls[call.request_id]

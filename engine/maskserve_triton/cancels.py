@@ -57,7 +57,7 @@ def _ask(folder: Path, front: str, request_id: str, timeout_s: float) -> bool:
         with _socket() as asking, short_path(folder) as short:
             asking.settimeout(timeout_s)
             asking.connect(f"{short}/{front}")
-            # What is no text names no edit: "?" is in no request id.
+            # Bytes that are no text name no edit: "?" is in no request id.
             asking.send(request_id.encode("utf-8", "replace")[:_MAX_ID_BYTES])
             return asking.recv(1) == _WITHDRAWN
     except (ConnectionError, FileNotFoundError):

@@ -222,7 +222,7 @@ class WorkerControl:
         return str(name)
 
     def _list(self, scope: str) -> list[dict[str, Any]]:
-        """Templates by id: whether an image is registered, by whom, and what is cached of each."""
+        """Templates by id: whether an image is registered, its owners, and its cached entries."""
         self._templates.expire()
         registered = dict.fromkeys(self._templates.ids())
         entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
@@ -277,8 +277,8 @@ class WorkerControl:
         return {"template_id": name, **state}
 
     def _pin(self, op: str, name: str, scope: str) -> dict[str, Any]:
-        """Keep what is cached of a template, and will be, from eviction; or no longer. A result
-        that is pinned does not expire.
+        """Keep a template's present and later entries from eviction, or no longer. A pinned result
+        does not expire.
         """
         if op == "pin":
             self._templates.keep(name)
@@ -286,14 +286,14 @@ class WorkerControl:
         is_known = ask_denoiser(self._api, operation)["found"]
         if not is_known and not self._templates.has(name):
             if op == "pin":
-                # The engine pins what is to come, too: a refusal must not leave that behind.
+                # The engine also pins later entries: a refusal must not leave that behind.
                 ask_denoiser(self._api, {"op": "unpin", "template_id": name})
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "pinned": op == "pin"}
 
     def _evict(self, name: str, scope: str) -> dict[str, Any]:
-        """Forget a template: the registered image and what is cached of it. A client's own wish
-        ends nobody else's: it stays for as long as another has registered it.
+        """Remove a template: the registered image and its entries. It stays while another client
+        has registered it.
         """
         # A registration of the same picture waits until what is cached of it is gone, too: what it
         # primes is then its own.
@@ -335,7 +335,7 @@ class WorkerControl:
         )
         timer.daemon = True
         timer.start()
-        # Patient operations leave threads to the others, whoever asks for either.
+        # Patient operations leave threads to the others, from any client.
         scope = operation.get("scope", NO_SCOPE)
         key = (scope, "patient") if operation["op"] in PATIENT else scope
         threads = self._cancels if operation["op"] == "cancel" else self._threads

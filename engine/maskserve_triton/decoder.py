@@ -1,9 +1,10 @@
-"""The decoder model: it decodes an event's latents to pixels, whole or only round what is pasted.
+"""The decoder model: it decodes an event's latents to pixels, as a whole or only around the pasted
+area.
 
-A dense edit is exactly the pipeline's, and reproducible ones are equal on every worker, so these
-are decoded as a whole. A cached edit equals its template outside of its mask, and is decoded in
-pieces with the norms of the template's own decode. That is made when the template's first cached
-edit comes, from the moments that the encoder has left in the runtime folder.
+A dense edit equals the pipeline's, and reproducible ones are equal on every worker, so these are
+decoded as a whole. A cached edit equals its template outside of its mask, and is decoded in pieces
+with the norms of the template's own decode. That decode runs when the template's first cached edit
+arrives, from the moments that the encoder has left in the runtime folder.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class EditFront:
 
     def _finish(self, call: Call, request_log: RequestLog, event: Event) -> None:
         settings, template_id = call.edit.settings, None
-        if settings.keep_result:  # before it is judged: it takes its time, too
+        if settings.keep_result:  # before the check, which also takes time
             template_id = self._results.keep(event.image, call.request_id)
         meta = self._judged(call, request_log, event)
         if settings.keep_result:

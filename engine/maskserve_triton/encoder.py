@@ -77,7 +77,7 @@ class PromptKey(NamedTuple):
     picture: str = ""
     """Digest of the source's pixels, if the text encoder sees them."""
     owner: str | None = None
-    """Scope of the API key whose prompts are cached apart; None: they are shared."""
+    """Scope of the API key with separately cached prompts; None: they are shared."""
     alone: bool = False
     """Whether it must be computed by itself: a `reproducible` edit's."""
 

@@ -1,4 +1,4 @@
-"""Threads that several keys share: none of them has all, and none waits behind another's jobs."""
+"""Threads that several keys share: no key uses all, and none waits behind another's jobs."""
 
 from __future__ import annotations
 

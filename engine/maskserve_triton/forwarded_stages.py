@@ -147,7 +147,7 @@ class StageService:
         raise Overloaded("the worker is stopping")
 
     def _watch(self) -> None:
-        """Ping the service, so that a worker without edits notices its end, too."""
+        """Ping the service, so that a worker without edits also notices its end."""
         well, was_there = time.monotonic(), True
         ready_request = pb.ModelReadyRequest(name=self._stage)
         while not self._closing.wait(_PING_EVERY_S):

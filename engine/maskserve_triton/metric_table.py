@@ -146,7 +146,7 @@ ADAPTER_SERIES = (
     *((name, tier) for name in ("adapters", "adapter_bytes") for tier in ("device", "host")),
     *(("adapter_load_seconds", source) for source in ("host", "storage")),
 )
-"""Metrics and labels that exist from the start, in workers without adapters, too."""
+"""Metrics and labels that exist from the start, also in workers without adapters."""
 FRONT_METRICS = {
     "edit_ends_total": _counter(
         "Edits answered, by outcome and error code.", "model", "outcome", "code"

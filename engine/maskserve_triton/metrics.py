@@ -61,7 +61,7 @@ class MetricPage:
             self._last[key] = total
 
     def take(self, observations: Observations) -> None:
-        """Enter what was observed into histograms and counters."""
+        """Enter observations into histograms and counters."""
         for name, value, labels in observations.take():
             first = self._table[name].first
             begun = (name, *labels) in self._metrics
@@ -195,6 +195,6 @@ class MetricsThread:
             try:
                 self._metrics.publish()
             except Exception as error:
-                # Serving goes on without metrics.
+                # The worker serves without metrics.
                 log.error("metrics: %s", error, exc_info=error)
                 return

@@ -1,4 +1,4 @@
-"""A node server's Triton side: a task and its values in, what the node made out."""
+"""A node server's Triton side: it takes a task and its values, and returns the node's outputs."""
 
 from __future__ import annotations
 

@@ -169,15 +169,15 @@ be hundreds."""
 
 
 class KeepAlive:
-    """Holds on to things for some time, then lets go of them in a thread of Python's.
+    """Keeps objects for some time, then releases them in a Python thread.
 
-    TRITON-2.51: the stub has a reference of its own to a decoupled call's responses, and drops it
-    in a thread of its own soon after the last one was taken. Were that reference the last, their
-    arrays would be freed without Python's lock, and sooner or later the process would die of a
-    corrupted heap. So Python's reference is made the last: responses are kept for some time.
+    TRITON-2.51: the stub has its own reference to a decoupled call's responses, and drops it in its
+    own thread soon after the last one was taken. If it were the last reference, their arrays would
+    be freed without Python's lock, and the process would die of a corrupted heap sooner or later.
+    So responses are kept for some time, and Python's reference is the last.
 
     Args:
-        seconds: seconds.
+        seconds: seconds to keep an object.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -60,7 +60,7 @@ def finish_edit(
     out, weights, fine, metadata = source_and_weights(context, request)
     source = out.copy() if check is not None else out
     colour, box = Colour.unpack(context.colour), weights.getbbox()
-    if box is not None:  # only what is pasted is resized
+    if box is not None:  # only the pasted area is resized
         left, top, right, bottom = box
         y, x = (0, 0) if request.window is None else request.window[:2]
         inside = left - x, top - y, right - x, bottom - y

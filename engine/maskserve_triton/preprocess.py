@@ -46,8 +46,8 @@ from maskserve_engine.spec.model_spec import ModelSpec
 from maskserve_triton.accept import accept_edit
 
 DECODED_PIXELS = 1_500_000
-"""Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time
-of decoding them again; of larger ones, edits that wait for a row would hold too much memory.
+"""Sources of up to so many pixels go to postprocess decoded, which takes a fraction of the time of
+decoding them again. Larger ones would use too much memory while edits wait for a row.
 """
 
 FindTemplate = Callable[[str, str], bytes | None]
@@ -127,7 +127,7 @@ def prepare_edit(
     )
     fine = source.low is not None and settings.output_format == "png"
     signed = bool(config.provenance.certificate) and has_manifest(bytes(source.encoded))
-    # What pixels cannot hold travels in the file.
+    # Data that pixels cannot carry stays in the file.
     decoded = paste.size <= decoded_pixels and not (fine or signed or source.metadata)
     source_bytes = _decoded(source, alpha=request.alpha) if decoded else source.encoded
     weights = paste.tobytes() if decoded else encode_png(paste)

@@ -1,6 +1,4 @@
-"""The models `encoder` and `decoder`: a worker's own, or those of a stage service, which other
-workers' models of these names ask (core `triton/stages.py`).
-"""
+"""The models `encoder` and `decoder`, of a worker or of a stage service."""
 
 from __future__ import annotations
 

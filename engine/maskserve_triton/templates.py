@@ -63,8 +63,8 @@ class StoredTemplates:
         self._stores = self._registered, self._results
 
     def get(self, template_id: str, scope: str = NO_SCOPE) -> bytes | None:
-        """The encoded image; None if there is none, or none that a client of `scope` may see. A
-        result is used by that.
+        """Return the encoded image; None if there is none, or none that a client of `scope` may
+        see. This counts as a use of a result.
         """
         encoded = self._registered.read(template_id, scope)
         return self._results.read(template_id, scope) if encoded is None else encoded
@@ -85,11 +85,11 @@ class StoredTemplates:
         return any(store.shows(template_id, scope) for store in self._stores)
 
     def owners(self, template_id: str) -> list[str]:
-        """Scopes of those whose it is, SHARED among them if it is for every client; sorted."""
+        """Scopes of its owners, SHARED among them if it is for every client; sorted."""
         return sorted({o for store in self._stores for o in store.owners(template_id)} - {UNSCOPED})
 
     def expires_s(self, template_id: str, scope: str = NO_SCOPE) -> float | None:
-        """Seconds until a result goes if it is not used; None of what a client of `scope` sees
+        """Return the seconds until an unused result goes; None if a client of `scope` sees it
         registered.
         """
         registered = self._registered.has(template_id)
@@ -98,11 +98,10 @@ class StoredTemplates:
         return self._results.expires_s(template_id)
 
     def put(self, template_id: str, encoded: bytes, owners: Iterable[str] = ()) -> None:
-        """Register a template for these owners too; an image that is there already stays as it is.
+        """Register a template also for these owners; an existing image stays as it is.
 
         Raises:
-            Overloaded: the folder would hold more than its bound, or more of an owner than its
-                share.
+            Overloaded: the folder would exceed its bound, or an owner its share.
             OSError: the folder cannot be written.
         """
         self._registered.put(template_id, encoded, owners)
@@ -128,17 +127,17 @@ class StoredTemplates:
             self.put(template_id, encoded, self._results.owners(template_id))
 
     def expire(self) -> None:
-        """Remove the results whose time is over."""
+        """Remove expired results."""
         self._results.expire()
 
     def remove(self, template_id: str) -> bool:
-        """Forget a template, whoever owns it; False when there was none."""
+        """Remove a template, whoever owns it; return False if there was none."""
         removed = [store.remove(template_id) for store in self._stores]
         return any(removed)
 
     def disown(self, template_id: str, owner: str) -> bool | None:
-        """An owner gives a template up; whether that was the last one, with whom it has gone. None:
-        it was none of that owner's.
+        """Remove an owner of a template. Return whether it was the last one, and the template is
+        removed; None: it did not own the template.
         """
         results = [store.disown(template_id, owner) for store in self._stores]
         if results == [None, None]:
@@ -151,7 +150,7 @@ class _Pictures(NamedFiles):
         return self._file(template_id).exists()
 
     def read(self, template_id: str, scope: str) -> bytes | None:
-        """The image; None if there is none, or none that a client of `scope` may see."""
+        """Return the image; None if there is none, or none that a client of `scope` may see."""
         if self.shows(template_id, scope):
             with contextlib.suppress(FileNotFoundError):
                 return self._file(template_id).read_bytes()
@@ -236,7 +235,7 @@ class StoredResults(_Pictures):
             self._queue(template_id)
 
     def expire(self) -> None:
-        """Remove those whose time is over."""
+        """Remove expired results."""
         with self._alone():
             self._list()
             self._expire()
@@ -252,8 +251,8 @@ class StoredResults(_Pictures):
         return {min(super()._booked_on(name), default=EVERYBODY)}
 
     def _make_room(self, more: int, owner: str) -> None:
-        """Evict expired results, then others until the owner has room for `more` bytes: its own
-        where its share is used up, else those of the largest owner.
+        """Evict expired results, then others until the owner has room for `more` bytes: its own if
+        its share is used up, else those of the largest owner.
         """
         if time.time() - self._listed_at >= self._expires_s:
             self._list()

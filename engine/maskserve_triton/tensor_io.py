@@ -147,10 +147,10 @@ def error_response(api: Any, error: MaskserveError) -> Any:
 
 
 def relayed(text: str, request_id: str) -> MaskserveError:
-    """Another model's error as it may be shown to a client: clean, with its code, without trace.
+    """Return another model's error in a form for clients: clean, with its code, without trace.
 
-    Triton wraps messages on their way ("in ensemble …"), and a Python exception that nobody
-    caught arrives with its stack.
+    Triton wraps messages ("in ensemble …"), and an uncaught Python exception arrives with its
+    stack.
     """
     code, message = split_code(text)
     if f"[{code}]" not in text or any(mark in text for mark in _TRACE_MARKS):

@@ -49,13 +49,13 @@ class Passage:
 
 
 class Traffic:
-    """The edits of one front on their way to the engine, and on their way back."""
+    """The edits of one front before and behind the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests, self._responses = Passage(clock), Passage(clock)
 
     def arrived(self) -> None:
-        """The engine holds an edit that it did not hold before."""
+        """Record that the engine has a further edit."""
         self._requests.left()
 
     def returned(self) -> None:
@@ -63,18 +63,18 @@ class Traffic:
         self._responses.left()
 
     def ended(self) -> None:
-        """The pipeline has let go of an edit, wherever it was."""
+        """Record that an edit has left the pipeline, from any part of it."""
         self._requests.left()
         self._responses.left()
 
     def stuck(
         self, calls: Collection[Call], in_engine: Collection[str], limit_s: float
     ) -> EngineFailed | None:
-        """Return an error if calls are stuck; must be called again and again.
+        """Return an error if calls are stuck; call it repeatedly.
 
         Args:
-            calls: calls that the pipeline still has, answered or not.
-            in_engine: ids of the edits that the engine holds.
+            calls: calls in the pipeline, answered or not.
+            in_engine: ids of the edits in the engine.
             limit_s: seconds after which a call counts as stuck.
         """
         is_inbound = any(call.sent and not call.heard for call in calls)

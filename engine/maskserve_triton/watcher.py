@@ -1,7 +1,7 @@
-"""The thread of a front that looks at every edit in flight, and at the worker's health.
+"""The thread of a front that watches every edit in flight, and the worker's health.
 
-It is what saves clients from hanging: it answers edits whose client cancels, whose deadline
-passes, or whose worker cannot go on, whatever the pipeline does.
+It saves clients from hanging: it answers edits whose client cancels, whose deadline passes, or
+whose worker cannot continue, whatever the pipeline does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("maskserve")
 
 _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
-# However long steps are, a client that cancels or whose deadline passes has its answer by then.
+# However long steps are, a cancel or a passed deadline is answered within this time.
 _SELDOM_S = 0.1
 
 
@@ -64,7 +64,7 @@ class Watcher:
     def problem(self) -> MaskserveError | None:
         """Why the worker cannot take an edit now; None if it can."""
         if self._problem is not None:
-            # What was last seen may be over, as after the start.
+            # The last state may be over, as after the start.
             self._problem = self._health.problem() or self._stuck
         return self._problem
 

@@ -1,7 +1,7 @@
-"""BYTES tensors as they lie in KServe's gRPC messages: before each element its length, 4 bytes.
+"""BYTES tensors in KServe's gRPC messages: 4 bytes of length before each element.
 
-(tritonclient has a codec, too, by way of numpy arrays of objects: it copies each element once
-more, and its reader takes lengths that reach beyond the end.)
+(tritonclient also has a codec, by way of numpy arrays of objects: it copies each element once more,
+and its reader accepts lengths beyond the end.)
 """
 
 from __future__ import annotations

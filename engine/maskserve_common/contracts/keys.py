@@ -92,7 +92,7 @@ def name_of(request_id: str) -> str:
 
 
 LAYOUT_VERSION = 2
-"""Raised whenever what an entry holds, or how, changes."""
+"""Raised whenever the content or form of entries changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class TemplateKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Anchor:
-    """A timestep whose activations are kept."""
+    """A timestep whose activations are cached."""
 
     sigma: float
     timestep: float

@@ -82,8 +82,8 @@ def _window(request: EditRequest) -> dict[str, Any]:
 
 
 def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
-    """META with the time of one more of the TIMINGS, so far 0; other events than the final one
-    have none and stay as they are.
+    """Return META with the time of one more of the TIMINGS, which was 0; only the final event has
+    these.
 
     The bytes are spliced: reading and writing the JSON would show in the time of an edit, in
     processes that have waited for the denoiser and whose caches are cold.

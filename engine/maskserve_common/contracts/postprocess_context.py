@@ -28,7 +28,7 @@ def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
 class PostprocessContext:
     request: bytes
     source: bytes | memoryview
-    """The source image: RGB pixels, or the file as it came or was registered."""
+    """The source image: RGB pixels, or the received or registered file."""
     paste: bytes | memoryview
     """Weight of the edited pixel, 8 bits at the source's size: pixels, or a PNG."""
     decoded: bool

@@ -79,8 +79,9 @@ class Pricing:
     `device`, a tier that is not named is unusable.
     """
     tokens: float = 0.0
-    """Image tokens for which the coefficients hold; a dense row of another size costs in
-    proportion. 0: every dense row costs the same."""
+    """Image tokens to which the coefficients apply; a dense row of another size costs in
+    proportion. 0: every dense row costs the same.
+    """
     controls: Mapping[str, RowPrice] = field(default_factory=dict)
     """Prices of the worker's ControlNets, by name."""
     between: RowPrice | None = None

@@ -16,7 +16,7 @@ from maskserve_common.errors import InvalidRequest
 
 
 class Lora(LoraSetting, frozen=True):
-    """A LoRA of an edit, with the file that its name stands for since the edit was accepted."""
+    """A LoRA of an edit, with the file that its name had when the edit was accepted."""
 
     version: str = ""
     """Version of the adapter's file (`maskserve_lora.catalogue.KnownAdapter.version`): all stages
@@ -25,12 +25,12 @@ class Lora(LoraSetting, frozen=True):
     """Whether it changes text encoders, too: its file is then on the host before the edit leaves
     the front, because an encoder never waits."""
     notes: tuple[str, ...] = ()
-    """Notes on what is left out of the file or assumed about it (`maskserve_lora.lora_plan`)."""
+    """Notes on skipped parts of the file and on assumptions (`maskserve_lora.lora_plan`)."""
 
 
 class ResolvedControl(ControlSetting, frozen=True):
-    """A control of an edit, with the ControlNet that its name stands for since the edit was
-    accepted, and with its picture.
+    """A control of an edit, with its picture, and with the ControlNet that its name had when the
+    edit was accepted.
     """
 
     version: str = ""
@@ -88,14 +88,14 @@ class EditRequest:
     alpha: bool = False
     """Whether the answer is transparent where the source is."""
     edit_boxes: tuple[tuple[int, int, int, int], ...] = ()
-    """Top, left, bottom and right of what the edit mask covers, in pixels of the model's size."""
+    """Top, left, bottom and right of the edit mask, in pixels of the model's size."""
     warnings: tuple[str, ...] = ()
     """Warnings of META to the client; the edit runs nevertheless."""
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def view_size(self) -> tuple[int, int]:
-        """(height, width) of what the model sees, in the source's pixels."""
+        """(height, width) of the model's view, in the source's pixels."""
         return self.source_size if self.window is None else self.window[2:]
 
     @property

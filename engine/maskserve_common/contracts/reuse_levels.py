@@ -75,8 +75,9 @@ LEVELS: dict[tuple[Semantics, Execution], tuple[ReuseLevel, ...]] = {
     (INPAINT, "own"): _INPAINT_REFRESH,
     (INPAINT, "dense"): _INPAINT_DENSE,
 }
-"""Levels by what the model takes and by execution plan; the nearest to the unchanged edit first.
-Models that were not measured have none."""
+"""Levels by the model's inputs and by execution plan; the nearest to the unchanged edit first.
+Models without a measurement have none.
+"""
 _BY_NAME = {(takes.name, way): levels for (takes, way), levels in LEVELS.items()}
 
 

@@ -13,7 +13,7 @@ class Semantics:
 
     name: str
     masked_picture: bool
-    """Whether the mask, and the source with what it covers blanked, are inputs of the model."""
+    """Whether the mask, and the source with the masked area blanked, are inputs of the model."""
     blends: bool
     """Whether latents outside the mask follow the noised source, step by step. The mask is then
     sampled once per latent."""

@@ -1,7 +1,7 @@
-"""The status record: what a worker says about itself, without being asked (design §4, §5).
+"""The status record, which a worker publishes about itself (design §4, §5).
 
-A reader takes records of its own `VERSION` only. Within a version fields may be added: unknown
-keys are skipped, absent ones take their defaults.
+A reader takes records of its own `VERSION` only. Within a version fields may be added: unknown keys
+are skipped, absent ones take their defaults.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENDED: tuple[State, ...] = ("stopped", "failed")
 class RowStatus(msgspec.Struct):
     """A row of the running batch, or an edit that waits for one.
 
-    Whoever writes records keeps it for as long as the row lives; only `steps_left` ever changes.
+    The writer keeps it while the row lives; only `steps_left` changes.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class RowStatus(msgspec.Struct):
     dense_share: float = 0.0
     """Share of a cached row's steps that compute all tokens."""
     own: bool = False
-    """Whether a cached row reads what it has left at these steps, and loads nothing."""
+    """Whether a cached row reads its step cache at these steps, and loads nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,9 @@ class Served:
     dense_steps: DenseSteps = NO_DENSE_STEPS
     """First steps of a cached row that compute all tokens."""
     own_stride: float = 0.0
-    """Share of its steps from one refresh step to the next, for an edit whose template is not at
-    hand; 0: all steps compute all tokens."""
+    """Share of its steps from one refresh step to the next, for an edit whose template is not
+    ready; 0: all steps compute all tokens.
+    """
     own_ring: int = 0
     """`ModelSpec.refresh_ring`; 0 where no steps leave a ring out."""
     own_over_template: bool = False
@@ -113,13 +114,13 @@ class ValuesHeld(msgspec.Struct, frozen=True):
     """Values that lie in the folder of a host."""
 
     host: str = ""
-    """Name of the host whose processes share the folder; empty: there is none."""
+    """Name of the host whose processes share the folder; empty: none."""
     count: int = 0
     bytes: int = 0
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):
-    """An adapter that a worker has at hand."""
+    """An adapter on a worker."""
 
     name: str
     tier: AdapterTier
@@ -188,9 +189,9 @@ class WorkerStatus(msgspec.Struct):
     memory: MemoryTable | None = None
     """Memory of the worker's device; None before the model is loaded."""
     adapters: tuple[AdapterStatus, ...] = ()
-    """Adapters at hand that were used last, at most `ADAPTERS_LISTED`."""
+    """The adapters that were used last, at most `ADAPTERS_LISTED`."""
     adapter_tiers: Mapping[str, AdapterTierTotal] = msgspec.field(default_factory=dict)
-    """Tier -> all that it holds."""
+    """Tier -> its adapters in all."""
     typical_adapter_bytes: float = 0.0
     """Bytes of the file of any other adapter, averaged over all that the worker knows."""
     adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
@@ -198,7 +199,7 @@ class WorkerStatus(msgspec.Struct):
     Empty: the worker serves none.
     """
     controlnets: tuple[AdapterStatus, ...] = ()
-    """ControlNets on the device, or on their way there, with their bytes on it."""
+    """ControlNets that are ready or loading, with their bytes on the device."""
     typical_controlnet_bytes: float = 0.0
     """Bytes of any other ControlNet on the device, averaged over all that the worker knows."""
     controlnet_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
@@ -218,7 +219,7 @@ class WorkerStatus(msgspec.Struct):
 
     @property
     def ended(self) -> str | None:
-        """Return what has ended for good, in words; None: nothing has."""
+        """Return a description of what has ended for good; None: nothing has."""
         if self.state in _ENDED:
             return f"engine has {self.state}"
         ended_nodes = [node for node in self.nodes if node.state in _ENDED]

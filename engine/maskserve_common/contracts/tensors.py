@@ -1,13 +1,13 @@
 """The tensors of every Triton model, declared once: the ports of a worker.
 
-From these tables come every config.pbtxt and the ensemble's wiring (`python
-scripts/bench model_configs`), what a front hands on, and what client, router and probe send. Edits
-are batched step by step inside the denoiser, not by Triton; but Triton hands encoder and decoder
-the requests that came while they were busy all at once (`Contract.together`).
+These tables define every config.pbtxt and the ensemble's wiring (`python scripts/bench
+model_configs`), the tensors that a front passes on, and those that client, router and probe send.
+The denoiser batches edits step by step, not Triton. But Triton gives encoder and decoder all
+requests together that arrived while they were busy (`Contract.together`).
 
-To let clients send one more tensor, add it to `PICTURES`, optional: `edit` and `edit_stream` then
-take it, and the fronts hand it to the ensemble, with no element where a client sent none. The step
-that reads it names it among its inputs.
+To let clients send one more tensor, add it to `PICTURES`, optional. `edit` and `edit_stream` then
+accept it, and the fronts pass it to the ensemble, without an element if a client sent none. The
+step that reads it names it among its inputs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Contract:
     """Whether it places itself on the device; else it runs on the CPU."""
     instances: int = 1
     together: int = 0
-    """Requests that wait are given to one `execute`, up to so many and whatever their shapes; no
-    request waits for others to come. Triton then puts a batch dimension of 1 before the dims of
-    each tensor, within the ensemble, too. 0: they are given one by one, without that dimension."""
+    """Most waiting requests that one `execute` gets, of any shapes; no request waits for others.
+    Triton then puts a batch dimension of 1 before the dims of each tensor, within the ensemble,
+    too. 0: they are given one by one, without that dimension.
+    """
 
     def input(self, name: str) -> Tensor:
         """Return the input of this name. Raises KeyError: there is none."""
@@ -64,7 +65,7 @@ CONTROL = Tensor("CONTROL", "BYTES", (-1,), optional=True)  # control pictures o
 EDITED = text("EDITED")  # IMAGE, as it leaves the ensemble: inputs and outputs share one namespace
 META = text("META")
 
-# What a front accepted, as JSON (`contracts.request.AcceptedEdit`).
+# The accepted edit, as JSON (`contracts.request.AcceptedEdit`).
 ACCEPTED = text("ACCEPTED")
 # The checked request as JSON (`contracts.request.EditRequest`); or {"op": …} from `control`.
 REQUEST = text("REQUEST")

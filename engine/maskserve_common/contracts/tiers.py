@@ -19,7 +19,7 @@ class CacheTier:
     memory: bool = False
     """Whether it is memory of this host, which a GPU may read by itself."""
     gbytes: float | None = None
-    """GB/s of reads where nothing was measured; None: those of the device's link."""
+    """GB/s of reads without a measurement; None: those of the device's link."""
     wait: float = 0.0
     """Seconds of latency of each read."""
 

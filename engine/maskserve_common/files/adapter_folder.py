@@ -1,9 +1,9 @@
 """Files of adapters on this host, in a folder with a budget that its processes share.
 
-    NAME@VERSION-SHA256.safetensors   an adapter; its time is when it was last of use
-    .pin-NAME                         there while the adapter is pinned
+    NAME@VERSION-SHA256.safetensors   an adapter; its time is its last use
+    .pin-NAME                         exists while the adapter is pinned
 
-Eviction unlinks a file: who has it open can read it on.
+Eviction unlinks a file: a process that has opened it can still read it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NoRoom(Exception):
 
 
 class AdapterFile(NamedTuple):
-    """An adapter on this host. The file stays readable for who has opened it."""
+    """An adapter on this host. An open file stays readable after its eviction."""
 
     path: Path
     name: str

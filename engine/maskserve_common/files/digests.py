@@ -30,7 +30,7 @@ def _known(folder: Path, name: str, size: int, changed: int) -> str:
     if record is not None and record[:2] == [size, changed]:
         return str(record[2])
     digest = _digest(folder / name)
-    # Read anew: processes of one worker start together.
+    # Read again: processes of one worker start together.
     records = {
         file_name: record
         for file_name, record in _read(folder).items()

@@ -1,4 +1,4 @@
-"""Files by digest and whose they are: templates, kept results, and values on their way."""
+"""Files by digest and their owners: templates, kept results, and values of workflows."""
 
 from __future__ import annotations
 
@@ -91,20 +91,20 @@ class NamedFiles:
         return [path.name for path in owners if self._file(path.name).exists()]
 
     def remove(self, name: str) -> bool:
-        """Forget a file, whoever owns it; False when there was none."""
+        """Remove a file, whoever owns it; return False if there was none."""
         with self._alone():
             return self._remove(name)
 
     def disown(self, name: str, owner: str) -> bool | None:
-        """An owner gives a file up; whether that was the last one, with whom it has gone. None: it
-        was none of that owner's.
+        """Remove an owner of a file. Return whether it was the last one, and the file is removed;
+        None: it did not own the file.
         """
         with self._alone():
             return self._disown(name, owner)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock to add or remove files; see `FileStore.alone`."""
+        """Take the lock to add or remove files; see `FileStore.alone`."""
         with self._store.alone(self._lock_s):
             yield
 

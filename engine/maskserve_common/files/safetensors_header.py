@@ -114,8 +114,8 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
 
 
 def head_of(read: Callable[[int, int], bytes], nbytes: int) -> bytes:
-    """A file's first bytes, with all of its header unless that is too long or not there. Arguments
-    as those of `read_header`.
+    """Return a file's first bytes, with its whole header unless that is too long or missing.
+    Arguments are those of `read_header`.
     """
     head = read(0, min(FIRST_READ, nbytes))
     begin = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -163,7 +163,7 @@ def encode_header(
 
 
 def short(name: str) -> str:
-    """A tensor's name as a sentence can hold it."""
+    """Return a tensor's name in a form for sentences."""
     text = name if len(name) <= 80 else f"{name[:77]}..."
     return "".join(char if char.isprintable() else "?" for char in text)
 

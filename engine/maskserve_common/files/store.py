@@ -80,11 +80,11 @@ class FileStore:
 
     @contextlib.contextmanager
     def aside(self, nbytes: int = 0, *, mode: int = _PRIVATE_FILE) -> Iterator[Aside]:
-        """A file to be written and kept under a name; otherwise nothing is left of it.
+        """Yield a file to write and keep under a name; otherwise it is removed.
 
         Args:
-            nbytes: taken on the medium at once, so that no write fails for want of them.
-            mode: less what the process's umask takes away.
+            nbytes: bytes to allocate at once, so that no write fails for want of space.
+            mode: mode of the file, less the process's umask.
         """
         token = secrets.token_hex(8)
         path = self.folder / (f"{_NEW}-{token}" if self._is_shared else f"{_NEW}/{token}")
@@ -131,11 +131,11 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def arriving(self) -> int:
-        """Bytes of the files that are on their way in."""
+        """Return the bytes of unfinished files."""
         return sum(map(size_of, listed(self.folder / _NEW)))
 
     def drop(self, name: str) -> None:
-        """Remove a folder of files, at once for all who look; only `alone`."""
+        """Remove a folder of files, at once for all readers; only within `alone`."""
         trash_path = self.folder / _REMOVED / str(os.getpid())
         make_private(trash_path.parent)
         with contextlib.suppress(FileNotFoundError):
@@ -165,7 +165,7 @@ class FileStore:
             return None
 
     def abandoned_files(self) -> list[str]:
-        """Names of what is on its way in or out."""
+        """Return the names of unfinished files and folders."""
         return [
             path.name
             for folder_name in (_NEW, _REMOVED)
@@ -201,7 +201,7 @@ def chosen_victims(
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for its own user's eyes, and those that it is to lie in, unless it is there."""
+    """Make a folder with its parents for its own user only, unless it exists."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(_PRIVATE_FOLDER, exist_ok=True)
@@ -230,7 +230,7 @@ def _locked_file(
     """Open a file and lock it; create it if it is absent.
 
     Raises:
-        TimeoutError: another has had the lock for so long.
+        TimeoutError: another process kept the lock for longer than `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

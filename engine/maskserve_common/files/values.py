@@ -57,7 +57,7 @@ class Values(NamedFiles):
         self._expires_at = -math.inf
         """Time of time.monotonic() before which nothing expires."""
         self.host = ""
-        """Name of the host whose processes share the folder; empty: there is none."""
+        """Name of the host whose processes share the folder; empty: none."""
         if config.folder:
             try:
                 super().__init__(config.folder, config.max_bytes, wait_s)
@@ -101,8 +101,8 @@ class Values(NamedFiles):
         return None
 
     def share(self, names: Iterable[str], scope: str, run: str) -> bool:
-        """Values that others have are this run's, too; False: the run is over, or not all are there
-        or the client's.
+        """Add existing values to this run; return False if the run is over, or if one is missing or
+        not the client's.
         """
         if not self.host:
             return False
@@ -115,7 +115,7 @@ class Values(NamedFiles):
                 if not (self._file(name).exists() and self.shows(name, scope)):
                     return False
                 self._add_owners(name, [owner])
-            self._open(owner)  # its time begins anew
+            self._open(owner)  # its time begins again
             return True
         return False
 

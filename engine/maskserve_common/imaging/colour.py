@@ -32,7 +32,7 @@ PROFILE = b"iCCP"
 CHUNKS = {b"cICP": 4, b"mDCV": 24, b"cLLI": 8, PROFILE: 0, b"sRGB": 1, b"gAMA": 4, b"cHRM": 32}
 """Chunks of a PNG that say what its numbers mean, and the length of each; 0: any."""
 MOST_PROFILE_BYTES = 4 * 2**20
-"""Real ones have up to 2 MiB, where a table stands in them."""
+"""Real profiles have up to 2 MiB if they contain a table."""
 Words = Mapping[bytes, bytes]
 """Colour information of a file: chunk name → body, each once."""
 
@@ -49,7 +49,7 @@ class Colour:
     chunks: bytes = b""
     """Chunks of a PNG that state the colour space, whole."""
     only_png: bool = False
-    """Whether only the chunks can state it: HDR, whose curves no profile has."""
+    """Whether only the chunks can state it: HDR, for whose curves there is no profile."""
 
     @property
     def identity(self) -> bytes:

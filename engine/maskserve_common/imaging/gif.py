@@ -1,4 +1,4 @@
-"""A GIF's first picture, without what stands beside it."""
+"""A GIF's first picture, without the other blocks."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class Decoded:
     alpha: Pixels | None
     """uint8 [H, W], 255 opaque; None when the file has no transparency."""
     encoded: bytes | memoryview
-    """The file itself, base64 undone, without what stands behind the picture."""
+    """Return the file itself, decoded from base64, without bytes behind the picture."""
     colour: Colour = SRGB
     """Colour space of `pixels`."""
     warnings: tuple[str, ...] = ()
@@ -455,7 +455,7 @@ def decode_raster(
     except InvalidRequest:
         raise
     except Exception:
-        # Decoders raise what they like (OSError, SyntaxError, struct.error, zlib.error, …).
+        # Decoders raise various errors (OSError, SyntaxError, struct.error, zlib.error, …).
         raise InvalidRequest(field, f"is a truncated or damaged {kind}", ACCEPTED) from None
     turn = _TRANSPOSE.get(container.orientation)
     if turn is not None:
@@ -514,7 +514,7 @@ def encode_image(
     save_options = {name: value for name, value in save_options.items() if value}
     if output_format == "webp":
         if quality is None:
-            # `exact`: what is transparent keeps its colours.
+            # `exact`: transparent pixels keep their colours.
             image.save(out, "WEBP", lossless=True, quality=0, method=0, exact=True, **save_options)
         else:
             image.save(out, "WEBP", quality=quality, **save_options)
@@ -541,7 +541,7 @@ def to_base64(data: bytes) -> bytes:
 def _read(raw: bytes, field: str, limits: LimitsConfig) -> tuple[bytes, Container]:
     """The encoded picture and its headers, within the limits."""
     most = limits.max_image_bytes
-    # Base64, line breaks and what stands behind a picture are none of it, but are handled.
+    # Base64, line breaks and bytes behind a picture are not part of it, but are handled.
     if len(raw) > _MOST_AROUND * most:
         raise InvalidRequest(field, f"is {len(raw)} bytes", f"up to {most} encoded bytes")
     encoded = raw if is_container(raw) else _from_text(raw.strip(), field)
@@ -558,11 +558,11 @@ def _read(raw: bytes, field: str, limits: LimitsConfig) -> tuple[bytes, Containe
 
 
 def check_beginning(text: str, field: str) -> None:
-    """Refuse by its first bytes what is no picture as text, before anything is done with all of it.
+    """Refuse text that is no picture by its first bytes, before the rest is processed.
 
     Args:
         text: base64 or a data: URI.
-        field: name for messages.
+        field: name of the field in messages.
 
     Raises:
         InvalidRequest: naming `field`.
@@ -593,7 +593,7 @@ def _from_text(text: bytes, field: str) -> bytes:
     except (binascii.Error, ValueError):
         if is_uri:
             raise InvalidRequest(field, "is a data: URI of broken base64", ACCEPTED) from None
-        return text  # not base64: let the container check name what it is
+        return text  # not base64: the container check names it
 
 
 def wrong_size(field: str, size: Size, image: Size) -> InvalidRequest:

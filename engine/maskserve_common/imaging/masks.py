@@ -70,7 +70,7 @@ def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int]
 
 
 def _tight(mask: Bytes2D, box: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Shrink the box to the rows and columns that hold something; at least one does."""
+    """Shrink the box to its nonempty rows and columns; there is at least one."""
     top, left, bottom, right = box
     inside = bounding_box(mask[top:bottom, left:right] > 0, 0)
     assert inside is not None
@@ -160,7 +160,7 @@ class Selected:
     warnings: tuple[str, ...] = ()
     """Warnings for the client about the mask."""
     strength: Bytes2D | None = None
-    """uint8 [H, W], how much of the canvas may change; None: all of what is selected."""
+    """uint8 [H, W], how much of the canvas may change; None: all selected pixels."""
 
 
 def select(
@@ -362,15 +362,15 @@ TokenIds: TypeAlias = npt.NDArray[np.int64]
 
 
 def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
-    """Ids of the tokens that are computed: those that overlap the edit mask and those within
-    `ring` tokens of one of them (a square), ascending.
+    """Return the ids of the computed tokens, ascending: those that overlap the edit mask, and those
+    within `ring` tokens of one of them (a square).
 
     Tokens are numbered row by row, as the model lays out its patches.
 
     Args:
         edit: [h, w], sides multiples of `token_pixels`; above 0 means edited.
         token_pixels: model pixels along one side of a token.
-        ring: tokens round the mask that are computed too; what is pasted back is the mask's alone.
+        ring: width in tokens of the computed ring around the mask, which is not pasted.
     """
     [tokens] = tokens_within(edit, token_pixels, ring)
     return tokens

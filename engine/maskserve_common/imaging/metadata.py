@@ -22,7 +22,7 @@ _RESOURCE, _IPTC = b"8BIM", 0x0404
 _METRES = 0.0254
 _TURNED = re.compile(r"(tiff:Orientation(?:\s*=\s*[\"']|>))[0-9]+")
 _NAMES = "DigitalSourceType|HasExtendedXMP|provenance"
-"""XMP properties that hold for the source alone."""
+"""XMP properties that apply only to the source."""
 _UNTRUE = re.compile(
     rf"\s[\w.-]+:(?:{_NAMES})\s*=\s*(?:\"[^\"]*\"|'[^']*')"
     rf"|<([\w.-]+:(?:{_NAMES}))\b(?:[^>]*/>|.*?</\1\s*>)",
@@ -66,7 +66,7 @@ class Metadata:
         return b"metadata" + hashlib.blake2b(fields).digest()
 
     def marked(self, mark: bytes) -> bytes:
-        """The XMP packet with a packet of the server's in it; that one alone if this has none."""
+        """Return the XMP packet with the server's packet in it; only that if there is no other."""
         if not self.xmp or not mark:
             return self.xmp or mark
         text = self.xmp.decode()

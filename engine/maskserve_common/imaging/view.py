@@ -92,10 +92,10 @@ def see(selected: Bools, settings: EditSettings, native_resolution: int, multipl
 def window_round(
     rows: Span, columns: Span, size: Size, native: int, mode: CropMode, padding: float
 ) -> Window:
-    """The window round a mask, or all of the canvas.
+    """Return the window around a mask, or all of the canvas.
 
-    It holds the mask and its padding, and is no smaller than the model's own resolution as long as
-    the picture goes on: more is seen there at no loss of sharpness.
+    It contains the mask and its padding, and is at least as large as the model's own resolution if
+    the picture is: the model then sees more at no loss of sharpness.
 
     Args:
         rows: first and last + 1 row that the mask covers.
@@ -103,7 +103,7 @@ def window_round(
         size: (height, width) of the canvas.
         native: side in pixels of the square that the model was trained for.
         mode: `auto` takes a window under half of a canvas that is larger than the model's area.
-        padding: round the mask; below 1 a share of its longer side, from 1 on pixels.
+        padding: margin around the mask; below 1 a share of its longer side, from 1 on pixels.
     """
     whole = Window(0, 0, *size)
     if mode == "off" or (mode == "auto" and math.prod(size) <= native**2):

@@ -154,7 +154,7 @@ class ResourceCache(ABC, Generic[W]):
         return self._listed
 
     def _book(self, owner: str, items: Mapping[Resource, W]) -> None:
-        """An owner begins to hold these. Raises Overloaded: they are not for it to hold."""
+        """Called when an owner begins to use these. Raises Overloaded: it may not use them."""
 
     def _release(self, owner: str, resource: Resource) -> None:
         """Called when an owner releases a resource."""
@@ -169,7 +169,7 @@ class ResourceCache(ABC, Generic[W]):
         if self._residency.state(resource) in ("here", "coming"):
             self._value(resource)
             return
-        # It is asked for now, so all that nobody holds may go for it, whatever its worth.
+        # It is needed now, so every resource without an owner may be evicted for it.
         if not self._load(resource, item, math.inf):
             kind = self.kind
             raise Overloaded(
@@ -191,7 +191,7 @@ class ResourceCache(ABC, Generic[W]):
 
     @abstractmethod
     def _bytes(self, item: W) -> tuple[int, int]:
-        """That it will take on the device, and as records say.
+        """Return its bytes on the device, and in records.
 
         Raises:
             MaskserveError: it is not served, or no longer.

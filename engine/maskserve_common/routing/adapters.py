@@ -21,7 +21,7 @@ class AdapterView:
     typical_bytes: float
     """Bytes of an adapter that the worker does not have."""
     loading: frozenset[str] = frozenset()
-    """Adapters of edits on their way to the worker."""
+    """Adapters of edits that were sent to the worker and that its record does not have yet."""
 
     @classmethod
     def from_status(cls, status: WorkerStatus) -> AdapterView | None:
@@ -40,7 +40,7 @@ class AdapterView:
         return cls(statuses, status.controlnet_loads, status.typical_controlnet_bytes)
 
     def seconds(self, names: Iterable[str]) -> float:
-        """Until all of these can be used. They come side by side, so the longest load counts."""
+        """Return the seconds until all are ready. They load side by side: the longest counts."""
         return max((self._seconds(name) for name in names), default=0.0)
 
     def nbytes(self, names: Iterable[str]) -> float:
@@ -48,7 +48,7 @@ class AdapterView:
         return sum(map(self._nbytes, names))
 
     def with_requested(self, names: Iterable[str]) -> AdapterView:
-        """The same, with edits on their way that need these."""
+        """Return a copy with these adapters of sent edits."""
         more = self.loading.union(names)
         return self if more == self.loading else replace(self, loading=more)
 

@@ -1,10 +1,9 @@
-"""Views of many workers by columns: one decision among a thousand is some additions of arrays.
+"""Views of many workers by columns: one decision among a thousand is a few additions of arrays.
 
-What a worker's view says is written into its row when the view changes. `score` then does in arrays
-what `predicted_seconds` does for one worker, in the same order of operations, so that both give the
-same number. Where an edit or a worker has more to it than that (LoRAs, ControlNets, several devices
-for an edit, others that wait and are less urgent) the array has a lower bound, and who could still
-be first by it is asked by `predicted_seconds` itself.
+A change of a worker's view is written into its row. `score` then computes with arrays the result of
+`predicted_seconds`, in the same order of operations, so that both give the same number. For LoRAs,
+ControlNets, several devices for an edit, and less urgent edits that wait, the array has only a
+lower bound. `predicted_seconds` is then called for the workers that could still be first.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class NoWorkerAvailable(Overloaded):
 
 
 class Policy(Protocol):
-    """Chooses; does not send, and does not change what it is given."""
+    """Chooses a worker; it does not send, and does not change its arguments."""
 
     @property
     def name(self) -> str: ...

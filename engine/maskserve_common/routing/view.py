@@ -32,9 +32,9 @@ class Edit:
     dense_steps: int = 0
     """First steps that compute all tokens in any case."""
     refresh_steps: int = 0
-    """Refresh steps where its template is not at hand; 0: all steps are dense."""
+    """Number of refresh steps if its template is not ready; 0: all steps are dense."""
     always_refreshes: bool = False
-    """Whether it uses refresh steps even where its template is at hand."""
+    """Whether it has refresh steps even if its template is ready."""
     inner_tokens: int = 0
     """Computed tokens that lie inside the mask: steps that leave out its ring compute only
     these."""
@@ -112,7 +112,7 @@ class WorkerView:
 
     @property
     def free_rows(self) -> int:
-        """Rows that the first of those that wait get at once."""
+        """Rows that the first waiting edits get at once."""
         return max(self.devices * self.max_rows - len(self.running), 0)
 
     def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
@@ -190,7 +190,7 @@ class WorkerView:
     def _cached_tokens(self, edit: Edit) -> float:
         """Return the mean computed tokens of a step that reads a template."""
         rings = self.pricing.rings
-        # Beside a template a ControlNet goes on with the tokens that its row computes.
+        # Beside a template a ControlNet computes the tokens that its row computes.
         return edit.active(None) if edit.controls else edit.active(rings.template, rings.lookahead)
 
     def least_share(self, edit: Edit) -> float:
@@ -234,7 +234,7 @@ class WorkerView:
         return RowLoad(edit.steps, way.compute, way.load, tokens, edit.priority, edit.due)
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
-        """The view with `edits` on their way to the worker, behind those that wait."""
+        """Return a view with `edits` sent to the worker, behind its waiting edits."""
         on_their_way = tuple(edits)
         adapters, nets = self.adapters, self.controlnets
         if adapters is not None:

@@ -1,4 +1,4 @@
-"""Rounds token counts to a few sizes, for work that is compiled anew for each count."""
+"""Rounds token counts to a few sizes, for work that is compiled for each count."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Inbox:
             return
 
     def close(self) -> None:
-        """Take no more commands, and run those that came in meanwhile."""
+        """Take no more commands, and run those that have arrived."""
         with self._door:
             self._open = False
         while not self._commands.empty():

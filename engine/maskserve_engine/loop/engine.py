@@ -1,8 +1,7 @@
 """The engine: one thread that takes commands, schedules and steps, as long as it lives (design §4).
 
-Everything it owns (manager, rows, cache) is touched by that thread only. Other threads put commands
-into its inbox; events leave through the reply thread. What it is made of is put together in
-`assembly`.
+Only that thread uses the engine's parts (manager, rows, cache). Other threads put commands into its
+inbox; events leave through the reply thread. `assembly` makes the parts.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class LocalExecutor:
         for read in reads:
             step, reader = self._rows[read.row].step, self._readers.get(read.row)
             if reader is None:
-                continue  # for want of room it is a dense row
+                continue  # without room it is a dense row
             handle: Entry | None
             if isinstance(reader, StepCacheReader):
                 handle = reader.turn_to(step, heads=heads, by_rank=by_rank)
@@ -329,7 +329,7 @@ class LocalExecutor:
         if self._service is not None:
             self._service.close()
 
-    # For who carries rows from one executor to another.
+    # For moves of rows from one executor to another.
 
     def position(self, row: str) -> tuple[int, tuple[Any, ...] | None]:
         """Return (steps taken, further arguments of `place`); see `Adapter.carried`."""

@@ -66,7 +66,7 @@ class StepRunner:
         self.counters, self.observations = counters, observations
         self._pair = policy_of(config.engine).deals
         """Whether all devices take every step: the worker is then like a faster one."""
-        # Of what a text encoder was shown there are keys and values alone.
+        # Entries have only keys and values of tokens that a text encoder was shown.
         keys_only = config.cache.conv_halo > 0 or adapter.spec.encoder_picture is not None
         self._fixed = config.cache.plan == "fixed" or keys_only
         self._dense = ("dense",) * adapter.blocks

@@ -53,7 +53,7 @@ def rows_per_s(
     seconds: float,
 ) -> float:
     """Measure the rows per second of steps with `count` rows, for `seconds` seconds: cached rows,
-    or dense ones where templates are not cached. The other arguments are those of `warm_up`.
+    or dense ones if templates are not cached. The other arguments are those of `warm_up`.
     """
     jobs = [_blank(config, adapter, number) for number in range(count)]
     if cache is None:

@@ -96,7 +96,7 @@ class Pieces:
     halos: tuple[int, ...]
     """Computed positions round a box, by level."""
     spread: int
-    """Latents round an edited box whose values the edit changes, too."""
+    """Latents around an edited box whose values the edit also changes."""
     probes: tuple[PixelBox, ...] = ()
     """Boxes of latents that the edit does not change, aligned to cells."""
 
