@@ -1,7 +1,7 @@
 """Headers of LoRA files, read in a process of its own.
 
 Anybody may have written the files, and the process that lists them also answers edits. Every part
-of a header is bounded. An unforeseen one costs only this process, for the time limit of one header,
+of a header is bounded. An unexpected one costs only this process, for the time limit of one header,
 and its file is not served.
 """
 

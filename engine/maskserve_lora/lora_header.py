@@ -36,8 +36,6 @@ CONFIG_KEY = "adapter_config"
 """Key of the second file in the metadata of an adapter on this host, where both are one file."""
 MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 2**14
-"""Key of PEFT's configuration in the metadata of a file that was copied here: there both are one
-file."""
 PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 
 _EXPONENTS = {

@@ -318,7 +318,7 @@ class WorkerControl:
     def _with_denoiser(self, operation: dict[str, Any], answer: Answer) -> None:
         def ask() -> None:
             try:
-                if not answer.done:  # else the client was told that nothing has been done
+                if not answer.done:  # else the client has an error: nothing was done
                     _reply(answer, self._asking(operation))
             except Exception as error:
                 answer.fail(guarded("", error))

@@ -11,8 +11,8 @@ from maskserve_common.shares import Full, Shares
 
 
 class FairThreads:
-    """Runs jobs by the rules of `core.shares`: a key may have as many threads as it leaves free,
-    and the next free thread goes to the key with fewest.
+    """Runs jobs by the rules of `maskserve_common.shares`: a key may have as many threads as it
+    leaves free, and the next free thread goes to the key with fewest.
 
     Args:
         threads: number of threads.

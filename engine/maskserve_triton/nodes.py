@@ -88,7 +88,7 @@ def _answer(
     answer: Answer, kind: NodeType, put: Put, outputs: dict[str, Any] | Exception, seconds: float
 ) -> None:
     if isinstance(outputs, Exception):
-        answer.fail(guarded("", outputs))  # raised here it would hold itself, and the call's values
+        answer.fail(guarded("", outputs))  # raised, it would refer to itself and the values
         return
     try:
         layout, parts = laid_out(outputs, kind.outputs, put)

@@ -41,6 +41,6 @@ class WorkerModel(ABC):
         try:
             self.close()
         finally:
-            # Now there is nothing more to do here, and who waits for that need not wait for this
-            # interpreter to take itself apart.
+            # The work is done: a process that waits for the end need not wait until this
+            # interpreter has shut down.
             sign_out(self._config.runtime_dir, self.name)

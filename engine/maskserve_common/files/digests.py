@@ -41,7 +41,7 @@ def _known(folder: Path, name: str, size: int, changed: int) -> str:
 
 
 def _digest(path: Path) -> str:
-    import xxhash  # here: routers and clients have no weights, nor this
+    import xxhash  # not at the top: routers and clients have neither weights nor this
 
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:

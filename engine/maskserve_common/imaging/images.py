@@ -268,7 +268,7 @@ def _high_byte(samples: npt.NDArray[np.generic]) -> Pixels:
     return high
 
 
-# Image.open applies a global size limit of its own; here the limits are the config's.
+# Image.open applies a global size limit of its own; this server uses the config's.
 _DECODERS: dict[str, type[ImageFile.ImageFile]] = {
     "png": PngImagePlugin.PngImageFile,
     "jpeg": JpegImagePlugin.JpegImageFile,

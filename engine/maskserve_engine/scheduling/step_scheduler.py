@@ -5,11 +5,11 @@ simulator run the same code. It is not thread-safe: one thread owns it.
 
 With static batching a batch is formed when the last one has ended, and no row joins it.
 
-Order of live tickets: a free row goes to the key with fewest rows (`core.shares`), and within a key
-to the ticket that is due first. A ticket without a due time counts as due PATIENCE_S after its
-arrival, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at any step
-boundary. Rows that cannot share a step (`batch_key`) alternate. Rows of a key also alternate if
-they would delay another key's (`FairQueue`). No other live row ever waits.
+Order of live tickets: a free row goes to the key with fewest rows (`maskserve_common.shares`), and
+within a key to the ticket that is due first. A ticket without a due time counts as due PATIENCE_S
+after its arrival, and a step of priority as AGING_S seconds (`TicketQueue`). Rows join and leave at
+any step boundary. Rows that cannot share a step (`batch_key`) alternate. Rows of a key also
+alternate if they would delay another key's (`FairQueue`). No other live row ever waits.
 
 Background tickets (priming) are rows of a second class:
 

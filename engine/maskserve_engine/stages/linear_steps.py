@@ -1,7 +1,7 @@
 """A diffusers sampler's steps as matrices.
 
 A sampler's step is linear in latents, memory and the model's answer. So each step is a matrix, and
-its columns are the sampler's results for unit vectors: none of a sampler's formulas is copied here
+its columns are the sampler's results for unit vectors: no formula of a sampler is copied
 (docs/adr/0041).
 """
 

@@ -2,7 +2,7 @@
 diffusers' `enable_tiling`.
 
 A picture with a side above a tile's is cut into tiles, which overlap by a quarter and are blended.
-diffusers' `enable_slicing` splits batches; here pictures come alone.
+diffusers' `enable_slicing`, which splits batches, is not used.
 """
 
 from __future__ import annotations
