@@ -1,4 +1,4 @@
-"""This project's policy: at each step end it keeps a set of edits that can be in time."""
+"""The policy `deadline`: at each step end it keeps a set of edits that can be in time."""
 
 from __future__ import annotations
 
