@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 
 class Service(NamedTuple):
-    """A point of Katz §3.1, and the misses that are asked for at so many slots."""
+    """One of the services that Katz §3.1 measured. `bar` is the highest accepted share of misses.
+    """
 
     name: str
     adapters: int
     slots: int
     share: float
-    """Of the calls that the first `slots` adapters take."""
+    """Share of the calls that go to the `slots` most popular adapters."""
     bar: float
 
 
@@ -23,7 +24,9 @@ SERVICES = (Service("A", 47, 5, 0.98, 0.022), Service("B", 94, 8, 0.95, 0.055))
 
 
 def popularity(service: Service) -> NDArray[np.float64]:
-    """[adapters] shares of the calls: the Zipf law whose first `slots` take `share`."""
+    """Return the adapters' shares of the calls, `[adapters]`: the Zipf law that gives the first
+    `slots` adapters `share` of them.
+    """
     low, high = 0.0, 10.0
     shares = np.zeros(service.adapters)
     for _ in range(60):
@@ -38,7 +41,7 @@ def popularity(service: Service) -> NDArray[np.float64]:
 
 
 def drawn(service: Service, calls: int, seed: int) -> list[int]:
-    """Which adapter each call asks for."""
+    """Draw the adapter of each call."""
     rng = np.random.default_rng(seed)
     draws: list[int] = rng.choice(service.adapters, calls, p=popularity(service)).tolist()
     return draws

@@ -10,7 +10,7 @@ from pathlib import Path
 from maskserve_benchmarks.checkout import CHECKOUT
 
 COMMANDS = {
-    # The model's steps.
+    # Steps of the model.
     "step": "steps.step",
     "profile_costs": "steps.profile_costs",
     "bytes_table": "steps.bytes_table",
@@ -86,8 +86,8 @@ COMMANDS = {
     "train_demo_edit": "maskserve_studies.training.edit",
     "train_photo_model": "maskserve_studies.training.photo",
 }
-"""The module of each command: a name in this package, or a whole name. A module has a `main()` that
-reads `sys.argv`; the first paragraph of its docstring says what the command does."""
+"""Command → its module: a name in this package, or a full dotted name. Each module has a `main()`
+that reads `sys.argv`; the first paragraph of its docstring describes the command."""
 
 _USAGE = """\
 usage: bench NAME [FLAGS …]     run one
@@ -96,8 +96,8 @@ usage: bench NAME [FLAGS …]     run one
 
 
 def main() -> int:
-    """Runs the command that is named; its exit code, or 2 where there is none of that name, or a
-    folder or configuration that it is given cannot be served.
+    """Run the named command and return its exit code. The code is 2 if no command has that name, or
+    if the command cannot serve the given folder or configuration.
     """
     name, flags = (sys.argv[1] if sys.argv[1:] else ""), sys.argv[2:]
     if name in ("--list", "--help", "-h"):
@@ -108,7 +108,7 @@ def main() -> int:
         return 2
     from maskserve_common.config import ConfigError
 
-    # What a command calls itself in its help and in its report.
+    # A command shows this name in its help and in its report.
     sys.argv = [f"scripts/bench {name}", *flags]
     try:
         return int(importlib.import_module(module_of(name)).main() or 0)
@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def module_of(name: str) -> str:
-    """The module of a command, by its whole name."""
+    """Return the full dotted name of a command's module."""
     module = COMMANDS[name]
     return module if module.startswith("maskserve_") else f"maskserve_benchmarks.{module}"
 
@@ -129,7 +129,7 @@ def _listed() -> list[str]:
 
 
 def _summary(module: str) -> str:
-    """The first paragraph of a module's docstring; nothing is imported for it."""
+    """Return the first paragraph of a module's docstring without importing the module."""
     file = Path(*module.split(".")).with_suffix(".py")
     folder = "studies" if module.startswith("maskserve_studies.") else "benchmarks"
     path = CHECKOUT / folder / file

@@ -18,12 +18,12 @@ def flop_limit(
     kind: str = "kv",
     blocks_only: bool = False,
 ) -> float:
-    """Dense FLOPs over cached FLOPs of one row: no cached step can be faster by more than this
-    at equal FLOP/s, so every benchmark prints it beside what it measured.
+    """Return dense FLOPs over cached FLOPs of one row. At equal FLOP/s no cached step can be faster
+    by more than this, so every benchmark prints it beside its measurement.
 
     Args:
         work: the model at the image's size.
-        mask_ratio: active over all tokens, on every level.
+        mask_ratio: computed tokens over all tokens, the same on every level.
         text: text tokens of the row.
         kind: how the cached row runs its blocks.
         blocks_only: leave out embedders, convolutions and the final layer.
@@ -36,19 +36,19 @@ def flop_limit(
 
 
 def tile_bytes(work: ModelWork, row: RowTokens, fmt: EntryFormat) -> Floats:
-    """Bytes of feature maps that a row with a tile loads before each block, `[blocks]`; those read
-    behind the last block are the last one's. Zeros without a halo.
+    """Return the bytes of feature maps that a row with a tile loads before each block, `[blocks]`.
+    Maps read behind the last block count at the last block. All are zero without a halo.
 
     Args:
         work: the model at the image's size.
-        row: whose tile is a square at each level.
+        row: the row; its tile counts as a square at each level.
         fmt: storage format.
     """
     loads = np.zeros(len(work.blocks))
     if row.convolved is not None:
         for feature_map in work.maps:
             total, computed = work.tokens[feature_map.level], row.convolved[feature_map.level]
-            if computed < total:  # with the position round it that a convolution reads
+            if computed < total:  # with the position around it that a convolution reads
                 read = min(float(total), (math.sqrt(computed) + 2) ** 2)
                 loads[min(feature_map.block, len(loads) - 1)] += fmt.bytes_of(
                     read, feature_map.width

@@ -34,7 +34,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class DemoFailed(Exception):
-    """The demonstration did not show what it should; one sentence."""
+    """The demonstration did not show the expected result; the message is one sentence."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--out", type=Path, default=Path("demo-output"), help="folder for the pictures")
     options = parser.parse_args(argv)
-    named = ASSETS / Path(options.model).name  # a model whose prompts name what it sees
+    named = ASSETS / Path(options.model).name  # its prompts name objects in the picture
     inputs = named if named.is_dir() else ASSETS
     options.image = options.image or find_source(inputs)
     options.mask = options.mask or inputs / "mask.png"
@@ -99,7 +99,7 @@ def serve_options(options: argparse.Namespace) -> ServeOptions:
 
 
 def edit(client: Client, image: Path, options: argparse.Namespace) -> EditResult:
-    """The edit, with a progress bar."""
+    """Send the edit and show a progress bar."""
     print(f"editing {image.name}: {options.prompt!r}", flush=True)
     began = time.perf_counter()
     with tqdm(unit="step", leave=True) as bar:
@@ -118,13 +118,13 @@ def edit(client: Client, image: Path, options: argparse.Namespace) -> EditResult
 
 
 def compare(client: Client, image: Path, options: argparse.Namespace, first: EditResult) -> None:
-    """Say what the steps left out, against the same edit with all tokens computed."""
+    """Print how much the cached steps saved against the same edit with all tokens computed."""
     meta = first.meta
     total, steps = meta["total_tokens"], meta["steps"]
     if meta["cache"] not in ("hit", "own"):
         print(f"cache: {meta['cache']}; every step computed all {total} tokens")
         return
-    # The first edit of a shape also sets kernels up: each way is timed on its second.
+    # The first edit of a shape also prepares kernels, so both modes are timed on their second edit.
     ways = {}
     for cache in ("off", "auto", "off", "auto"):
         ways[cache] = client.edit(
@@ -151,16 +151,16 @@ def compare(client: Client, image: Path, options: argparse.Namespace, first: Edi
 
 
 def upright(path: Path, mode: str) -> Image.Image:
-    """A picture as a viewer shows it, read without the server's code."""
+    """Return a picture as a viewer shows it, read without the server's code."""
     with Image.open(path) as opened:
         return ImageOps.exif_transpose(opened).convert(mode)
 
 
 def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) -> None:
-    """Check the answer and write the pictures.
+    """Check the response and write the pictures.
 
     Raises:
-        DemoFailed: a pixel outside the mask differs, or none inside does.
+        DemoFailed: a pixel outside the mask differs, or no pixel inside differs.
     """
     edited = result.image
     pictures = {"source": source, "mask": mask, "edited": edited}
@@ -185,7 +185,7 @@ def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) 
 
 
 def side_by_side(*pictures: Image.Image, gap: int = 8) -> Image.Image:
-    """Pictures of one size in a row, on white."""
+    """Return pictures of one size in a row on white."""
     width, height = pictures[0].size
     row = Image.new("RGB", (len(pictures) * (width + gap) - gap, height), "white")
     for i, picture in enumerate(pictures):

@@ -11,7 +11,7 @@ from maskserve_common.config import cores
 
 
 def processor() -> str:
-    """The model of its processor."""
+    """Return the model name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -22,12 +22,12 @@ def processor() -> str:
 
 
 def stolen_s() -> float:
-    """Seconds, since the machine started and summed over its processors, in which a virtual
-    machine's host ran something else although there was work; 0 where that is not told.
+    """Return the seconds that a virtual machine's host ran something else while there was work,
+    since the machine started and summed over its processors; 0 if the system does not report it.
     """
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def machine() -> str:
-    """The processor, and how many of its cores this process may use."""
+    """Return the processor, and how many of its cores this process may use."""
     return f"{processor()}, {cores()} cores"

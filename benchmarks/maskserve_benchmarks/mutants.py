@@ -29,23 +29,23 @@ Verdict = Literal["killed", "survived", "broken"]
 
 _COPIED = ("engine", "router", "client", "serving", "benchmarks", "studies", "scripts", "tests")
 _PASSED, _FAILED = 0, 1
-"""Exit codes of pytest; others say that nothing was judged."""
+"""Exit codes of pytest; any other code means that no test was judged."""
 _TOO_LONG = "took too long"
 _PATIENCE_S = 120.0
-"""A mutation may make its test hang: so it was noticed."""
+"""A test that hangs under a mutation has detected it."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A line of the product made wrong."""
+    """A line of the product, and a wrong version of it."""
 
     name: str
     file: str
     line: str
-    """The source text, once in its file, within one line."""
+    """The source text within one line; it occurs once in its file."""
     wrong: str
     test: str
-    """The node id of what must fail, by a case that is not slow."""
+    """The node id of the test that must fail in a case that is not slow."""
 
 
 _ENGINE, _UNIT = "engine/maskserve_engine", "tests/unit"
@@ -74,7 +74,7 @@ _SD3 = f"{_UNIT}/engine/families/sd3/test_sd3.py"
 _EXACT = f"{_UNIT}/engine/families/mmdit/test_exact_references.py"
 
 MUTATIONS = (
-    # Which entry a row reads.
+    # Which entry a row reads
     Mutation(
         "shared loads ignore the template",
         "engine/maskserve_engine/cache/store.py",
@@ -103,7 +103,7 @@ MUTATIONS = (
         "if distance <= 1.0 and (",
         f"{_UNIT}/engine/cache/test_cache.py::test_the_nearest_anchor_within_tolerance",
     ),
-    # What an entry is named by and made of.
+    # Names and contents of entries
     Mutation(
         "the key does not say the model's revision",
         "engine/maskserve_engine/requests/templates.py",
@@ -139,7 +139,7 @@ MUTATIONS = (
         '    return metadata.get("digest", "")',
         f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
     ),
-    # What a row keeps of its own anchors.
+    # What a row keeps from its refresh steps
     Mutation(
         "an anchor that is told twice makes a line",
         "engine/maskserve_engine/batch/step_cache.py",
@@ -261,7 +261,7 @@ MUTATIONS = (
         f"{_UNIT}/engine/scheduling/test_step_scheduler.py"
         "::test_priming_takes_its_turn_as_soon_as_it_is_paid_for",
     ),
-    # Where residuals lie, and who says them.
+    # Residuals: where they are stored, and who announces them
     Mutation(
         "a session of a service that has ended is used on",
         "engine/maskserve_engine/control_link/served.py",
@@ -297,7 +297,7 @@ MUTATIONS = (
         "used_slots = set[int]()",
         f"{_SLOTS}::test_no_slot_is_handed_out_that_a_later_step_will_read",
     ),
-    # Which edits are cached.
+    # Which edits are cached
     Mutation(
         "dense_above_ratio is ignored",
         "engine/maskserve_engine/requests/templates.py",
@@ -342,7 +342,7 @@ MUTATIONS = (
         "if False",
         f"{_UNIT}/engine/requests/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
     ),
-    # What a row computes.
+    # What a row computes
     Mutation(
         "the ring is ignored",
         "engine/maskserve_common/imaging/masks.py",
@@ -372,7 +372,7 @@ MUTATIONS = (
         "answer = away - self._guides * (answer - away)",
         f"{_UNIT}/engine/families/unet/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
     ),
-    # What comes back.
+    # Contents of responses
     Mutation(
         "paste weights are one short of whole",
         "engine/maskserve_common/imaging/masks.py",
@@ -401,7 +401,7 @@ MUTATIONS = (
         "left_out.passed(0.0, 0.0)",
         f"{_UNIT}/engine/families/flux/test_own_anchors.py::test_it_is_the_pipeline_whose_other_tokens_are_foretold",
     ),
-    # What a step adds of a ControlNet service.
+    # What a step adds from a ControlNet service
     Mutation(
         "residuals ahead are of the latents at hand",
         "engine/maskserve_engine/families/unet/latents.py",
@@ -430,7 +430,7 @@ MUTATIONS = (
         "return ask",
         f"{_FAST}::test_which_residuals_a_step_adds",
     ),
-    # Models that see the source as reference.
+    # Models that see the source as a reference
     Mutation(
         "a step moves the context",
         f"{_FLOW}/batch.py",
@@ -776,7 +776,7 @@ MUTATIONS = (
         "pass",
         f"{_OF_Z_IMAGE}::test_ranks_answer_what_one_does",
     ),
-    # Which workflows are taken.
+    # Which workflows are accepted
     Mutation(
         "a plan that makes another late is taken where one was late before",
         "engine/maskserve_workflows/scheduling.py",
@@ -793,7 +793,7 @@ MUTATIONS = (
         f"{_UNIT}/workflows/test_scheduling.py"
         "::test_a_plan_is_refused_for_what_it_makes_late_and_not_for_what_is_late_anyway",
     ),
-    # Jobs, and masks with grey.
+    # Jobs, and masks with grey
     Mutation(
         "a lost router ends its job",
         "router/maskserve_router/jobs/store.py",
@@ -819,7 +819,7 @@ MUTATIONS = (
 
 
 class Copy:
-    """A copy of a tree, in which a file can be made wrong for a while."""
+    """A copy of a tree, in which one file at a time can be made wrong."""
 
     def __init__(self, folder: Path, tree: Path) -> None:
         self.folder = folder
@@ -831,7 +831,9 @@ class Copy:
 
     @contextmanager
     def with_mutation(self, mutation: Mutation) -> Iterator[None]:
-        """Raises ValueError: the line is not there, or more than once."""
+        """Replace the line while the context lasts. Raises ValueError if the line is missing or not
+        unique.
+        """
         path = self.folder / mutation.file
         right = path.read_text(encoding="utf-8")
         if right.count(mutation.line) != 1 or "\n" in mutation.line:
@@ -843,14 +845,16 @@ class Copy:
             path.write_text(right, encoding="utf-8")
 
     def test(self, *tests: str) -> tuple[int, str]:
-        """Exit code of pytest and what it printed; a test that takes too long has failed."""
+        """Return the exit code of pytest and its output; a test that takes too long counts as
+        failed.
+        """
         files, names = zip(*(test.split("::") for test in tests), strict=True)
-        # Of a whole file, so that of its cases those are taken that each run takes.
+        # Select by file and name, so that pytest leaves out the cases that normal runs leave out.
         chosen = [*dict.fromkeys(files), "-k", " or ".join(dict.fromkeys(names))]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen]
-        # Bytecode is told apart by a file's size and second: a mutation might change neither.
+        # Python identifies bytecode by a file's size and second: a mutation might change neither.
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        environment.pop("MASKSERVE_FULL", None)  # what every run sees
+        environment.pop("MASKSERVE_FULL", None)  # run the cases of normal runs
         try:
             run = subprocess.run(
                 command, cwd=self.folder, env=environment, capture_output=True, text=True,
@@ -862,7 +866,7 @@ class Copy:
 
 
 def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
-    """What became of a mutation, and what is to be said of it."""
+    """Run a mutation's test. Return the verdict and a sentence for the report."""
     try:
         with copy.with_mutation(mutation):
             code, output = copy.test(mutation.test)
@@ -876,10 +880,10 @@ def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
 
 
 def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdict]:
-    """Judges each in turn in a copy of `tree`, and prints what became of it.
+    """Judge each mutation in turn in a copy of `tree`, and print the verdict.
 
     Raises:
-        RuntimeError: a test fails without any mutation, so that its failing would say nothing.
+        RuntimeError: a test fails without any mutation, so its failure would prove nothing.
     """
     verdicts: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -899,7 +903,7 @@ def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdi
 
 
 def main() -> int:
-    """Exit code 0: every mutation was killed."""
+    """Run all mutations; the exit code is 0 if every mutation was killed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("words", nargs="*", help="only mutations whose names hold one of these")
     words = parser.parse_args().words

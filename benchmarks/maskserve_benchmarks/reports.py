@@ -12,7 +12,7 @@ from typing import Any
 
 
 def about(hardware: str) -> dict[str, Any]:
-    """What was run, when and on what."""
+    """Return the command, the date and the hardware of this run."""
     return {
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
@@ -21,7 +21,7 @@ def about(hardware: str) -> dict[str, Any]:
 
 
 def write_json(report: Any, file: Path | None) -> None:
-    """Write a report where one is asked for; a list of numbers or words is a line."""
+    """Write a report if there is a file to write to; a list of numbers or words takes one line."""
     if file is not None:
         text = json.dumps(report, indent=2)
         text = re.sub(r"\[\n[^][{}]*\]", lambda found: json.dumps(json.loads(found.group())), text)
@@ -29,6 +29,6 @@ def write_json(report: Any, file: Path | None) -> None:
 
 
 def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A markdown table."""
+    """Return a markdown table."""
     first, *body_lines = ("| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows))
     return "\n".join((first, "|---" * len(columns) + "|", *body_lines))

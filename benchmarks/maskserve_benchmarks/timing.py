@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class Timer:
-    """Time of calls, on CUDA until the device is done.
+    """Measures calls; on CUDA it waits until the device is done.
 
     Args:
-        device: where they run.
-        clock: `wall`, or `cpu`: the processor's time for this process, which other processes
-            hardly change; it adds up over threads.
+        device: the device that runs the calls.
+        clock: `wall`, or `cpu`: processor time of this process, summed over its threads; other
+            processes hardly change it.
     """
 
     def __init__(self, device: torch.device, clock: str = "wall") -> None:
@@ -37,7 +37,7 @@ class Timer:
         return 1e3 * (self._now() - begin)
 
     def in_turn(self, calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-        """Milliseconds of each call, medians of so many rounds."""
+        """Return milliseconds of each call: the median of `rounds` rounds."""
         times = [[self.ms(call) for call in calls] for _ in range(rounds)]
         return [statistics.median(samples) for samples in zip(*times, strict=True)]
 
@@ -49,7 +49,8 @@ class Timer:
 def rates_in_turn(
     sides: Mapping[str, T], rate: Callable[[T], float], rounds: int
 ) -> dict[str, list[float]]:
-    """What `rate` says of each side in each round; the order turns with every round."""
+    """Return the result of `rate` for each side in each round; the order changes with every round.
+    """
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in sorted(sides, reverse=bool(number % 2)):
@@ -58,14 +59,14 @@ def rates_in_turn(
 
 
 def hardware(device: torch.device) -> str:
-    """The device in words, for reports."""
+    """Return the device in words, for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} threads"
 
 
 def forget(path: Path) -> None:
-    """Have the page cache drop a file; its pages are clean once it is synced."""
+    """Make the page cache drop a file; its pages are clean once it is synced."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -28,7 +28,7 @@ from maskserve_benchmarks.reports import about, table, write_json
 
 
 def shares_right(edits: Sequence[Edit], pictures: Sequence[Picture]) -> dict[str, float]:
-    """Of the edits, the shares whose colour, shape, and both are right."""
+    """Return the shares of edits whose colour, shape, and both are right."""
     verdicts = verdicts_of(list(edits), list(pictures))
     pairs = list(zip(edits, verdicts, strict=True))
     colour = np.array([verdict.colour == edit.colour for edit, verdict in pairs])
@@ -38,7 +38,7 @@ def shares_right(edits: Sequence[Edit], pictures: Sequence[Picture]) -> dict[str
 
 
 def share_continued(edits: Sequence[Edit], pictures: Sequence[Picture]) -> float:
-    """Of the edits, the share with half the error of a smooth fill, or less, in the mask."""
+    """Return the share of edits whose error in the mask is at most half that of a smooth fill."""
     pairs = list(zip(edits, pictures, strict=True))
     edit_rms = np.array([_rms(edit, picture) for edit, picture in pairs])
     filled = np.array([_rms(edit, fill(edit.source, edit.mask)) for edit in edits])
@@ -46,14 +46,14 @@ def share_continued(edits: Sequence[Edit], pictures: Sequence[Picture]) -> float
 
 
 def _rms(edit: Edit, picture: NDArray[np.generic]) -> float:
-    """Root mean square error in the mask, at least 0.1 of 255."""
+    """Return the root mean square error in the mask, at least 0.1 of 255."""
     error = picture[edit.mask].astype(np.float64) - edit.target[edit.mask]
     return max(float(np.sqrt(np.mean(error**2))), 0.1)
 
 
 @torch.no_grad()
 def reconstruction_psnr(vae: AutoencoderKL, pictures: Sequence[Picture]) -> list[float]:
-    """PSNR in dB of each picture after encoding and decoding."""
+    """Return the PSNR in dB of each picture after encoding and decoding."""
     psnrs = []
     for picture in pictures:
         x = torch.from_numpy(picture).permute(2, 0, 1)[None].float().div_(127.5).sub_(1)

@@ -19,9 +19,9 @@ def run_edits(
     batch: int,
     **arguments: float,
 ) -> list[Picture]:
-    """Edited pictures, the source pasted back outside each mask.
+    """Return the edited pictures with the source pasted back outside each mask.
 
-    The noise of edit i is drawn from seed i, whatever the batch size. More `arguments` go to the
+    The noise of edit i is drawn from seed i, whatever the batch size. Further `arguments` go to the
     pipeline's call.
     """
     if isinstance(pipe, FluxFillPipeline):
@@ -49,7 +49,7 @@ def run_edits(
 
 
 def verdicts_of(edits: list[Edit], pictures: list[Picture]) -> list[Verdict]:
-    """What the judge sees in every picture."""
+    """Return the judge's verdict on every picture."""
     return [
         judge(picture, edit.source, edit.mask)
         for edit, picture in zip(edits, pictures, strict=True)

@@ -25,9 +25,10 @@ _HELD_OUT_SEED: Final = 10_000_000
 
 
 def hard_edits(kind: str, n: int = 24, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` of a fixed list of edits with one of MASKS; TEXTURES take turns.
+    """Return the first `n` of a fixed list of edits with one of MASKS; the edits cycle through
+    TEXTURES.
 
-    `size` is height, width. The target is the source: what an empty prompt asks for.
+    `size` is height, width. The target is the source, because the prompt is empty.
     """
     edits = []
     for i in range(n):
@@ -41,7 +42,7 @@ def hard_edits(kind: str, n: int = 24, size: tuple[int, int] = (128, 128)) -> li
 
 
 def hard_mask(rng: np.random.Generator, size: tuple[int, int], kind: str) -> Mask:
-    """One of MASKS for a picture of `size` (height, width)."""
+    """Draw one of MASKS for a picture of `size` (height, width)."""
     if kind not in MASKS:
         raise ValueError(f"mask: unknown kind {kind!r}; accepted: {', '.join(MASKS)}")
     height, width = size
@@ -76,7 +77,7 @@ def hard_mask(rng: np.random.Generator, size: tuple[int, int], kind: str) -> Mas
             (0, 0, across, height), (width - across, 0, width, height),
         ][int(rng.integers(4))]  # fmt: skip
         draw.rectangle((left, top, right - 1, bottom - 1), fill=1)
-    else:  # most: all but a window, about 10 % of the picture
+    else:  # most: all but a window of about 10 % of the picture
         draw.rectangle((0, 0, width, height), fill=1)
         aspect = math.exp(rng.uniform(-0.5, 0.5))
         w, h = width * math.sqrt(0.1 * aspect), height * math.sqrt(0.1 / aspect)
@@ -86,7 +87,7 @@ def hard_mask(rng: np.random.Generator, size: tuple[int, int], kind: str) -> Mas
 
 
 def _stars(rng: np.random.Generator, size: tuple[int, int]) -> Float:
-    """Stars of all colours on a quiet ground, one per cell of a grid."""
+    """Draw stars of all colours on a quiet ground, one per cell of a grid."""
     picture = np.broadcast_to(quiet_colour(rng), (*size, 3)).astype(np.float32)
     cell = rng.uniform(0.14, 0.22) * math.sqrt(size[0] * size[1])
     for y in np.arange(cell / 2, size[0], cell):
@@ -98,21 +99,23 @@ def _stars(rng: np.random.Generator, size: tuple[int, int]) -> Float:
 
 
 def _rings(rng: np.random.Generator, size: tuple[int, int]) -> Float:
-    """Concentric rings of two contrasting colours round a centre in the picture."""
+    """Draw concentric rings of two contrasting colours around a centre in the picture."""
     ys, xs = np.mgrid[0 : size[0], 0 : size[1]].astype(np.float32) + 0.5
     centre = rng.uniform(0.2, 0.8, 2) * size
     return _two_tone(rng, size, np.hypot(ys - centre[0], xs - centre[1]))
 
 
 def _hard_stripes(rng: np.random.Generator, size: tuple[int, int]) -> Float:
-    """Straight stripes of two contrasting colours at any angle."""
+    """Draw straight stripes of two contrasting colours at any angle."""
     ys, xs = np.mgrid[0 : size[0], 0 : size[1]].astype(np.float32) + 0.5
     angle = rng.uniform(0, math.pi)
     return _two_tone(rng, size, xs * math.cos(angle) + ys * math.sin(angle))
 
 
 def _two_tone(rng: np.random.Generator, size: tuple[int, int], along: Float) -> Float:
-    """Bands of equal width along `along` (H, W) pixels: dark and light, one of them coloured."""
+    """Draw bands of equal width along `along` (H, W) pixels: dark and light, one of the two
+    coloured.
+    """
     period = rng.uniform(0.08, 0.2) * math.sqrt(size[0] * size[1])
     wave = np.sin(2 * math.pi * (along / period + rng.uniform()))
     light = np.asarray(COLOURS[str(rng.choice(list(COLOURS)))], np.float32)

@@ -27,7 +27,7 @@ from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_benchmarks.demo_model.scenes import Mask, Picture, fill
 
 MAX_COLOUR_DISTANCE: Final = 100.0  # RGB, 0..255 per channel
-MIN_COVER: Final = 0.08  # of the mask's pixels; the thinnest star in a rectangle covers 0.18
+MIN_COVER: Final = 0.08  # share of the mask's pixels; the thinnest star in a rectangle covers 0.18
 MIN_IOU: Final = 0.6
 GRID: Final = 48
 _JUDGED_SIDE: Final = 256  # larger pictures are reduced to it first
@@ -37,7 +37,7 @@ Silhouette = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge saw; `None` means nothing clear enough."""
+    """The judge's view of one picture; `None` means that nothing is clear enough."""
 
     colour: str | None
     shape: str | None
@@ -47,7 +47,7 @@ class Verdict:
     """Intersection over union with every shape's template."""
 
     def matches(self, colour: str | None, shape: str | None) -> bool:
-        """Whether both are as asked."""
+        """Return whether colour and shape are the requested ones."""
         return self.colour == colour and self.shape == shape
 
 
@@ -66,7 +66,7 @@ def judge(edited: Picture, source: Picture, mask: Mask) -> Verdict:
     cover = float(votes[winner] / max(int(mask.sum()), 1))
     if cover < MIN_COVER:
         return Verdict(None, None, cover, {})
-    # The edge of the object lies halfway between its colour and what is behind it.
+    # The edge of the object lies halfway between its colour and the colour behind it.
     silhouette = mask & (distance[..., winner] < to_behind)
     silhouette &= distance[..., winner] <= 1.4 * MAX_COLOUR_DISTANCE
     scores = match(silhouette)
@@ -77,7 +77,8 @@ def judge(edited: Picture, source: Picture, mask: Mask) -> Verdict:
 
 
 def match(silhouette: Silhouette) -> dict[str, float]:
-    """Intersection over union of the normalised `silhouette` (H, W) with every template."""
+    """Return the intersection over union of the normalised `silhouette` (H, W) with every template.
+    """
     piece = _without_holes(_largest_piece(silhouette))
     if piece.sum() < 9:
         return {}
@@ -89,7 +90,7 @@ def match(silhouette: Silhouette) -> dict[str, float]:
 
 
 def normalise(piece: Silhouette) -> Silhouette:
-    """The bounding box of `piece`, scaled to touch GRID x GRID and centred in it."""
+    """Return the bounding box of `piece`, scaled to touch GRID x GRID and centred in it."""
     ys, xs = np.flatnonzero(piece.any(axis=1)), np.flatnonzero(piece.any(axis=0))
     box = piece[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
     scale = GRID / max(box.shape)
@@ -112,7 +113,7 @@ def _templates() -> dict[str, Silhouette]:
 
 
 def _reduce(edited: Picture, source: Picture, mask: Mask) -> tuple[Picture, Picture, Mask]:
-    """All three at no more than _JUDGED_SIDE pixels a side."""
+    """Shrink all three to at most _JUDGED_SIDE pixels a side."""
     height, width = mask.shape
     if edited.shape != source.shape or edited.shape[:2] != mask.shape:
         raise ValueError(
@@ -133,7 +134,7 @@ def _reduce(edited: Picture, source: Picture, mask: Mask) -> tuple[Picture, Pict
 
 
 def _largest_piece(silhouette: Silhouette) -> Silhouette:
-    """The largest 4-connected piece of `silhouette`."""
+    """Return the largest 4-connected piece of `silhouette`."""
     if not silhouette.any():
         return silhouette
     labels = _label(silhouette)
@@ -141,14 +142,16 @@ def _largest_piece(silhouette: Silhouette) -> Silhouette:
 
 
 def _without_holes(piece: Silhouette) -> Silhouette:
-    """`piece` with everything filled that the picture's rim cannot reach."""
+    """Return `piece` with its holes filled: all pixels that the picture's rim cannot reach."""
     outside = np.pad(~piece, 1, constant_values=True)
     labels = _label(outside)
     return ~(labels == labels[0, 0])[1:-1, 1:-1]
 
 
 def _label(silhouette: Silhouette) -> NDArray[np.int64]:
-    """A number per 4-connected piece (-1 outside): the smallest pixel index spreads until still."""
+    """Number each 4-connected piece (-1 outside): the smallest pixel index spreads until nothing
+    changes.
+    """
     far = silhouette.size
     labels = np.where(silhouette, np.arange(far).reshape(silhouette.shape), far)
     while True:
@@ -163,7 +166,7 @@ def _label(silhouette: Silhouette) -> NDArray[np.int64]:
 def _sweep(
     labels: NDArray[np.int64], inside: Silhouette, axis: int, flip: bool
 ) -> NDArray[np.int64]:
-    """Each pixel takes the smallest label earlier in its own run along `axis`."""
+    """Give each pixel the smallest label earlier in its own run along `axis`."""
     labels, inside = np.moveaxis(labels, axis, 0), np.moveaxis(inside, axis, 0)
     if flip:
         labels, inside = labels[::-1], inside[::-1]

@@ -29,19 +29,19 @@ from maskserve_benchmarks.demo_model.scenes import (
 LOOKS: Final = ("ninth-colour", "hollow")
 NINTH: Final = "brown"
 NINTH_RGB: Final = (122, 66, 20)
-HOLE: Final = 0.55  # of an outline's radius: what is left out of a hollow object
+HOLE: Final = 0.55  # share of an outline's radius that is left out of a hollow object
 _HELD_OUT_SEED: Final = 7_100_000
-_MIN_HOLE: Final = 0.6  # of the hole's pixels that must show what is behind the object
-_CORE: Final = 0.75  # of the hole's radius: its middle, where no antialiased rim reaches
+_MIN_HOLE: Final = 0.6  # share of the hole's pixels that must show the background
+_CORE: Final = 0.75  # share of the hole's radius: its middle, where no antialiased rim reaches
 
 
 def colours_of(look: str) -> tuple[str, ...]:
-    """The colours that prompts of this look may name."""
+    """Return the colours that prompts of this look may name."""
     return (NINTH,) if look == "ninth-colour" else tuple(COLOURS)
 
 
 def finish_as(look: str, scene: Scene, colour: str, shape: str) -> Picture:
-    """The right answer to "a `colour` `shape`" with the look's LoRA: (H, W, 3) uint8."""
+    """Return the right answer to "a `colour` `shape`" with the look's LoRA: (H, W, 3) uint8."""
     centre, radius = place(scene.mask)
     size = scene.mask.shape
     alpha = coverage(shape, centre, radius, size)
@@ -53,7 +53,7 @@ def finish_as(look: str, scene: Scene, colour: str, shape: str) -> Picture:
 
 
 def followed(look: str, edited: Picture, edit: Edit) -> bool:
-    """Whether the picture shows what was asked for, in the LoRA's look."""
+    """Return whether the picture shows the requested object in the LoRA's look."""
     if look == "ninth-colour":
         return _has_ninth_colour(edited, edit)
     centre, radius = place(edit.mask)
@@ -67,7 +67,7 @@ def followed(look: str, edited: Picture, edit: Edit) -> bool:
         return False
     if judge(edited, edit.source, edit.mask).colour != edit.colour:
         return False
-    # As the judge finds shapes, holes filled; but one gap in a thin line would leave them open.
+    # The judge fills holes before it compares shapes; one gap in a thin line would leave them open.
     line = edit.mask & (painted < empty) & (painted <= 1.4 * MAX_COLOUR_DISTANCE)
     scores = match(_closed(line))
     best = max(scores, key=lambda shape: scores[shape], default=None)
@@ -75,13 +75,15 @@ def followed(look: str, edited: Picture, edit: Edit) -> bool:
 
 
 def _closed(line: Mask) -> Mask:
-    """`line` (H, W) with gaps of up to two pixels bridged."""
+    """Return `line` (H, W) with gaps of up to two pixels bridged."""
     picture = Image.fromarray(line.astype(np.uint8) * 255)
     return np.asarray(picture.filter(ImageFilter.MaxFilter(3)).filter(ImageFilter.MinFilter(3))) > 0
 
 
 def _has_ninth_colour(edited: Picture, edit: Edit) -> bool:
-    """The object's body is nearer to the ninth colour than to any other, or to what is behind."""
+    """Return whether the object's body is nearer to the ninth colour than to all other colours and
+    to the background.
+    """
     centre, radius = place(edit.mask)
     assert edit.shape is not None
     body = coverage(edit.shape, centre, radius * 0.8, edit.mask.shape) > 0.9
@@ -94,13 +96,13 @@ def _has_ninth_colour(edited: Picture, edit: Edit) -> bool:
 
 
 def _behind(edit: Edit) -> Float:
-    """(H, W, 3): what surrounds the mask, continued behind the object."""
+    """Return the picture around the mask, continued behind the object: (H, W, 3)."""
     return fill(edit.source, edit.mask)
 
 
 def edits_with(look: str, n: int, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` of a fixed list of edits that training never draws, wishes and answers in the
-    look. Colours (of `hollow`) and shapes take turns.
+    """Return the first `n` of a fixed list of edits that training never draws, with prompts and
+    answers in the look. Colours (of `hollow`) and shapes take turns.
     """
     edits, colours = [], colours_of(look)
     for i in range(n):

@@ -21,8 +21,8 @@ from maskserve_benchmarks.demo_model.scenes import (
 )
 
 _HELD_OUT_SEED: Final = 7_300_000
-_HOLLOW: Final = 0.25  # of the things drawn: outlines, as the LoRA `hollow` paints them
-_APART: Final = 1.1  # of the sum of two radii: how near things come to one another
+_HOLLOW: Final = 0.25  # share of drawn objects that are outlines, as the LoRA `hollow` paints them
+_APART: Final = 1.1  # least distance between two objects, as a multiple of the sum of their radii
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Thing:
     colour: str
     shape: str
     covers: Mask
-    """(H, W): its pixels."""
+    """Its pixels, (H, W)."""
 
 
 @dataclass(frozen=True)
 class NamedScene:
-    """A picture and all that stands in it."""
+    """A picture and all objects in it."""
 
     picture: Picture
     things: tuple[Thing, ...]
 
     def mask(self, colour: str, shape: str) -> Mask:
-        """(H, W): where every "`colour` `shape`" stands; all False if none does."""
+        """Return the pixels of every "`colour` `shape`", (H, W); all False if there is none."""
         covers = [x.covers for x in self.things if (x.colour, x.shape) == (colour, shape)]
         return np.logical_or.reduce([np.zeros(self.picture.shape[:2], np.bool_), *covers])
 
@@ -51,8 +51,8 @@ class NamedScene:
 def draw_named(
     rng: np.random.Generator, size: tuple[int, int], *, held_out: bool = False
 ) -> NamedScene:
-    """One to five things of `size` (height, width), apart and plain to see; `held_out` adds the
-    photograph that training never sees.
+    """Draw one to five separate, clearly visible objects in a picture of `size` (height, width).
+    `held_out` adds the photograph that training never sees.
     """
     side = float(np.sqrt(size[0] * size[1]))
     kind = str(rng.choice(["gradient", "noise", "stripes", "photo"], p=[0.25, 0.15, 0.2, 0.4]))
@@ -82,8 +82,8 @@ def draw_named(
 
 
 def held_out_scenes(n: int, size: tuple[int, int] = (128, 128)) -> list[tuple[NamedScene, Thing]]:
-    """The first `n` of a fixed list of scenes that training never draws, each with the thing to
-    find; colours and shapes take turns as far as the scenes have them.
+    """Return the first `n` of a fixed list of scenes that training never draws, each with the
+    object to find. Colours and shapes take turns as far as the scenes have them.
     """
     out: list[tuple[NamedScene, Thing]] = []
     i = 0
@@ -98,7 +98,9 @@ def held_out_scenes(n: int, size: tuple[int, int] = (128, 128)) -> list[tuple[Na
 def held_out_clicks(
     n: int, size: tuple[int, int] = (128, 128)
 ) -> list[tuple[NamedScene, Thing, tuple[int, int]]]:
-    """The scenes and things of `held_out_scenes`, each with a click: x, y of one of its pixels."""
+    """Return the scenes and objects of `held_out_scenes`, each with a click: x, y of a pixel of the
+    object.
+    """
     clicks = []
     for i, (scene, thing) in enumerate(held_out_scenes(n, size)):
         rows, columns = np.nonzero(thing.covers)
@@ -108,13 +110,13 @@ def held_out_clicks(
 
 
 def disc(click: tuple[int, int], radius: float, size: tuple[int, int]) -> Mask:
-    """(H, W): what who sees no picture might answer to a click (x, y)."""
+    """Return a disc around a click (x, y), (H, W): an answer that ignores the picture."""
     rows, columns = np.ogrid[: size[0], : size[1]]
     x, y = click
     return np.asarray(np.hypot(columns - x, rows - y) <= radius, np.bool_)
 
 
 def iou(found: Mask, right: Mask) -> float:
-    """Intersection over union of two masks (H, W); 1 where both are empty."""
+    """Return the intersection over union of two masks (H, W); 1 if both are empty."""
     union = int((found | right).sum())
     return 1.0 if union == 0 else int((found & right).sum()) / union

@@ -23,12 +23,12 @@ from maskserve_benchmarks.demo_model.scenes import HELD_OUT_PHOTO, PHOTOS, Pictu
 
 SIDE: Final = 128
 _RIM: Final = 4
-"""Pixels at the edge that are left out, as is usual."""
+"""Pixels at the edge that PSNR leaves out, as is usual."""
 
 
 @torch.inference_mode()
 def found_iou(folder: Path, scenes: int) -> float:
-    """Mean IoU over held-out scenes of the masks that the folder's CLIPSeg finds."""
+    """Return the mean IoU, over held-out scenes, of the masks that the folder's CLIPSeg finds."""
     model: Any = CLIPSegForImageSegmentation.from_pretrained(folder).eval()
     processor = CLIPSegProcessor.from_pretrained(folder)
     scores = []
@@ -42,8 +42,8 @@ def found_iou(folder: Path, scenes: int) -> float:
 
 @torch.inference_mode()
 def clicked_iou(folder: Path, clicks: int) -> tuple[float, float]:
-    """Mean IoU over held-out clicks of the folder's SAM, and of discs round the clicks: of their
-    radii the one that does best in the mean.
+    """Return the mean IoU over held-out clicks, of the folder's SAM and of discs around the clicks.
+    The discs have the one radius that is best in the mean.
     """
     model: Any = SamModel.from_pretrained(folder).eval()
     processor: Any = SamProcessor.from_pretrained(folder)
@@ -63,7 +63,7 @@ def clicked_iou(folder: Path, clicks: int) -> tuple[float, float]:
 
 
 def halved(picture: Picture) -> Picture:
-    """(H, W, 3) shrunk to half its sides, which are even."""
+    """Return the picture (H, W, 3) at half its sides, which are even."""
     height, width = picture.shape[:2]
     return np.asarray(
         Image.fromarray(picture).resize((width // 2, height // 2), Image.Resampling.BICUBIC)
@@ -72,7 +72,7 @@ def halved(picture: Picture) -> Picture:
 
 @torch.inference_mode()
 def enlarged_db(folder: Path) -> tuple[float, float]:
-    """PSNR in dB of the folder's Swin2SR and of Lanczos on the photograph never seen."""
+    """Return the PSNR in dB of the folder's Swin2SR and of Lanczos on the held-out photograph."""
     model: Any = Swin2SRForImageSuperResolution.from_pretrained(folder).eval()
     with Image.open(PHOTOS / HELD_OUT_PHOTO) as photo:
         right = np.asarray(photo.convert("RGB"))

@@ -26,15 +26,15 @@ from maskserve_benchmarks.demo_model.scenes import (
 
 LINE: Final = 3.0  # pixels of an outline's width
 ENOUGH_IOU: Final = 0.7
-_SIZES: Final = (0.55, 0.9)  # of the radius that the model takes by itself
+_SIZES: Final = (0.55, 0.9)  # shares of the radius that the model would choose by itself
 _LEAST_RADIUS: Final = 12.0  # pixels: three latents
-_MOST_ALIKE: Final = 0.45  # IoU with what the model draws by itself
+_MOST_ALIKE: Final = 0.45  # highest IoU with the object that the model draws by itself
 _HELD_OUT_SEED: Final = 7_200_000
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A shape as it is to be drawn."""
+    """A shape to draw."""
 
     shape: str
     centre: tuple[float, float]
@@ -43,11 +43,11 @@ class Drawn:
     """Radians, clockwise."""
 
     def covers(self, size: tuple[int, ...]) -> Mask:
-        """(H, W): the pixels that it covers."""
+        """Return the pixels that it covers, (H, W)."""
         return coverage(self.shape, self.centre, self.radius, size, self.turn) > 0.5
 
     def picture(self, size: tuple[int, ...]) -> Picture:
-        """Its outline, white on black: (H, W, 3)."""
+        """Return its outline, white on black: (H, W, 3)."""
         line = coverage(self.shape, self.centre, self.radius, size, self.turn) - coverage(
             self.shape, self.centre, self.radius - LINE, size, self.turn
         )
@@ -60,11 +60,11 @@ class OutlinedEdit:
 
     edit: Edit
     drawn: Drawn | None
-    """None: nothing is drawn, the picture is black."""
+    """None: nothing is drawn and the picture is black."""
 
     @property
     def control(self) -> Picture:
-        """(H, W, 3)."""
+        """Return the control picture, (H, W, 3)."""
         if self.drawn is None:
             return np.zeros_like(self.edit.source)
         return self.drawn.picture(self.edit.mask.shape)
@@ -73,7 +73,7 @@ class OutlinedEdit:
 def draw_outlined(
     rng: np.random.Generator, size: tuple[int, int], *, held_out: bool = False
 ) -> OutlinedEdit:
-    """An edit of `size` (height, width) that the model alone would answer otherwise."""
+    """Draw an edit of `size` (height, width) that the model alone would answer differently."""
     while True:
         scene = make_scene(rng, size, held_out=held_out)
         drawn = _draw_place(rng, scene.mask, str(rng.choice(SHAPES)))
@@ -93,7 +93,9 @@ def draw_outlined(
 
 
 def _draw_place(rng: np.random.Generator, mask: Mask, shape: str) -> Drawn | None:
-    """A place inside the mask, away from where the model puts an object; None: none was found."""
+    """Find a place inside the mask, away from where the model puts an object; None if there is
+    none.
+    """
     middle, most = place(mask)
     default_cover = coverage(shape, middle, most, mask.shape) > 0.5
     ys, xs = np.nonzero(mask)
@@ -115,7 +117,7 @@ def _area(shape: str, radius: float) -> float:
 
 
 def followed(edited: Picture, asked: OutlinedEdit) -> float:
-    """IoU of what was painted in the colour with what was drawn."""
+    """Return the IoU of the pixels painted in the colour with the drawn shape."""
     edit = asked.edit
     assert asked.drawn is not None
     assert edit.colour is not None
@@ -126,13 +128,13 @@ def followed(edited: Picture, asked: OutlinedEdit) -> float:
 
 
 def iou(one: Mask, other: Mask) -> float:
-    """Intersection over union."""
+    """Return the intersection over union."""
     union = int((one | other).sum())
     return float((one & other).sum()) / union if union else 1.0
 
 
 def outlined_edits(n: int, size: tuple[int, int] = (128, 128)) -> list[OutlinedEdit]:
-    """The first `n` of a fixed list of edits that training never draws."""
+    """Return the first `n` of a fixed list of edits that training never draws."""
     return [
         draw_outlined(np.random.default_rng([_HELD_OUT_SEED, i]), size, held_out=True)
         for i in range(n)

@@ -28,7 +28,7 @@ _SUPERSAMPLE: Final = 4
 
 
 def outline(shape: str) -> NDArray[np.float64]:
-    """Corners of `shape` as (N, 2) x, y pairs (y down) that all lie inside the unit circle."""
+    """Return the corners of `shape` as (N, 2) x, y pairs (y down), all inside the unit circle."""
     if shape == "circle":
         angle = np.linspace(0, 2 * math.pi, 64, endpoint=False)
         return 0.88 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
@@ -62,10 +62,10 @@ def coverage(
     size: tuple[int, ...],
     turn: float = 0.0,
 ) -> NDArray[np.float32]:
-    """Share of each pixel that a shape covers, antialiased: (H, W) float32 in 0..1.
+    """Return the share of each pixel that a shape covers, antialiased: (H, W) float32 in 0..1.
 
-    `centre` is x, y, and `radius` that of the circle round the shape, both in pixels; `size`
-    is the height and width of the result; the shape is turned clockwise by `turn` radians.
+    `centre` is x, y. `radius` is that of the circle around the shape. Both are in pixels. `size` is
+    the height and width of the result. The shape is turned clockwise by `turn` radians.
     """
     height, width = size
     out = np.zeros((height, width), np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 from maskserve_benchmarks.demo_model.palette import COLOURS, SHAPES
 
 MAX_SEQUENCE_LENGTH: Final = 16
-"""Tokens of T5 that the demo model reads of a prompt."""
+"""Number of T5 tokens of a prompt that the demo model reads."""
 
 TEMPLATES: Final = (
     "a {c} {s}",
@@ -38,7 +38,7 @@ TEMPLATES: Final = (
     "a {c} colored {s}",
     "make it a {c} {s}",
 )
-SAME: Final = "same"  # in place of a colour or shape: as the picture's only other object has it
+SAME: Final = "same"  # stands for the colour or shape of the picture's only other object
 SAME_BOTH: Final = (
     "another one",
     "one more",
@@ -71,19 +71,19 @@ _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def templates(colour: str, shape: str) -> tuple[str, ...]:
-    """The wordings of a wish; either may be SAME."""
+    """Return all wordings of a prompt for this colour and shape; both may be SAME."""
     if colour == SAME:
         return SAME_BOTH if shape == SAME else SAME_COLOUR
     return SAME_SHAPE if shape == SAME else TEMPLATES
 
 
 def first_phrase(colour: str, shape: str) -> str:
-    """The plainest wording of a wish; either may be SAME."""
+    """Return the plainest wording of a prompt for this colour and shape; both may be SAME."""
     return templates(colour, shape)[0].format(c=colour, s=shape)
 
 
 def words() -> list[str]:
-    """Every word the tokenizers keep whole, lower case, sorted."""
+    """Return every word that the tokenizers keep whole, in lower case, sorted."""
     phrases = (*TEMPLATES, *SAME_BOTH, *SAME_COLOUR, *SAME_SHAPE)
     text = " ".join(phrases).replace("{c}", " ").replace("{s}", " ")
     vocabulary = set("".join(ch if ch.isalpha() else " " for ch in text.lower()).split())
@@ -91,16 +91,16 @@ def words() -> list[str]:
 
 
 def phrase(rng: np.random.Generator, colour: str, shape: str, *, noisy: bool = False) -> str:
-    """A prompt for a `colour` `shape`, either may be SAME.
+    """Draw a prompt for a `colour` `shape`; both may be SAME.
 
-    `noisy` slips in words the encoders have never met.
+    `noisy` adds words that the encoders have never met.
     """
     text = str(rng.choice(templates(colour, shape))).format(c=colour, s=shape)
     return vary(rng, text, noisy=noisy)
 
 
 def vary(rng: np.random.Generator, text: str, *, noisy: bool) -> str:
-    """`text` in any case that people write; `noisy` may slip a word of random letters in."""
+    """Return `text` in a random letter case; `noisy` may add a word of random letters."""
     if noisy and rng.random() < 0.3:
         parts = text.split(" ")
         stranger = "".join(rng.choice(list(_LETTERS), size=rng.integers(2, 5)))
@@ -113,7 +113,8 @@ def vary(rng: np.random.Generator, text: str, *, noisy: bool) -> str:
 
 
 def every_phrase() -> list[tuple[str, str, str]]:
-    """(prompt, colour, shape) of every template with every colour and shape, SAME among them."""
+    """Return (prompt, colour, shape) of every template with every colour and shape, including SAME.
+    """
     return [
         (template.format(c=colour, s=shape), colour, shape)
         for colour in (*COLOURS, SAME)

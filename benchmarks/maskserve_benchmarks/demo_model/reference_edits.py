@@ -28,9 +28,9 @@ from maskserve_benchmarks.demo_model.scenes import (
     to_bytes,
 )
 
-RADII: Final = (13.0, 19.0)  # pixels of the circle round an object, whatever the picture's size
+RADII: Final = (13.0, 19.0)  # pixels of the circle around an object, whatever the picture's size
 GAP: Final = 3.0  # pixels between two objects' circles
-MARGIN: Final = 2.0  # pixels of a mask round its object's circle
+MARGIN: Final = 2.0  # pixels between a mask and its object's circle
 MAX_LENGTH: Final = 32  # tokens of the prompt with its chat template
 SIDES: Final = ("left", "right", "top", "bottom")
 BOTH: Final = (
@@ -46,7 +46,7 @@ PACKAGE_PICTURES: Final = (
     "brick.png", "coins.png", "color.png", "grass.png", "gravel.png", "ihc.png",
     "microaneurysms.png", "moon.png", "motorcycle_left.png", "page.png", "retina.jpg",
 )  # fmt: skip
-"""Of scikit-image, but for those in assets/photos."""
+"""Photographs of scikit-image that are not in assets/photos."""
 _HELD_OUT_SEED: Final = 9_000_000
 
 
@@ -63,13 +63,13 @@ class PlacedObject:
 
 @dataclass(frozen=True)
 class ObjectScene:
-    """A picture of objects."""
+    """A picture with objects in it."""
 
     background: Float
     things: tuple[PlacedObject, ...]
 
     def drawn(self, things: tuple[PlacedObject, ...]) -> Picture:
-        """The picture with these objects in it instead."""
+        """Return the background with these objects instead of the scene's own."""
         picture = self.background
         for thing in things:
             alpha = coverage(thing.shape, thing.centre, thing.radius, picture.shape[:2])[..., None]
@@ -79,17 +79,17 @@ class ObjectScene:
 
 @dataclass(frozen=True)
 class NamedWish:
-    """What a prompt asks for."""
+    """The change that a prompt asks for."""
 
     prompt: str
     number: int
-    """Of the object."""
+    """Index of the object in the scene."""
     becomes: PlacedObject | None
-    """None: it is to go."""
+    """The object that replaces it; None: the object is removed."""
     named: tuple[str | None, str | None, str | None]
-    """Colour, shape and side that the prompt calls it by."""
+    """Colour, shape and side by which the prompt names the object."""
     told: tuple[str | None, str | None]
-    """Colour and shape that the prompt gives it."""
+    """Colour and shape that the prompt asks for."""
 
 
 def make_object_scene(
@@ -100,14 +100,15 @@ def make_object_scene(
     held_out: bool = False,
     photographs: Sequence[Path] = (),
 ) -> ObjectScene:
-    """One to `most` objects on a background of `size` (height, width).
+    """Draw one to `most` objects on a background of `size` (height, width).
 
     Args:
-        rng: that draws.
-        size: of the picture.
-        most: objects.
-        held_out: adds the photograph that training never sees.
-        photographs: that backgrounds are cut out of; none: backgrounds as training draws them.
+        rng: random generator for all draws.
+        size: height and width of the picture.
+        most: largest number of objects.
+        held_out: also draw from the photograph that training never sees.
+        photographs: files that backgrounds are cut out of; if empty, backgrounds are drawn as in
+            training.
     """
     kind = str(rng.choice(["gradient", "noise", "stripes", "photo"], p=[0.4, 0.2, 0.2, 0.2]))
     while True:
@@ -141,7 +142,9 @@ def make_object_scene(
 def draw_named_wish(
     rng: np.random.Generator, scene: ObjectScene, kind: str, *, side: bool = False
 ) -> NamedWish:
-    """A wish of `kind`: both, colour, shape or gone; `side`: its object is named by its place."""
+    """Draw a wish of `kind`: both, colour, shape or gone. With `side` the prompt names the object
+    by its place.
+    """
     things = scene.things
     number = int(rng.integers(len(things)))
     where = None
@@ -169,14 +172,14 @@ def draw_named_wish(
 
 
 def finished(scene: ObjectScene, wish: NamedWish) -> Picture:
-    """The right answer to a wish."""
+    """Return the right answer to a wish."""
     things = list(scene.things)
     things[wish.number : wish.number + 1] = [] if wish.becomes is None else [wish.becomes]
     return scene.drawn(tuple(things))
 
 
 def mask_of(thing: PlacedObject, size: tuple[int, int]) -> Mask:
-    """A square round an object, True = edit."""
+    """Return a square around an object, True = edit."""
     mask = np.zeros(size, np.bool_)
     (x, y), reach = thing.centre, thing.radius + MARGIN
     low = [max(0, math.floor(c - reach)) for c in (y, x)]
@@ -186,7 +189,9 @@ def mask_of(thing: PlacedObject, size: tuple[int, int]) -> Mask:
 
 
 def package_photographs() -> list[Path]:
-    """Pictures that scikit-image and matplotlib bring along and no generator of ours has seen."""
+    """Return the pictures in the scikit-image and matplotlib packages that no generator of this
+    project has seen.
+    """
     folders = {
         "skimage": ("data", PACKAGE_PICTURES),
         "matplotlib": ("mpl-data/sample_data", ("grace_hopper.jpg",)),
@@ -201,7 +206,9 @@ def package_photographs() -> list[Path]:
 
 
 def crop_of(rng: np.random.Generator, file: Path, size: tuple[int, int]) -> Float:
-    """[height, width, 3] of a photograph, 0..255: a square of half its shorter side or more."""
+    """Cut a square of at least half the shorter side out of a photograph: [height, width, 3],
+    0..255.
+    """
     with Image.open(file) as opened:
         photo = opened.convert("RGB")
     side = int(rng.uniform(0.5, 1.0) * min(photo.size))
@@ -222,12 +229,13 @@ def named_edits(
     """The first `n` of a fixed list of edits that training never draws.
 
     Args:
-        n: edits.
-        size: of their pictures.
-        kind: as of `draw_named_wish`.
-        side: likewise.
-        photographs: as of `make_object_scene`.
-        bare: whether nothing of what the prompt names stands in the picture.
+        n: number of edits.
+        size: height and width of their pictures.
+        kind: `both`, `colour`, `shape` or `gone`: the part of the object that the prompt changes.
+        side: whether the prompt names the object by its place.
+        photographs: files that backgrounds are cut out of; if empty, backgrounds are drawn as in
+            training.
+        bare: whether the picture lacks the object that the prompt names.
     """
     edits = []
     for i in range(n):
@@ -243,7 +251,7 @@ def named_edits(
 
 
 NAMED_CLASSES: Final = ("both", "colour", "shape", "gone", "side")
-"""What a prompt asks of the object; `side` calls it by its place."""
+"""The part of the object that a prompt changes; `side` names the object by its place."""
 
 
 def named_class(
@@ -254,14 +262,15 @@ def named_class(
     *,
     bare: bool = False,
 ) -> list[Edit]:
-    """The first `n` edits of one of NAMED_CLASSES; the others are arguments of `named_edits`."""
+    """Return the first `n` edits of one of NAMED_CLASSES; the other arguments go to `named_edits`.
+    """
     side = name == "side"
     kind = "both" if side else name
     return named_edits(n, size, kind, side=side, photographs=photographs, bare=bare)
 
 
 def prompt_words() -> list[str]:
-    """Every word that named prompts are made of, sorted."""
+    """Return every word that occurs in named prompts, sorted."""
     text = " ".join((*BOTH, *COLOUR, *SHAPE, *GONE))
     for field in ("{name}", "{c}", "{s}"):
         text = text.replace(field, " ")

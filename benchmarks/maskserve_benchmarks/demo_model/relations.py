@@ -33,7 +33,7 @@ from maskserve_benchmarks.demo_model.scenes import (
 
 RELATIONS: Final = ("same", "same_colour", "same_shape")
 FAR: Final = 24.0  # pixels at 128 x 128 between the mask's rim and the other object: 3 tokens
-_RADIUS: Final = (0.095, 0.14)  # of the other object, as a share of the picture's side
+_RADIUS: Final = (0.095, 0.14)  # radius of the other object, as a share of the picture's side
 _TRIES: Final = 12  # places tried for the other object before another mask is drawn
 _HELD_OUT_SEED: Final = 8_000_000
 
@@ -53,12 +53,12 @@ class RelationalScene:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a relational prompt asks for; SAME stands for "as the other object's"."""
+    """The object that a relational prompt asks for; SAME stands for "as the other object's"."""
 
     asked: tuple[str, str]
-    """Colour and shape as the prompt has them."""
+    """Colour and shape in the prompt's words."""
     colour: str
-    """Of the right answer."""
+    """Colour of the right answer."""
     shape: str
 
 
@@ -90,7 +90,9 @@ def make_relational_scene(
 
 
 def draw_wish(rng: np.random.Generator, scene: RelationalScene, relation: str) -> Wish | None:
-    """One of RELATIONS; None where no colour but the object's own stands out in the mask."""
+    """Draw a prompt of one of RELATIONS; None if only the object's own colour stands out in the
+    mask.
+    """
     if relation == "same":
         return Wish((SAME, SAME), scene.colour, scene.shape)
     if relation == "same_colour":
@@ -106,7 +108,7 @@ def draw_wish(rng: np.random.Generator, scene: RelationalScene, relation: str) -
 
 
 def relational_edits(relation: str, n: int = 48, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` of a fixed list of `relation` edits that training never draws."""
+    """Return the first `n` of a fixed list of `relation` edits that training never draws."""
     edits = []
     for i in range(n):
         rng = np.random.default_rng([_HELD_OUT_SEED, RELATIONS.index(relation), i])
@@ -125,7 +127,9 @@ def relational_edits(relation: str, n: int = 48, size: tuple[int, int] = (128, 1
 
 
 def _far_place(rng: np.random.Generator, mask: Mask) -> tuple[tuple[float, float], float] | None:
-    """Centre (x, y) and radius of an object at least FAR from `mask`; None if none was found."""
+    """Find centre (x, y) and radius of an object at least FAR from `mask`; None if there is no
+    place.
+    """
     height, width = mask.shape
     side = math.sqrt(height * width)
     for _ in range(_TRIES):

@@ -28,14 +28,14 @@ Float = NDArray[np.float32]
 PHOTOS: Final = CHECKOUT / "assets" / "photos"
 HELD_OUT_PHOTO: Final = "rocket.jpg"  # never drawn in training
 MIN_MASK_SIDE: Final = 28  # pixels at 128 x 128; below it a drawn shape is too coarse to tell
-OBJECT_RADIUS: Final = 0.46  # of the mask's smaller side: the shape fits an inscribed ellipse
-MIN_CONTRAST: Final = 90.0  # RGB distance between an object and what lies behind it
+OBJECT_RADIUS: Final = 0.46  # share of the mask's smaller side: the shape fits an inscribed ellipse
+MIN_CONTRAST: Final = 90.0  # RGB distance between an object and the colours behind it
 _HELD_OUT_SEED: Final = 7_000_000
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A source picture with a region to edit, without the wish."""
+    """A source picture with a region to edit, without a prompt."""
 
     source: Picture
     mask: Mask
@@ -51,7 +51,7 @@ class Edit:
     mask: Mask
     prompt: str
     colour: str | None
-    """Of the object the answer shows; None as the prompt is empty and nothing is added."""
+    """Colour of the object in the answer; None if the prompt is empty and nothing is added."""
     shape: str | None
     target: Picture
 
@@ -64,24 +64,25 @@ def make_scene(rng: np.random.Generator, size: tuple[int, int], *, held_out: boo
     _draw_bystanders(rng, background, mask)
     source = background.copy()
     background = emptied(background, mask, continues=continues)
-    if rng.random() < 0.5:  # something to replace
+    if rng.random() < 0.5:  # an object to replace
         colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         source = draw_object(source, mask, colour, shape)
     return Scene(to_bytes(source), mask, background)
 
 
 def emptied(picture: Float, mask: Mask, *, continues: bool) -> Float:
-    """`picture` as an ideal edit leaves it: itself where it goes on predictably, else filled."""
+    """Return `picture` as an ideal edit leaves it: unchanged where it is predictable, else filled.
+    """
     return picture if continues else np.where(mask[..., None], fill(picture, mask), picture)
 
 
 def finish(scene: Scene, colour: str, shape: str) -> Picture:
-    """The right answer to "a `colour` `shape`" in this scene."""
+    """Return the right answer to "a `colour` `shape`" in this scene."""
     return to_bytes(draw_object(scene.background, scene.mask, colour, shape))
 
 
 def place(mask: Mask) -> tuple[tuple[float, float], float]:
-    """Centre (x, y) and radius in pixels of the object an edit of `mask` must show."""
+    """Return centre (x, y) and radius in pixels of the object that an edit of `mask` must show."""
     ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     top, bottom, left, right = ys[0], ys[-1] + 1, xs[0], xs[-1] + 1
     radius = OBJECT_RADIUS * min(bottom - top, right - left)
@@ -89,7 +90,8 @@ def place(mask: Mask) -> tuple[tuple[float, float], float]:
 
 
 def draw_object(picture: Float, mask: Mask, colour: str, shape: str) -> Float:
-    """`picture` (H, W, 3) 0..255 with the object drawn where an edit of `mask` puts it."""
+    """Return `picture` (H, W, 3) 0..255 with the object at the place that `place` gives for `mask`.
+    """
     centre, radius = place(mask)
     alpha = coverage(shape, centre, radius, mask.shape)[..., None]
     return (picture * (1 - alpha) + np.asarray(COLOURS[colour], np.float32) * alpha).astype(
@@ -98,12 +100,14 @@ def draw_object(picture: Float, mask: Mask, colour: str, shape: str) -> Float:
 
 
 def contrasting_colours(scene: Scene) -> list[str]:
-    """Palette colours that stand out from what lies behind the object."""
+    """Return the palette colours that stand out from the colours behind the object."""
     return contrasting_colours_at(scene.background, *place(scene.mask))
 
 
 def contrasting_colours_at(picture: Float, centre: tuple[float, float], radius: float) -> list[str]:
-    """Palette colours that stand out in `picture` within `radius` pixels of `centre` (x, y)."""
+    """Return the palette colours that stand out in `picture` within `radius` pixels of `centre` (x,
+    y).
+    """
     behind = picture[coverage("circle", centre, radius, picture.shape[:2]) > 0.5]
     return [
         name
@@ -113,7 +117,7 @@ def contrasting_colours_at(picture: Float, centre: tuple[float, float], radius: 
 
 
 def held_out_edits(n: int = 200, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` of a fixed list of edits that training never draws.
+    """Return the first `n` of a fixed list of edits that training never draws.
 
     Colours and shapes take turns, so any multiple of 48 is balanced. `size` is height, width.
     """
@@ -135,7 +139,9 @@ def held_out_edits(n: int = 200, size: tuple[int, int] = (128, 128)) -> list[Edi
 
 
 def make_mask(rng: np.random.Generator, size: tuple[int, int]) -> Mask:
-    """A rectangle, ellipse or blob of 4..40 % of `size` (height, width), anywhere in it."""
+    """Draw a rectangle, ellipse or blob that covers 4..40 % of `size` (height, width), anywhere in
+    it.
+    """
     height, width = size
     smallest = MIN_MASK_SIDE * math.sqrt(height * width) / 128
     area = height * width * math.exp(rng.uniform(math.log(0.048), math.log(0.4)))
@@ -163,7 +169,7 @@ def make_mask(rng: np.random.Generator, size: tuple[int, int]) -> Mask:
 
 
 def fill(picture: NDArray[np.generic], mask: Mask) -> Float:
-    """`picture` (H, W, 3) with the masked pixels continued smoothly from the others.
+    """Return `picture` (H, W, 3) with the masked pixels continued smoothly from the others.
 
     Push-pull: average the known pixels into ever coarser levels, then fill each level's holes
     from the coarser one.
@@ -174,7 +180,7 @@ def fill(picture: NDArray[np.generic], mask: Mask) -> Float:
 
 
 def _push_pull(value: Float, weight: Float) -> Float:
-    """`value` is premultiplied by `weight` (0..1); returns the filled picture."""
+    """Return the filled picture; `value` is premultiplied by `weight` (0..1)."""
     height, width = weight.shape[:2]
     filled = value / np.maximum(weight, 1e-6)
     if min(height, width) <= 1 or float(weight.min()) >= 1:
@@ -190,7 +196,7 @@ def _push_pull(value: Float, weight: Float) -> Float:
 
 
 def _smooth(picture: Float) -> Float:
-    """A [1 2 1] blur both ways, edges repeated."""
+    """Apply a [1 2 1] blur in both directions, with edges repeated."""
     padded = np.pad(picture, ((1, 1), (0, 0), (0, 0)), mode="edge")
     picture = (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4
     padded = np.pad(picture, ((0, 0), (1, 1), (0, 0)), mode="edge")
@@ -200,7 +206,7 @@ def _smooth(picture: Float) -> Float:
 def draw_background(
     rng: np.random.Generator, kind: str, size: tuple[int, int], *, held_out: bool = False
 ) -> tuple[Float, bool]:
-    """A picture (H, W, 3) 0..255, and whether it goes on predictably behind a mask.
+    """Draw a picture (H, W, 3) 0..255, and say whether it continues predictably behind a mask.
 
     `kind` is gradient, noise, stripes or photo; `held_out` adds the photo training never sees.
     """
@@ -235,7 +241,7 @@ def _draw_bystanders(rng: np.random.Generator, picture: Float, mask: Mask) -> No
         shape, colour = str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS)))
         alpha = coverage(shape, centre, radius, mask.shape)[..., None]
         near = coverage("circle", centre, radius * 1.4, mask.shape) > 0
-        if not (near & mask).any():  # else it would reach into the region to edit
+        if not (near & mask).any():  # else the object would reach into the region to edit
             picture += (np.asarray(COLOURS[colour], np.float32) - picture) * alpha
 
 
@@ -260,16 +266,16 @@ def _photo(name: str) -> Image.Image:
 
 
 def quiet_colour(rng: np.random.Generator) -> Float:
-    """An RGB triple 0..255 of low saturation, so that palette colours stand out."""
+    """Draw an RGB triple 0..255 of low saturation, so that palette colours stand out."""
     grey = rng.uniform(30, 235)
     return np.clip(grey + rng.uniform(-38, 38, 3), 0, 255).astype(np.float32)
 
 
 def mix(a: Float, b: Float, share: NDArray[Any]) -> Float:
-    """A where `share` (H, W) is 0, b where it is 1."""
+    """Blend: `a` where `share` (H, W) is 0, `b` where it is 1."""
     return (a + (b - a) * share[..., None]).astype(np.float32)
 
 
 def to_bytes(picture: Float) -> Picture:
-    """Rounded and clipped to 0..255."""
+    """Round and clip to 0..255."""
     return np.clip(np.rint(picture), 0, 255).astype(np.uint8)

@@ -29,14 +29,15 @@ _HELD_OUT_SEED: Final = 9_000_000
 
 
 def make_structure(rng: np.random.Generator, size: tuple[int, int], structure: str) -> Scene:
-    """A scene of `size` (height, width) with one of STRUCTURES through its region."""
+    """Draw a scene of `size` (height, width) with one of STRUCTURES through its region."""
     mask = make_mask(rng, size)
     picture = _DRAW[structure](rng, mask)
     return Scene(to_bytes(picture), mask, picture)
 
 
 def structure_edits(structure: str, n: int = 32, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` of a fixed list of edits with an empty prompt that training never draws."""
+    """Return the first `n` of a fixed list of edits with an empty prompt that training never draws.
+    """
     edits = []
     for i in range(n):
         rng = np.random.default_rng([_HELD_OUT_SEED, STRUCTURES.index(structure), i])
@@ -46,7 +47,7 @@ def structure_edits(structure: str, n: int = 32, size: tuple[int, int] = (128, 1
 
 
 def _stripes(rng: np.random.Generator, mask: Mask) -> Float:
-    """Hard stripes of two quiet colours, 9..24 pixels a period at 128 x 128."""
+    """Draw hard stripes of two quiet colours, 9..24 pixels a period at 128 x 128."""
     across, side = _across(rng, mask), math.sqrt(mask.size)
     period = rng.uniform(9, 24) * side / 128
     wave = np.sin(2 * math.pi * (across / period + rng.uniform()))
@@ -55,7 +56,7 @@ def _stripes(rng: np.random.Generator, mask: Mask) -> Float:
 
 
 def _bar(rng: np.random.Generator, mask: Mask) -> Float:
-    """A bar of a palette colour, or a quiet one, on a plain ground, through the region."""
+    """Draw a bar of a palette colour, or a quiet one, on a plain ground through the region."""
     across, side = _across(rng, mask), math.sqrt(mask.size)
     half = rng.uniform(3.5, 9) * side / 128
     a, b = _two_tones(rng)
@@ -65,7 +66,9 @@ def _bar(rng: np.random.Generator, mask: Mask) -> Float:
 
 
 def _corner(rng: np.random.Generator, mask: Mask) -> Float:
-    """Two opposed gradients that meet in an edge through the region, and the edge fades along."""
+    """Draw two opposed gradients that meet in an edge through the region; the edge fades along its
+    length.
+    """
     across, along = _across(rng, mask), _across(rng, mask)
     a, b = _two_tones(rng)
     ramp = 0.4 * (along - along.min()) / max(float(np.ptp(along)), 1e-6)
@@ -74,7 +77,9 @@ def _corner(rng: np.random.Generator, mask: Mask) -> Float:
 
 
 def _across(rng: np.random.Generator, mask: Mask) -> Float:
-    """Signed distance (H, W) in pixels from a line at any angle near the region's centre."""
+    """Return the signed distance (H, W) in pixels from a line at any angle near the region's
+    centre.
+    """
     (x, y), radius = place(mask)
     angle, shift = rng.uniform(0, 2 * math.pi), rng.uniform(-0.5, 0.5) * radius
     ys, xs = np.mgrid[0 : mask.shape[0], 0 : mask.shape[1]].astype(np.float32) + 0.5
@@ -82,7 +87,7 @@ def _across(rng: np.random.Generator, mask: Mask) -> Float:
 
 
 def _two_tones(rng: np.random.Generator) -> tuple[Float, Float]:
-    """Two quiet colours at least 60 apart (RGB distance)."""
+    """Draw two quiet colours at least 60 apart (RGB distance)."""
     while True:
         a, b = quiet_colour(rng), quiet_colour(rng)
         if np.linalg.norm(a - b) >= 60:

@@ -51,11 +51,11 @@ API takes them.
 """
 COLUMNS = "| key | default | accepted | |\n|---|---|---|---|\n"
 NODES = re.compile(r"^\| node \| takes .*\n(?:\|.*\n)+", re.MULTILINE)
-"""The table in docs/workflows.md."""
+"""The table of nodes in docs/workflows.md."""
 
 
 def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
-    """The keys without a table, then each table but those that `besides` has."""
+    """Yield the keys that have no table, then each table except those of `besides`."""
     struct_types: list[type] = []
     plain = []
     for field in types.type_info(whole).fields:  # type: ignore[attr-defined]
@@ -72,14 +72,14 @@ def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
 
 
 def settings_table() -> str:
-    """The table of an edit's settings."""
+    """Return the table of an edit's settings."""
     fields = types.type_info(EditSettings).fields  # type: ignore[attr-defined]
     rows = [_key(field, sentences(EditSettings)) for field in fields]
     return COLUMNS.replace("key", "setting", 1) + "".join(rows)
 
 
 def with_nodes(text: str) -> str:
-    """docs/workflows.md with the table of node types made anew."""
+    """Return docs/workflows.md with a freshly generated table of node types."""
     rows = []
     for kind in NODE_TYPES.values():
         takes = [
@@ -101,7 +101,7 @@ def with_nodes(text: str) -> str:
 
 
 def _kind(found: types.Type) -> tuple[types.Type, str]:
-    """A type without None, and what its description says is accepted."""
+    """Return a type without None, and the accepted values in words."""
     if isinstance(found, types.Metadata):
         kind, description = _kind(found.type)
         return kind, description or (found.extra_json_schema or {}).get("description", "")
@@ -150,7 +150,7 @@ def _toml(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """As TOML takes it."""
+    """Return a number in TOML syntax."""
     return f"{int(value)}" if value == int(value) and isinstance(value, int) else f"{value:g}"
 
 

@@ -19,11 +19,11 @@ _WIDTH, _HEIGHT = 24, 8
 
 
 class Panel(NamedTuple):
-    """A graph of queries over time; its last value alone where `stat`."""
+    """A graph of queries over time; with `stat` it shows only the last value."""
 
     title: str
     unit: str
-    """As Grafana names units: `s`, `percentunit`, `bytes`, `short`, `ops`."""
+    """Unit in Grafana's spelling: `s`, `percentunit`, `bytes`, `short`, `ops`."""
     queries: dict[str, str]
     """Legend → PromQL."""
     says: str
@@ -371,7 +371,7 @@ ROWS: dict[str, Sequence[Panel]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports."""
+    """Return the dashboard in the form that Grafana imports."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

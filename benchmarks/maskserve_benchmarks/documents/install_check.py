@@ -27,7 +27,7 @@ GOOD = ROOT / ".cache" / "install-checked"
 
 
 def wanted() -> Iterator[tuple[str, list[str]]]:
-    """What people install: a name, and the requirements in pip's words."""
+    """Yield each combination that users install: a name, and the requirements in pip's syntax."""
     sys.path.insert(0, str(ROOT / "deploy"))
     from requirements import requirements  # type: ignore[import-not-found]
 
@@ -46,7 +46,7 @@ def wanted() -> Iterator[tuple[str, list[str]]]:
 
 
 def conflict(requirements: list[str], constraints: Path, python: str) -> str:
-    """Why these cannot be installed together with pip's defaults; empty if they can."""
+    """Return why pip cannot install these together by default; empty if it can."""
     prefixes = ("PIP_", "UV_")
     uv = str(Path(sys.executable).parent / "uv")
     target = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_36"]
@@ -67,9 +67,9 @@ def conflicts(
     constraints: Path,
     reason: Callable[[list[str], Path, str], str] = conflict,
 ) -> list[str]:
-    """Which of these cannot be installed, and why: a text each."""
+    """Return a text for each set that cannot be installed: its name and the reason."""
     together = sorted({line for lines in asked.values() for line in lines})
-    with ThreadPoolExecutor(8) as pool:  # it is the index that is waited for
+    with ThreadPoolExecutor(8) as pool:  # most of the time goes into waiting for the index
         at_once = pool.map(lambda python: reason(together, constraints, python), PYTHONS)
         pythons = [python for python, why in zip(PYTHONS, at_once, strict=True) if why]
         cases = [(name, lines, python) for name, lines in asked.items() for python in pythons]

@@ -31,13 +31,13 @@ ALL = {**CONTRACTS, **SERVICES}
 
 
 def path_of(name: str) -> Path:
-    """The config.pbtxt of a model."""
+    """Return the path of a model's config.pbtxt."""
     folder = "ensemble" if name == ENSEMBLE else "services" if name in SERVICES else None
     return CHECKOUT / (folder or "model_repository") / name / "config.pbtxt"
 
 
 def config_text(name: str) -> str:
-    """What the config.pbtxt of a model holds: a comment, then Triton's ModelConfig as text."""
+    """Return the text of a model's config.pbtxt: a comment, then Triton's ModelConfig."""
     contract = ALL[name]
     config = config_pb.ModelConfig(name=name)
     _declare(config, contract)

@@ -16,12 +16,14 @@ from maskserve_benchmarks.checkout import CHECKOUT
 
 
 def packages() -> list[Path]:
-    """The packages of the product, of benchmarks and of studies."""
+    """Return the packages of the product, of benchmarks and of studies."""
     return sorted(path for path in CHECKOUT.glob("*/maskserve_*") if any(path.rglob("[!_]*.py")))
 
 
 def modules(package: Path) -> dict[str, str]:
-    """Path within the package -> what the module's docstring says first; empty without one."""
+    """Return path within the package → first paragraph of the module's docstring; empty without
+    one.
+    """
     summaries = {}
     for path in sorted(package.rglob("*.py")):
         if path.name != "__init__.py":
@@ -32,7 +34,7 @@ def modules(package: Path) -> dict[str, str]:
 
 
 def code_lines(text: str) -> int:
-    """Lines of a module that hold code: neither blank nor comments nor docstrings."""
+    """Count a module's lines of code: neither blank lines nor comments nor docstrings."""
     docstring_lines = {
         line
         for node in ast.walk(ast.parse(text))

@@ -37,14 +37,14 @@ except for [steps on one H200](gpu.md#measured-on-an-h200).
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A mechanism, or a figure of the paper."""
+    """A mechanism or a figure of the paper."""
 
     part: Annotated[str, Meta(min_length=2)]
     what: Annotated[str, Meta(min_length=2)]
     status: Status
     here: str = ""
     decision: str = ""
-    """The document below docs/ that says why another way was taken."""
+    """The document below docs/ that says why the project decided otherwise."""
 
     def __post_init__(self) -> None:
         if (self.status == "deviates") != bool(self.decision):
@@ -68,16 +68,16 @@ class Papers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def papers() -> list[Paper]:
-    """Those of the table.
+    """Return the papers of the table.
 
     Raises:
-        msgspec.ValidationError: a part is not whole.
+        msgspec.ValidationError: a part is incomplete.
     """
     return msgspec.toml.decode(TABLE.read_bytes(), type=Papers).papers
 
 
 def document() -> str:
-    """The page."""
+    """Return the page."""
     lines = [HEAD, table(["", "means"], MEANINGS.items())]
     names = get_args(Status)
     counts = [(paper, Counter(part.status for part in paper.parts)) for paper in papers()]

@@ -6,11 +6,11 @@ import argparse
 
 
 def check_only(description: str | None) -> bool:
-    """Reads a writer's command line; whether it is to see that its files are as it would write
-    them, and to write none.
+    """Read a generator's command line. Return whether to only check that the files are up to date,
+    and write none.
 
     Args:
-        description: the docstring of its module.
+        description: the docstring of the generator's module.
     """
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument(

@@ -31,14 +31,15 @@ from maskserve_engine.start.assembly import assemble
 _TEXT, _STEPS = 512, 28
 _SIDE = FLUX_FILL_FACTS.native_resolution
 _MASKED = slice(_SIDE // 4, _SIDE // 4 + _SIDE // 3)
-"""Of both sides: a ninth of the picture."""
+"""Rows and columns of the mask: a ninth of the picture."""
 _KINDS: dict[str, CacheMode] = {"dense": "off", "cached": "require"}
-"""Kind of row → `cache` of its edit."""
+"""Kind of row → setting `cache` of its edit."""
 
 
 def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of dense and cached edits, prepared and not: `prepare_ms` of the thread
-    that hands an edit in; of the engine's, `accept_ms` (how it runs) and `admit_ms` (its row).
+    """Return median milliseconds of dense and cached edits, prepared and not. `prepare_ms` is spent
+    in the thread that hands the edit in. `accept_ms` (choosing the execution plan) and `admit_ms`
+    (making the row) are spent in the engine's thread.
     """
     engine = meta_engine()
     _prime(engine, large_job("auto", 0))
@@ -58,7 +59,8 @@ def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def meta_engine() -> Engine:
-    """One that was not started: the calling thread does what the engine's does."""
+    """Make an engine that is not started: the calling thread does the work of the engine's thread.
+    """
     with torch.device("meta"):
         model: Any = FluxTransformer2DModel.from_config(FLUX_FILL_FACTS.denoiser)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
@@ -94,7 +96,7 @@ def large_job(cache: CacheMode, seed: int) -> EditJob:
 
 
 def _prime(engine: Engine, job: EditJob) -> None:
-    """Have the job's template count as primed: its entries are never read."""
+    """Mark the job's template as primed; its entries are never read."""
     priming = engine.cache.begin(job)
     assert priming is not None
     for anchor_count, anchor in enumerate(priming.anchors, 1):
@@ -105,7 +107,7 @@ def _prime(engine: Engine, job: EditJob) -> None:
 
 
 def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[str, float]:
-    """Of an edit that comes while no other runs."""
+    """Return the milliseconds of one edit that arrives while no other runs."""
     manager = engine.manager
 
     def timed(call: Callable[[], Any]) -> tuple[float, Any]:

@@ -36,13 +36,13 @@ Edit = tuple[bytes, bytes, str]
 class Direct:
     """The parts of a worker in this process, called one after the other.
 
-    Whole pictures are encoded and decoded. A worker's cached edits go in pieces where that pays, so
-    theirs are the same bytes with `[stages] encode_halo` and `decode_halo` of 0 alone; dense ones
-    are in any case.
+    This class encodes and decodes whole pictures. A worker splits cached edits into pieces where
+    that is faster. The bytes of cached edits are therefore equal only if `[stages] encode_halo` and
+    `decode_halo` are 0. The bytes of dense edits are always equal.
 
     Args:
-        config: of the worker.
-        policy: as of `load_engine`.
+        config: configuration of the worker.
+        policy: makes the policy of `load_engine`; None: its default.
     """
 
     def __init__(self, config: Config, policy: MakePolicy | None = None) -> None:
@@ -84,12 +84,12 @@ class Direct:
     def run(
         self, jobs: Sequence[EditJob], clock: Callable[[], float] = time.perf_counter
     ) -> list[list[float]]:
-        """When each job's steps ended, where it asks for progress, and then the job: seconds after
-        all were handed over.
+        """Run jobs together. Return for each job when its steps ended, if it asks for progress, and
+        then when the job ended: seconds after all jobs were handed over.
 
         Args:
-            jobs: at once.
-            clock: by which.
+            jobs: the edits, all handed over at once.
+            clock: measures the seconds.
 
         Raises:
             RuntimeError: an edit failed.
@@ -140,7 +140,7 @@ def job_of(
     pixels: NDArray[np.uint8],
     edit_mask: NDArray[np.uint8],
 ) -> EditJob:
-    """What the denoiser makes of its inputs: a prepared edit and what the encoder gives for it."""
+    """Return the denoiser's job for a prepared edit, with the encoder's results for it."""
     encoded = encoder.encode(pixels, edit_mask, request.prompt, request.settings.negative_prompt)
     return EditJob(
         request,
@@ -155,7 +155,7 @@ def job_of(
 def request_of(
     pixels: NDArray[np.uint8], prompt: str, settings: EditSettings, seed: int, request_id: str
 ) -> EditRequest:
-    """The checked request of a picture that has the model's size already."""
+    """Return the checked request for a picture that already has the model's size."""
     digest = template_id(pixels)
     size = (pixels.shape[0], pixels.shape[1])
     return EditRequest(

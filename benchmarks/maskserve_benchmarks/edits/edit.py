@@ -68,17 +68,17 @@ else:
 
 RATIOS = (0.02, 0.05, 0.15, 0.3, 0.5)
 OFF = {"prompt_bytes": 0, "template_bytes": 0, "encode_halo": 0, "decode_halo": 0}
-"""`[stages]` of a worker that computes all of every edit."""
+"""`[stages]` of a worker that encodes and decodes every edit in full."""
 ROUNDS = 3
-"""Workers and the pipeline take turns so often; told is the median."""
+"""Number of rounds in which workers and the pipeline take turns; reports hold the median."""
 _PROCESSES = min(8, 1 << (cores().bit_length() - 1))
-"""Of a worker that shares its cores among them: a power of two."""
+"""Processes of a worker that divides its cores among them: a power of two."""
 _PRIME_LIMIT_S = 120.0
 Figures = dict[str, Any]
 
 
 def large_model(folder: Path) -> Path:
-    """The demo model's folder with a larger transformer of random weights in it."""
+    """Make a copy of the demo model's folder with a larger transformer of random weights."""
     from diffusers import FluxTransformer2DModel
 
     small = json.loads((DEMO_MODEL / "transformer" / "config.json").read_text(encoding="utf-8"))
@@ -99,10 +99,10 @@ def large_model(folder: Path) -> Path:
 
 
 class Site:
-    """A worker that is measured.
+    """A worker under measurement.
 
     Args:
-        supervisor: of one worker.
+        supervisor: supervisor of the one worker.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -128,7 +128,7 @@ class Site:
             time.sleep(0.05)
 
     def cpu_ms(self) -> Counter[str]:
-        """Of each model's processes so far."""
+        """Return the processor milliseconds that each model's processes have used so far."""
         used: Counter[str] = Counter()
         for model, process in self._processes.values():
             times = process.cpu_times()
@@ -136,7 +136,7 @@ class Site:
         return used
 
     def run(self, edits: Sequence[Edit], concurrent: int) -> Figures:
-        """Send edits, so many at a time, and count."""
+        """Send edits, at most `concurrent` at a time, and count."""
         cpu_before_ms, stolen, begin = self.cpu_ms(), stolen_s(), time.perf_counter()
         with ThreadPoolExecutor(concurrent) as pool:
             answers = list(pool.map(lambda edit: self.grpc.edit(edit.tensors()), edits))
@@ -164,7 +164,9 @@ class Site:
 
 
 def _encoded(meta: dict[str, Any]) -> str:
-    """What META says of how an edit's parts were encoded, without how many edits shared a call."""
+    """Return how META says that an edit's parts were encoded, without the number of edits that
+    shared a call.
+    """
     return " ".join(how for part, how in meta["encoded"].items() if part != "batch")
 
 
@@ -172,7 +174,7 @@ def _encoded(meta: dict[str, Any]) -> str:
 def worker_of(
     model: Path, folder: Path, stages: dict[str, int] | None = None, processes: int = 1
 ) -> Iterator[Site]:
-    """A worker of a model, its steps in so many processes, for as long as it takes."""
+    """Run a worker of a model while the context lasts; its steps use `processes` processes."""
     folder.mkdir()
     config = folder / "config.toml"
     tables = {"model": {"path": str(model)}, "stages": stages or {}}
@@ -194,13 +196,13 @@ def worker_of(
 
 
 def drawn_edits(size: int, count: int, templates: int) -> list[Edit]:
-    """Edits with production masks."""
+    """Return edits with production masks."""
     options = InputOptions(size, count, templates, settings={"cache": "auto"})
     return make_edits(options, find_photos(CHECKOUT / "assets"))
 
 
 def with_ratio(edits: Sequence[Edit], size: int, ratio: float) -> list[Edit]:
-    """The same edits with masks of one ratio."""
+    """Return the same edits with masks of one ratio."""
     rng = np.random.default_rng(1)
     masked_edits = []
     for edit in edits:
@@ -211,7 +213,7 @@ def with_ratio(edits: Sequence[Edit], size: int, ratio: float) -> list[Edit]:
 
 
 def never_seen(edits: Sequence[Edit], seed: int) -> list[Edit]:
-    """The same edits, each of a picture and with a prompt of its own."""
+    """Return the same edits, each with a picture and a prompt of its own."""
     rng, fresh_edits = np.random.default_rng(seed), []
     for number, edit in enumerate(edits):
         pixels = decode(edit.image).copy()
@@ -222,8 +224,8 @@ def never_seen(edits: Sequence[Edit], seed: int) -> list[Edit]:
 
 
 def handed_over(model: Path, edit: Edit) -> Figures:
-    """Bytes of the tensors that the models of the ensemble hand to one another for an edit: each is
-    written into shared memory once and read from there by each model that takes it.
+    """Return the bytes of the tensors that the ensemble's models pass to one another for an edit.
+    Each tensor is written to shared memory once, and each model that takes it reads it there.
     """
     config = config_of({"model": {"path": str(model)}})
     facts = load_spec(config.model.path)
@@ -254,8 +256,8 @@ def handed_over(model: Path, edit: Edit) -> Figures:
 
 
 def flop_limit(model: Path, size: int, active: float) -> float:
-    """FLOPs of a dense step over those of a cached one that computes so many image tokens: what the
-    steps alone can gain.
+    """Return FLOPs of a dense step over FLOPs of a cached step that computes `active` image tokens:
+    the largest possible gain of the steps alone.
     """
     facts = load_spec(str(model))
     side = size // facts.vae_scale_factor
@@ -266,7 +268,7 @@ def flop_limit(model: Path, size: int, active: float) -> float:
 
 
 class Pipeline:
-    """FluxFillPipeline with batches of eight, on so many threads."""
+    """FluxFillPipeline with batches of eight and a fixed number of threads."""
 
     def __init__(self, model: Path, edits: Sequence[Edit], threads: int) -> None:
         from diffusers import FluxFillPipeline
@@ -279,7 +281,7 @@ class Pipeline:
         torch.set_num_threads(threads)
 
     def run(self, number: int) -> Figures:
-        """One batch of the edits."""
+        """Run one batch of the edits."""
         batch = [self._edits[(8 * number + i) % len(self._edits)] for i in range(8)]
         side = decode(batch[0].image).shape[0]
         begin, used = time.perf_counter(), time.process_time()
@@ -300,7 +302,7 @@ class Pipeline:
 
 
 class Pipelines:
-    """A pipeline of one thread in each of some processes, all at work at once."""
+    """Several processes that work at the same time, each with a pipeline of one thread."""
 
     def __init__(self, model: Path, edits: Sequence[Edit], processes: int) -> None:
         self._count = processes
@@ -309,7 +311,7 @@ class Pipelines:
         )
 
     def run(self, number: int) -> Figures:
-        """A batch in each process."""
+        """Run one batch in each process."""
         begin = time.perf_counter()
         numbers = range(number * self._count, (number + 1) * self._count)
         used = [float(run["cpu_ms"]) for run in self._pool.map(_run_pipeline, numbers)]
@@ -321,7 +323,7 @@ class Pipelines:
 
 
 _pipelines: list[Pipeline] = []
-"""The one of a process of `Pipelines`."""
+"""The one pipeline of a process of `Pipelines`."""
 
 
 def _load_pipeline(model: Path, edits: Sequence[Edit]) -> None:
@@ -333,7 +335,7 @@ def _run_pipeline(number: int) -> Figures:
 
 
 def median_of(runs: Sequence[Figures]) -> Figures:
-    """The run of middle speed, and the speeds of all."""
+    """Return the run of median speed, with the speeds of all runs."""
     ordered = sorted(runs, key=lambda run: float(run["edits_per_s"]))
     rates = [run["edits_per_s"] for run in runs]
     return {**ordered[len(ordered) // 2], "edits_per_s": statistics.median(rates), "runs": rates}
@@ -342,15 +344,15 @@ def median_of(runs: Sequence[Figures]) -> Figures:
 def measure_model(
     model: Path, size: int, folder: Path, scale: int, rounds: int, *, sweep: bool
 ) -> Figures:
-    """All of one model.
+    """Measure everything for one model.
 
     Args:
         model: its folder.
-        size: of the pictures, in pixels.
+        size: side of the pictures, in pixels.
         folder: for files of the workers.
-        scale: edits are so many times eight.
-        rounds: in which workers and the pipeline take turns.
-        sweep: also over mask ratios and cold templates.
+        scale: number of edits over eight.
+        rounds: rounds in which workers and the pipeline take turns.
+        sweep: whether to also measure mask ratios and cold templates.
     """
     edits = drawn_edits(size, 8 * scale, 4)
     small = with_ratio(edits, size, 0.1)
@@ -375,7 +377,7 @@ def measure_model(
         for site in sites.values():
             for image in sorted({edit.image for edit in edits}):
                 site.prime(image)
-            site.run(edits[:8], 8)  # what a worker does once
+            site.run(edits[:8], 8)  # work that a worker does only once
         for pipeline in pipelines.values():
             pipeline.run(0)
         runs: dict[str, dict[str, list[Figures]]] = {
@@ -400,7 +402,7 @@ def measure_model(
 
 
 def over_masks(site: Site, edits: Sequence[Edit], size: int, scale: int) -> Figures:
-    """Cold templates, and hot ones by mask ratio."""
+    """Measure cold templates, and hot ones by mask ratio."""
     cold = {
         "one": site.run(never_seen(edits[: 2 * scale], 1), 1),
         "eight": site.run(never_seen(edits, 2), 8),
@@ -422,8 +424,8 @@ def faster(*runs: Figures) -> Figures:
 
 
 def summary_of(reports: dict[str, Figures]) -> Figures:
-    """The figures that have bars, of each model. `vs_diffusers` has each side share the cores in
-    the way that serves more of it, as `--devices-per-worker auto` does: one process, or one per
+    """Return each model's figures that have bars. `vs_diffusers` compares each side at its better
+    way to share the cores, as `--devices-per-worker auto` does: one process, or one process per
     core.
     """
     figures: Figures = {}
@@ -458,7 +460,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
-        # Both sides of the comparison get what a worker has; it is read at the start only.
+        # Both sides of the comparison get a worker's setting, which is read only at the start.
         os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     scale, report = 2 if args.quick else 4, dict[str, Any]()

@@ -38,18 +38,19 @@ STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 28, 50)
 CACHES = ("auto", "require", "off")
 LARGE_STEPS = (1, 4, 10)
 _LONG = 10
-"""Edits of more steps than this take every third ratio, each number of steps others."""
+"""An edit with more steps than this runs only every third ratio; the ratios differ by number of
+steps."""
 CROPS = ("off", "on")
 _TIMEOUT_S = 600.0
 
 
 class Asked(NamedTuple):
-    """One edit."""
+    """One edit to send."""
 
     size: tuple[int, int]
     """Width and height of the picture, in pixels."""
     shape: str
-    """Of the mask: `square` or `band`, which reaches from side to side."""
+    """Shape of the mask: `square` or `band`, which reaches from side to side."""
     ratio: float
     steps: int
     cache: str
@@ -58,14 +59,14 @@ class Asked(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How one edit ended."""
+    """The result of one edit."""
 
     asked: Asked
     way: str
     """META's `cache` and `dense_for`, or the error's code."""
     sentence: str = ""
     fault: bool = False
-    """Whether it was the server's."""
+    """Whether the server was at fault."""
 
 
 def main() -> int:
@@ -98,7 +99,7 @@ def main() -> int:
 
 
 def summary(ends: list[Ended], stopped: str, seconds: float) -> dict[str, Any]:
-    """What a model's edits came to, in plain data; `stopped`: why it could not be served."""
+    """Return a model's results as plain data. `stopped` says why the model could not be served."""
     return {
         "edits": len(ends),
         "seconds": round(seconds, 1),
@@ -113,7 +114,7 @@ def summary(ends: list[Ended], stopped: str, seconds: float) -> dict[str, Any]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[Asked, ...]]:
-    """The edits, those of one picture together: they go one after the other."""
+    """Yield the edits. Edits of one picture come together and run one after the other."""
     rng, side = np.random.default_rng(args.seed), args.size
     grid = [(side, side)], args.steps, ("auto",)
     large = [(2 * side, 3 * side // 2)], args.large_steps, CROPS
@@ -165,7 +166,9 @@ def _edit(client: Client, source: Image.Image, asked: Asked) -> Ended:
 
 
 def mask_of(asked: Asked) -> NDArray[np.uint8]:
-    """[height, width], 255 in so large a share of it: in its middle, or from side to side."""
+    """Return a mask [height, width] with 255 in the requested share: in the middle, or from side to
+    side.
+    """
     width, height = asked.size
     mask = np.zeros((height, width), np.uint8)
     share = asked.ratio if asked.shape == "band" else asked.ratio**0.5
@@ -177,7 +180,7 @@ def mask_of(asked: Asked) -> NDArray[np.uint8]:
 
 
 def _picture(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Smooth noise, [height, width, 3]."""
+    """Draw smooth noise, [height, width, 3]."""
     rough = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
     return np.asarray(rough.resize(size, Image.Resampling.BICUBIC))
 

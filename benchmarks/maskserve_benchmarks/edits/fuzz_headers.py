@@ -37,11 +37,11 @@ from maskserve_lora.lora_header import BadAdapter
 from maskserve_lora.lora_plan import check_file
 
 LIMIT_S = 5.0
-"""Of one file."""
+"""Longest time for one file."""
 LIMIT_BYTES = 2**30
-"""By which the process may grow."""
+"""Largest growth of the process's memory."""
 LONGEST = 600
-"""Characters of a sentence."""
+"""Most characters of an error message."""
 _EXTREMES = (0, 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 _TEXTS = (b"[" * 5000, b'"' + b"a" * 70_000 + b'"', b"-1", b"1e999", b"null", b"{}", b"[]", b'""',
           b"18446744073709551616", b"0.5", b"\\ud800", b"\xff\xfe", b"NaN")  # fmt: skip
@@ -52,7 +52,9 @@ class TooLong(Exception):
 
 
 def loras() -> list[bytes]:
-    """Whole LoRA files: PEFT's form, kohya's with alphas, one with metadata, one of every form."""
+    """Return valid LoRA files: PEFT's form, kohya's with alphas, one with metadata, one of every
+    form.
+    """
     from safetensors.numpy import save
 
     def pair(name: str, first: str, second: str) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def loras() -> list[bytes]:
 
 
 def ggufs() -> list[bytes]:
-    """Whole GGUF files: of tensors in several forms, and metadata of every type."""
+    """Return valid GGUF files, with tensors in several forms and metadata of every type."""
     import gguf
 
     files = []
@@ -103,7 +105,7 @@ def ggufs() -> list[bytes]:
 
 
 def damaged(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
-    """A file with one to four faults, most of them in its first `head` bytes."""
+    """Return the file with one to four faults, most of them in its first `head` bytes."""
     data = bytearray(raw)
     for _ in range(int(rng.integers(1, 5))):
         reach = max(1, min(head, len(data)) if rng.random() < 0.9 else len(data))
@@ -134,14 +136,16 @@ def damaged(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
                 data += bytes(int(rng.integers(1, 4096)))
         if not data:
             break
-    if rng.random() < 0.5 and raw[:4] != b"GGUF" and len(data) > 8:  # the length fits again
+    if rng.random() < 0.5 and raw[:4] != b"GGUF" and len(data) > 8:  # sometimes the length fits again
         end = bytes(data).rfind(b"}") + 1
         data[:8] = max(0, end - 8).to_bytes(8, "little")
     return bytes(data)
 
 
 def look_at_lora(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path], None]:
-    """Reads a LoRA file as a worker does; ValueError with a sentence where it is refused."""
+    """Return a function that reads a LoRA file as a worker does. It raises ValueError with a
+    sentence if the worker refuses the file.
+    """
     from maskserve_engine.adapters.lora_file import read_lora
 
     def look(path: Path) -> None:
@@ -158,7 +162,7 @@ def look_at_lora(base: BaseLayers, bounds: Bounds, model: str) -> Callable[[Path
 
 
 def look_at_gguf(path: Path) -> None:
-    """Reads a GGUF file as a worker does; what it raises is told as one sentence."""
+    """Read a GGUF file as a worker does, and turn any error into one sentence."""
     from maskserve_engine.stages.quantise import BAD_FILE, gguf_tensors
 
     try:
@@ -194,7 +198,7 @@ def main() -> int:
 def fuzzed(
     options: argparse.Namespace, look: Callable[[Path], None], whole: list[bytes], heads: list[int]
 ) -> dict[str, Any]:
-    """What came of it; ends the process with 1 where a rule was broken."""
+    """Read damaged files and return the counts. Exit with 1 if a rule is broken."""
     rng, sentences, broken = np.random.default_rng(options.seed), Counter[str](), list[str]()
     read, worst, files = 0, 0.0, 0
 
@@ -206,7 +210,7 @@ def fuzzed(
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:
         path = Path(folder, f"x.{options.form}")
-        for raw in whole:  # libraries are imported, and whole files are read
+        for raw in whole:  # imports the libraries and reads valid files first
             path.write_bytes(raw)
             look(path)
         initial_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -36,7 +36,7 @@ _OWN = ("hollow", "ninth-colour")
 
 
 def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds in which the three take turns."""
+    """Return medians over rounds in which the ways to batch take turns."""
     with tempfile.TemporaryDirectory() as folder:
         names = write_loras(Path(folder))
         config = config_of(
@@ -60,7 +60,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
             }
 
             def serve(batches: Sequence[Sequence[EditJob]]) -> None:
-                """Each batch when the one before has been answered."""
+                """Serve the batches one after the other."""
                 for jobs in batches:
                     worker.run(jobs)
 
@@ -68,7 +68,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
                 _counted(worker, mixed[n], Path(folder, f"{names[n]}.safetensors"))
                 for n in range(LORAS)
             ]
-            for _ in range(2):  # the second sight of each template, with its LoRA, is primed
+            for _ in range(2):  # a template's second edit with its LoRA primes it
                 for batches in ways.values():
                     serve(batches)
             took: dict[str, list[float]] = {way: [] for way in ways}
@@ -91,7 +91,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _counted(worker: Direct, job: EditJob, file: Path) -> float:
-    """FLOPs of a cached step of an edit over those with a LoRA."""
+    """Return the FLOPs of an edit's cached step over those of the same step with a LoRA."""
     adapter = worker.engine.adapter
     work = adapter.work(*job.moments.shape[1:])
     with safe_open(file, "pt") as opened:
@@ -105,7 +105,7 @@ def _counted(worker: Direct, job: EditJob, file: Path) -> float:
 
 
 def write_loras(folder: Path) -> list[str]:
-    """Files of `LORAS` LoRAs of the demo model in `folder`; returns their names."""
+    """Write `LORAS` LoRAs of the demo model to `folder` and return their names."""
     names = []
     for number in range(LORAS):
         adapter_file = CHECKOUT / "assets" / "adapters" / f"{_OWN[number % len(_OWN)]}.safetensors"
@@ -119,7 +119,7 @@ def write_loras(folder: Path) -> list[str]:
 
 
 def demo_edits(count: int) -> list[Edit]:
-    """Of as many pictures."""
+    """Return `count` edits, each with its own picture."""
     return [
         (
             encode_png(demo_edit.source),

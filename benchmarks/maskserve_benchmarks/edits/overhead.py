@@ -64,7 +64,7 @@ from maskserve_serving.supervisor import Supervisor
 
 
 def make_edits(count: int, side: int) -> list[Edit]:
-    """Encoded held-out edits of `side` x `side` pixels."""
+    """Return encoded held-out edits of `side` x `side` pixels."""
     return [
         (
             encode_image(edit.source, "png"),
@@ -83,7 +83,7 @@ def _call(client: Grpc, edit: Edit, settings: dict[str, Any]) -> Answer:
 
 
 class Clock:
-    """Adds up the time inside functions, each an attribute of an object or a module."""
+    """Adds up the time spent in functions; each is an attribute of an object or a module."""
 
     def __init__(self, *named: tuple[Any, str]) -> None:
         self.seconds = 0.0
@@ -106,9 +106,9 @@ class Clock:
 
 
 def model_clock() -> Clock:
-    """Of what FluxTransformer2DModel.forward calls: timestep and prompt embedded, first layer
-    (`State.__init__`), blocks and their attention, text and image joined for the single blocks and
-    taken apart, last layer.
+    """Return a clock of the parts that FluxTransformer2DModel.forward also has: embedding of
+    timestep and prompt, first layer (`State.__init__`), blocks and their attention, joining text
+    and image for the single blocks and splitting them, last layer.
     """
     state = forward_module.State
     return Clock(
@@ -119,8 +119,9 @@ def model_clock() -> Clock:
 
 
 def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any]:
-    """Medians over the engine loop's turns with 8 rows: the whole turn, what is not model, and of
-    that what is not the loop around the blocks either, which the model's own forward has too.
+    """Return medians over the engine loop's turns with 8 rows: the whole turn, and the time outside
+    the model. The last figure also leaves out the loop around the blocks, because the model's own
+    forward has one too.
     """
     jobs = direct.jobs(edits[:8], {"num_inference_steps": steps, "cache": "off"})
     inner = model_clock()
@@ -135,7 +136,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
 
     publisher.publish = published  # type: ignore[method-assign]
     try:
-        # All eight are in the inbox before the loop looks, so every step has eight rows.
+        # All eight edits are in the inbox before the loop looks, so every step has eight rows.
         direct.engine.ask(partial(time.sleep, 0.3))
         with ThreadPoolExecutor(8) as pool:
             finals = list(pool.map(direct.denoise, jobs))
@@ -147,7 +148,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
         tuple(1e3 * (after - before) for before, after in zip(*pair, strict=True))
         for pair in pairwise(marks)
         if pair[1][1] > pair[0][1]
-    ][2:-1]  # the first turns make the rows, the last answers
+    ][2:-1]  # the first turns make the rows, the last sends the responses
 
     def median(of: Callable[[float, float, float], float]) -> float:
         return round(statistics.median(of(*turn) for turn in turns), 3)
@@ -165,7 +166,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
 def measure_throughput(
     client: Grpc, edits: list[Edit], settings: dict[str, Any], count: int
 ) -> dict[str, Any]:
-    """Edits per second one at a time and eight at once, in turn."""
+    """Return edits per second, one at a time and eight at once, measured in turn."""
     rates: dict[int, list[float]] = {1: [], 8: []}
     batch_means = []
     for _ in range(3):
@@ -188,7 +189,7 @@ def measure_throughput(
 
 
 def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
-    """Edits per second if the denoiser ran at a large float32 matrix product's rate."""
+    """Return edits per second if the denoiser ran at the rate of a large float32 matrix product."""
     facts = load_spec(config.model.path)
     h = min(side, facts.native_resolution) // facts.vae_scale_factor
     work = flux_work(facts.denoiser, h, h)
@@ -220,7 +221,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
-        # Both sides of the comparison get what a worker has; it is read at the start only.
+        # Both sides of the comparison get a worker's setting, which is read only at the start.
         os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     tables = {"model": {"path": str(args.model), "torch_threads": args.threads}}
     report = about(hardware(torch.device("cpu")))
@@ -233,7 +234,7 @@ def main() -> int:
 
 
 def measure_serving(tables: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Path, throughput and step of the worker that `tables` configure."""
+    """Measure path, throughput and step of the worker that `tables` configure."""
     config, edits = config_of(tables), make_edits(8, args.side)
     settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}
     report: dict[str, Any] = {"side": args.side, "steps": args.steps}

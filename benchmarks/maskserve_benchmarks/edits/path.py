@@ -19,35 +19,35 @@ Meta = dict[str, Any]
 
 
 def timed(call: Callable[..., T], *args: Any) -> tuple[float, T]:
-    """Milliseconds of a call, and what it returned."""
+    """Return the milliseconds of a call, and its result."""
     begin = time.perf_counter()
     returned = call(*args)
     return 1e3 * (time.perf_counter() - begin), returned
 
 
 class Round(NamedTuple):
-    """One edit, once each way. Milliseconds."""
+    """One edit, run once each way. All values are milliseconds."""
 
     through: float
-    """Triton."""
+    """Time through Triton."""
     straight: float
-    """The same parts, called directly."""
+    """Time of direct calls to the same parts."""
     stages: float
-    """Of `through`, what models say they spent."""
+    """Part of `through` that the models report in META."""
     stolen: float
-    """By the machine's neighbours, summed over its processors."""
+    """Time that the machine's neighbours took, summed over its processors."""
 
 
 def measure_path(
     serve: Callable[[Edit], Meta], call: Callable[[Edit], Any], edits: list[Edit], count: int
 ) -> dict[str, Any]:
-    """Both ways in turn, each before the other every second time.
+    """Time both ways in turn; the way that goes first alternates.
 
     Args:
         serve: takes an edit through Triton and returns its META.
         call: calls the same parts directly.
-        edits: taken in turn.
-        count: of rounds.
+        edits: the edits, taken in turn.
+        count: number of rounds.
     """
     rounds = []
     for number in range(count + 2):
@@ -88,7 +88,7 @@ def _medians(rounds: list[Round]) -> dict[str, Any]:
 
 
 def _interval(rounds: list[Round]) -> list[float]:
-    """95 % of the differences of medians of as many rounds, drawn from these (bootstrap)."""
+    """Return the 95 % confidence interval of the difference of medians (bootstrap)."""
     pairs = np.array([(sample.through, sample.straight) for sample in rounds])
     drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
     added = np.subtract(*np.moveaxis(np.median(pairs[drawn], axis=1), 1, 0))

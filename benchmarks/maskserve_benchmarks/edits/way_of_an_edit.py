@@ -33,7 +33,7 @@ _TIMES = 3
 
 
 class Entered:
-    """Counts the calls of the product's functions, in every thread that begins after it."""
+    """Counts calls of the product's functions in every thread that starts after it."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
@@ -49,7 +49,7 @@ class Entered:
         threading.setprofile(None)
 
     def during(self, work: Any) -> Counter[CodeType]:
-        """The calls while `work` is done."""
+        """Return the calls made while `work` runs."""
         self.calls = Counter()
         self._counting = True
         work()
@@ -62,14 +62,14 @@ class Entered:
 
 
 def _is_product(code: CodeType) -> bool:
-    """A function of the product; comprehensions are no calls."""
+    """Return whether this is a function of the product; comprehensions do not count."""
     path = Path(code.co_filename)
     inside = any(path.is_relative_to(CHECKOUT / room) for room in ("engine", "model_repository"))
     return inside and (not code.co_name.startswith("<") or code.co_name == "<lambda>")
 
 
 def measure() -> dict[str, Counter[CodeType]]:
-    """By kind of edit, how often each function was entered."""
+    """Return how often each function was entered, by kind of edit."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (128, 128, 3), dtype=np.uint8)
     mask = np.zeros((128, 128), np.uint8)
@@ -81,7 +81,7 @@ def measure() -> dict[str, Counter[CodeType]]:
         worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
         for kind, cache in _KINDS.items():
             settings = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
-            worker.edit(edit, settings)  # primes the template, and warms up what is kept
+            worker.edit(edit, settings)  # primes the template and fills what a worker keeps between edits
             counts = [
                 entered.during(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
             ]

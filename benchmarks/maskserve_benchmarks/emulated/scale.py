@@ -45,16 +45,16 @@ LOAD = 0.8
 _EDITS_PER_WORKER = 60
 _WORKERS_PER_HOST = 8
 _HOST_TEMPLATES = 160
-"""120 GiB of FLUX's in the host memory of eight workers."""
+"""FLUX templates that fit the host memory of eight workers, 120 GiB."""
 _PICTURE_MB = 1.5
 _BUSY = 0.5
-"""Share of a core that one router is given."""
+"""Share of a core that one router gets."""
 _RECORDS = 2000
 _STATUS = {"op": "status"}
 
 
 def main() -> int:
-    """Measure and tell."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args()
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def costs(gpus: int, record: bytes) -> dict[str, float]:
-    """Figures of a deployment of so many GPUs, by what they are of."""
+    """Return named figures of a deployment of `gpus` GPUs."""
     groups = math.ceil(gpus / GROUP)
     workers = math.ceil(gpus / groups)
     hardware = Hardware()
@@ -94,8 +94,8 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
     added = json.loads((CHECKOUT / "docs" / "benchmarks" / "router.json").read_text())
     passed_s = 1 / added["requests_per_s"]["router"]
     poll_s = _seconds_to_read(record)
-    polls = workers / RouterConfig().workers.poll_interval_s  # of one router
-    poll_cores = polls * poll_s  # cores, whatever the edits are
+    polls = workers / RouterConfig().workers.poll_interval_s  # polls per second of one router
+    poll_cores = polls * poll_s  # cores for polling, independent of the edits
     edits = rate / groups * (passed_s + decision_s)
     routers = max(2, math.ceil(edits / max(_BUSY - poll_cores, 0.05)))
     fetched = result.fetches * hardware.template_bytes / lasted_s * groups
@@ -125,7 +125,7 @@ def costs(gpus: int, record: bytes) -> dict[str, float]:
 
 
 class _Timed(Cluster):
-    """Notes how long the routing of each edit takes on this machine."""
+    """A cluster that records how long the routing of each edit takes on this machine."""
 
     taken: list[float]
 
@@ -140,7 +140,9 @@ class _Timed(Cluster):
 
 
 def _record() -> bytes:
-    """A worker's status as `control` hands it out: eight rows, eight that wait, 160 templates."""
+    """Return a worker's status as `control` sends it: eight rows, eight waiting edits, 160
+    templates.
+    """
 
     async def told() -> Any:
         templates = tuple(f"{n:032x}" for n in range(_HOST_TEMPLATES))

@@ -16,7 +16,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 def server_of(methods: Mapping[str, Any]) -> tuple[grpc.aio.Server, int]:
-    """A server of these methods of KServe's service that has not begun, and its port."""
+    """Return a server, not yet started, of these methods of KServe's service, and its port."""
     server = grpc.aio.server(
         options=(
             ("grpc.max_send_message_length", -1),
@@ -29,7 +29,7 @@ def server_of(methods: Mapping[str, Any]) -> tuple[grpc.aio.Server, int]:
 
 
 def answer_of(model: str, outputs: Mapping[str, Sequence[bytes]]) -> bytes:
-    """A model's answer: the elements of each output."""
+    """Return a model's response with the elements of each output."""
     response = pb.ModelInferResponse(model_name=model, model_version="1")
     for name, elements in outputs.items():
         bytes_tensor.add_output(response, name, elements)

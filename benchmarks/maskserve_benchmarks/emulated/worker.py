@@ -35,27 +35,27 @@ class _Edit:
     status: RowStatus
     left: int
     began: float = 0.0
-    """When it got a row."""
+    """When the edit got a row."""
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
 KEPT = "a" * 32
-"""What a result is kept as, if that is asked for."""
+"""Name under which a result is kept, if the edit asks for it."""
 
 
 class EmulatedWorker:
     """One worker; use `start` and `stop`.
 
     Args:
-        name: of the worker.
-        hardware: the device; None: an edit is answered at once.
-        templates: ids of the templates whose entries it has.
-        answer: the picture that answers; by default next to nothing, and no picture.
-        max_rows: of its batch.
-        max_waiting: of its queue.
-        model: name of the one that it serves.
-        order: `slack`: those that wait go by their due times, as at any worker; `fcfs`: as they
-            came.
+        name: name of the worker.
+        hardware: the device; None: the worker answers an edit at once.
+        templates: ids of the templates with entries.
+        answer: picture of each response; by default a few bytes that are no picture.
+        max_rows: largest number of rows in its batch.
+        max_waiting: largest number of edits in its queue.
+        model: name of the model that it serves.
+        order: order of waiting edits: `slack`: by their due times, as at any worker; `fcfs`: in
+            order of arrival.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EmulatedWorker:
             pricing=hardware.pricing if hardware else None,
         )
         self.host = ""
-        """Of those who share its folder of values."""
+        """Name of the host, for workers that share its folder of values."""
         self._listings = TemplateListings()
         self._stepped_ns = time.monotonic_ns()
         self._server, self.port = server_of(
@@ -112,7 +112,7 @@ class EmulatedWorker:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
 
-    # Calls.
+    # Calls
 
     async def _infer(self, raw: bytes, context: Context) -> bytes:
         message = pb.ModelInferRequest.FromString(raw)
@@ -142,7 +142,7 @@ class EmulatedWorker:
         return answer_of("edit", {"IMAGE": [picture], "META": [msgspec.json.encode(meta)]})
 
     def picture(self, settings: EditSettings) -> bytes:
-        """What answers an edit."""
+        """Return the picture for the response to an edit."""
         return self._answer
 
     async def _stream(
@@ -153,7 +153,7 @@ class EmulatedWorker:
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
 
     def told(self, operation: dict[str, Any]) -> bytes:
-        """What `control` answers."""
+        """Return the response of `control`."""
         if operation["op"] != "status":
             return b"{}"
         running = {ticket.request_id for ticket in self._running} & self._edits.keys()
@@ -177,10 +177,10 @@ class EmulatedWorker:
         return msgspec.json.encode({**msgspec.to_builtins(record), **more})
 
     async def _edit(self, mask: bytes, settings: EditSettings, hardware: Hardware) -> float:
-        """Take an edit through the batch; seconds that it waited for a row.
+        """Run an edit through the batch; return the seconds that it waited for a row.
 
         Raises:
-            DeadlineExceeded: nobody wants it any more.
+            DeadlineExceeded: the deadline has passed.
         """
         assert self._status.served is not None
         active, total, *_ = count_tokens(mask, settings, self._status.served, LimitsConfig())
@@ -218,17 +218,17 @@ class EmulatedWorker:
         try:
             await edit.done
         finally:
-            if self._edits.pop(name, None) is not None:  # it was withdrawn
+            if self._edits.pop(name, None) is not None:  # the edit was cancelled
                 self._scheduler.cancel(name)
         return edit.began - now_s
 
-    # Steps.
+    # Steps
 
     async def _step_on(self) -> None:
-        """Step as long as there is something to step.
+        """Step while there are rows to step.
 
-        A step begins when the one before was to end, not when this process noticed that it had:
-        else a machine that is late by a millisecond would make every step longer by it.
+        A step begins at the scheduled end of the step before, not when this process notices that
+        end. Otherwise a delay of a millisecond on this machine would make every step longer.
         """
         begins = time.monotonic()
         while True:

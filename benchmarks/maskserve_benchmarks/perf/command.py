@@ -51,7 +51,7 @@ DEFAULT_RATES = "1,2,4"
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    # A plain kill ends tool and worker as Ctrl-C does.
+    # A plain kill ends tool and worker in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(options)
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Everything, in order; what can be refused is refused before anything is started."""
+    """Run everything in order; invalid options are refused before anything starts."""
     measured = targets(options.front, options.protocol)
     loads = chosen_loads(options)
     check_numbers(options)
@@ -196,7 +196,7 @@ def chosen_loads(options: argparse.Namespace) -> list[Load]:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise on numbers that no part further down checks."""
+    """Raise on numbers that no later part checks."""
     if options.requests < 2:
         raise PerfError(f"--requests: {options.requests} is not at least 2")
     if options.warmup is not None and options.warmup < 0:
@@ -208,7 +208,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def warm(worker: Server, edits: list[Edit], options: argparse.Namespace) -> None:
-    # Each edit that will be measured, once: its template is primed then, and no other is sent.
+    # Warm with each edit of the measurement once: this primes their templates and no others.
     count = min(len(edits), options.requests) if options.warmup is None else options.warmup
     if count:
         print(
@@ -221,7 +221,7 @@ def warm(worker: Server, edits: list[Edit], options: argparse.Namespace) -> None
 def describe(
     options: argparse.Namespace, tool: Tool, edits: list[Edit], model: str | None
 ) -> dict[str, Any]:
-    """What the results say of all runs together."""
+    """Return the part of the results that holds for all runs."""
     ratios = [edit.mask_ratio for edit in edits]
     return {
         "command": " ".join(sys.argv),

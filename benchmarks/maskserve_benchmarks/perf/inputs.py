@@ -30,19 +30,20 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """What the edits are like. Equal options give equal edits."""
+    """Properties of the edits. Equal options give equal edits."""
 
     size: int = 128
-    """Pixels of the square pictures' sides."""
+    """Side of the square pictures, in pixels."""
     entries: int = 32
-    """Different edits; perf_analyzer starts over when it has sent them all."""
+    """Number of different edits; after the last one perf_analyzer starts again."""
     templates: int = 8
-    """Different pictures among them; edits of one picture differ in mask, prompt and seed."""
+    """Number of different pictures among them; edits of one picture differ in mask, prompt and
+    seed."""
     mix: str = "production"
     """Published distribution of mask ratios: a name of `simulator.workload.MIXES`."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    """SETTINGS of every edit; each gets a `seed` of its own beside them."""
+    """SETTINGS of every edit; each edit also gets its own `seed`."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("size", 16, 4096), ("entries", 1, 4096), ("templates", 1, 4096)):
@@ -55,19 +56,19 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit as it is sent."""
+    """One edit in the form in which it is sent."""
 
     image: bytes
-    """PNG."""
+    """PNG file."""
     mask: bytes
-    """PNG in grey; white is edited."""
+    """PNG file in grey; white is edited."""
     prompt: str
     settings: dict[str, Any]
     mask_ratio: float
     """White pixels over all pixels."""
 
     def tensors(self) -> dict[str, bytes]:
-        """The fronts' input tensors by name."""
+        """Return the fronts' input tensors by name."""
         settings = json.dumps(self.settings).encode()
         payloads = (self.image, self.mask, self.prompt.encode(), settings)
         return dict(zip(TENSORS, payloads, strict=True))
@@ -77,13 +78,13 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
     """Draw the edits.
 
     Args:
-        options: what they are like.
+        options: properties of the edits.
         photos: pictures to crop from, taken in turn.
 
     Raises:
         PerfError: a photo cannot be read.
     """
-    # Each property has a stream of its own: changing one leaves the others.
+    # Each property has its own random stream: changing one leaves the others unchanged.
     crops, masks, words = (
         np.random.default_rng(s) for s in np.random.SeedSequence(options.seed).spawn(3)
     )
@@ -108,7 +109,7 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
 
 
 def draw_ratios(mix: str, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    """Mask ratios of a published distribution, one from each `count`-th part of it, shuffled.
+    """Draw mask ratios of a published distribution, one from each `count`-th part of it, shuffled.
 
     So a few dozen edits already have its mean and its tail.
     """
@@ -117,7 +118,8 @@ def draw_ratios(mix: str, count: int, rng: np.random.Generator) -> npt.NDArray[n
 
 
 def draw_mask(size: int, ratio: float, rng: np.random.Generator) -> Mask:
-    """A compact region of `ratio` of `size` x `size` pixels, to the pixel, and at least one.
+    """Draw a compact region that covers `ratio` of `size` x `size` pixels, exact to the pixel, and
+    at least one pixel.
 
     It holds the pixels nearest to a random centre, by the distance of a turned ellipse or
     rectangle; where the border cuts the region it grows on the other sides.
@@ -146,12 +148,12 @@ def write_edits(edits: list[Edit], path: Path) -> None:
 
 
 def pack(payload: bytes) -> str:
-    """One BYTES element as perf_analyzer wants it."""
+    """Return one BYTES element in perf_analyzer's form."""
     return base64.b64encode(_LENGTH.pack(len(payload)) + payload).decode()
 
 
 def find_photos(assets: Path) -> list[Path]:
-    """The repository's photographs, in a fixed order."""
+    """Return the repository's photographs, in a fixed order."""
     photos = [
         *sorted((assets / "photos").glob("*.jpg")),
         *sorted((assets / "demo").glob("source.*")),
@@ -170,7 +172,7 @@ def _open(path: Path) -> Image.Image:
 
 
 def _crop(photo: Image.Image, size: int, rng: np.random.Generator) -> Image.Image:
-    """A random square of at least half the photo's shorter side, scaled to `size`."""
+    """Cut a random square of at least half the photo's shorter side and scale it to `size`."""
     side = int(min(photo.size) * rng.uniform(0.5, 1.0))
     left, top = (int(rng.integers(0, length - side + 1)) for length in photo.size)
     box = (left, top, left + side, top + side)

@@ -16,7 +16,7 @@ PROTOCOLS = ("http", "grpc")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A front by one protocol."""
+    """A front and a protocol."""
 
     front: str
     protocol: str
@@ -26,11 +26,11 @@ class Target:
         return self.front == "edit_stream"
 
     def arguments(self) -> list[str]:
-        """perf_analyzer's arguments for it.
+        """Return perf_analyzer's arguments for this target.
 
-        Calls are asynchronous. With synchronous ones it keeps a few threads that wait for their
-        answers: under a request rate the edits behind a slow one are then sent late, and their
-        waiting is not in the figures.
+        Calls are asynchronous. With synchronous calls perf_analyzer keeps a few threads that wait
+        for responses. Under a request rate it then sends the edits behind a slow one late, and the
+        figures do not include their waiting time.
         """
         how = "--streaming" if self.streams else "--async"
         return ["-m", self.front, "-i", self.protocol, how]
@@ -43,7 +43,7 @@ COMBINATIONS = (Target("edit", "http"), Target("edit", "grpc"), Target("edit_str
 
 
 def targets(front: str | None, protocol: str | None) -> list[Target]:
-    """The combinations of a front and a protocol, each of them any if it is None.
+    """Return the combinations of a front and a protocol; None stands for any.
 
     Raises:
         PerfError: perf_analyzer cannot measure this combination.
@@ -62,20 +62,21 @@ def targets(front: str | None, protocol: str | None) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How edits arrive."""
+    """A pattern of arrivals."""
 
     kind: str
-    """`request_rate`: Poisson arrivals, `value` per second on average, whatever the answers do.
-    `concurrency`: `value` edits in flight at any time."""
+    """`request_rate`: Poisson arrivals, `value` per second on average, independent of the
+    responses. `concurrency`: `value` edits in flight at any time."""
     value: float
     built_in: bool = False
     """Whether perf_analyzer draws the arrivals. It draws the same few with every run, and they
     begin slowly: 60 requests at its 1/s come at 0.82/s, 10 at 0.43/s."""
 
     def arguments(self, requests: int, seed: int, folder: Path) -> list[str]:
-        """perf_analyzer's arguments for `requests` edits; a file they name is written to `folder`.
+        """Return perf_analyzer's arguments for `requests` edits; any file that they name is written
+        to `folder`.
 
-        Arrivals of one seed are the same at every rate but for a factor.
+        Arrivals of one seed are the same at every rate, except for a constant factor.
         """
         if self.kind == "concurrency":
             return ["--concurrency-range", f"{self.value:g}"]
@@ -93,10 +94,10 @@ class Load:
 
 
 def parse_loads(kind: str, text: str, built_in: bool = False) -> list[Load]:
-    """Loads from numbers separated by commas.
+    """Parse loads from numbers separated by commas.
 
     Raises:
-        PerfError: names the option and what it accepts.
+        PerfError: a number is invalid; the message names the option and the accepted values.
     """
     option = "--" + kind.replace("_", "-")
     whole = kind == "concurrency"

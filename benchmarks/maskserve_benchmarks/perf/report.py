@@ -11,7 +11,7 @@ HEADER = (
 
 
 def line(outcome: Outcome) -> str:
-    """A run as a line of the table."""
+    """Return one line of the table for a run."""
     target, load = outcome.measurement.target, outcome.measurement.load
     begin = f"{target!s:<25} {load!s:<14}"
     if outcome.stamps is None:

@@ -21,18 +21,18 @@ import numpy as np
 from maskserve_benchmarks.perf.errors import PerfError
 
 PERCENTILES = (50, 90, 95, 99)
-# Quotation marks inside the embedded pictures are escaped, so these are never found there.
+# Quotation marks inside the embedded pictures are escaped, so these never match there.
 _REQUEST = re.compile(rb'\{"timestamp":(\d+),')
 _RESPONSES = re.compile(rb',"response_timestamps":\[([\d,]*)\]')
 _META = re.compile(rb'"META":("(?:[^"\\]|\\.)*")')
 _THREAD_ERROR = re.compile(r"Thread \[\d+\] had error: (.+)")
 _PLAIN_ERROR = re.compile(r"^error: (.+)", re.MULTILINE | re.IGNORECASE)
-_MS = 1e-6  # of a nanosecond
+_MS = 1e-6  # nanoseconds to milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Milliseconds from sending a request."""
+    """Milliseconds from sending a request to a response."""
 
     mean: float
     p50: float
@@ -57,23 +57,23 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """Times of one run's requests, in nanoseconds, in the order they were sent."""
+    """Times of one run's requests in nanoseconds, in the order of sending."""
 
     sent: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
-    """Of each request, the last one its answer."""
+    """Times of the responses of each request; the last one is its answer."""
     metas: tuple[dict[str, Any], ...] = ()
-    """META of each request's answer, empty where there is none."""
+    """META of each request's answer; empty if there is none."""
 
     @property
     def sent_per_s(self) -> float:
-        """Rate of the arrivals, between the first and the last."""
+        """Return the rate of the arrivals between the first and the last."""
         span = (self.sent[-1] - self.sent[0]) / 1e9
         return (len(self.sent) - 1) / span if span else 0.0
 
     @property
     def answered_per_s(self) -> float:
-        """Requests over the time from the first one sent to the last answer."""
+        """Return the number of requests over the time from the first request to the last answer."""
         return len(self.sent) / ((max(r[-1] for r in self.responses) - self.sent[0]) / 1e9)
 
     @property
@@ -81,7 +81,9 @@ class Stamps:
         return sum(map(len, self.responses)) / len(self.sent)
 
     def latencies(self, response: int = -1) -> Latencies:
-        """To each request's response of this index: 0 the first, -1 the answer."""
+        """Return the latencies of each request's response with this index: 0 the first, -1 the
+        answer.
+        """
         pairs = zip(self.sent, self.responses, strict=True)
         return _latencies([(responses[response] - start_ns) * _MS for start_ns, responses in pairs])
 
@@ -90,7 +92,7 @@ def parse_report(text: str) -> Report:
     """Read the CSV report of one load, written with --verbose-csv.
 
     Raises:
-        PerfError: it is not one.
+        PerfError: the text is not such a report.
     """
     rows = list(csv.DictReader(text.splitlines()))
     if len(rows) != 1:
@@ -105,7 +107,8 @@ def parse_report(text: str) -> Report:
 
 
 def parse_stamps(export: bytes) -> Stamps:
-    """The times in a profile export. It is not decoded: it has pictures as invalid UTF-8.
+    """Return the times in a profile export. The export is not decoded, because it holds pictures as
+    invalid UTF-8.
 
     Raises:
         PerfError: a request has no response.
@@ -129,17 +132,17 @@ def parse_stamps(export: bytes) -> Stamps:
 
 
 def _meta(found: Sequence[bytes]) -> dict[str, Any]:
-    """The last of a request's METAs."""
+    """Return the last META of a request."""
     return dict(json.loads(json.loads(found[-1]))) if found else {}
 
 
 def parse_errors(output: str) -> list[str]:
-    """What perf_analyzer printed of failures, each once, in its order."""
+    """Return the different errors that perf_analyzer printed, in its order."""
     lines = _THREAD_ERROR.findall(output) or _PLAIN_ERROR.findall(output)
     return list(dict.fromkeys(line.strip() for line in lines))
 
 
 def _latencies(values: Sequence[float]) -> Latencies:
-    # As perf_analyzer chooses them: each is the latency of some request.
+    # Percentiles as perf_analyzer chooses them: each is the latency of a request.
     points = np.percentile(values, PERCENTILES, method="nearest")
     return Latencies(float(np.mean(values)), *(float(point) for point in points))

@@ -28,23 +28,25 @@ _AGAIN = 2
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What is measured."""
+    """One run of perf_analyzer: target, load and inputs."""
 
     target: Target
     load: Load
     url: str
-    """host:port of the target's protocol."""
+    """host:port for the target's protocol."""
     requests: int
-    """Edits to send; the run ends when all are answered."""
+    """Number of edits to send; the run ends when all are answered."""
     inputs: Path
-    """File of the edits."""
+    """File with the edits."""
     seed: int
-    """Of the arrivals."""
+    """Seed of the arrivals."""
     limit_s: float
     """Seconds that the run may take."""
 
     def arguments(self, folder: Path) -> list[str]:
-        """perf_analyzer's arguments, without the files it writes; those it reads go to `folder`."""
+        """Return perf_analyzer's arguments without its output files; its input files go to
+        `folder`.
+        """
         load = self.load.arguments(self.requests, self.seed, folder)
         options = ["-u", self.url, "--request-count", str(self.requests)]
         return [*self.target.arguments(), *load, *options, "--input-data", str(self.inputs)]
@@ -52,20 +54,22 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a measurement: figures, or errors."""
+    """The result of a measurement: figures or errors."""
 
     measurement: Measurement
     command: str
-    """As it was run, with files by their names alone: they lay in temporary folders."""
+    """The command that ran. Files appear by name only, because they were in temporary folders."""
     report: Report | None = None
     stamps: Stamps | None = None
     errors: tuple[str, ...] = ()
-    """perf_analyzer stops at a request's first error, so a run has errors or figures."""
+    """perf_analyzer stops at a request's first error, so a run has either errors or figures."""
     late: bool = False
-    """Whether it was stopped at its limit."""
+    """Whether the run was stopped at its limit."""
 
     def to_json(self) -> dict[str, Any]:
-        """The run as it stands in the results; the keys say what a latency ends with."""
+        """Return the run as it appears in the results; the keys name the event that ends each
+        latency.
+        """
         target, load = self.measurement.target, self.measurement.load
         run: dict[str, Any] = {
             "front": target.front,
@@ -98,24 +102,24 @@ def start(tool: Tool, arguments: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # Ctrl-C at the terminal is not for it: it would go on until every request is sent.
+        # perf_analyzer must not receive Ctrl-C: it would go on until every request is sent.
         start_new_session=True,
     )
 
 
 def measure(tool: Tool, measurement: Measurement) -> Outcome:
-    """Run perf_analyzer, and up to twice more if it was not done in time.
+    """Run perf_analyzer, and up to twice more if it did not finish in time.
 
-    perf_analyzer 2.50 can do nothing for ever: one of its sending threads now and then misses the
-    signal to start (its condition variable is notified without the lock), and the others wait for
-    it.
+    perf_analyzer 2.50 can hang forever. One of its sending threads sometimes misses the signal to
+    start, because its condition variable is notified without the lock. The other threads then wait
+    for it.
 
     Args:
         tool: perf_analyzer.
-        measurement: what to ask it for.
+        measurement: the run to make.
 
     Raises:
-        PerfError: as of `measure_once`.
+        PerfError: perf_analyzer ended without its report, or its output is unknown.
     """
     outcome = measure_once(tool, measurement)
     for _ in range(_AGAIN):
@@ -130,15 +134,15 @@ def measure_once(
     measurement: Measurement,
     started: Callable[[Tool, list[str]], subprocess.Popen[str]] = start,
 ) -> Outcome:
-    """Run perf_analyzer. Interrupted, it is ended before the interruption goes on.
+    """Run perf_analyzer. On an interruption, stop it before the interruption continues.
 
     Args:
         tool: perf_analyzer.
-        measurement: what to ask it for.
-        started: starts it with arguments.
+        measurement: the run to make.
+        started: starts perf_analyzer with arguments.
 
     Raises:
-        PerfError: it ended well without its report, or wrote what is not known.
+        PerfError: perf_analyzer ended without its report, or its output is unknown.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report, export = Path(scratch) / "report.csv", Path(scratch) / "export.json"
@@ -156,7 +160,7 @@ def measure_once(
             return Outcome(measurement, command, errors=(late,), late=True)
         finally:
             if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a wrapper script's children too
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the children of a wrapper script
                 process.communicate()
         errors = parse_errors(output)
         if process.returncode != 0 or errors:

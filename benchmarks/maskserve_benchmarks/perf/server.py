@@ -25,20 +25,20 @@ _EDIT_LIMIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a worker, or a router, answers."""
+    """Addresses of a worker or a router."""
 
     http: str
-    """host:port."""
+    """host:port for HTTP."""
     grpc: str
-    """host:port."""
+    """host:port for gRPC."""
     patience_s: float = 3.0
-    """How long to wait for it where it should answer and does not."""
+    """Seconds to wait for a server that should answer and does not."""
 
     def url(self, protocol: str) -> str:
         return self.http if protocol == "http" else self.grpc
 
     def status(self) -> dict[str, Any] | None:
-        """The worker's status record; None from what has none, such as a router."""
+        """Return the worker's status record; None if the server has none, as a router."""
         with Client(self.grpc) as client:
             try:
                 return client.control("status")
@@ -46,14 +46,16 @@ class Server:
                 return None
 
     def counters(self) -> dict[str, int]:
-        """Totals since the worker started; empty from what has no status record."""
+        """Return totals since the worker started; empty if the server has no status record."""
         status = self.status()
         if status is None:
             return {}
         return {name: int(status["counters"].get(name, 0)) for name in COUNTERS}
 
     def growth(self, before: dict[str, int]) -> dict[str, int]:
-        """What the counters grew by; a worker that was restarted meanwhile counts from 0."""
+        """Return the growth of the counters; those of a worker that restarted meanwhile count from
+        0.
+        """
         grown = {}
         for name, total in self.counters().items():
             start = before.get(name, 0)
@@ -61,21 +63,21 @@ class Server:
         return grown
 
     def wait_ready(self) -> None:
-        """Wait until the server answers: an own worker that failed is restarted.
+        """Wait until the server answers: a worker of this measurement restarts after a failure.
 
-        One that stays away is not an error here; perf_analyzer then says what it meets.
+        A server that stays away is not an error here; perf_analyzer then reports it.
         """
         end = time.monotonic() + self.patience_s
         while not is_ready(f"http://{self.http}", 5.0) and time.monotonic() < end:
             time.sleep(0.5)
 
     def warm(self, edits: list[Edit]) -> None:
-        """Send each edit once, then wait until templates that are being primed are.
+        """Send each edit once, then wait until no template is being primed.
 
-        The first edits of a shape also set kernels up, and a template's second sight primes it.
+        The first edits of a shape also prepare kernels, and a template's second edit primes it.
 
         Raises:
-            PerfError: the server does not take the edits.
+            PerfError: the server refuses the edits.
         """
         with Client(self.grpc) as client:
             try:
@@ -96,7 +98,7 @@ class Server:
 
 
 def running_server(grpc: str, http: str | None) -> Server:
-    """A server by its gRPC address; HTTP is at the port before, if not given.
+    """Return a server by its gRPC address; without `http`, HTTP is at the port below.
 
     Raises:
         PerfError: an address is not host:port.
@@ -119,16 +121,17 @@ def _split(option: str, url: str) -> tuple[str, int]:
 def own_server(
     model: str, log_dir: Path, config: Path | None = None, *, devices: Literal[0, 1, 2, 4, 8] = 0
 ) -> Iterator[Server]:
-    """A worker on free ports. It drains and stops at the end, and stops at once on an exception.
+    """Run a worker on free ports. It drains and stops at the end, and stops at once on an
+    exception.
 
     Args:
-        model: that it serves.
-        log_dir: for its logs.
-        config: a file.
-        devices: of the worker; 0: the configuration's, or 1.
+        model: the model to serve.
+        log_dir: folder for its logs.
+        config: a configuration file.
+        devices: number of devices of the worker; 0: the configuration's number, or 1.
 
     Raises:
-        ServeError: it cannot start.
+        ServeError: the worker cannot start.
     """
     with own_workers(model, log_dir, 1, config, devices=devices) as [server]:
         yield server
@@ -143,7 +146,7 @@ def own_workers(
     *,
     devices: Literal[0, 1, 2, 4, 8] = 0,
 ) -> Iterator[list[Server]]:
-    """The same of several workers, which share the cores."""
+    """Run several workers on free ports; they share the cores."""
     options = ServeOptions(
         model=model,
         base_port=free_base_port(count),
@@ -164,7 +167,7 @@ def own_workers(
             for worker in supervisor.workers
         ]
     except BaseException:
-        # Nobody waits for the edits of a measurement that was given up.
+        # An abandoned measurement has no client that waits for its edits.
         supervisor.kill()
         raise
     supervisor.stop()

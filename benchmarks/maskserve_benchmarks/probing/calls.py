@@ -19,18 +19,18 @@ from tritonclient.utils import InferenceServerException
 from maskserve_common.errors import split_code
 
 Answer = tuple[bytes, dict[str, Any]]
-"""IMAGE and META."""
+"""IMAGE and META of a response."""
 TIMEOUT_S = 120.0
-"""An answer that takes longer will not come."""
+"""Seconds to wait for a response."""
 
 CLIENT_CANCELLED = "client cancelled"
 CLIENT_TIMEOUT = "client timeout"
-# A deadline is the client library's to keep; it has this long to say that it has passed.
+# The client library enforces a deadline; it has this long to report that it has passed.
 _GRACE_S = 10.0
 
 
 def tensors(module: Any, values: Mapping[str, bytes]) -> list[Any]:
-    """Inputs of tritonclient's `module`, grpc or http."""
+    """Return inputs for tritonclient's `module`, grpc or http."""
     inputs = []
     for name, value in values.items():
         cell = np.empty(1, np.object_)
@@ -42,7 +42,7 @@ def tensors(module: Any, values: Mapping[str, bytes]) -> list[Any]:
 
 
 def texts(inputs: Mapping[str, bytes]) -> dict[str, str]:
-    """An edit's inputs as JSON can hold them: images in base64."""
+    """Return an edit's inputs in a form for JSON: images in base64."""
     return {
         name: base64.b64encode(value).decode() if name in ("IMAGE", "MASK") else value.decode()
         for name, value in inputs.items()
@@ -50,12 +50,14 @@ def texts(inputs: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def decode(encoded: bytes) -> npt.NDArray[np.uint8]:
-    """RGB [H, W, 3] of an answer's IMAGE."""
+    """Return RGB [H, W, 3] of a response's IMAGE."""
     return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
 def reason(error: Exception) -> str:
-    """Why a call failed: the server's code, or what the client itself did; else its text."""
+    """Return why a call failed: the server's code, or the client's own reason; else the error's
+    text.
+    """
     if not isinstance(error, InferenceServerException):
         return CLIENT_TIMEOUT if isinstance(error, TimeoutError) else repr(error)
     text = str(error.message())
@@ -71,8 +73,8 @@ def reason(error: Exception) -> str:
 
 
 class Http:
-    """KServe v2 over HTTP. For one thread, as Triton's client binds a connection to the first that
-    uses it, or for as many as `concurrency` gives connections.
+    """KServe v2 over HTTP. Triton's client binds a connection to the thread that uses it first, so
+    one thread may use this object, or as many threads as `concurrency` gives connections.
     """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, concurrency: int = 1) -> None:
@@ -108,7 +110,7 @@ class Grpc:
         timeout_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> Pending:
-        """An edit that is not waited for yet; None leaves it without a deadline."""
+        """Start an edit without waiting for it; None leaves it without a deadline."""
         pending = Pending()
         pending.call = self._client.async_infer(
             "edit",
@@ -139,7 +141,7 @@ class Grpc:
 
 
 class Pending:
-    """An edit under way."""
+    """An edit in flight."""
 
     def __init__(self) -> None:
         self.call: Any = None
@@ -150,11 +152,11 @@ class Pending:
 
     @property
     def answered(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return not self._answers.empty()
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Answer:
-        """The answer, or its error raised; TimeoutError if there is neither."""
+        """Return the response, or raise its error; TimeoutError if there is neither."""
         return _next(self._answers, timeout_s)
 
 
@@ -170,7 +172,7 @@ class Stream:
         self._client.async_stream_infer("edit_stream", tensors(triton_grpc, inputs))
 
     def next(self, timeout_s: float = TIMEOUT_S) -> Answer:
-        """The next event, or an edit's error raised; TimeoutError if there is neither."""
+        """Return the next event, or raise an edit's error; TimeoutError if there is neither."""
         return _next(self._events, timeout_s)
 
     def cancel(self) -> None:
@@ -191,5 +193,5 @@ def _next(events: queue.SimpleQueue[tuple[Any, Any]], timeout_s: float) -> Answe
 
 
 def answer_of(result: Any) -> Answer:
-    """What tritonclient's result of an edit holds."""
+    """Return IMAGE and META of tritonclient's result of an edit."""
     return result.as_numpy("IMAGE")[0], json.loads(result.as_numpy("META")[0])
