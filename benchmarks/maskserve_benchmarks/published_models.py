@@ -35,27 +35,28 @@ def _transformer(name: str) -> dict[str, Any]:
 
 
 KLEIN_4B = _transformer("flux2-klein-4b")
-"""Of FLUX.2 klein 4B: the widths with which DiffSynth-Studio (diffsynth/configs/model_configs.py)
-makes the model of its file, as it does klein 9B's."""
+"""Transformer of FLUX.2 klein 4B: the widths with which DiffSynth-Studio
+(diffsynth/configs/model_configs.py) makes the model of its file. Klein 9B's widths come from there,
+too."""
 
 KLEIN_9B = _transformer("flux2-klein-9b")
-"""Of FLUX.2 klein 9B."""
+"""Transformer of FLUX.2 klein 9B."""
 
 QWEN_IMAGE = _transformer("qwen-image")
-"""Of Qwen-Image, Qwen-Image-Edit and -2509: its class's own default."""
+"""Transformer of Qwen-Image, Qwen-Image-Edit and -2509: the default of its class."""
 
 QWEN_2511 = _transformer("qwen-image-edit-2511")
-"""Of Qwen-Image-Edit-2511."""
+"""Transformer of Qwen-Image-Edit-2511."""
 
 QWEN_EDIT_SHOWN, QWEN_PLUS_SHOWN = 37**2, 14**2
-"""Tokens of a square picture that Qwen-Image-Edit's text encoder is shown at 1024x1024, and -2509's
-and -2511's at 384x384: 28 pixels a side each."""
+"""Tokens of a square picture in the text encoder's view: at 1024x1024 for Qwen-Image-Edit, at
+384x384 for -2509 and -2511. Each token covers 28 x 28 pixels."""
 
 QWEN_21 = _transformer("qwen-image-2.1")
-"""Of Qwen-Image-2.1: its class's own default."""
+"""Transformer of Qwen-Image-2.1: the default of its class."""
 
 Z_IMAGE = _transformer("z-image")
-"""Of Z-Image and Z-Image-Turbo: their class's own default."""
+"""Transformer of Z-Image and Z-Image-Turbo: the default of their class."""
 
 FLUX_DEV_SAMPLER: dict[str, Any] = {
     "base_image_seq_len": 256,
@@ -75,7 +76,7 @@ T5_XXL: dict[str, Any] = {
     "num_heads": 64,
     "feed_forward_proj": "gated-gelu",
 }
-"""text_encoder_2/config.json of FLUX.1, as far as it is not T5's default."""
+"""text_encoder_2/config.json of FLUX.1: the keys that differ from T5's default."""
 
 FLUX_VAE: dict[str, Any] = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -84,15 +85,15 @@ FLUX_VAE: dict[str, Any] = {
     "layers_per_block": 2,
     "latent_channels": 16,
 }
-"""vae/config.json of FLUX.1, likewise."""
+"""vae/config.json of FLUX.1: the keys that differ from the class's default."""
 
 FLUX_FILL_FACTS = load_spec(_shapes("flux1-fill"))
-"""Of FLUX.1-Fill-dev, as a worker has them of its folder."""
+"""Model spec of FLUX.1-Fill-dev, as a worker loads it from a folder."""
 
 FLUX_DEV_FACTS = replace(
     flux.read(_shapes("flux1-fill"), "FluxInpaintPipeline", 0), denoiser=FLUX_DEV
 )
-"""Of FLUX.1-dev."""
+"""Model spec of FLUX.1-dev."""
 
 SDXL: dict[str, Any] = {
     "sample_size": 128,
@@ -127,7 +128,7 @@ SD21: dict[str, Any] = {
 """unet/config.json of Stable Diffusion 2.1."""
 
 SDXL_FACTS = load_spec(_shapes("sdxl"))
-"""Of SDXL base."""
+"""Model spec of SDXL base."""
 
 SD21_FACTS = load_spec(_shapes("sd21"))
-"""Of Stable Diffusion 2.1."""
+"""Model spec of Stable Diffusion 2.1."""

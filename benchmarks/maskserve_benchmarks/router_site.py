@@ -24,8 +24,8 @@ class RouterSite:
     """Runs a router; use it as a context manager.
 
     Args:
-        addresses: of the workers' gRPC ports.
-        folder: for its configuration and log.
+        addresses: gRPC addresses of the workers.
+        folder: folder for its configuration and log.
         tables: further tables of its configuration.
         ready: whether to wait until a worker takes edits.
     """
@@ -53,7 +53,7 @@ class RouterSite:
         self.write_config()
 
     def write_config(self, **tables: dict[str, object]) -> None:
-        """Write the configuration, with these tables laid over it."""
+        """Write the configuration, with these tables merged into it."""
         for name, values in tables.items():
             self._tables[name] = {**self._tables.get(name, {}), **values}
         self.config.write_bytes(toml.encode(self._tables))
@@ -76,10 +76,10 @@ class RouterSite:
         self.stop()
 
     def start(self) -> None:
-        """Start, and wait until it is ready.
+        """Start the router, and wait until it is ready.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: the router does not become ready.
         """
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -100,7 +100,7 @@ class RouterSite:
         raise RuntimeError(f"the router is not ready: {self.log.read_text()[-2000:]}")
 
     def get(self, path: str) -> int:
-        """Status of a page of the operators' port; 0: nobody answers."""
+        """Return the status of a page of the operators' port; 0 if there is no response."""
         try:
             with urllib.request.urlopen(f"http://{self.admin_url}{path}", timeout=5) as page:
                 return int(page.status)
@@ -110,24 +110,24 @@ class RouterSite:
             return 0
 
     def read(self, path: str, *, post: bool = False) -> bytes:
-        """A page of the operators' port."""
+        """Return a page of the operators' port."""
         data = b"" if post else None
         with urllib.request.urlopen(f"http://{self.admin_url}{path}", data, timeout=60) as page:
             body: bytes = page.read()
         return body
 
     def reload(self) -> None:
-        """Have the configuration's workers taken on."""
+        """Make the router apply the workers of its configuration."""
         self.read("/reload", post=True)
 
     def kill(self) -> None:
-        """As the kernel's memory killer does."""
+        """Kill the router, as the kernel's memory killer does."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def stop(self, grace_s: float = 20.0) -> int | None:
-        """End it in good order; its exit status."""
+        """Stop the router and let it drain; return its exit status."""
         process = self._process
         if process is None:
             return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 _NETWORKS: Final = 256
-"""Of 198.18.0.0/16, which RFC 2544 keeps for tests."""
+"""Number of /24 networks in 198.18.0.0/16, which RFC 2544 reserves for tests."""
 _NOBODY: Final = "02:00:00:00:00:01"
 _READY: Final = "ready;"
 _READY_S: Final = 600.0
@@ -24,20 +24,20 @@ _END_S: Final = 60.0
 
 
 def can_have_one() -> bool:
-    """Whether this process may make namespaces."""
+    """Return whether this process may make network namespaces."""
     return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter")))
 
 
 class SecondHost:
-    """Its link and its processes.
+    """A second host: a network namespace with its link and its processes.
 
     Args:
-        number: of its network, 0 to 255; names have it, too.
+        number: number of its network, 0 to 255; it is also part of names.
     """
 
     def __init__(self, number: int) -> None:
         self.name = f"ms{number}"
-        """Of its namespace."""
+        """Name of its namespace."""
         self.here, self.there = (f"198.18.{number}.{host}" for host in (1, 2))
         """Addresses of this host and of the other."""
         self._here, self._there = f"{self.name}-0", f"{self.name}-1"
@@ -45,7 +45,7 @@ class SecondHost:
         self._served: list[_Served] = []
 
     def claim(self) -> bool:
-        """Whether its link could be made: two of a number cannot be."""
+        """Make its link, and return whether that succeeded: a number can be used only once."""
         link = ["link", "add", self._here, "type", "veth", "peer", "name", self._there]
         process = subprocess.run(["ip", *link], check=False, capture_output=True, text=True)
         if process.returncode and "exists" not in process.stderr:
@@ -53,7 +53,7 @@ class SecondHost:
         return not process.returncode
 
     def make(self) -> None:
-        """Once it is claimed."""
+        """Set up the namespace and its link, after `claim`."""
         _ip("netns", "add", self.name)
         _ip("link", "set", self._there, "netns", self.name)
         _ip("addr", "add", f"{self.here}/24", "dev", self._here)
@@ -80,15 +80,15 @@ class SecondHost:
     # Processes
 
     def serve(self, *commands: Sequence[str], folder: Path) -> None:
-        """Run `maskserve serve` there, once for each list of arguments but for its address, and
-        wait until all are ready.
+        """Run `maskserve serve` on the second host, once for each list of arguments, and wait until
+        all are ready. This method adds the address to the arguments.
 
         Args:
-            commands: the lists.
-            folder: for what they keep on disk.
+            commands: the lists of arguments.
+            folder: folder for the files of the servers.
 
         Raises:
-            RuntimeError: one ended, or was not ready in time.
+            RuntimeError: a server ended, or was not ready in time.
         """
         assert self._holder is not None
         enter = ["nsenter", "-t", str(self._holder.pid), "-m", "-n", f"--wd={Path.cwd()}"]
@@ -101,24 +101,24 @@ class SecondHost:
             server.wait_ready()
 
     def end(self) -> None:
-        """Stop what it serves."""
+        """Stop its servers."""
         self._stop(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End what it serves as a power failure does."""
+        """Kill its servers, as a power failure does."""
         self._stop(signal.SIGKILL)
 
     @property
     def memory(self) -> Path:
-        """Its /dev/shm."""
+        """Return its /dev/shm."""
         assert self._holder is not None
         return Path(f"/proc/{self._holder.pid}/root/dev/shm")
 
-    # What it stores on
+    # Storage
 
     def mount(self, folder: Path, mib: int) -> Path:
-        """Have a folder there lie on a medium of so many MiB of its own; the same as this host
-        sees it.
+        """Mount a medium of `mib` MiB over a folder of the second host. Return the path at which
+        this host sees it.
         """
         assert self._holder is not None
         pid = str(self._holder.pid)
@@ -126,30 +126,30 @@ class SecondHost:
         _run("nsenter", "-t", pid, "-m", *medium)
         return Path(f"/proc/{pid}/root{folder}")
 
-    # The link
+    # Link
 
     def slow(self, mbit: int) -> None:
-        """No more than so much passes in a second, each way."""
+        """Limit the link to `mbit` megabits per second in each direction."""
         rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms"]
         _run("tc", "qdisc", "replace", "dev", self._here, *rate)
         _run("tc", "-n", self.name, "qdisc", "replace", "dev", self._there, *rate)
 
     def cut(self) -> None:
-        """Nothing passes, as with a cable pulled."""
+        """Cut the link, as a pulled cable does."""
         self._ip("link", "set", self._there, "down")
 
     def deaf(self) -> None:
-        """Nothing of what is sent there arrives, without a word; what it sends does."""
+        """Drop all packets to the second host silently; its own packets still arrive."""
         to = ["lladdr", _NOBODY, "dev", self._here, "nud", "permanent"]
         _ip("neigh", "replace", self.there, *to)
 
     def mute(self) -> None:
-        """Nothing of what it sends arrives, without a word; what is sent there does."""
+        """Drop all packets from the second host silently; packets to it still arrive."""
         to = ["lladdr", _NOBODY, "dev", self._there, "nud", "permanent"]
         self._ip("neigh", "replace", self.here, *to)
 
     def whole(self) -> None:
-        """The link is as at first."""
+        """Restore the link."""
         self._ip("link", "set", self._there, "up")
         for prefix, device, address in (
             ([], self._here, self.there),
@@ -173,7 +173,7 @@ class SecondHost:
 
 
 class _Served:
-    """One `maskserve serve`."""
+    """One `maskserve serve` process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -190,7 +190,7 @@ class _Served:
             raise RuntimeError("\n".join(self._said[-20:]))
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -204,15 +204,16 @@ class _Served:
             self._said.append(line.rstrip())
             if line.startswith(_READY):
                 self._ready.set()
-        self._ready.set()  # it has ended
+        self._ready.set()  # the process has ended
 
 
 @contextmanager
 def second_host() -> Iterator[SecondHost]:
-    """One, with its link up, that serves nothing yet; others on this machine have other addresses.
+    """Make a second host with a working link and no servers; others on this machine have other
+    addresses.
 
     Raises:
-        RuntimeError: this process may make none, or there are too many.
+        RuntimeError: this process may not make one, or there are too many.
     """
     host = _claimed()
     try:

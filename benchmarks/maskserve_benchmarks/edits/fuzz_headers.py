@@ -136,7 +136,7 @@ def damaged(raw: bytes, head: int, rng: np.random.Generator) -> bytes:
                 data += bytes(int(rng.integers(1, 4096)))
         if not data:
             break
-    if rng.random() < 0.5 and raw[:4] != b"GGUF" and len(data) > 8:  # sometimes the length fits again
+    if rng.random() < 0.5 and raw[:4] != b"GGUF" and len(data) > 8:  # sometimes fix the length
         end = bytes(data).rfind(b"}") + 1
         data[:8] = max(0, end - 8).to_bytes(8, "little")
     return bytes(data)

@@ -81,7 +81,7 @@ def measure() -> dict[str, Counter[CodeType]]:
         worker.engine.cache.prompt = lambda: worker.encoder.priming_prompt()
         for kind, cache in _KINDS.items():
             settings = {"num_inference_steps": STEPS, "cache": cache, "seed": 1}
-            worker.edit(edit, settings)  # primes the template and fills what a worker keeps between edits
+            worker.edit(edit, settings)  # primes the template, and fills caches
             counts = [
                 entered.during(lambda a=settings: worker.edit(edit, a)) for _ in range(_TIMES)
             ]

@@ -160,7 +160,7 @@ def measure_once(
             return Outcome(measurement, command, errors=(late,), late=True)
         finally:
             if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # also kills the children of a wrapper script
+                os.killpg(process.pid, signal.SIGKILL)  # also the children of a wrapper script
                 process.communicate()
         errors = parse_errors(output)
         if process.returncode != 0 or errors:

@@ -32,32 +32,33 @@ from maskserve_lora.base_layers import BaseLayers
 
 Picture = NDArray[np.uint8]
 FOLLOWED: Final = {"lora": 0.90, "control": 0.85}
-"""The least share of dense edits that follow it."""
+"""Least share of dense edits that must follow the adapter."""
 WITHOUT: Final = 0.20
-"""The largest share that seems to, of edits of the model alone."""
+"""Largest share of edits of the model alone that may seem to follow it."""
 POINTS: Final = 0.03
-"""By how much fewer cached edits may follow it."""
+"""Largest loss of cached edits against dense edits in that share."""
 MEAN_DB: Final = 40.0
 WORST_DB: Final = 30.0
-"""Of cached edits against dense ones in the mask, over all and of the worst shape."""
+"""Least PSNR in the mask of cached edits against dense ones, over all edits and for the worst
+shape."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Edits that an adapter is judged by."""
+    """Edits to judge an adapter by."""
 
     edits: list[Edit]
     follows: Callable[[Picture, int], bool]
-    """Whether a picture, of edit `i`, shows what the adapter stands for."""
+    """Returns whether a picture of edit `i` shows the effect of the adapter."""
     controls: list[Picture] | None = None
-    """The edits' control pictures; None: the adapter is a LoRA."""
+    """Control pictures of the edits; None: the adapter is a LoRA."""
 
 
 def asked_of(name: str, n: int) -> Asked:
-    """The first `n` edits that judge the adapter `name`.
+    """Return the first `n` edits that judge the adapter `name`.
 
     Raises:
-        ValueError: nobody has said what it stands for.
+        ValueError: no judge knows this adapter.
     """
     if name in looks.LOOKS:
         edits = looks.edits_with(name, n)
@@ -77,7 +78,7 @@ class AdapterRig(Rig):
     """A rig of the FLUX model in `folder` whose rows have one adapter.
 
     Args:
-        path: a LoRA's file, or a ControlNet's folder as diffusers writes it.
+        path: file of a LoRA, or folder of a ControlNet in diffusers' format.
         own_anchors: `[cache] own_anchors`; None: the default.
     """
 
@@ -100,7 +101,7 @@ class AdapterRig(Rig):
             self.lora = self.adapter.low_rank(parts.get("denoiser", {}))
 
     def given(self, job: EditJob, control: Picture | None) -> EditJob:
-        """The job with its control picture, if it has one."""
+        """Return the job with its control picture, if there is one."""
         if control is None:
             return job
         takes = self.adapter.spec.control
@@ -121,10 +122,10 @@ class AdapterRig(Rig):
 
 
 def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
-    """Shares of edits that follow the adapter, cached against dense, and which bars hold.
+    """Return the shares of edits that follow the adapter, cached and dense, and which bars hold.
 
     Args:
-        rig: with the adapter.
+        rig: the model with the adapter.
         without: the model alone.
         asked: the edits.
     """

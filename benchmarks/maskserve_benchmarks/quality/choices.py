@@ -18,32 +18,32 @@ from maskserve_engine.spec.model_spec import ALL_STEPS, ModelSpec, anchor_stride
 FLUX_STEPS = 28
 FLUX_TEXT = 512
 THIN_KEPT = 0.3
-"""Share of inactive tokens that a thinned context keeps on FLUX's grid, about: a quarter, and those
-beside the mask."""
+"""Approximate share of cached tokens that a thinned context keeps on FLUX's grid: a quarter of
+them, and the tokens beside the mask."""
 
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """One way of keeping entries and of using them."""
+    """One way to store entries and to use them."""
 
     kind: str = "kv"
     """`kv` or `h`."""
     format: str = "int8"
     stride: int = 7
     ring: int = 0
-    """Tokens computed round the mask."""
+    """Tokens around the mask that are computed."""
     dense_steps: int = 0
-    """First steps that compute every token."""
+    """Number of first steps that compute every token."""
     skip_below: float = 0.0
-    """Change of the first block under which a step leaves the others out (FirstBlockCache)."""
+    """Change of the first block below which a step skips the other blocks (FirstBlockCache)."""
     thin: int = 0
-    """Whether only tokens near the mask and every fourth of the others are attended to, each of
-    these for so many; 0: all are."""
+    """If above 0, attention reads only the tokens near the mask and every fourth of the others;
+    each of those counts as `thin` tokens. 0: attention reads all tokens."""
     references_alone: bool = False
-    """Whether of the tokens that are not computed the reference's alone are kept, and those of the
-    picture outside the mask are not."""
+    """Whether the cached tokens are those of the reference alone, without those of the picture
+    outside the mask."""
     references_computed: bool = False
-    """Whether of the reference's tokens those under the mask are computed, too."""
+    """Whether to also compute the reference's tokens under the mask."""
 
     @property
     def name(self) -> str:
@@ -65,20 +65,20 @@ class CacheChoice:
 
     @property
     def dense(self) -> bool:
-        """Whether nothing is cached: all steps compute every token."""
+        """Return whether nothing is cached: all steps compute every token."""
         return self.dense_steps >= FLUX_STEPS
 
     @property
     def block_kind(self) -> str:
-        """What a plan calls a block that reads such entries."""
+        """Return a plan's word for a block that reads such entries."""
         return "kv" if self.kind == "kv" else "project"
 
     def flux_bytes(self, steps: int, work: ModelWork | None = None) -> float:
-        """Of one template, of as many anchors as `steps` steps have.
+        """Return the bytes of one template with the anchors of a schedule of `steps` steps.
 
         Args:
-            steps: of the schedule that anchors are taken from.
-            work: of a published model at 1024x1024; None: FLUX.1-dev.
+            steps: number of steps of the schedule that has the anchors.
+            work: work of a published model at 1024x1024; None: FLUX.1-dev.
         """
         form, work = FORMATS["bfloat16" if self.format == "model" else self.format], work or flux()
         anchors = 0 if self.dense else math.ceil(steps / self.stride)
@@ -90,19 +90,19 @@ class CacheChoice:
     def flux_flops(
         self, mask_ratio: float = 0.11, skipped: float = 0.0, work: ModelWork | None = None
     ) -> float:
-        """Of an edit with a square mask, per step; counted.
+        """Return the counted FLOPs per step of an edit with a square mask.
 
         Args:
             mask_ratio: share of the tokens under the mask.
             skipped: share of the steps that compute the first block alone.
-            work: as of `flux_bytes`.
+            work: work of a published model at 1024x1024; None: FLUX.1-dev.
         """
         work = work or flux()
         grid = math.isqrt(work.tokens[0] - work.context)
         side = round(math.sqrt(mask_ratio) * grid)
         whole = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
         active, read_work = float(min(grid, side + 2 * self.ring) ** 2), work
-        if self.thin:  # fewer keys
+        if self.thin:  # attention reads fewer keys
             keys = active + THIN_KEPT * (work.tokens[0] - active)
             read_work = replace(work, tokens=(round(keys),))
         if self.references_alone:
@@ -117,27 +117,29 @@ class CacheChoice:
 
 
 def flux() -> ModelWork:
-    """FLUX.1-dev at 1024x1024."""
+    """Return the work of FLUX.1-dev at 1024x1024."""
     return flux_work(FLUX_DEV, 128, 128)
 
 
 def published(facts: ModelSpec) -> ModelWork:
-    """Of the published model at 1024x1024 that stands for models like this one."""
+    """Return the work of the published model at 1024x1024 that corresponds to this model."""
     if not facts.semantics.context:
         return flux()
     return flux2.count(KLEIN_4B, 128, 128, 0, recorded=False, references=1)
 
 
 def schedule(facts: ModelSpec, steps: int) -> int:
-    """Steps of the schedule from which a template's anchors are taken, for edits of `steps` steps:
-    those of a distilled model come from the few that it is made for.
+    """Return the number of steps of the schedule that has a template's anchors, for edits of
+    `steps` steps. A distilled model takes its anchors from its own few steps.
     """
     few = facts.semantics.reference and facts.stride == 1
     return facts.defaults.num_inference_steps if few else steps
 
 
 def default(facts: ModelSpec, steps: int) -> CacheChoice:
-    """As `[cache]` and `[model] mask_ring` have it, with as many anchors as 28 steps would have."""
+    """Return the choice of `[cache]` and `[model] mask_ring`, with as many anchors as 28 steps
+    would have.
+    """
     config = Config()
     cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
     stride = of_schedule(stride, steps) if schedule(facts, steps) == steps else stride
@@ -145,12 +147,12 @@ def default(facts: ModelSpec, steps: int) -> CacheChoice:
 
 
 def of_schedule(stride: int, steps: int) -> int:
-    """The stride that gives `steps` steps as many anchors as `stride` gives 28."""
+    """Return the stride that gives `steps` steps as many anchors as `stride` gives 28."""
     return stride if stride >= FLUX_STEPS else max(1, round(stride * steps / FLUX_STEPS))
 
 
 def first_looks(chosen: CacheChoice, facts: ModelSpec, steps: int) -> list[CacheChoice]:
-    """The default, and the few others that are compared on all classes."""
+    """Return the default, and the few alternatives that are compared on all classes."""
     denser = replace(chosen, dense_steps=1)
     if facts.semantics.masked_picture:
         return [chosen, denser, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
@@ -186,7 +188,7 @@ def first_looks(chosen: CacheChoice, facts: ModelSpec, steps: int) -> list[Cache
 
 
 def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
-    """The default, and what it was chosen from, for edits of `steps` steps."""
+    """Return the default and its alternatives, for edits of `steps` steps."""
     choices = [chosen]
     for ring in (0, 1, 2):
         choices += [
@@ -205,7 +207,7 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
         replace(way, thin=stands_for) for way in (chosen, two_anchors) for stands_for in (1, 4)
     ]
     choices.append(replace(two_anchors, skip_below=0.1))
-    # What an elastic edit could step down to.
+    # Choices that an elastic edit could step down to.
     skipping = (0.05, 0.1, 0.2, 0.3)
     choices += [
         replace(chosen, ring=ring, thin=thin, skip_below=threshold)

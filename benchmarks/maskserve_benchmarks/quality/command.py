@@ -73,7 +73,7 @@ from maskserve_engine.planning.flops import ModelWork
 from maskserve_engine.spec.model_spec import ModelSpec
 
 CROP_MARGIN = 2
-"""Tokens round the mask's bounding box that a crop holds."""
+"""Tokens around the mask's bounding box that a crop keeps."""
 
 ByClass = dict[str, list[Picture]]
 
@@ -114,7 +114,7 @@ def said(what: str) -> None:
 
 
 class Run:
-    """All systems' pictures of all classes, and what is known of the systems beside."""
+    """All systems' pictures of all classes, and further figures of the systems."""
 
     def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
         self.rig, self.classes = rig, classes
@@ -127,7 +127,7 @@ class Run:
         self.pictures.setdefault(system, {})[name] = made
 
     def make(self, choices: list[CacheChoice]) -> None:
-        """Every class by our own rows."""
+        """Make every class with maskserve's rows."""
         rig = self.rig
         for name, edits in self.classes.items():
             jobs = rig.jobs(edits)
@@ -155,8 +155,8 @@ class Run:
             said(f"{name}: {len(edits)} edits by {len(choices)} caches")
 
     def _served(self, name: str, number: int, job: EditJob) -> Picture:
-        """What a worker makes by default of an edit: where nearly all is masked it reads no
-        entries, and where the model needs it the first steps are dense.
+        """Return the picture of a worker with default settings. If nearly all of the picture is
+        masked, the edit runs dense. If the model needs it, the first steps are dense.
         """
         if self.rig.too_large(job, self.default.ring):
             return self.pictures["dense"][name][number]
@@ -165,13 +165,13 @@ class Run:
         return self.pictures[chosen.name][name][number]
 
     def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
-        """Every class by diffusers' pipeline, and by its FirstBlockCache."""
+        """Make every class with diffusers' pipeline or with its FirstBlockCache."""
         for name, edits in self.classes.items():
             self.keep("diffusers", name, self._piped(pipe, edits, 8))
         said("diffusers")
         if not fbcache:
             return
-        # As many dense steps' work as the default does on FLUX's grid.
+        # The work of as many dense steps as the default takes on FLUX's grid.
         self.pictures["first_block_cache"], threshold, saving = first_block_cache(
             pipe,
             lambda n: {name: self._piped(pipe, e[:n], 1) for name, e in self.classes.items()},
@@ -188,7 +188,7 @@ class Run:
         return run_edits(pipe, edits, self.rig.steps, batch)
 
     def judged(self, reference: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-        """Figures of every system, against the pictures of one of them."""
+        """Return the figures of every system against the pictures of the `reference` system."""
         truth = self.pictures[reference]
         everything = [edit for edits in self.classes.values() for edit in edits]
 
@@ -212,12 +212,12 @@ class Run:
 
 
 def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> dict[str, float]:
-    """What it comes to on a published model at 1024x1024, a square mask of 0.11.
+    """Return the cost of a choice on a published model at 1024x1024 with a square mask of 0.11.
 
     Args:
         choice: the way of caching.
-        work: of the model.
-        skipped: share of the steps that compute the first block alone.
+        work: work of the model.
+        skipped: share of the steps that compute only the first block.
     """
     flops = choice.flux_flops(skipped=skipped, work=work)
     dense, no_ring = (
@@ -231,10 +231,11 @@ def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
 
 
 def classes_of(facts: ModelSpec, args: argparse.Namespace) -> dict[str, list[Edit]]:
-    """Edits of the classes that a model is asked for; all that it knows if none is named.
+    """Return the edits of the requested classes; without a request, of all classes that the model
+    knows.
 
     Raises:
-        SystemExit: the model has no such scenes.
+        SystemExit: the model does not have such scenes.
     """
     unseen, bare = args.scenes != "drawn", args.scenes == "bare"
     if facts.semantics.reference:
@@ -263,8 +264,8 @@ def judge_adapters(args: argparse.Namespace) -> int:
 
 
 def compare_own(folder: Path, args: argparse.Namespace) -> int:
-    """Anchors of an edit's own, one choice after the other; with `--adapters` of edits with that
-    ControlNet, by the shapes that it is given the outlines of.
+    """Compare refresh schedules, one after the other. With `--adapters` the edits have that
+    ControlNet, and figures are also given by the shape of their outlines.
     """
     if args.adapters:
         [path] = args.adapters
@@ -312,7 +313,7 @@ def main() -> int:
     run = Run(rig, classes)
     few = first_looks(run.default, rig.adapter.spec, args.steps)
     looks = frontier(run.default, args.steps) if args.frontier else few
-    if args.choices:  # and what a worker serves
+    if args.choices:  # also compare the pictures of a worker
         served = [look for look in looks if replace(look, dense_steps=0) == run.default]
         looks = served + [
             look for look in looks if look.name in args.choices and look not in served

@@ -18,7 +18,7 @@ from maskserve_engine.base.job import EditJob
 from maskserve_engine.cache.entries import AnchorEntry
 
 SSIM: Final = 0.95
-"""In the mask; Katz reports 0.77 over the picture (§9.3)."""
+"""Least SSIM in the mask; Katz reports 0.77 over the picture (§9.3)."""
 
 
 def late(
@@ -29,14 +29,14 @@ def late(
     waited: tuple[Sequence[Picture], Sequence[Picture]],
     cached_as: tuple[Sequence[tuple[AnchorEntry, ...]], CacheChoice],
 ) -> dict[str, Any]:
-    """Figures, dense and cached, by a service of the ControlNet in this process.
+    """Return figures of dense and cached edits with a ControlNet service in this process.
 
     Args:
-        rig: whose rows have the ControlNet, from `served` where that is not None.
-        net: its folder.
-        edits: that are made.
-        jobs: theirs.
-        waited: their pictures, dense and cached, whose steps wait.
+        rig: its rows have the ControlNet; if `served` is not None, that service runs it.
+        net: folder of the ControlNet.
+        edits: the edits to make.
+        jobs: the jobs of the edits.
+        waited: pictures of the edits, dense and cached, whose steps wait for the ControlNet.
         cached_as: the templates' entries, and how cached rows read them.
     """
     service = ServiceHere(rig.config, net)
@@ -58,7 +58,7 @@ def late(
 
 
 def held(found: dict[str, Any]) -> dict[str, bool]:
-    """Which bars hold, of what `late` has found."""
+    """Return which bars hold for the result of `late`."""
     return {"ahead_ssim": all(figure["ssim_in_mask"] >= SSIM for figure in found.values())}
 
 

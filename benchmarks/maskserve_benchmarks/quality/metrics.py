@@ -17,9 +17,9 @@ from maskserve_benchmarks.demo_model.scenes import Edit
 Picture = NDArray[np.uint8]
 
 RIM = 24
-"""Pixels from the mask's rim up to which errors are told apart."""
+"""Largest distance in pixels from the mask's rim with a figure of its own."""
 SEEN_BELOW = 30.0
-"""dB inside the mask under which an edit is told from its reference by eye."""
+"""dB inside the mask below which the eye sees a difference between an edit and its reference."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EditQuality:
     """One edit against the reference picture of the same edit."""
 
     ssim: float
-    """Over the image (Gaussian window, as in Wang et al. 2004)."""
+    """SSIM over the image (Gaussian window, as in Wang et al. 2004)."""
     ssim_in_mask: float
     """Mean of the SSIM map over the mask's pixels."""
     psnr_in_mask: float
@@ -35,25 +35,26 @@ class EditQuality:
     outside_max_abs_diff: int
     """Largest difference to the *source* outside the mask."""
     right: bool | None
-    """Whether the judge finds the colour and shape asked for; None where nothing is asked."""
+    """Whether the judge finds the requested colour and shape; None if the prompt asks for
+    nothing."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Some edits: means, and the worst of them."""
+    """Means over some edits, and the worst edit."""
 
     ssim: float
     ssim_in_mask: float
     psnr_in_mask: float
     pooled_psnr_in_mask: float
-    """dB of the mean of the edits' squared errors: a mean of dB hides one bad edit behind good
-    ones, this does not."""
+    """dB of the mean of the edits' squared errors. A mean of dB hides one bad edit behind good
+    ones; this figure does not."""
     share_below_30: float
-    """Of the edits, those under SEEN_BELOW."""
+    """Share of the edits below SEEN_BELOW."""
     outside_max_abs_diff: int
-    """The largest of all."""
+    """The largest value of all edits."""
     prompt_followed: float | None
-    """Share of right ones among the edits that ask for something; None if none does."""
+    """Share of right edits among those whose prompt asks for something; None if there are none."""
     worst_ssim_in_mask: float
     worst_psnr_in_mask: float
 
@@ -64,12 +65,12 @@ class Quality:
 def compare(
     edits: Sequence[Edit], pictures: Sequence[Picture], references: Sequence[Picture]
 ) -> list[EditQuality]:
-    """Judge `pictures` against `references`, edit by edit."""
+    """Compare `pictures` with `references`, edit by edit."""
     return [_one(e, p, r) for e, p, r in zip(edits, pictures, references, strict=True)]
 
 
 def summary(found: Sequence[EditQuality]) -> Quality:
-    """Means and worst of some edits."""
+    """Return the means and the worst edit."""
     verdicts = [quality.right for quality in found if quality.right is not None]
     psnr = np.array([quality.psnr_in_mask for quality in found])
     return Quality(
@@ -86,7 +87,9 @@ def summary(found: Sequence[EditQuality]) -> Quality:
 
 
 def by_class(found: Mapping[str, Sequence[EditQuality]]) -> dict[str, Any]:
-    """A system's figures: over all edits, `classes`, and the class with the lowest mean PSNR."""
+    """Return a system's figures: over all edits, per class in `classes`, and for the class with the
+    lowest mean PSNR.
+    """
     classes = {name: summary(class_qualities) for name, class_qualities in found.items()}
     worst = min(classes, key=lambda name: classes[name].psnr_in_mask)
     return {
@@ -129,8 +132,8 @@ def _one(edit: Edit, picture: Picture, reference: Picture) -> EditQuality:
 def rim_errors(
     edits: Sequence[Edit], pictures: Sequence[Picture], references: Sequence[Picture]
 ) -> list[float]:
-    """Root of the mean squared error (0..255) of the masked pixels 1, 2, ... RIM rows and columns
-    inside the mask's rim, over all edits. A side of the picture is no rim.
+    """Return the root mean squared error (0..255) of the masked pixels 1, 2, ... RIM rows and
+    columns inside the mask's rim, over all edits. A side of the picture does not count as rim.
     """
     squares, counts = np.zeros(RIM + 1), np.zeros(RIM + 1)
     for edit, picture, reference in zip(edits, pictures, references, strict=True):

@@ -30,25 +30,26 @@ from maskserve_engine.spec.model_spec import ModelSpec, refresh_stride
 
 @dataclass(frozen=True, slots=True)
 class OwnChoice:
-    """A way of having anchors of one's own."""
+    """One way to run rows with refresh steps."""
 
     dense: tuple[int, ...]
     format: str = "int8"
     text: bool = True
-    """Left out between anchors."""
+    """Whether steps between refresh steps leave out the text."""
     leaves_ring: bool = False
-    """Whether the ring is, too."""
+    """Whether steps between refresh steps leave out the ring."""
     ring: int = 1
     reach: float = 1.0
-    """How far along the line: 0 holds the last anchor, 2 goes twice as far."""
+    """How far to extrapolate along the line: 0 keeps the last refresh step's values, 2 goes twice
+    as far."""
     halo: int = 0
-    """`[cache] conv_halo`, of UNets; 0: the default."""
+    """`[cache] conv_halo` for UNets; 0: the default."""
     power: float | None = None
-    """Of sigma, over which lines lie; None: the family's."""
+    """Power of sigma over which values lie on lines; None: the family's."""
     bends: bool | None = None
-    """Whether lines bend; None: as the family's."""
+    """Whether to extrapolate with second order; None: as the family does."""
     foresees: bool = False
-    """Whether all anchors but the first are computed ahead."""
+    """Whether lookahead computes all refresh steps except the first."""
 
     @property
     def name(self) -> str:
@@ -65,13 +66,13 @@ class OwnChoice:
 
 
 def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> OwnChoice:
-    """So many anchors where a worker has them; 0: as many as it has by default.
+    """Return the choice that a worker makes for an edit.
 
     Args:
-        rig: of the model.
+        rig: rig of the model.
         job: any edit.
-        count: of the anchors.
-        foresees: whether all but the first are computed ahead.
+        count: number of refresh steps; 0: the worker's default.
+        foresees: whether lookahead computes all refresh steps except the first.
     """
     facts, sigmas = rig.adapter.spec, [sigma for sigma, _ in rig.adapter.sigmas(job)]
     count = count or refresh_count(len(sigmas), refresh_stride(Config(), facts))
@@ -80,20 +81,20 @@ def served(rig: Rig, job: EditJob, count: int = 0, *, foresees: bool = True) -> 
     anchors = refresh_steps(count, sigmas, facts.refresh_evenly_over, growth=growth)
     return OwnChoice(
         tuple(sorted(anchors)),
-        text=facts.leaves_text or facts.family == "unet",  # which has none among its tokens
+        text=facts.leaves_text or facts.family == "unet",  # the text is not among a UNet's tokens
         leaves_ring=facts.leaves_text and facts.refresh_ring is not None,
         foresees=ahead,
     )
 
 
 def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
-    """Those that are compared, the default first; `reach` makes the rivals.
+    """Return the choices to compare, the default first; `reach` makes the rivals.
 
     Args:
-        rig: of the model.
+        rig: rig of the model.
         job: any edit.
     """
-    # Where text is in the image's attention it can be left out.
+    # The text can be left out only if it takes part in the image's attention.
     facts, steps = rig.adapter.spec, rig.steps
     joint = facts.family != "unet"
     most = 2 if steps <= 4 else 4 if steps <= 8 else 5
@@ -118,7 +119,9 @@ def choices(rig: Rig, job: EditJob) -> list[OwnChoice]:
 
 
 def flux_flop_speedup(choice: OwnChoice) -> float:
-    """Times fewer FLOPs than dense: FLUX.1-dev at 1024x1024, 28 steps, a square mask of 0.11."""
+    """Return dense FLOPs over the choice's FLOPs: FLUX.1-dev at 1024x1024, 28 steps, a square mask
+    of 0.11.
+    """
     work = published_flux()
     grid = math.isqrt(work.tokens[0])
     ring = 0 if choice.leaves_ring else choice.ring
@@ -134,7 +137,7 @@ def flux_flop_speedup(choice: OwnChoice) -> float:
 def edited(
     rig: Rig, edits: Sequence[Edit], jobs: Sequence[EditJob], choice: OwnChoice
 ) -> list[Picture]:
-    """Edits by rows with anchors of their own."""
+    """Make the edits by rows with refresh steps."""
     facts, power, bends = rig.adapter.spec, choice.power, choice.bends
     if power is None:
         power = facts.refresh_evenly_over if choice.foresees else _power_behind(facts)
@@ -175,8 +178,9 @@ def beside_template(
     choice: CacheChoice,
     own: RefreshSchedule | None,
 ) -> list[Picture]:
-    """Edits that read a template, and what they keep of their own beside it: they leave their text
-    out between its anchors, or their first step, where `choice` has a dense one, lifts the entries.
+    """Make edits that read a template and also keep activations of their own. With a refresh
+    schedule they leave out their text between its refresh steps. If `choice` has a dense first
+    step, that step corrects the entries (residual correction).
     """
     rows = rig.cached_rows(jobs, entries, choice, own)
     for first in range(0, len(rows), BATCH):
@@ -194,13 +198,13 @@ def table(
     jobs: dict[str, list[EditJob]],
     wanted: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Of each choice its fidelity, beside dense rows.
+    """Yield the fidelity of each choice against dense rows.
 
     Args:
-        rig: of the model.
-        classes: edits.
-        jobs: theirs.
-        wanted: names of the choices; None: all.
+        rig: rig of the model.
+        classes: the edits of each class.
+        jobs: the jobs of each class.
+        wanted: names of the choices to compare; None: all.
     """
     dense = {name: rig.dense(edits, jobs[name]) for name, edits in classes.items()}
     joint = rig.adapter.spec.family != "unet"
@@ -219,7 +223,7 @@ def table(
 
 
 def _power_behind(facts: ModelSpec) -> float:
-    """Of sigma, over which a line leads farthest behind its anchors."""
+    """Return the power of sigma over which lines extrapolate best behind their refresh steps."""
     if facts.family == "unet":
         return 1.0
     return 3.0 if facts.semantics.blends else 2.0 if facts.semantics.reference else 1.0
@@ -227,7 +231,7 @@ def _power_behind(facts: ModelSpec) -> float:
 
 @contextmanager
 def _reaching(times: float) -> Iterator[None]:
-    """All rows go so many times as far along their line."""
+    """Scale all rows' extrapolation by `times` while the context lasts."""
     honest = AnchorLine.weight
     AnchorLine.weight = lambda self, sigma: times * honest(self, sigma)  # type: ignore[method-assign]
     try:

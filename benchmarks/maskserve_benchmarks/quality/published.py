@@ -24,11 +24,11 @@ def published(
     clip: Path | None,
     fid: Path | None,
 ) -> dict[str, Any]:
-    """`clip_score` of the pictures and `fid` against the references; None where not computed.
+    """Return `clip_score` of the pictures and `fid` against the references; None if not computed.
 
     Args:
-        edits: for their prompts.
-        pictures: [H, W, 3] each.
+        edits: the edits, for their prompts.
+        pictures: pictures of the edits, [H, W, 3].
         references: diffusers' pictures of the same edits.
         clip: folder of a CLIP model in transformers format.
         fid: weights file of torch-fidelity's Inception.
@@ -51,7 +51,7 @@ def published(
 
 
 def missing(clip: Path | None, fid: Path | None) -> str:
-    """One sentence on what is left out and how to have it; empty when nothing is."""
+    """Return one sentence on the missing figures and how to get them; empty if none is missing."""
     absent = [
         name for name, path in (("CLIP score (--clip)", clip), ("FID (--fid)", fid)) if not path
     ]
@@ -61,5 +61,5 @@ def missing(clip: Path | None, fid: Path | None) -> str:
 
 
 def _tensors(pictures: Sequence[Picture]) -> torch.Tensor:
-    """[N, 3, H, W] uint8."""
+    """Return the pictures as [N, 3, H, W] uint8."""
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)

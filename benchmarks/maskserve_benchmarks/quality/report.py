@@ -34,7 +34,9 @@ _RIVALS = (
 
 
 def table(systems: Mapping[str, Mapping[str, Any]]) -> str:
-    """Two markdown tables: a row per system, and mean and worst PSNR per class."""
+    """Return two markdown tables: one with a row per system, one with mean and worst PSNR per
+    class.
+    """
     columns = [
         (key, title)
         for key, title in _COLUMNS
@@ -61,7 +63,8 @@ def table(systems: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def plot_frontier(systems: Mapping[str, Mapping[str, Any]], folder: Path, semantics: str) -> None:
-    """Fidelity over bytes and over FLOPs, mean and worst class, rivals as lines."""
+    """Plot fidelity over bytes and over FLOPs, for the mean and the worst class; rivals are lines.
+    """
     cached = {name: row for name, row in systems.items() if "flux_gib_per_template" in row}
     for key, label, file in (
         ("flux_gib_per_template", "GiB per FLUX.1-dev template, 1024x1024", "bytes"),
@@ -132,7 +135,7 @@ def _plot_over(
 
 
 def plot_rim(errors: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Error over the distance from the mask's rim, a line per system."""
+    """Plot the error over the distance from the mask's rim, one line per system."""
     figure, axes = _pyplot().subplots(figsize=(7, 4.5))
     for name, values in errors.items():
         if any(values):
@@ -151,7 +154,9 @@ def draw_worst(
     judged: str,
     path: Path,
 ) -> None:
-    """The edit of each class in which `judged` is farthest from `reference`, by every system."""
+    """Draw for each class the edit in which `judged` differs most from `reference`, by every
+    system.
+    """
     names = ["source", reference, *(name for name in pictures if name != reference)]
     h, w = next(iter(classes.values()))[0].source.shape[:2]
     sheet = Image.new("RGB", (len(names) * (w + 4), len(classes) * (h + 16) + 16), "white")

@@ -9,7 +9,7 @@ from maskserve_benchmarks.quality.metrics import Picture
 
 ByClass = dict[str, list[Picture]]
 _PROBE = 1
-"""Edits of each class on which the threshold is sought."""
+"""Edits of each class for the search of the threshold."""
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5)
 
 
@@ -18,7 +18,7 @@ class _BlockCalls:
 
     def __init__(self, blocks: list[Any]) -> None:
         self.calls = 0
-        # A skipped block does not reach its first norm.
+        # A skipped block does not call its first norm.
         norms = [block.norm1 if hasattr(block, "norm1") else block.norm for block in blocks]
         self._hooks = [norm.register_forward_hook(self._count) for norm in norms]
 
@@ -33,17 +33,17 @@ class _BlockCalls:
 def first_block_cache(
     pipe: Any, run: Callable[[int], ByClass], edits: int, speedup: float
 ) -> tuple[ByClass, float, float]:
-    """Edits of each class with the threshold whose saving comes nearest to `speedup`.
+    """Make edits of each class with the threshold whose saving is nearest to `speedup`.
 
     Args:
         pipe: FluxFillPipeline.
-        run: makes the first so many edits of each class with it, one at a time: the cache holds one
-            state for a whole batch.
-        edits: of each class to make.
-        speedup: all block calls over computed ones, to be reached.
+        run: makes the first edits of each class with the pipeline, as many as its argument says,
+            one at a time, because the cache holds one state for a whole batch.
+        edits: number of edits to make of each class.
+        speedup: target for all block calls over computed block calls.
 
     Returns:
-        pictures, threshold, and the saving in block calls that was reached.
+        pictures, threshold, and the reached saving in block calls.
     """
     best = (float("inf"), _THRESHOLDS[0])
     for threshold in _THRESHOLDS:
@@ -67,7 +67,7 @@ def _with_threshold(
     forward = transformer.forward
 
     def in_context(*args: Any, **kwargs: Any) -> Any:
-        # FluxFillPipeline names no cache context, and forgets it at every call's end.
+        # FluxFillPipeline does not name a cache context, and forgets it at the end of every call.
         with transformer.cache_context("edit"):
             return forward(*args, **kwargs)
 

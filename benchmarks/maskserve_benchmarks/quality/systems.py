@@ -47,15 +47,15 @@ class Rig:
     """A model folder with everything that makes an edit of a prepared picture.
 
     Args:
-        folder: of a model; most ways are of FLUX alone.
-        steps: of every edit.
+        folder: folder of a model; most methods are for FLUX only.
+        steps: number of steps of every edit.
         weights: `[model] weights`.
         own_anchors: `[cache] own_anchors`; None: the default.
         halo: `[cache] conv_halo`.
-        wordless: whether templates are primed without a word, whatever the model.
+        wordless: whether to prime templates with an empty prompt, whatever the model.
 
     Raises:
-        SystemExit: the model has a schedule of other steps.
+        SystemExit: the model's schedule has a different number of steps.
     """
 
     def __init__(
@@ -84,12 +84,13 @@ class Rig:
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.priming_prompt()
         self.served: ControlService | None = None
-        """Runs the rows' ControlNets, of edits with `adapters: fast`; None: they run here."""
+        """Runs the rows' ControlNets, for edits with `adapters: fast`; None: they run in the rig's
+        rows."""
         self._steps_taken: Counter[CacheChoice] = Counter()
         self._steps_skipped: Counter[CacheChoice] = Counter()
 
     def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
-        """Encoded edits; the seed of edit i is i."""
+        """Encode the edits; the seed of edit i is i."""
         return [self._job(edit, seed) for seed, edit in enumerate(edits)]
 
     def _job(self, edit: Edit, seed: int) -> EditJob:
@@ -102,7 +103,7 @@ class Rig:
         return job_of(self.encoder, request, edit.source, mask)
 
     def finish(self, edit: Edit, latents: NDArray[np.float32]) -> Picture:
-        """Decode and paste the source back outside the mask."""
+        """Decode, and paste the source back outside the mask."""
         pixels = self.decoder.decode(latents)
         alpha = pixels[..., 3] if pixels.shape[2] > 3 else np.uint8(255)
         out, weights = Image.fromarray(edit.source), np.where(edit.mask, alpha, np.uint8(0))
@@ -110,14 +111,14 @@ class Rig:
         return np.asarray(out)
 
     def run(self, rows: Sequence[FlowRow], kinds: Sequence[str], until: int | None = None) -> None:
-        """Steps of rows with equal step counts, in batches: all, or up to step `until`."""
+        """Step rows with equal step counts, in batches: all steps, or up to step `until`."""
         for first in range(0, len(rows), BATCH):
             batch = list(rows[first : first + BATCH])
             while batch[0].step < (batch[0].steps if until is None else until):
                 self.replay.step(batch, kinds)
 
     def attach(self, row: FlowRow | FlowPrimingRow, job: EditJob) -> None:
-        """Give a new row what its edit has beside the model: nothing."""
+        """Give a new row the adapters of its edit; this rig has none."""
 
     def _dense_rows(self, jobs: Sequence[EditJob]) -> list[FlowRow]:
         rows = [self.adapter.dense_row(job) for job in jobs]
@@ -131,7 +132,8 @@ class Rig:
         return self._finish_all(edits, rows)
 
     def entries(self, jobs: Sequence[EditJob]) -> list[tuple[AnchorEntry, ...]]:
-        """Each template's entries at every step of its schedule, both kinds, in model dtype."""
+        """Return each template's entries at every step of its schedule, both kinds, in model dtype.
+        """
         rows = []
         for job in jobs:
             tokens = job.moments.shape[1] * job.moments.shape[2] // 4
@@ -167,7 +169,7 @@ class Rig:
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
     ) -> list[Picture]:
-        """Edits by cached rows; those that cache nothing, by dense ones."""
+        """Make the edits by cached rows, or by dense rows if the choice caches nothing."""
         rows = self._dense_rows(jobs) if choice.dense else self.cached_rows(jobs, entries, choice)
         for row in rows if choice.skip_below else ():
             row.first_block = FirstBlockCache(choice.skip_below)
@@ -186,7 +188,7 @@ class Rig:
         choice: CacheChoice,
         own: RefreshSchedule | None = None,
     ) -> list[FlowRow]:
-        """Rows that have taken no step yet; `own` says what they keep beside the entries."""
+        """Return new cached rows; `own` says what they keep besides the entries."""
         coded = [_kept(entry_list, choice) for entry_list in entries]
         return [
             self._row(job, entry_list, choice, own)
@@ -194,7 +196,7 @@ class Rig:
         ]
 
     def skipped(self, choice: CacheChoice) -> float:
-        """Share of the steps of its edits that left all blocks but the first out."""
+        """Return the share of the choice's steps that computed only the first block."""
         return self._steps_skipped[choice] / self._steps_taken[choice]
 
     def _row(
@@ -206,7 +208,7 @@ class Rig:
     ) -> FlowRow:
         settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         job = replace(job, request=replace(job.request, settings=settings))
-        # As the engine has it: a step without an entry computes the pinned tokens, too.
+        # As in the engine, a step without an entry also computes the fixed tokens.
         per_step = [
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
@@ -220,7 +222,7 @@ class Rig:
         return row
 
     def _fewer(self, row: FlowRow, choice: CacheChoice) -> FlowRow:
-        """A row that reads the tokens that the choice keeps."""
+        """Return a row that reads only the tokens that the choice keeps."""
         if choice.thin:
             part = thinned(row, choice.thin)
         elif choice.references_alone:
@@ -233,16 +235,16 @@ class Rig:
         return part
 
     def tokens_of(self, job: EditJob, ring: int = 0) -> TokenIds:
-        """Active tokens of the edit."""
+        """Return the computed tokens of the edit."""
         return active_tokens(job.edit_mask, self.adapter.spec.token_pixels, ring)
 
     def too_large(self, job: EditJob, ring: int) -> bool:
-        """Whether a worker runs the edit dense for its mask's size."""
+        """Return whether a worker runs the edit dense because of its mask's size."""
         total = job.edit_mask.size // self.adapter.spec.token_pixels**2
         return len(self.tokens_of(job, ring)) >= self.config.cache.dense_above_ratio * total
 
     def dense_steps(self, job: EditJob, ring: int) -> int:
-        """First steps of the edit that compute all tokens on a worker."""
+        """Return the number of first steps for which a worker computes all tokens of the edit."""
         down, across = (side // self.adapter.spec.token_pixels for side in job.edit_mask.shape)
         side = cover_a_side(self.tokens_of(job, ring), down, across)
         return self.adapter.spec.dense_steps.of(
@@ -250,7 +252,7 @@ class Rig:
         )
 
     def window_of(self, job: EditJob, margin: int) -> TokenIds:
-        """Tokens of the mask's bounding box, grown by `margin` tokens."""
+        """Return the tokens of the mask's bounding box, grown by `margin` tokens."""
         down, across = (side // self.adapter.spec.token_pixels for side in job.edit_mask.shape)
         ys, xs = np.divmod(self.tokens_of(job), across)
         window = np.zeros((down, across), np.bool_)
@@ -263,8 +265,8 @@ class Rig:
     def alone(
         self, edits: Sequence[Edit], jobs: Sequence[EditJob], tokens: Sequence[TokenIds]
     ) -> list[Picture]:
-        """Some tokens of each edit by themselves, as if the rest did not exist: the masked ones
-        (FlashPS Fig. 1, right), or a crop, with the noise that it has in the whole picture.
+        """Make edits from some of their tokens as if no others existed: the masked tokens (FlashPS
+        Fig. 1, right) or a crop. The noise is that of the whole picture.
         """
         whole = [self.adapter.dense_row(job) for job in jobs]
         parts = []
@@ -279,12 +281,12 @@ class Rig:
                     condition=condition,
                     blend=None if row.blend is None else row.blend.take(index),
                     context=None,
-                    # A prompt that has seen its reference comes with it.
+                    # A prompt that has seen its reference brings that reference along.
                     references=None if row.words is None else row.references,
                 )
             )
         self.run(parts, ())
-        # Cached rows have the template's latents elsewhere.
+        # Cached rows take all other latents from the template.
         finished_rows = [
             self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs
         ]
@@ -294,7 +296,7 @@ class Rig:
         return self._finish_all(edits, finished_rows)
 
     def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:
-        """Bytes that one template takes in the store, its whole context kept."""
+        """Return the bytes of one template in the store, with its whole context."""
         return sum(entry.nbytes for entry in _kept(entries, choice))
 
     def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FlowRow]) -> list[Picture]:
@@ -304,13 +306,15 @@ class Rig:
 
 
 def _kept(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:
-    """What of a template's entries, one of each step, this choice keeps, and as it keeps it."""
+    """Return the entries that this choice keeps of a template's, in its storage format. `entries`
+    has one entry per step.
+    """
     steps = [entry.anchor.sigma for entry in entries]
     return [_recode(entries[i], choice) for i in anchor_steps(steps, choice.stride)]
 
 
 def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
-    """An entry as this choice would have kept it."""
+    """Return an entry in the form in which this choice stores it."""
 
     def keep(coded: Coded | None, wanted: bool) -> Coded | None:
         return encode(coded.data, choice.format) if coded is not None and wanted else None

@@ -18,15 +18,15 @@ from maskserve_engine.families.mmdit.preparation import FlowTemplate
 from maskserve_engine.families.mmdit.rows import FlowRow
 
 NEAR = 2
-"""Tokens from a computed one within which everything is kept."""
+"""Distance in tokens from a computed token within which all tokens are kept."""
 
 
 def thinned(row: FlowRow, stands_for: int) -> FlowRow:
-    """A cached row like `row` that attends to fewer tokens, each far one in place of `stands_for`;
-    steps and latents are its own.
+    """Return a cached row like `row` whose attention reads fewer tokens. Each far token counts as
+    `stands_for` tokens. The new row has its own step and latents.
     """
     cached_tokens = row.inactive
-    if cached_tokens is None:  # a dense row attends to all there are
+    if cached_tokens is None:  # attention of a dense row reads all tokens
         return row
     across = row.grid[1]
     outside = cached_tokens.index.numpy()
@@ -41,7 +41,9 @@ def thinned(row: FlowRow, stands_for: int) -> FlowRow:
 
 
 def references_alone(row: FlowRow) -> FlowRow:
-    """A cached row like `row` that attends to no token of the picture outside the mask."""
+    """Return a cached row like `row` whose attention reads no token of the picture outside the
+    mask.
+    """
     cached_tokens = row.inactive
     if cached_tokens is None:
         return row
@@ -49,8 +51,8 @@ def references_alone(row: FlowRow) -> FlowRow:
 
 
 def references_computed(row: FlowRow) -> FlowRow:
-    """A cached row like `row` that computes the reference's tokens under the mask, too; not for
-    steps that compute all tokens.
+    """Return a cached row like `row` that also computes the reference's tokens under the mask. It
+    cannot take steps that compute all tokens.
     """
     cached_tokens = row.inactive
     if cached_tokens is None:
@@ -64,7 +66,7 @@ def references_computed(row: FlowRow) -> FlowRow:
 
 
 def _of(row: FlowRow, chosen: torch.Tensor) -> FlowRow:
-    """With some of its inactive tokens."""
+    """Return the row with only the chosen ones of its cached tokens."""
     cached_tokens = row.inactive
     assert cached_tokens is not None
     assert isinstance(cached_tokens.outside, FlowTemplate)

@@ -48,28 +48,28 @@ from maskserve_triton.preprocess import mask_for_model
 
 BATCH = 8
 AT_ONCE = 8
-"""Edits whose entries are held at a time."""
+"""Number of edits whose entries are in memory at a time."""
 KEPT = frozenset({"h", "kv"})
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run cached."""
+    """One way to run cached rows."""
 
     kind: str
-    """`kv` or `project`, of all blocks."""
+    """Kind of all blocks: `kv` or `project`."""
     format: str
     stride: int
     """Steps per anchor."""
     ring: int = 0
     own: bool = False
-    """Whether each pass has entries primed with its own prompt."""
+    """Whether each pass reads entries that were primed with its own prompt."""
     shift: int = 0
-    """Reads the entries of the picture so many edits later."""
+    """Distance in edits to the edit whose entries are read; 0: the edit's own."""
     halo: int = 0
     """`[cache] conv_halo`."""
     dense: int = 0
-    """First steps that compute every token."""
+    """Number of first steps that compute every token."""
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class Rig:
         return job_of(self.encoder, request, edit.source, mask)
 
     def runs_dense(self, edit: Edit) -> bool:
-        """Whether a worker computes all tokens of such an edit, for its mask."""
+        """Return whether a worker computes all tokens of such an edit because of its mask."""
         tokens = self.adapter.tokens(self.job(edit, 0, DEFAULT.ring))
         limit = self.config.cache.dense_above_ratio
         return tokens.cover_a_side or tokens.active / tokens.total >= limit
@@ -147,7 +147,7 @@ class Rig:
     def entries(
         self, edits: Sequence[Edit], *, own: bool = False, stride: int = 1, format: str = "model"
     ) -> list[list[AnchorEntry]]:
-        """Each template's entries, of both passes if `own`."""
+        """Return each template's entries; with `own` for both passes."""
         template_entries = []
         self.adapter.entry_halves = 2 if own else 1
         for i, edit in enumerate(edits):
@@ -168,10 +168,13 @@ class Rig:
     def cached(
         self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], choice: Choice
     ) -> list[Picture]:
-        """Args:
-        edits: to make.
-        entries: of each template at every step, in model dtype; with a halo as the choice says.
-        choice: how.
+        """Make the edits by cached rows.
+
+        Args:
+            edits: the edits to make.
+            entries: each template's entries at every step in model dtype; with a halo, in the
+                choice's stride and format.
+            choice: the way to run the rows.
         """
         rows = []
         self.adapter.entry_halves = 2 if choice.own else 1
@@ -217,7 +220,7 @@ def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
 def measure(
     args: argparse.Namespace, edits: Sequence[Edit], choices: Sequence[Choice]
 ) -> dict[str, list[EditQuality]]:
-    """What each system makes of each edit, by name; `dense` first, `served` last."""
+    """Return the quality of each system's edits, by name; `dense` comes first, `served` last."""
     rig = Rig(args.model, args.steps, args.guidance)
     dense = rig.dense(edits)
     qualities = {"dense": compare(edits, dense, dense)}
@@ -225,7 +228,7 @@ def measure(
     entries = {per_pass: rig.entries(edits, own=per_pass) for per_pass in per_pass_values}
     for choice in choices:
         by = rig
-        if choice.halo:  # what maps mean depends on how they are stored
+        if choice.halo:  # the meaning of feature maps depends on their storage format
             by = Rig(args.model, args.steps, args.guidance, choice.halo)
             template_entries = by.entries(edits, stride=choice.stride, format=choice.format)
         else:

@@ -68,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def take(options: argparse.Namespace) -> dict[str, Record]:
-    """Records by worker."""
+    """Return the records of all workers."""
     if options.url:
         [name] = options.only
         server = running_server(options.url, None)

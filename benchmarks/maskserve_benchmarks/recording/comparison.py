@@ -13,14 +13,14 @@ import numpy.typing as npt
 from PIL import Image
 
 PICTURE = "picture"
-"""Key of an answer's picture: encoded, in base64. Said of two is how far they are apart."""
+"""Key of an answer's picture: encoded, in base64. Two pictures are compared by their distance."""
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], where: str = "") -> list[str]:
-    """A line for each value that is not in both records alike.
+    """Return a line for each value that differs between the records.
 
-    A slow client receives only the latest event of a stream: events that one record lacks are
-    no difference, as long as the two share one of each kind.
+    A slow client receives only the latest event of a stream. Events that one record lacks are
+    therefore no difference if both records share one event of each kind.
     """
     lines = []
     for key in [*before, *(key for key in after if key not in before)]:
@@ -50,7 +50,7 @@ def _event_differences(old: dict[str, Any], new: dict[str, Any], path: str) -> l
 
 
 def pixels_of(answer: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-    """Pixels [H, W, 3] of an answer's picture."""
+    """Return the pixels [H, W, 3] of an answer's picture."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer[PICTURE]))))
 
 

@@ -19,7 +19,7 @@ from maskserve_benchmarks.soaking.pictures import Picture, draw
 
 Way = Literal["grpc", "http", "stream"]
 PROMPT = "a red star"
-# Picture seeds: dense edits, templates of the cache, registered templates.
+# Seeds of pictures: dense edits, templates of the cache, registered templates.
 _DENSE, _CACHED, _REGISTERED, _BESIDE = 1000, 2000, 3000, 4000
 TEMPLATES = (draw(_REGISTERED, 128, 128), draw(_REGISTERED + 1, 96, 160, 0.15))
 """Pictures that are registered and primed before the edits."""
@@ -32,33 +32,35 @@ class Case:
     name: str
     way: Way
     inputs: dict[str, bytes]
-    """IMAGE, MASK, PROMPT, SETTINGS, and CONTROL if there is one."""
+    """IMAGE, MASK, PROMPT, SETTINGS, and CONTROL if there is a control picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A worker, and the edits that it is sent."""
+    """A worker, and the edits to send to it."""
 
     model: Path
     config: str
-    """TOML."""
+    """Configuration of the worker, in TOML."""
     cases: Callable[[Sequence[str]], list[Case]]
-    """By what the worker calls TEMPLATES."""
+    """Makes the edits from the worker's ids of TEMPLATES."""
     devices: Literal[1, 2] = 1
 
 
 def cases(template_ids: Sequence[str]) -> list[Case]:
-    """The 60 edits.
+    """Return the 60 edits.
 
     Args:
-        template_ids: what the worker calls TEMPLATES.
+        template_ids: the worker's ids of TEMPLATES.
     """
     edit_cases = [*_dense(), *_masks(), *_outputs(), *_cached(), *_named(template_ids), *_streams()]
     return [*edit_cases, *_refused()]
 
 
 def _beside(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Case]:
-    """Edits with a LoRA, with a ControlNet, and with both; dense, cached, seen before or not."""
+    """Return edits with a LoRA, with a ControlNet, and with both: dense, cached, and with new and
+    known templates.
+    """
     picture, edit_cases = draw(_BESIDE, 128, 128), []
     ways: tuple[tuple[str, dict[str, Any]], ...] = (
         ("lora", {"loras": [{"name": lora, "scale": 0.8}]}),
@@ -76,7 +78,7 @@ def _beside(lora: str, net: str, outline: Callable[[Picture], bytes]) -> list[Ca
 
 
 def _outline(picture: Picture) -> bytes:
-    """The rim of the masked box, white on black."""
+    """Return the rim of the masked box, white on black."""
     left, top, right, bottom = picture.box
     drawn = np.zeros_like(picture.pixels)
     drawn[top:bottom, left:right] = 255
@@ -85,7 +87,7 @@ def _outline(picture: Picture) -> bytes:
 
 
 def _plainly(template_ids: Sequence[str]) -> list[Case]:
-    """Some edits of each sort that every model and any number of devices take."""
+    """Return some edits of each kind that every model and any number of devices accepts."""
     picture = draw(_BESIDE + 1, 128, 128)
     edit_cases = [
         _case("dense", picture),
@@ -124,7 +126,7 @@ SITES = {
     ),
     "ranks": Site(DEMO_MODEL, _config(engine={"policy": "deadline"}), _plainly, devices=2),
 }
-"""What a whole record asks, one worker after the other."""
+"""All workers of a whole record, recorded one after the other."""
 
 
 def _case(
@@ -184,7 +186,7 @@ def _masks() -> Iterator[Case]:
 
 
 def _transparent(picture: Picture) -> bytes:
-    """The picture's mask as transparency, and white only in its left half."""
+    """Return the picture's mask as transparency, with white only in its left half."""
     left, top, right, bottom = picture.box
     height, width, _ = picture.pixels.shape
     mask = np.zeros((height, width, 4), np.uint8)
@@ -243,7 +245,7 @@ def _streams() -> Iterator[Case]:
                 cache="require", output_format="webp", **steps)  # fmt: skip
 
 
-# Fields that BAD_REQUESTS get wrong: the first bad request of each is sent.
+# Fields that BAD_REQUESTS get wrong: the first bad request for each field is sent.
 _BAD: tuple[tuple[str, Way], ...] = (
     ("IMAGE", "grpc"),
     ("MASK", "http"),

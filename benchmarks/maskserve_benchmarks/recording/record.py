@@ -19,21 +19,22 @@ from maskserve_benchmarks.recording.comparison import PICTURE, pixels_of
 from maskserve_benchmarks.recording.edits import TEMPLATES, Case
 
 Record: TypeAlias = dict[str, dict[str, Any]]
-"""Name of an edit or operation → what was answered, as JSON values."""
+"""Name of an edit or operation → its answer, as JSON values."""
 
 _STATUS_VARIES = frozenset(
     ("worker", "sequence", "wall_ns", "monotonic_ns", "age_s", "costs", "pricing", "memory")
 )
-"""Of the status record: who and when, what steps took, and what else the machine holds."""
+"""Keys of the status record that differ between runs: names, times, costs of steps, and memory."""
 _SETTLE_S = 0.3
-"""A worker's status is rewritten at least every 250 ms."""
+"""Longer than the 250 ms after which a worker rewrites its status at the latest."""
 _SETTLE_LIMIT_S = 120.0
 
 
 class Recorder:
-    """Sends the edits to one worker, each alone: nothing else may run, no priming either.
+    """Sends the edits to one worker, one at a time. Nothing else may run on the worker, not even
+    priming.
 
-    The worker must have just started, since what it has seen before decides what is cached.
+    The worker must have just started, because its earlier edits decide what is cached.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Recorder:
         self._stream_url, self._say = server.grpc, say
 
     def take(self) -> Record:
-        """The record of all operations and edits.
+        """Return the record of all operations and edits.
 
         Raises:
             TimeoutError: the worker stays busy or silent.
-            InferenceServerException: the worker does not take the templates.
+            InferenceServerException: the worker refuses the templates.
         """
         record: Record = {"status before": self._status()}
         names = []
@@ -80,7 +81,7 @@ class Recorder:
         return answer_digest(client.edit(case.inputs))
 
     def _streamed(self, case: Case) -> dict[str, Any]:
-        """The final answer, with the events before it by kind and step."""
+        """Return the final answer, with the earlier events by kind and step."""
         events: dict[str, Any] = {}
         with closing(Stream(self._stream_url)) as stream:
             stream.send(case.inputs)
@@ -98,7 +99,7 @@ class Recorder:
         return {**answer, **self._grpc.control("prime", template_id=answer["template_id"])}
 
     def _status(self) -> dict[str, Any]:
-        """The worker's status without stamps and times."""
+        """Return the worker's status without the keys that vary."""
         self._settle()
         status = self._grpc.control("status")
         counters = {k: v for k, v in status["counters"].items() if "seconds" not in k}
@@ -106,7 +107,7 @@ class Recorder:
         return {**stable_fields, "counters": counters}
 
     def _settle(self) -> None:
-        """Wait until no row runs or waits: a second sight primes after it is answered."""
+        """Wait until no row runs or waits: after a template's second edit the worker primes it."""
         end, quiet_since = time.monotonic() + _SETTLE_LIMIT_S, time.monotonic()
         while time.monotonic() - quiet_since < _SETTLE_S:
             status = self._grpc.control("status")
@@ -125,7 +126,9 @@ def _refusable(call: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, A
 
 
 def answer_digest(answer: Answer) -> dict[str, Any]:
-    """An answer as digests of its IMAGE and of the pixels in it, and META without what varies."""
+    """Return an answer as digests of its IMAGE and of the pixels in it, and META without the keys
+    that vary.
+    """
     image, meta = answer
     stable_meta = {k: v for k, v in meta.items() if k != "worker" and not k.endswith("_ms")}
     digest: dict[str, Any] = {"image": _sha(image), "meta": stable_meta}
@@ -138,7 +141,7 @@ def answer_digest(answer: Answer) -> dict[str, Any]:
 
 
 def _inputs_digest(case: Case) -> str:
-    """Says whether two records asked the same."""
+    """Return a digest that is equal if two records sent the same edit."""
     return _sha(json.dumps([_sha(case.inputs[name]) for name in sorted(case.inputs)]).encode())
 
 

@@ -73,13 +73,14 @@ BARS = {
     "p95_vs_strawman": 0.40,
     "p95_vs_least_requests": 0.26,
 }
-"""The first five of the larger model and the demo model, those of `unseen` and `primed` at as many
-steps; the others simulated."""
+"""Bars of the figures. The first five hold for measurements of the larger model, or of the demo
+model if the name ends in `_demo`; `unseen` and `primed` compare runs with the same number of steps.
+The other bars hold for simulated figures."""
 
 
 _TURNS = 3
 _CLEARLY = 1.05
-"""A lead from which on it is no draw."""
+"""Ratio of rates from which the faster side wins; below it the result is a draw."""
 _BOTH = ("production", "public")
 _CURVES: dict[str, Any] = {
     "batches": (1, 2, 4, 8),
@@ -110,7 +111,7 @@ FULL = {
 
 
 def ways_to_share(store: Path) -> dict[str, one_model.Tables]:
-    """Configurations of maskserve's worker, by how it shares the cores.
+    """Return configurations of maskserve's worker, by the way in which it shares the cores.
 
     Args:
         store: folder of LoRAs.
@@ -126,11 +127,11 @@ def ways_to_share(store: Path) -> dict[str, one_model.Tables]:
 
 
 def rates_of(benches: Mapping[str, Bench]) -> dict[str, float]:
-    """Edits per second at saturation of maskserve's workers, which have just been started: medians
-    of `_TURNS` turns that they take one after the other.
+    """Return edits per second at saturation of maskserve's workers, which have just started:
+    medians of `_TURNS` turns. The workers take turns.
     """
     for bench in benches.values():
-        for mix in bench.plan.mixes:  # a template's second sight primes it
+        for mix in bench.plan.mixes:  # the second edit of a template primes it
             bench.ours.warm(2 * bench.edits(mix)[:WARM])
     turns = {way: list[float]() for way in benches}
     for _ in range(_TURNS):
@@ -143,9 +144,9 @@ def rates_of(benches: Mapping[str, Bench]) -> dict[str, float]:
 
 
 def chosen(rates: Mapping[str, float]) -> str:
-    """The way to share the cores that is measured: the first, which operators have who set nothing,
-    unless another has clearly more edits per second. Which one it is moves latencies far more than
-    rates, so no draw may decide it.
+    """Return the way to share the cores for the measurement. It is the first way, the default of
+    operators, unless another way has clearly more edits per second. The choice changes latencies
+    far more than rates, so a draw must not decide it.
     """
     default, *_ = rates
     fastest = max(rates, key=lambda way: rates[way])
@@ -153,7 +154,7 @@ def chosen(rates: Mapping[str, float]) -> str:
 
 
 def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
-    """The rival with most edits per second at saturation, and what all had."""
+    """Return the rival with most edits per second at saturation, and the figures of all."""
     results, tunings = [], bench.plan.tunings
     for tuning in tunings:
         system = System(tuning.name, tuning.name, rival=variants()["whole", tuning.name])
@@ -175,7 +176,7 @@ def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
 
 
 def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
-    """All of one model."""
+    """Measure everything for one model."""
     model = DEMO_MODEL if name == "demo" else large_model(folder / "model")
     store = folder / "loras"
     store.mkdir()
@@ -261,16 +262,17 @@ def with_loras(rival: Rival, store: Path) -> Rival:
 
 
 def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate: float) -> float:
-    """A system's turn in a round.
+    """Run one system's turn of a round.
 
     Args:
-        bench: of the model.
-        system: whose turn it is.
-        runs: by kind; those of this turn are added.
-        rate: edits per second of the first system of the round at saturation; 0: this is it.
+        bench: bench of the model.
+        system: the system to measure.
+        runs: runs by kind; this turn's runs are added.
+        rate: edits per second at saturation of the first system of the round; 0: this is the first
+            system.
 
     Returns:
-        that rate.
+        the rate of the round's first system.
     """
     for mix in bench.plan.mixes:
         saturated = bench.run(
@@ -288,7 +290,7 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
 
 
 def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
-    """Likeness to the rival's whole pictures in the mask."""
+    """Compare pictures in the mask with the rival's whole pictures."""
     ssim, psnr = [], []
     for edit, picture, reference_picture in zip(edits, pictures, reference, strict=True):
         mask = decode(edit.mask)[..., 0] > 127
@@ -310,7 +312,7 @@ def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[An
 
 
 def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
-    """Dense FLOPs of steps over those of cached ones, for these masks without a ring."""
+    """Return dense FLOPs over cached FLOPs of these edits' steps, with masks without a ring."""
     facts = load_spec(model)
     side = decode(edits[0].image).shape[0] // facts.vae_scale_factor
     work = counted_work(facts, side, side)
@@ -320,7 +322,8 @@ def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
 
 
 def summary_of(report: Mapping[str, Any]) -> Figures:
-    """The figures that have bars, of the larger model, and their companions."""
+    """Return the figures that have bars, for the larger model, and the figures that explain them.
+    """
     bench, demo = report["bench"]["systems"], report["demo"]["systems"]
 
     def times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -> float:
@@ -355,7 +358,7 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
 
 
 def _of_unseen(model: Figures, name: str) -> dict[str, float]:
-    """Of the study of pictures that nobody has sent before, if there was one."""
+    """Return the figures of the study of new pictures, if there was one."""
     rates = model["studies"].get("unseen")
     if rates is None:
         return {}
@@ -367,7 +370,7 @@ def _of_unseen(model: Figures, name: str) -> dict[str, float]:
 
 
 def say(line: str) -> None:
-    """A line behind the minutes since this process began."""
+    """Print a line with the minutes since this process started."""
     minutes = (time.time() - psutil.Process().create_time()) / 60.0
     print(f"{minutes:5.1f} min  {line}", flush=True)
 
@@ -400,7 +403,7 @@ def main() -> int:
         if args.only in (None, name):
             with tempfile.TemporaryDirectory() as scratch:
                 report[name] = measure_model(name, tool, Path(scratch), plan)
-            write_json(report, results)  # a model is an hour of --full
+            write_json(report, results)  # save now: with --full a model takes an hour
     took = time.monotonic() - begin
     report["about"] = {
         "command": "make bench-full" if args.full else "make bench",

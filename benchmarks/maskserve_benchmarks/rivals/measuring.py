@@ -31,25 +31,25 @@ from maskserve_benchmarks.rivals.server import Rival, RivalServer
 Figures = dict[str, Any]
 IN_FLIGHT = 8
 SLO = 2.0
-"""Of the rival's latency alone: an answer within it is good."""
+"""Latency limit of a good answer, as a multiple of the latency of one edit alone at the rival."""
 UNSEEN_STEPS = 20
-"""Of edits of pictures that nobody has sent before: of fewer, more would be dense."""
+"""Steps of edits with new pictures: with fewer steps a larger share would be dense."""
 WARM = 8
-"""Edits that have each picture twice: a template's second sight primes it."""
+"""Number of warm-up edits, with each picture twice: a template's second edit primes it."""
 THRESHOLD = 0.2
-"""Of FirstBlockCache: the fastest at which the demo model's objects were still all judged right
-(docs/benchmarks.md, frontier)."""
+"""Threshold of FirstBlockCache: the fastest at which the judge still found all of the demo model's
+objects right (docs/benchmarks.md, frontier)."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What answers edits."""
+    """A server and settings that answer edits."""
 
     key: str
     label: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     rival: Rival | None = None
-    """None: maskserve, with these settings."""
+    """None: maskserve with these settings."""
 
 
 TUNINGS = (
@@ -66,11 +66,11 @@ WAYS = {
     "first_block_cache": ("first_block", f"the same, FirstBlockCache {THRESHOLD}"),
     "crop": ("crop", "the same, only a crop"),
 }
-"""Ways of `pipeline_model`, with their system's key and label."""
+"""Modes of `pipeline_model` → key and label of their system."""
 
 
 def variants() -> dict[tuple[str, str], Rival]:
-    """Each way in each tuning, by their names."""
+    """Return each mode in each tuning, by their names."""
     return {
         (way, tuning.name): replace(
             tuning, name=f"{way}_{tuning.name}", way=way, threshold=THRESHOLD
@@ -81,8 +81,8 @@ def variants() -> dict[tuple[str, str], Rival]:
 
 
 def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
-    """In the order of the paper's comparison. With random weights nobody can say which threshold
-    FirstBlockCache may have, so the larger model goes without.
+    """Return the systems in the order of the paper's comparison. The larger model has random
+    weights, which cannot show an acceptable threshold, so it runs without FirstBlockCache.
     """
     compared = [
         System(key, label, rival=variants()[way, tuning.name])
@@ -100,55 +100,55 @@ def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured of a model."""
+    """The extent of the measurement of one model."""
 
     size: int
-    """Of the pictures, pixels."""
+    """Side of the pictures in pixels."""
     edits: int
-    """Of a run."""
+    """Number of edits of a run at saturation."""
     alone: int
-    """One at a time, of a run."""
+    """Number of edits of a run that sends one edit at a time."""
     rounds: int
     rates: tuple[float, ...]
-    """Shares of the rival's edits per second at saturation."""
+    """Request rates, as shares of the rival's edits per second at saturation."""
     paced: int
-    """Edits of a run at such a rate. The longer it is held, the longer the queue of what saturates
-    there."""
+    """Number of edits of a run at such a rate. A longer run makes the queue of a saturated system
+    longer."""
     limit_s: float
-    """Of a run."""
+    """Seconds that a run may take."""
     tunings: tuple[Rival, ...] = TUNINGS
     mixes: tuple[str, ...] = ("production",)
     judged: int = 8
-    """Edits whose pictures are compared."""
+    """Number of edits whose pictures are compared."""
     everywhere: bool = True
-    """Whether all systems have the edits of `rates`; else the pipeline and maskserve alone."""
+    """Whether all systems run at `rates`; else only the pipeline and maskserve do."""
     rings: tuple[int, ...] = ()
-    """Further systems: maskserve with other rings than its own."""
+    """Rings of further systems: maskserve with rings other than its default."""
     batches: tuple[int, ...] = ()
-    """Edits in flight, of the study of batch sizes."""
+    """Numbers of edits in flight in the study of batch sizes."""
     ratios: tuple[float, ...] = ()
-    """Of the study of mask ratios."""
+    """Mask ratios of the study of mask ratios."""
     ablation: bool = False
-    """Whether workers that lack a part are measured."""
+    """Whether to measure workers that lack a part."""
     routed: bool = False
-    """Whether policies of routing are compared."""
+    """Whether to compare routing policies."""
     loras: bool = False
-    """Whether edits with LoRAs are measured; the demo model has some."""
+    """Whether to measure edits with LoRAs; the demo model has some."""
     unseen: int = 0
-    """Edits of a run of the study of pictures that nobody has sent before; 0: there is none."""
+    """Number of edits of a run in the study of new pictures; 0: no study."""
     study_rounds: int = 3
-    """Of the studies that take turns."""
+    """Number of rounds of the studies in which systems take turns."""
 
 
 class Bench:
-    """One model served by maskserve and by its rivals, both at hand and one at work.
+    """One model, served by maskserve and by its rivals. Both are ready, and one works at a time.
 
     Args:
         tool: perf_analyzer.
         ours: maskserve's worker.
         theirs: the rivals' Triton; None: only maskserve is measured.
         plan: how much is measured.
-        folder: for files.
+        folder: folder for files.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Bench:
         self.plan, self._folder = plan, folder
 
     def at(self, ours: Server, folder: Path) -> Bench:
-        """The same with another of maskserve's workers."""
+        """Return the same bench with another worker of maskserve."""
         return Bench(self._tool, ours, self._theirs, self.plan, folder)
 
     def saturated(
@@ -168,13 +168,15 @@ class Bench:
         count: int,
         edits: Sequence[Edit] | None = None,
     ) -> float:
-        """Edits per second with so many in flight; arguments as of `run`."""
+        """Return edits per second with `in_flight` edits in flight. The other arguments go to
+        `run`.
+        """
         stamps = self.run(system, Load("concurrency", in_flight), count, edits)
         return round(stamps.answered_per_s, 3)
 
     @contextmanager
     def serving(self, system: System) -> Iterator[None]:
-        """Within it the system takes edits."""
+        """The system takes edits while the context lasts."""
         if system.rival is None:
             yield
             return
@@ -183,12 +185,14 @@ class Bench:
             yield
 
     def edits(self, mix: str) -> list[Edit]:
-        """As many as a run has, of four pictures."""
+        """Return the edits of a run, of four pictures."""
         options = InputOptions(self.plan.size, self.plan.edits, 4, mix)
         return make_edits(options, find_photos(CHECKOUT / "assets"))
 
     def unseen(self, run: int) -> list[Edit]:
-        """Edits of the production mix, each of a picture that no other has, in no run."""
+        """Return edits of the production mix, each with a picture that occurs in no other edit or
+        run.
+        """
         count, settings = self.plan.unseen, {"num_inference_steps": UNSEEN_STEPS}
         options = InputOptions(self.plan.size, count, count, seed=1 + run, settings=settings)
         return make_edits(options, find_photos(CHECKOUT / "assets"))
@@ -196,14 +200,14 @@ class Bench:
     def run(
         self, system: System, load: Load, count: int, edits: Sequence[Edit] | None = None
     ) -> Stamps:
-        """Let perf_analyzer send edits, `count` in all.
+        """Let perf_analyzer send `count` edits.
 
         Args:
-            system: that answers them.
-            load: how they come.
-            count: of edits.
-            edits: that are sent in turn; None: those of the production mix. Their settings come
-                before the system's.
+            system: the system that answers the edits.
+            load: the pattern of arrivals.
+            count: number of edits.
+            edits: edits to send in turn; None: those of the production mix. Their settings override
+                the system's.
 
         Raises:
             RuntimeError: an edit failed.
@@ -225,14 +229,14 @@ class Bench:
         return outcome.stamps
 
     def _address(self, system: System) -> tuple[str, str]:
-        """The model's name, and gRPC's host:port."""
+        """Return the model's name, and gRPC's host:port."""
         if system.rival is None:
             return "edit", self.ours.grpc
         assert self._theirs is not None
         return system.rival.name, self._theirs.grpc
 
     def pictures(self, system: System, edits: Sequence[Edit]) -> list[Any]:
-        """What the system that serves answers, one edit after the other."""
+        """Return the system's pictures of the edits, requested one after the other."""
         shape = [1] if system.rival is None else [1, 1]
         front, url = self._address(system)
         made = []
@@ -250,7 +254,7 @@ class Bench:
 
 
 def summed(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:
-    """Of each kind of run the medians over rounds, and what the rounds spread."""
+    """Return for each kind of run the medians over rounds, and the spread of the rounds."""
     figures: Figures = {}
     for kind, stamps in runs.items():
         latencies = [s.latencies() for s in stamps]
@@ -278,14 +282,14 @@ def _span(stamps: Stamps) -> float:
 
 
 def within(stamps: Stamps, slo_ms: float) -> float:
-    """The share of edits that were answered within the SLO."""
+    """Return the share of edits answered within the SLO."""
     pairs = zip(stamps.sent, stamps.responses, strict=True)
     return float(np.mean([(r[-1] - start_ns) / 1e6 <= slo_ms for start_ns, r in pairs]))
 
 
 def waited_ms(stamps: Stamps) -> float:
-    """The mean time before an edit is worked on: until maskserve has a row for it, until the
-    rival's model is called with it.
+    """Return the mean time until work on an edit starts: at maskserve until it has a row, at the
+    rival until its model is called.
     """
     waited = [
         meta["timings_ms"]["queue"]

@@ -42,24 +42,24 @@ from maskserve_benchmarks.simulator.bars import (
 from maskserve_common.imaging.images import encode_image
 
 Tables = Mapping[str, Mapping[str, Any]]
-"""Of a configuration file."""
+"""Tables of a configuration file."""
 POLICIES = ("round_robin", "least_requests", "mask_aware")
 ROUTED_LOAD = 0.8
-"""Of what two workers can do."""
+"""Load behind the router, as a share of the capacity of two workers."""
 ROUTED = 3
-"""Times that the edits of a run are sent: P95 wants many."""
+"""Times that the edits of a run are sent: P95 needs many edits."""
 LORA_SHARE = 0.95
-"""Of production's edits that have one (Katz, section 3.1)."""
+"""Share of production's edits that have a LoRA (Katz, section 3.1)."""
 OTHERWISE: Mapping[str, dict[str, Any]] = {
     "no batches: one edit at a time in each process": {"engine": {"max_rows": 1}},
     "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
     "weights of 8 bits (--weights int8)": {"model": {"weights": "int8"}},
 }
-"""Configurations of a worker: without a part of it, or with other weights."""
+"""Configurations of a worker: without one of its parts, or with other weights."""
 
 
 def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
-    """Edits per second with so many in flight (Fig. 14), by system."""
+    """Return edits per second by system and number of edits in flight (Fig. 14)."""
     figures: Figures = {}
     for system in systems:
         with bench.serving(system):
@@ -71,7 +71,9 @@ def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
 
 
 def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
-    """Milliseconds of one edit alone (Fig. 15), by system and the mask's share of the picture."""
+    """Return milliseconds of one edit alone, by system and the mask's share of the picture (Fig.
+    15).
+    """
     figures: Figures = {}
     for system in systems:
         with bench.serving(system):
@@ -84,9 +86,9 @@ def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
 
 
 def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
-    """Edits per second at saturation, medians over as many rounds as other edits have: by system,
-    where each edit has a picture that nobody has sent before; and of maskserve where templates are
-    primed, at as many steps.
+    """Return edits per second at saturation by system, when each edit has a new picture. Values are
+    medians over as many rounds as other edits have. The result also has maskserve with primed
+    templates at the same number of steps.
     """
     rates: dict[str, list[float]] = {key: [] for key in (*[s.key for s in systems], "primed")}
     step_settings = {"num_inference_steps": UNSEEN_STEPS}
@@ -105,7 +107,7 @@ def of_unseen_pictures(bench: Bench, systems: Sequence[System]) -> Figures:
 
 
 def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:
-    """The production mix's edits with other masks."""
+    """Return the production mix's edits with masks of this ratio."""
     rng = np.random.default_rng(0)
     masked_edits = []
     for edit in bench.edits("production"):
@@ -122,16 +124,16 @@ def ablation(
     tables: Tables,
     others: Mapping[str, Bench],
 ) -> Figures:
-    """Maskserve configured otherwise: edits per second at saturation and milliseconds of one edit
-    alone, medians over rounds.
+    """Measure maskserve in other configurations: edits per second at saturation and milliseconds of
+    one edit alone, medians over rounds.
 
     Args:
-        bench: of the model.
-        model: that workers serve.
-        folder: for files; each worker has its own below.
-        tables: configuration of the bench's worker, which the others have but for what they are
-            named after.
-        others: workers that run already, by what they are.
+        bench: bench of the model.
+        model: folder of the model.
+        folder: folder for files; each worker has its own below.
+        tables: configuration of the bench's worker; each other configuration differs only in the
+            part that its name says.
+        others: workers that already run, by name of their configuration.
     """
     with ExitStack() as running:
         benches = {"maskserve": bench, **others}
@@ -163,12 +165,12 @@ def ablation(
 
 @contextmanager
 def worker(model: Path, folder: Path, tables: Tables) -> Iterator[Server]:
-    """A worker of maskserve's.
+    """Run a worker of maskserve while the context lasts.
 
     Args:
-        model: that it serves.
-        folder: for files; it is made.
-        tables: its configuration.
+        model: folder of the model.
+        folder: folder for files; this function makes it.
+        tables: configuration of the worker.
     """
     folder.mkdir()
     config = folder / "maskserve.toml"
@@ -178,13 +180,13 @@ def worker(model: Path, folder: Path, tables: Tables) -> Iterator[Server]:
 
 
 def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
-    """P95 of milliseconds behind a router with each policy, medians over rounds (Fig. 16 right):
-    two workers that share the cores, Poisson arrivals, the public mix.
+    """Return P95 in milliseconds behind a router with each policy, medians over rounds (Fig. 16
+    right). Two workers share the cores; arrivals are Poisson, the masks those of the public mix.
 
     Args:
-        bench: of the model.
-        model: that workers serve.
-        folder: for files.
+        bench: bench of the model.
+        model: folder of the model.
+        folder: folder for files.
     """
     system, edits = System("ours", "behind a router"), bench.edits("public")
     p95: dict[str, list[float]] = {policy: [] for policy in POLICIES}
@@ -215,14 +217,14 @@ def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
 
 
 def by_batching(bench: Bench, model: Path, folder: Path, tables: Tables) -> Figures:
-    """Milliseconds of edits, medians over rounds, of a worker with continuous batching and of one
-    with static batching (Fig. 4 middle, Fig. 16 left): Poisson arrivals at the plan's shares of
-    what the first can do, the production mix.
+    """Return milliseconds of edits, medians over rounds, of a worker with continuous batching and
+    of one with static batching (Fig. 4 middle, Fig. 16 left). Arrivals are Poisson, at the plan's
+    shares of the first worker's capacity; the masks are those of the production mix.
 
     Args:
-        bench: of the model.
-        model: that workers serve.
-        folder: for files.
+        bench: bench of the model.
+        model: folder of the model.
+        folder: folder for files.
         tables: configuration of both workers.
     """
     system, edits = System("ours", "batching"), bench.edits("production")
@@ -255,7 +257,9 @@ def by_batching(bench: Bench, model: Path, folder: Path, tables: Tables) -> Figu
 
 
 def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) -> Figures:
-    """Edits per second at saturation where edits have LoRAs as production's have, by system."""
+    """Return edits per second at saturation by system, for edits with LoRAs as often as in
+    production.
+    """
     edits = edits_with_loras(bench, names)
     bench.ours.warm(2 * edits)
     figures: Figures = {}
@@ -266,10 +270,11 @@ def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) ->
 
 
 def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
-    """The production mix, `LORA_SHARE` of it with one LoRA, the popular ones more often.
+    """Return the production mix with one LoRA on `LORA_SHARE` of the edits; popular LoRAs are more
+    frequent.
 
-    Popularity is that of Katz's service B, its first adapters by rank; the tail is dealt out
-    among them.
+    Popularity is that of Katz's service B, its first adapters by rank. The share of the remaining
+    adapters is divided among them.
     """
     edits = bench.edits("production")
     rng = np.random.default_rng(0)
@@ -283,7 +288,7 @@ def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
 
 
 def simulated() -> Figures:
-    """What one machine cannot show: ways to batch and to route at a production rate.
+    """Simulate what one machine cannot show: batching and routing at a production rate.
 
     FlashPS section 6.4's case (one FLUX worker, 0.5 edits per second, half of a dense step fixed,
     and as much as on an H200) and eight workers at 95 % load. Values are shares of P95:

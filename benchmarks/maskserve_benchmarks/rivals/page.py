@@ -19,7 +19,7 @@ _TIMES = ("mean", "p50", "p95", "p99", "waited")
 
 
 def write_page(report: Figures, folder: Path) -> None:
-    """README.md and its plots in `folder`."""
+    """Write README.md and its plots to `folder`."""
     (folder / "README.md").write_text(page(report), encoding="utf-8")
     plot_throughput(report, folder / "throughput.png")
     plot_latency(report, folder / "latency.png")
@@ -63,7 +63,7 @@ def page(report: Figures) -> str:
 
 
 def _queue(report: Figures, summary: Figures) -> list[str]:
-    """What the ratio of mean latencies consists of, where it is under its bar."""
+    """Return the parts of the ratio of mean latencies, if it is below its bar."""
     if summary["mean_latency_vs_diffusers_at_saturation"] >= 14.7:
         return []
     systems = report["bench"]["systems"]
@@ -81,7 +81,7 @@ def _queue(report: Figures, summary: Figures) -> list[str]:
 
 
 def _products(report: Figures) -> list[str]:
-    """What of the ratios is not the cache's."""
+    """Return the part of the ratios that does not come from the cache."""
     if not report["about"].get("onednn"):
         return []
     systems = report["bench"]["systems"]
@@ -241,7 +241,7 @@ def _studies(report: Figures) -> list[str]:
 
 
 def _by(found: Figures, systems: Figures, axis: str, form: str) -> list[str]:
-    """A table: a line a system."""
+    """Return a table with one line per system."""
     points = list(next(iter(found.values())))
     lines = [f"| {axis} | {' | '.join(points)} |", "|---" * (len(points) + 1) + "|"]
     for key, values in found.items():
@@ -300,7 +300,7 @@ beside computation (Fig. 4: [the plan](../../decisions/plan.md#in-the-step-loop)
 
 
 def plot_throughput(report: Figures, path: Path) -> None:
-    """Edits per second at saturation, a bar a system."""
+    """Plot edits per second at saturation, one bar per system."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.4))
     for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
@@ -321,7 +321,7 @@ def plot_throughput(report: Figures, path: Path) -> None:
 
 
 def plot_latency(report: Figures, path: Path) -> None:
-    """Mean and P95 at each rate, a group of bars a rate."""
+    """Plot mean and P95 at each rate, one group of bars per rate."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.6))
     for ax, (name, title) in zip(axes, MODELS.items(), strict=True):
@@ -354,7 +354,7 @@ def plot_latency(report: Figures, path: Path) -> None:
 
 
 def plot_studies(report: Figures, path: Path) -> None:
-    """Figs. 14 and 15: what was measured of each model, side by side."""
+    """Plot the studies of Figs. 14 and 15 for each model, side by side."""
     drawn = [
         (report[name], study, axis, unit, scale)
         for study, axis, unit, scale in (

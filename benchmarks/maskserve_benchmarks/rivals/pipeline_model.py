@@ -26,9 +26,11 @@ import torch
 from PIL import Image
 
 _STEP = 4
-"""Sides of crops are quarters of the picture's, so that some can share a batch."""
+"""The sides of crops are multiples of a quarter of the picture's side, so that some crops can share
+a batch."""
 _MARGIN = 0.25
-"""Round the mask's box, of the longer side: what the model sees of the rest."""
+"""Margin around the mask's box, as a share of the box's longer side: the context that the model
+sees."""
 
 
 class Asked(NamedTuple):
@@ -40,13 +42,13 @@ class Asked(NamedTuple):
     seed: int
     steps: int
     box: tuple[int, int, int, int]
-    """Left, upper, right, lower: what of the picture is computed."""
+    """The computed part of the picture: left, upper, right, lower."""
     loras: tuple[tuple[str, float], ...]
-    """Names and scales."""
+    """Names and scales of the LoRAs."""
 
 
 class PipelineModel:
-    """See the module.
+    """Triton model of the module's docstring: diffusers' pipeline, tuned.
 
     Args:
         utils: Triton's module of the Python backend, which only a model can import.
@@ -76,7 +78,7 @@ class PipelineModel:
             _cached(self.pipe.transformer, float(settings["threshold"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """As Triton's Python backend wants it."""
+        """Serve requests; the interface is that of Triton's Python backend."""
         begin = time.perf_counter()
         edits = [self._read(_texts(request, self.utils)) for request in requests]
         alike: dict[tuple[int, Any], list[int]] = defaultdict(list)
@@ -89,7 +91,7 @@ class PipelineModel:
                 numbers, self._run(side, [edits[n] for n in numbers]), strict=True
             ):
                 answers[number] = (picture, {"batch": len(numbers), "side": side})
-        # Answers leave together, so this is how long each has been at work.
+        # Answers leave together, so this is the working time of each.
         call_ms = 1e3 * (time.perf_counter() - begin)
         return [self._answer(picture, meta | {"call_ms": call_ms}) for picture, meta in answers]
 
@@ -111,7 +113,7 @@ class PipelineModel:
         return Asked(image, mask, prompt, int(settings["seed"]), steps, box, loras)
 
     def _adapt(self, loras: tuple[tuple[str, float], ...]) -> None:
-        """The pipeline's adapters are state of the whole pipeline."""
+        """Set the LoRAs. Adapters are state of the whole pipeline."""
         if not self.loras:
             return
         if loras:
@@ -135,8 +137,8 @@ class PipelineModel:
 
 
 def crop_box(mask: Image.Image) -> tuple[int, int, int, int]:
-    """A square round the white pixels with a margin, its side some quarters of the picture's
-    shorter one: with eighths fewer share a batch, and it was slower.
+    """Return a square around the white pixels with a margin. Its side is a multiple of a quarter of
+    the picture's shorter side. With eighths fewer crops share a batch, and it was slower.
     """
     left, upper, right, lower = mask.getbbox() or (0, 0, *mask.size)
     longest, shorter = max(right - left, lower - upper), min(mask.size)
@@ -165,7 +167,9 @@ def _texts(request: Any, utils: Any) -> dict[str, bytes]:
 
 
 def _cached(transformer: Any, threshold: float) -> None:
-    """FluxFillPipeline names no cache context, and forgets it at every call's end."""
+    """Add a cache context: FluxFillPipeline does not name one, and forgets it at the end of every
+    call.
+    """
     from diffusers.hooks import FirstBlockCacheConfig
 
     transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))

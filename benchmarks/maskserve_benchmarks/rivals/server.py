@@ -36,23 +36,23 @@ class TritonPythonModel(PipelineModel):
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A model of `pipeline_model`, tuned."""
+    """A tuned model of `pipeline_model`."""
 
     name: str
     way: str
     batch: int = 8
     """`max_batch_size`."""
     delay_ms: int = 0
-    """How long a batch waits to be filled."""
+    """How long a batch waits for more requests."""
     instances: int = 1
     threads: int = 2
-    """Of torch, in each instance."""
+    """Number of torch threads of each instance."""
     threshold: float = 0.0
     loras: str = ""
-    """Folder of LoRAs that it loads at start; empty: none."""
+    """Folder of LoRAs to load at start; empty: none."""
 
     def config(self, model: Path) -> str:
-        """Its config.pbtxt."""
+        """Return its config.pbtxt."""
         inputs = "".join(
             f'input {{ name: "{name}" data_type: TYPE_STRING dims: [1] }}\n'
             for name in ("IMAGE", "MASK", "PROMPT", "SETTINGS")
@@ -81,7 +81,7 @@ class Rival:
 
 
 class RivalServer:
-    """Where the rivals answer, one at a time."""
+    """Address of the rivals, of which one serves at a time."""
 
     def __init__(self, ports: Ports) -> None:
         self.grpc = f"127.0.0.1:{ports.grpc}"
@@ -95,7 +95,7 @@ class RivalServer:
 
     @contextmanager
     def serving(self, rival: Rival) -> Iterator[None]:
-        """Within it the rival takes edits."""
+        """The rival takes edits while the context lasts."""
         self._client.load_model(rival.name)
         try:
             yield
@@ -105,15 +105,15 @@ class RivalServer:
 
 @contextmanager
 def rival_server(model: Path, rivals: Sequence[Rival], folder: Path) -> Iterator[RivalServer]:
-    """A Triton of the same build as maskserve's.
+    """Run a Triton of the same build as maskserve's.
 
     Args:
-        model: in diffusers format; all rivals serve it.
-        rivals: that may be asked for.
-        folder: for the repository and the log.
+        model: model folder in diffusers' format; all rivals serve it.
+        rivals: the rivals that can be loaded.
+        folder: folder for the repository and the log.
 
     Raises:
-        RuntimeError: it does not start.
+        RuntimeError: Triton does not start.
     """
     repository = folder / "repository"
     source = _MODEL.format(path=str(Path(maskserve_benchmarks.__file__).parents[1]))

@@ -38,9 +38,9 @@ from maskserve_router.keys import scope_of_key
 _HISTORY, _OTHER = "history", "other"
 _BAR: Final = 2.0
 _POLL_S, _GAP_S = 0.02, 0.5
-"""Between two looks at a job, and from one job's beginning to the next one's."""
+"""Seconds between two polls of a job, and from the start of one job to the start of the next."""
 _BUSY: Final = 1.2
-"""Processes per core that run or wait to: above, the machine is too busy to judge by."""
+"""Processes per core that run or wait to run; above this the machine is too busy to judge."""
 _FILLED = """
 WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :jobs)
 INSERT INTO maskserve_jobs_2 (id, scope, state, waits, created, not_before, started, ended, expires,
@@ -52,7 +52,7 @@ FROM (SELECT n, :now - 3600.0 * (:jobs - n) / :jobs AS t FROM numbers)
 
 
 def main() -> int:
-    """Measures, prints, and says whether the bar was kept: 0, 1 if not, 3 if it was not judged."""
+    """Measure and print. The exit code is 0 if the bar held, 1 if not, 3 if it was not judged."""
     parser = argparse.ArgumentParser(prog=sys.argv[0], description=__doc__)
     parser.add_argument("--jobs", type=int, default=1_000_000, help="ended ones of the one key")
     parser.add_argument("--connections", type=int, default=16, help="that list them")
@@ -128,7 +128,7 @@ def _fill(database: Path, jobs: int) -> float:
 
 
 def _times(url: str, rounds: int) -> list[tuple[float, float]]:
-    """Seconds of a POST and of a whole job, for each of some jobs of the other key."""
+    """Return the seconds of a POST and of a whole job, for several jobs of the other key."""
     body, kind = _form()
     headers = {"authorization": f"Bearer {_OTHER}", "content-type": kind}
     times = []
@@ -148,7 +148,7 @@ def _times(url: str, rounds: int) -> list[tuple[float, float]]:
 
 
 def _list(url: str, connections: int, stop: Event, pages: Any) -> None:
-    """Ask for one page after the other, on so many connections."""
+    """Request one page after the other, on `connections` connections."""
     headers = {"authorization": f"Bearer {_HISTORY}"}
 
     def ask() -> None:

@@ -38,7 +38,7 @@ from maskserve_common.contracts import bytes_tensor
 from maskserve_common.imaging.images import encode_png
 
 SIZES: Final = {"1 KB": 1_000, "1.5 MB": 1_500_000}
-"""Bytes of the request's picture and of the answer's."""
+"""Bytes of the picture in the request and in the response."""
 BARS_MS: Final = {"1 KB": 2.0, "1.5 MB": 8.0}
 REQUESTS_PER_S: Final = 400.0
 IN_FLIGHT: Final = 16
@@ -50,14 +50,14 @@ _LOAD_S: Final = 5.0
 _START_S: Final = 60.0
 _SIDE: Final = 64
 _MASKS: Final = 64
-"""Different masks: about half of the calls have one that the router has not seen."""
+"""Number of different masks: about half of the calls have a mask that is new to the router."""
 _ADMISSION: Final = {"waiting_per_worker": 10**6, "max_edits": 10**6}
 
 Figures = dict[str, Any]
 
 
 def picture_of(size: int) -> bytes:
-    """A small PNG of so many bytes: what is left over is in a chunk that decoders skip."""
+    """Return a small PNG of `size` bytes; a chunk that decoders skip fills it up."""
     plain = encode_png(np.zeros((_SIDE, _SIDE, 3), np.uint8))
     chunk = b"prVt" + bytes(max(size - len(plain) - 12, 0))
     length, check = struct.pack(">I", len(chunk) - 4), struct.pack(">I", zlib.crc32(chunk))
@@ -65,11 +65,11 @@ def picture_of(size: int) -> bytes:
 
 
 def edit_request(picture: bytes, active: int) -> bytes:
-    """A request to `edit`.
+    """Return a request to `edit`.
 
     Args:
-        picture: sent as it is.
-        active: pixels of the mask.
+        picture: picture bytes, sent unchanged.
+        active: number of masked pixels.
     """
     mask = np.zeros(_SIDE * _SIDE, np.uint8)
     mask[:active] = 255
@@ -88,11 +88,11 @@ def edit_request(picture: bytes, active: int) -> bytes:
 
 @contextmanager
 def process_of(serve: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-    """A process that serves until the block is left; its gRPC address, which it has told.
+    """Run a process that serves while the context lasts; yield its gRPC address.
 
     Args:
         serve: a coroutine function of a queue for the address, and of `arguments`.
-        *arguments: for it.
+        *arguments: further arguments of `serve`.
     """
     context = multiprocessing.get_context("spawn")
     addresses: Queue[str] = context.Queue()
@@ -110,7 +110,7 @@ def _run(serve: Callable[..., Any], addresses: Queue[str], arguments: Sequence[A
 
 
 async def serve_worker(addresses: Queue[str], answer: bytes) -> None:
-    """A worker that answers at once, with these bytes as the picture."""
+    """Run a worker that responds at once with these bytes as the picture."""
     worker = EmulatedWorker("w000", None, answer=answer)
     await worker.start()
     addresses.put(worker.address)
@@ -118,7 +118,7 @@ async def serve_worker(addresses: Queue[str], answer: bytes) -> None:
 
 
 async def serve_proxy(addresses: Queue[str], address: str) -> None:
-    """Passes bytes on to an address, and does nothing else."""
+    """Run a proxy that only passes bytes on to an address."""
     async with grpc.aio.insecure_channel(address, _OPTIONS) as channel:
         send = channel.unary_unary(_INFER)
 
@@ -134,10 +134,10 @@ async def serve_proxy(addresses: Queue[str], address: str) -> None:
 
 
 def measure(calls: dict[str, int], load_s: float) -> Figures:
-    """Added milliseconds by size, and requests per second of the small ones.
+    """Measure the added milliseconds by size, and requests per second of the small ones.
 
     Args:
-        calls: each way's, by size.
+        calls: number of calls of each way, by size.
         load_s: seconds under load.
     """
     added, rates = Figures(), Figures()
@@ -160,7 +160,9 @@ def measure(calls: dict[str, int], load_s: float) -> Figures:
 
 
 async def _added(addresses: dict[str, str], requests: Sequence[bytes], calls: int) -> Figures:
-    """Median milliseconds of each way, and what the router's and the proxy's are above direct."""
+    """Return the median milliseconds of each way, and the difference of router and proxy to direct
+    calls.
+    """
     times: dict[str, list[float]] = {way: [] for way in addresses}
     async with AsyncExitStack() as channels:
         stubs = {}
@@ -180,7 +182,7 @@ async def _added(addresses: dict[str, str], requests: Sequence[bytes], calls: in
 
 
 async def _rate(address: str, requests: Sequence[bytes], load_s: float) -> float:
-    """Requests answered per second, `IN_FLIGHT` under way at a time."""
+    """Return requests answered per second, with `IN_FLIGHT` requests in flight."""
     answered = 0
     async with grpc.aio.insecure_channel(address, _OPTIONS) as channel:
         call = channel.unary_unary(_INFER)
@@ -199,7 +201,7 @@ async def _rate(address: str, requests: Sequence[bytes], load_s: float) -> float
 
 
 def bars(report: Figures) -> list[str]:
-    """Sentences, one for each bar that the figures miss."""
+    """Return a sentence for each bar that the figures miss."""
     missed = [
         f"{size}: {figures['p50']:.1f} ms are added, above {BARS_MS[size]:g}"
         for size, figures in report["added_ms"].items()
@@ -212,7 +214,7 @@ def bars(report: Figures) -> list[str]:
 
 
 def lines(report: Figures) -> str:
-    """The figures as docs/benchmarks.md has them."""
+    """Return the figures as they appear in docs/benchmarks.md."""
     rows = [
         [
             f"{size} (p50)",

@@ -41,11 +41,11 @@ _MODEL: Final = "m"
 _ROWS, _PLACES = 8, 8
 _TOKENS, _STEPS = 4608, 28
 _TOLD_S: Final = 10.0
-"""How often an emulated worker has another template, and has lost one."""
+"""How often an emulated worker gains one template and loses another."""
 
 
 def main() -> int:
-    """`scripts/bench router_scale`."""
+    """Run `scripts/bench router_scale`."""
     raise_limit()
     parser = argparse.ArgumentParser(prog="scripts/bench router_scale", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
@@ -65,13 +65,13 @@ def main() -> int:
 
 
 async def _measured(count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of so many workers."""
+    """Return the figures of `count` workers."""
     polling = await _polling(count, options)
     decisions = await _decisions(count, options)
     return {"workers": count, **polling, **decisions}
 
 
-# Polls, over sockets.
+# Polls over sockets
 
 
 async def _polling(count: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +110,9 @@ async def _polling(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Misses:
-    """How many workers a pool has not heard, at worst; and records that it has."""
+    """Counts records that a pool receives, and notes the largest number of workers without a
+    response.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self.worst, self._count = pool, 0, 0
@@ -141,7 +143,7 @@ def _serve(pipe: Connection, count: int, templates: int, seed: int) -> None:
 
 
 async def _serve_records(pipe: Connection, count: int, templates: int, seed: int) -> None:
-    """Workers that all say the same, at ports of their own, until the process is ended."""
+    """Run workers that all send the same records, at different ports, until the process ends."""
     records = _Told(templates, random.Random(seed))
 
     async def infer(raw: bytes, context: Any) -> bytes:
@@ -159,7 +161,7 @@ async def _serve_records(pipe: Connection, count: int, templates: int, seed: int
 
 
 class _Told:
-    """What an emulated worker says: rows that step, and a template that comes now and then."""
+    """Status of an emulated worker: rows that step, and now and then a new template."""
 
     def __init__(self, templates: int, rng: random.Random) -> None:
         self._ids = _ids(templates + 1000)
@@ -193,7 +195,7 @@ def _ids(count: int) -> list[str]:
 
 
 def record(number: int, rng: random.Random, templates: dict[str, list[str]]) -> WorkerStatus:
-    """A worker at work: most of its rows taken, some edits behind them."""
+    """Return a record of a busy worker: most of its rows are taken, and some edits wait."""
 
     def rows(count: int, what: str) -> tuple[RowStatus, ...]:
         return tuple(
@@ -223,7 +225,7 @@ def record(number: int, rng: random.Random, templates: dict[str, list[str]]) -> 
     )
 
 
-# Decisions, in this process.
+# Decisions in this process
 
 
 async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -240,7 +242,7 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
             rng,
         )
     disk = ids[: options.templates]
-    for worker in list(pool.workers.values())[1:]:  # a host's disk is much like another's
+    for worker in list(pool.workers.values())[1:]:  # hosts' disks hold much the same
         worker.index.add(worker.number, "disk", disk)
     names = itertools.count()
     decided: list[float] = []
@@ -266,7 +268,7 @@ async def _decisions(count: int, options: argparse.Namespace) -> dict[str, Any]:
     placed = await _timed(place, edit, options.edits)
     judged = await _timed(due, edit, options.edits)
     workers = list(pool.workers.values())
-    for worker in workers:  # all full
+    for worker in workers:  # all workers are full
         assert worker.status is not None
         status = structs.replace(worker.status, waiting=worker.status.running[:1] * 99)
         worker.heard(status, time.monotonic())
@@ -305,7 +307,7 @@ def _hear(worker: Worker, templates: dict[str, list[str]], rng: random.Random) -
 
 
 def _dispatcher(config: RouterConfig, pool: Pool, queue: PendingQueue) -> Dispatcher:
-    """Its parts that judge deadlines."""
+    """Return a dispatcher with the parts that judge deadlines."""
     dispatcher = Dispatcher.__new__(Dispatcher)
     dispatcher._config, dispatcher._pool, dispatcher._pending = config, pool, queue
     return dispatcher
@@ -318,7 +320,7 @@ def _call(name: str, now: float) -> Any:
 async def _timed(
     work: Callable[[Edit], Awaitable[None]], edit: Callable[[], Edit], count: int
 ) -> list[float]:
-    """Seconds of a core that each round took."""
+    """Return the seconds of a core that each round took."""
     seconds = []
     for _ in range(count):
         new_edit = edit()
@@ -329,7 +331,7 @@ async def _timed(
 
 
 def _ms(seconds: Sequence[float]) -> str:
-    """Median and the 95th percentile."""
+    """Format the median and the 95th percentile."""
     ranked = sorted(seconds)
     p95 = ranked[min(len(ranked) - 1, int(0.95 * len(ranked)))]
     return f"{1e3 * statistics.median(ranked):.2f}, P95 {1e3 * p95:.2f}"

@@ -47,7 +47,7 @@ def random_status(rng: random.Random, worker: str, running: int, waiting: int) -
 
 
 def measure(policy: str, workers: int, running: int, waiting: int, decisions: int) -> list[float]:
-    """Milliseconds of each decision."""
+    """Return the milliseconds of each decision."""
     rng = random.Random(0)
     chooser = make_policy(policy)
     took = []
@@ -66,7 +66,7 @@ def measure(policy: str, workers: int, running: int, waiting: int, decisions: in
 
 
 def measure_views(records: int) -> list[float]:
-    """Milliseconds to turn a status record into a view."""
+    """Return the milliseconds to turn a status record into a view."""
     rng = random.Random(0)
     took = []
     for i in range(records):
