@@ -25,22 +25,25 @@ SEEDS = (1, 2, 3)
 ROUND_ROBIN_BAR = 0.40
 POLICY_NAMES = ("round_robin", "least_requests", "least_tokens", "mask_aware")
 PAPER = {"static": 0.35, "strawman": 0.40}
-"""P95 over continuous batching, FlashPS §6.4."""
+"""How far P95 of the other ways to batch is above that of continuous batching, as a share (FlashPS
+§6.4)."""
 SMALL_BATCHES_IDLE = 1 / 3
-"""`Hardware.overhead` at which a FLUX row of mask ratio 0.2 is 1.9 x as fast as a dense one, as
-FlashPS Fig. 15 has it; counted FLOPs alone say 3.5 x."""
+"""`Hardware.overhead` at which a FLUX row of mask ratio 0.2 is 1.9 x as fast as a dense one, as in
+FlashPS Fig. 15; counted FLOPs alone give 3.5 x."""
 FEW_TOKENS_IDLE = 1 / 2
-"""Where static batching comes out as FlashPS §6.4 measured it: fitted to that figure."""
+"""`Hardware.overhead` at which static batching reaches the figure of FlashPS §6.4; fitted to that
+figure."""
 H200_IDLE = 0.06
-"""Of FLUX's recorded steps on an H200 (docs/gpu.md): a line through a dense step and one of a mask
-ratio of 0.05 or 0.11 meets 0 FLOPs at 4 to 6 % of the first, between an edit's own anchors at 8."""
+"""`Hardware.overhead` of FLUX's recorded steps on an H200 (docs/gpu.md). A line through a dense
+step and a step of mask ratio 0.05 or 0.11 meets 0 FLOPs at 4 to 6 % of the dense step. For steps
+between refresh steps the line meets it at 8 %."""
 
 Report = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A scenario in which policies are compared."""
+    """A scenario for the comparison of policies."""
 
     name: str
     scenario: Scenario
@@ -48,7 +51,8 @@ class Case:
     load: float
     seeds: tuple[int, ...] = SEEDS
     bar: bool = False
-    """Whether mask_aware must be `ROUND_ROBIN_BAR` under round_robin here."""
+    """Whether P95 of mask_aware must be lower than that of round_robin by `ROUND_ROBIN_BAR`
+    here."""
 
 
 def routing_cases() -> list[Case]:
@@ -80,7 +84,7 @@ def routing_cases() -> list[Case]:
 
 
 def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
-    """P95 of each policy, and by how much mask_aware is under each other."""
+    """Return P95 of each policy, and by how much mask_aware is below each other policy."""
     scenario = at_load(case.scenario, case.hardware, case.load)
     runs: dict[str, list[Result]] = {
         policy: [simulate(replace(scenario, policy=policy), case.hardware, s) for s in case.seeds]
@@ -124,7 +128,7 @@ def batching(
     overheads: Sequence[float | None] = (None, H200_IDLE, SMALL_BATCHES_IDLE, FEW_TOKENS_IDLE),
     text: Literal["frozen", "computed"] = "computed",
 ) -> list[Report]:
-    """Static batching and the strawman against continuous batching, on one worker.
+    """Compare static batching and the strawman with continuous batching, on one worker.
 
     Args:
         rates: edits per second.

@@ -15,10 +15,11 @@ _SEED = 1
 
 
 def capacity(hardware: Hardware, workload: Workload, max_rows: int = 8) -> float:
-    """Edits per second of one worker that never waits for work, every template in memory.
+    """Return edits per second of one worker that never waits for work, with every template in
+    memory.
 
-    600 edits of the workload's mix arrive at once; counted from the 60th to the 540th to be done,
-    so that the batch is full throughout.
+    600 edits of the workload's mix arrive at once. The rate counts from the 60th to the 540th
+    finished edit, so that the batch is full throughout.
     """
     return _measured(hardware, workload.mix, workload.steps, workload.controlled, max_rows)
 
@@ -36,7 +37,9 @@ def _measured(
 
 
 def at_load(scenario: Scenario, hardware: Hardware, load: float) -> Scenario:
-    """The scenario with arrivals at `load` (1 = saturated) of what its workers can serve."""
+    """Return the scenario with arrivals at `load` (1 = saturated) times the capacity of its
+    workers.
+    """
     worker_rate = capacity(hardware, scenario.workload, scenario.max_rows)
     return replace(
         scenario, workload=replace(scenario.workload, rate=load * scenario.workers * worker_rate)

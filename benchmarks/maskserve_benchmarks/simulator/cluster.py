@@ -17,7 +17,7 @@ from maskserve_engine.scheduling.step_scheduler import MakePolicy, StepScheduler
 
 
 class Cluster:
-    """Workers, a policy of routing, and one of stepping."""
+    """Workers, a routing policy and a step policy."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Cluster:
         self.answers = 0
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Serve `requests` to the last."""
+        """Serve all of `requests`."""
         for request in requests:
             self._events.at(request.arrival, self._arrive, request)
         self._events.run()
@@ -104,14 +104,15 @@ def _hosts(scenario: Scenario, hardware: Hardware, clock: Callable[[], float]) -
 
 
 def _warm(hosts: list[Host], tiers: Tiers, templates: int) -> None:
-    """Half of each memory has the most popular templates, the other half its share of the rest,
-    dealt in turn; disks have the most popular templates, as many as they hold.
+    """Fill the tiers. Half of each memory holds the most popular templates. The other half holds a
+    share of the remaining templates, dealt out in turn. Disks hold the most popular templates that
+    fit.
     """
     half = tiers.host_templates // 2
     for i, host in enumerate(hosts):
         dealt = range(half + i, templates, len(hosts))[: tiers.host_templates - half]
         warm_templates = [*range(min(half, templates)), *dealt]
-        # t00000 is the most popular; the last one in is the most recently used.
+        # t00000 is the most popular; the last one put in is the most recently used.
         for t in reversed(range(min(templates, tiers.disk_templates))):
             host.keep(f"t{t:05d}", host.disk)
         for t in reversed(warm_templates):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Events:
-    """What is to happen, by time and then by the order in which it was put down."""
+    """Future events, by time and then by the order of their entry."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -15,12 +15,12 @@ class Events:
         self._number = 0
 
     def at(self, when: float, method: Callable[..., None], argument: object) -> None:
-        """Have `method(when, argument)` called."""
+        """Schedule a call of `method(when, argument)`."""
         heapq.heappush(self._coming, (when, self._number, method, argument))
         self._number += 1
 
     def run(self) -> None:
-        """Until nothing is to come."""
+        """Run until no event is left."""
         while self._coming:
             when, _, method, argument = heapq.heappop(self._coming)
             if when < self.now:

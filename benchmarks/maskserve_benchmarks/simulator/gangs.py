@@ -28,14 +28,14 @@ from maskserve_engine.scheduling.gangs.work import (
 from maskserve_engine.scheduling.step_scheduler import Run, Ticket
 
 DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}
-"""Seconds by side of the picture (TetriServe §6.1)."""
+"""Seconds until the due time, by side of the picture (TetriServe §6.1)."""
 MIXES = ("uniform", "skewed")
 SIZES = tuple(DUE)
 
 
 @dataclass(frozen=True, slots=True)
 class GangCosts:
-    """Of FLUX on one kind of device, per step."""
+    """Costs of a FLUX step on one kind of device."""
 
     tflops: float = 650.0
     """TFLOP/s that a step reaches."""
@@ -47,7 +47,9 @@ class GangCosts:
         return Line(self.fixed, 1e-12 / self.tflops)
 
     def seconds(self, side: int, ratio: float | None = None) -> tuple[float, ...]:
-        """Of a step by degree: dense, or of keys and values cached at a mask ratio."""
+        """Return the seconds of a step by degree. The step is dense, or reads keys and values
+        cached at a mask ratio.
+        """
         work = counted_work(FLUX_DEV_FACTS, side // 8, side // 8, halo=0)
         text = FLUX_DEV_FACTS.text_tokens(ModelConfig().max_sequence_length)
         row = work.row_at(1.0 if ratio is None else ratio, text)
@@ -62,7 +64,7 @@ class Load:
     mix: str = "uniform"
     per_minute: float = 12.0
     scale: float = 1.0
-    """Of the due times."""
+    """Factor on the due times."""
     edits: int = 300
     steps: int = 50
 
@@ -70,13 +72,14 @@ class Load:
 def draw(
     load: Load, times: dict[int, tuple[float, ...]], seed: int, shared: float = 0.0
 ) -> list[Ticket]:
-    """The edits of a load; those of one seed come at the same moments but for the rate's factor.
+    """Draw the edits of a load. Edits of one seed arrive at the same times, except for the factor
+    of the rate.
 
     Args:
-        load: what comes.
-        times: of a step by side and degree, in seconds.
-        seed: of the draws.
-        shared: of each of `times`, what a step costs whatever its rows.
+        load: the load to draw.
+        times: seconds of a step, by side and degree.
+        seed: seed of the draws.
+        shared: part of each of `times` that does not depend on the step's rows.
     """
     arrivals, sizes = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     latent = np.array([(side / 16) ** 2 for side in SIZES])
@@ -99,8 +102,8 @@ def draw(
 
 
 class Fixed:
-    """As engines without such a scheduler: an edit has one degree from its first step to its last,
-    first come first served.
+    """The policy of engines without such a scheduler: an edit keeps one degree from its first step
+    to its last, first come, first served.
     """
 
     def __init__(
@@ -109,9 +112,9 @@ class Fixed:
         """Make a policy.
 
         Args:
-            devices: of the worker.
-            degree_of: of every edit, or by side of the picture.
-            late_last: edits that cannot be in time any more let the others go first.
+            devices: number of devices of the worker.
+            degree_of: degree of every edit, or degree by side of the picture.
+            late_last: let other edits go first if an edit can no longer be in time.
         """
         self.devices = devices
         self.late_last = late_last
@@ -128,7 +131,7 @@ class Fixed:
                 degree = self._degree(work.ticket)
                 block = choose_block(degree, self.devices, busy, 0)
                 if not block:
-                    break  # none overtakes
+                    break  # no edit overtakes another
                 busy |= block
                 runs.append(Run((work.ticket,), devices_of(block), work.remaining))
         return GangPlan(tuple(runs))
@@ -146,16 +149,18 @@ class Fixed:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a run."""
+    """The result of a run."""
 
     ended: dict[str, float]
-    """When each edit's last step ended."""
+    """End of each edit's last step."""
     tickets: dict[str, Ticket]
     decisions: int = 0
     device_seconds: float = 0.0
 
     def in_time(self, prefix: str = "") -> float:
-        """Share of the edits (of a size, if told) that ended by their due times."""
+        """Return the share of the edits that ended by their due times; `prefix` selects edits of
+        one size.
+        """
         among = [t for r, t in self.tickets.items() if r.startswith(prefix)]
         return sum(self.ended[t.request_id] <= t.due + 1e-6 for t in among if t.due) / max(
             1, len(among)
@@ -172,14 +177,16 @@ def simulate(
     """Run `policy` until no edit has steps left.
 
     Args:
-        policy: of core, or `Fixed`.
+        policy: a policy of the engine, or `Fixed`.
         tickets: the edits.
-        devices: of the worker.
-        took: what steps really take, by id; None: what their tickets say.
-        decision_seconds: that a gang idles before each run, for deciding and sending.
+        devices: number of devices of the worker.
+        took: actual seconds of steps, by id; None: the seconds of their tickets.
+        decision_seconds: time for which a gang idles before each run, for the decision and its
+            transfer.
 
     Raises:
-        RuntimeError: the policy gave devices twice, or left work lying with all devices idle.
+        RuntimeError: the policy assigned devices twice, or did not start work while all devices
+            were idle.
     """
     arrivals = deque(sorted(tickets, key=lambda t: t.arrival))
     works: dict[str, Work] = {}
@@ -226,12 +233,14 @@ def simulate(
 
 
 def step_times(costs: GangCosts) -> dict[int, tuple[float, ...]]:
-    """Of dense edits by side."""
+    """Return the seconds of dense edits' steps, by side."""
     return {side: costs.seconds(side) for side in SIZES}
 
 
 def best_degrees(times: dict[int, tuple[float, ...]], steps: int) -> dict[str, int]:
-    """Per resolution the fewest devices that alone meet its due time."""
+    """Return for each resolution the smallest degree that meets its due time when the edit runs
+    alone.
+    """
     return {
         str(side): next((k for k, t in zip(DEGREES, ts, strict=True) if steps * t <= DUE[side]), 8)
         for side, ts in times.items()

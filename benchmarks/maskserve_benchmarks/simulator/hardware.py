@@ -47,42 +47,44 @@ DEVICES = {
     "b200": gpu_rates(GpuProperties("B200", 148, 1.85e9, (10, 0))),
     "cpu": cpu_rates(),
 }
-"""Workers that can be simulated, by multiprocessors and clock of data sheets."""
+"""Workers for the simulation, by multiprocessors and clock of data sheets."""
 _CACHE = CacheConfig()
 NET = "net"
 CONTROL = ((NET, 1.0),)
-"""Of an edit that has a ControlNet: it acts in all steps."""
+"""ControlNet of an edit that has one: it acts in all steps."""
 STEPS = 28
-"""Of the schedule that templates are primed for."""
+"""Number of steps of the schedule for which templates are primed."""
 QUANTUM = 32
-"""Active tokens of a batch are rounded to this for planning: 57 blocks cost 0.2 % more or less."""
+"""Computed tokens of a batch are rounded to this for planning: 57 blocks cost 0.2 % more or
+less."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of worker: a model on a device. What is not given is as the product has it."""
+    """One kind of worker: a model on a device. Defaults are those of the product."""
 
     device: Rates = H100
     entry_format: str = _CACHE.entry_format
     stride: int = _CACHE.stride
-    """Steps per anchor; their entries stay on the device between, so loads divide by it. 0: what
-    the model needs."""
+    """Steps per anchor; their entries stay on the device between, so loads divide by it. 0: the
+    stride that the model needs."""
     model: str = "flux"
     halo: int = _CACHE.conv_halo
-    """Of UNets: positions round a mask that cached rows convolve; 0: the whole picture."""
+    """Positions around a mask that cached rows of UNets convolve; 0: the whole picture."""
     dense_above_ratio: float = _CACHE.dense_above_ratio
     """Mask ratio from which a row runs dense."""
     overhead: float | None = None
     """Share of a single dense row's step that does not depend on tokens: small batches leave a
-    device idle. None: as the cost model estimates."""
+    device idle. None: the estimate of the cost model."""
     dense_seconds: float | None = None
-    """Of a single dense row's step; None: as the cost model estimates."""
+    """Seconds of a single dense row's step; None: the estimate of the cost model."""
     own_text: Literal["frozen", "computed"] = _CACHE.own_text
-    """Whether cached rows leave their text out in most steps; then every block reads its entry."""
+    """Whether cached rows leave out their text in most steps; if so, every block reads its
+    entry."""
     control: tuple[int, int] = (5, 10)
-    """Blocks of the ControlNet of edits that have one; FLUX."""
+    """Numbers of blocks of FLUX's ControlNet, for edits that have one."""
     anchors: int = field(init=False)
-    """Of a template."""
+    """Number of anchors of a template."""
     work: ModelWork = field(init=False, repr=False, compare=False)
     costs: CostModel = field(init=False, repr=False, compare=False)
     pricing: Pricing = field(init=False, repr=False, compare=False)
@@ -142,31 +144,33 @@ class Hardware:
 
     @property
     def text(self) -> int:
-        """Tokens of a prompt."""
+        """Return the number of tokens of a prompt."""
         return self.facts.text_tokens(ModelConfig().max_sequence_length)
 
     @property
     def text_shares(self) -> TextShares:
-        """Of the steps of edits."""
+        """Return the text shares of edits' steps."""
         return text_shares(self.config, self.facts, STEPS, shared=False)
 
     @property
     def tokens(self) -> int:
-        """At the finest level."""
+        """Return the number of tokens at the finest level."""
         return self.work.tokens[0]
 
     @property
     def template_bytes(self) -> int:
-        """Of a template's entries, all anchors."""
+        """Return the bytes of a template's entries at all anchors."""
         return int(self.anchors * entry_bytes(self.work, "kv", self.format))
 
     @property
     def prime_seconds(self) -> float:
-        """To compute a template's entries, alone."""
+        """Return the seconds to compute a template's entries in a batch of its own."""
         return self.anchors * self.step_seconds(0, 0, 1)
 
     def load_bytes(self, active: float) -> float:
-        """What a cached row loads from the host per step if it takes every block's K and V."""
+        """Return the bytes that a cached row loads from the host per step if it reads every block's
+        K and V.
+        """
         if active not in self._loads:
             self._loads[active] = float(self._moved(active)[:, 1].sum())
         return self._loads[active]
@@ -175,12 +179,14 @@ class Hardware:
         return active < self.dense_above_ratio * self.tokens
 
     def ring_tokens(self, masked: int) -> int:
-        """Of the ring that some steps leave out, round a square mask of so many tokens."""
+        """Return the number of ring tokens that some steps leave out, around a square mask of
+        `masked` tokens.
+        """
         side = math.sqrt(masked) + 2 * (self.facts.refresh_ring or 0)
         return min(round(side**2), self.tokens) - masked
 
     def own_steps(self, steps: int) -> frozenset[int]:
-        """Steps that compute anchors of an edit of so many whose template is not at hand."""
+        """Return the refresh steps of an edit of `steps` steps whose template is not available."""
         count = refresh_count(steps, refresh_stride(self.config, self.facts))
         if not count:
             return frozenset()
@@ -188,13 +194,14 @@ class Hardware:
         return lookahead_steps_of(refresh_steps(count, range(steps, 0, -1), 0.0, growth=growth))
 
     def step_seconds(self, cached: int, active: int, dense: int, own: int = 0) -> float:
-        """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows.
+        """Return the seconds of a step of `cached` rows with `active` tokens in all and `dense`
+        rows.
 
         Args:
-            cached: rows; `own` of them load nothing, as what they read is their own.
-            active: tokens that these compute.
-            dense: rows.
-            own: as above.
+            cached: number of cached rows.
+            active: computed tokens of the cached rows.
+            dense: number of dense rows.
+            own: number of cached rows that read their own step cache, so they load nothing.
         """
         active = min(-(-active // QUANTUM) * QUANTUM, cached * self.tokens)
         key = (cached, active, dense, own)
@@ -203,18 +210,18 @@ class Hardware:
         return self._seconds[key]
 
     def control_seconds(self, active: int, *, cached: bool) -> float:
-        """What a row's ControlNet adds to a step, on average."""
+        """Return the seconds that a row's ControlNet adds to a step, on average."""
         return self.pricing.control_seconds(CONTROL, active, self.tokens, cached=cached)
 
     def lora_seconds(self, nbytes: float, active: int, *, cached: bool) -> float:
-        """What LoRAs of so many bytes add to a row's step."""
+        """Return the seconds that LoRAs of `nbytes` bytes add to a row's step."""
         return self.pricing.lora_seconds(nbytes, active, self.tokens, cached=cached)
 
     def _planned(self, cached: int, active: int, dense: int, own: int) -> float:
         full = self.work.row_at(1.0, self.text)
         if not cached:
             return self.costs.step_seconds(self.work.step_flops([full] * dense, "dense"))
-        # Costs depend on the rows' sums only, so equal rows stand for those of the batch.
+        # Costs depend only on sums over rows, so equal rows can stand for those of the batch.
         costs = step_costs(
             self.work,
             self.work.totals(
@@ -225,17 +232,16 @@ class Hardware:
             {"host": self._moved(active / cached) * (cached - own)},
             dense=self.work.totals([full] * dense) if dense else None,
         )
-        if self.halo or own or self.text_shares.template < 1.0:  # every block takes its entry
+        if self.halo or own or self.text_shares.template < 1.0:  # every block reads its entry
             return evaluate(costs, ("kv",) * len(self.work.blocks)).latency
         return plan(costs, tolerance=0.001).latency
 
     def _row(self, active: float, text_share: float = 1.0) -> RowTokens:
-        """A row whose mask is a square of `active` tokens at the finest level: at each coarser one
-        it touches, on average over where it lies, all but one token more along each side.
+        """Return a row whose mask is a square of `active` tokens at the finest level. At each
+        coarser level the square touches, on average over its position, all but one token more along
+        each side.
 
-        Args:
-            active: tokens.
-            text_share: of its steps that compute its text.
+        active: number of computed tokens.
         """
         side = active**0.5
         touched = [(side / 2**n + 1 - 0.5**n) ** 2 for n in range(len(self.work.tokens))]
@@ -248,7 +254,7 @@ class Hardware:
         return replace(row, text=text_share * text, text_read=(1.0 - text_share) * text)
 
     def _moved(self, active: float) -> Floats:
-        """[blocks, 2] bytes of `h` and `kv` per step of one row."""
+        """Return the bytes of `h` and `kv` per step of one row, [blocks, 2]."""
         row = self._row(active)
         spare = tuple(n - a for n, a in zip(self.work.tokens, row.active, strict=True))
         loads = block_bytes(self.work, [spare], self.format)

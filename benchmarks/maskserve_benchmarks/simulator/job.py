@@ -11,33 +11,34 @@ from maskserve_common.routing import Edit, RowLoad
 
 @dataclass(slots=True)
 class Job:
-    """A request at its worker, and what became of it."""
+    """A request at its worker, and its outcome."""
 
     request: Request
     edit: Edit
     worker: str
     cached: bool
     row: RowLoad
-    """As the policy counts it, but for the tokens that it computes."""
+    """The row as the policy counts it, except for its computed tokens."""
     sent: float
     left: int
     started: float = math.nan
     denoised: float = math.nan
     ended: float = math.nan
     outcome: str = ""
-    """`done`, `expired`; empty on the way."""
+    """`done` or `expired`; empty until the edit ends."""
     own: frozenset[int] = frozenset()
-    """Steps at which it computes all tokens, of one that has anchors of its own."""
+    """Refresh steps of an edit that has any: it computes all tokens there."""
     predicted: float = math.nan
-    """Seconds from `sent` until the denoising ends, as predicted when the worker was chosen."""
+    """Predicted seconds from `sent` until the denoising ends, at the time of the choice of
+    worker."""
     tokens_done: int = 0
 
     @property
     def at_anchor(self) -> bool:
-        """Whether its next step computes an anchor of its own."""
+        """Return whether its next step is a refresh step."""
         return self.request.steps - self.left in self.own
 
     @property
     def begun(self) -> bool:
-        """Whether it has taken a step."""
+        """Return whether it has taken a step."""
         return self.left < self.request.steps

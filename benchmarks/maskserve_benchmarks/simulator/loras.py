@@ -21,26 +21,26 @@ from maskserve_engine.adapters.lora_loader import LORAS
 from maskserve_engine.requests.loras import Loras
 
 NBYTES = 125 << 20
-"""Of a file: rank 16 on every linear layer of FLUX's blocks, in half precision."""
+"""Bytes of a file with rank 16 on every linear layer of FLUX's blocks, in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTiers:
-    """Where LoRAs lie, and whether routing knows."""
+    """Places of LoRAs, and whether routing knows them."""
 
     slots: int = 16
-    """LoRAs that a device holds: `[adapters] device_bytes` of 2 GB."""
+    """Number of LoRAs that a device holds: `[adapters] device_bytes` of 2 GB."""
     host_slots: int = 64
     known: bool = True
-    """Whether the policy sees which worker has what."""
+    """Whether the policy sees which worker holds which LoRAs."""
 
 
 class WorkerLoras:
-    """LoRAs of one worker's edits, each edit with those that it waits for.
+    """The LoRAs of one worker's edits, and the edits that wait for them.
 
     Args:
-        tiers: what there is room for.
-        at: runs a method at a time, with an argument.
+        tiers: capacity of the tiers.
+        at: schedules a call of a method with an argument.
     """
 
     def __init__(
@@ -50,20 +50,21 @@ class WorkerLoras:
         self._source = _Source(self, tiers.host_slots)
         budget = {LORAS.name: tiers.slots * NBYTES}
         residency = Residency(1, budget, lambda gone: self._books.dropped(gone))
-        config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
+        config = Config(model=ModelConfig(dtype="bfloat16"))  # bytes = file size
         self._books = Loras(config, residency, self._source, lambda *_: None, Observations())
         self._costs = LORAS.estimates
-        """What a worker says until it has measured: so every load takes what routing expects."""
+        """Costs that a worker reports before it has measured; every load takes exactly what routing
+        expects."""
         self._arrivals: dict[str, float] = {}
-        """Name → when it will be here, of those on their way."""
+        """Name → arrival time, for LoRAs that are loading."""
         self._now = 0.0
         self.loads: dict[str, int] = {"host": 0, "storage": 0}
 
     def hold(self, edit: str, names: tuple[str, ...], now: float) -> float:
-        """Keep LoRAs for an edit until `let_go`; when the last of them is here.
+        """Keep LoRAs for an edit until `let_go`; return the time at which all of them are ready.
 
         Raises:
-            Overloaded: no room beside those of the edits under way.
+            Overloaded: there is no room besides the LoRAs of edits in flight.
         """
         self._now = now
         self._books.hold(edit, [Lora(name=name, version=name) for name in names])
@@ -74,14 +75,16 @@ class WorkerLoras:
         self._books.release(edit)
 
     def view(self) -> AdapterView | None:
-        """As a worker's record tells routers; None: they are not told."""
+        """Return the LoRAs as a worker's record lists them for routers; None: routers do not know
+        them.
+        """
         if not self._tiers.known:
             return None
         adapters = {adapter.name: adapter for adapter in self._books.listed()}
         return AdapterView(adapters, self._costs, self._books.typical_bytes())
 
     def begin_load(self, lora: Lora) -> None:
-        """Called by the books, through their source."""
+        """Start a load; the resource cache calls this through its source."""
         source = self._source.where(lora.name)
         self.loads[source] += 1
         self._arrivals[lora.name] = self._now + self._costs[source].seconds(NBYTES)
@@ -97,7 +100,9 @@ class WorkerLoras:
 
 
 class _Source:
-    """The host's memory, least recently used out first, before a storage that has everything."""
+    """The host's memory, which evicts the least recently used LoRA, in front of a storage with all
+    LoRAs.
+    """
 
     def __init__(self, owner: WorkerLoras, slots: int) -> None:
         self._owner, self._slots = owner, slots

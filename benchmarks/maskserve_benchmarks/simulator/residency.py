@@ -21,9 +21,9 @@ class _Disk(MemoryTier):
 
 @dataclass(slots=True)
 class Host:
-    """The tiers that the workers of one machine share: memory and a disk, each of so many
-    templates. The production tier keeps their books and chooses whom to evict; as in production,
-    what is written goes to both, and what is fetched stays on the disk.
+    """The tiers that the workers of one machine share: memory and a disk, each with room for a
+    number of templates. The production tier counts the bytes and chooses what to evict. As in
+    production, writes go to both tiers, and a fetched template stays on the disk.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Host:
     """Templates that missed once: the next miss primes them."""
     priming: set[str] = field(default_factory=set)
     fetching: dict[str, float] = field(default_factory=dict)
-    """Template -> when it will be in memory."""
+    """Template → time at which it will be in memory."""
     disk_free_at: float = 0.0
     fetches: int = 0
     _names: dict[str, set[str]] = field(init=False)
@@ -50,16 +50,16 @@ class Host:
         self._names = {"host": set(), "disk": set()}
 
     def tiers(self) -> Mapping[str, Set[str]]:
-        """Live views for routing."""
+        """Return live views for routing."""
         return self._names
 
     def use(self, template: str) -> None:
-        """The template's entries are loaded from memory: it was of use."""
+        """Note that the template's entries were loaded from memory."""
         self.memory.touch(template)
         self.disk.touch(template)
 
     def keep(self, template: str, *tiers: MemoryTier) -> None:
-        """Put a template's entries into tiers, making room."""
+        """Put a template's entries into tiers and make room for them."""
         note = Note(template, 1, self.hardware.prime_seconds)
         for tier in tiers:
             tier.put(template, _entry(self.hardware.template_bytes), note)
@@ -68,7 +68,9 @@ class Host:
             self._names[name].update(tier.entries())
 
     def fetch(self, template: str, now: float) -> float:
-        """Bring a template from disk, which serves one at a time; when it will be in memory."""
+        """Fetch a template from disk, which serves one fetch at a time; return when it will be in
+        memory.
+        """
         if template not in self.fetching:
             seconds = self.hardware.pricing.fetch_s("disk")
             self.disk_free_at = max(self.disk_free_at, now) + seconds
@@ -77,13 +79,13 @@ class Host:
         return self.fetching[template]
 
     def fetched(self, template: str) -> None:
-        """The fetch has ended; the template may have been kept meanwhile."""
+        """End a fetch; the template may have been kept meanwhile."""
         self.fetching.pop(template, None)
         self.keep(template, self.memory)
 
     def wants_priming(self, template: str) -> bool:
-        """A row of this template missed: whether it is to be primed now (design §4: on the second
-        sight; one-shot images are not worth it).
+        """Return whether to prime a template after a miss. Priming starts at the second miss,
+        because an image that occurs once is not worth it (design §4).
         """
         if template in self.priming or template in self._names["host"]:
             return False
@@ -100,6 +102,6 @@ class Host:
 
 
 def _entry(nbytes: int) -> AnchorEntry:
-    """A whole template's entries as one, without memory."""
+    """Return a whole template's entries as one entry that takes no memory."""
     data = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     return AnchorEntry(Anchor(0.5, 500.0), (BlockEntry(Coded("model", data)),))

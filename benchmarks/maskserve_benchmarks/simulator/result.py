@@ -17,7 +17,9 @@ from maskserve_benchmarks.simulator.workload import Request, draw
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run. Seconds, and edits per second; of the edits after the warm-up."""
+    """Figures of one run, over the edits after the warm-up; times are seconds, rates edits per
+    second.
+    """
 
     seed: int
     policy: str
@@ -31,25 +33,26 @@ class Result:
     p95: float
     p99: float
     goodput: float
-    """Edits per second that were done within the service level."""
+    """Edits per second that finished within the service level."""
     good_share: float
     utilisation: float
-    """Share of the time until the last arrival in which a worker computes, mean over workers."""
+    """Mean over workers of the share of time, until the last arrival, in which a worker
+    computes."""
     batch: float
     """Rows per step."""
     loaded_gib: float
-    """From hosts' memories to devices."""
+    """GiB loaded from hosts' memories to devices."""
     fetches: int
-    """Templates brought from disks."""
+    """Number of templates fetched from disks."""
     misses: int
-    """Edits that could have run cached had their worker had their template."""
+    """Edits that could have run cached if their worker had held their template."""
     primed: int
     prediction_error: float
     """Median of |predicted - actual| / actual seconds from sending to the last step."""
     lora_loads: int
-    """From hosts' memories and from the storage to devices."""
+    """Number of loads from hosts' memories and from the storage to devices."""
     interruptions_p50: float
-    """Strawman: others' pre- and post-processing during an edit's denoising."""
+    """Strawman: pre- and post-processing of other edits during an edit's denoising."""
     interruptions_p95: float
 
     def to_json(self) -> dict[str, float | int | str]:
@@ -57,14 +60,14 @@ class Result:
 
 
 class NotConserved(RuntimeError):
-    """A run lost, doubled or invented something."""
+    """A run lost, duplicated or invented work."""
 
 
 def run(scenario: Scenario, hardware: Hardware, seed: int) -> tuple[Result, Cluster]:
     """Draw, run, check and measure.
 
     Raises:
-        NotConserved: the simulator is wrong.
+        NotConserved: the simulator has a fault.
     """
     requests = draw(scenario.workload, hardware.tokens, seed)
     cluster = Cluster(scenario, hardware, seed)
@@ -74,14 +77,14 @@ def run(scenario: Scenario, hardware: Hardware, seed: int) -> tuple[Result, Clus
 
 
 def simulate(scenario: Scenario, hardware: Hardware, seed: int) -> Result:
-    """The figures of `run`."""
+    """Return the figures of `run`."""
     return run(scenario, hardware, seed)[0]
 
 
 def check_conserved(cluster: Cluster, requests: Sequence[Request]) -> None:
-    """Each edit ends exactly once, and the work done is the work asked.
+    """Check that each edit ends exactly once, and that the work done is the work requested.
 
-    That no worker is over capacity is checked at each step, by the worker.
+    The worker itself checks at each step that it is not over capacity.
     """
 
     def must(holds: bool, what: str) -> None:
@@ -151,7 +154,7 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
 
 
 def _alone(scenario: Scenario, hardware: Hardware, job: Job) -> float:
-    """What the edit takes on an idle worker that has its template."""
+    """Return the seconds that the edit takes on an idle worker that holds its template."""
     active = job.request.active
     cached = hardware.cacheable(active)
     step = hardware.step_seconds(1, active, 0) if cached else hardware.step_seconds(0, 0, 1)
@@ -169,12 +172,14 @@ def _busy(cluster: Cluster, until: float) -> float:
 
 
 def _interruptions(jobs: list[Job]) -> list[int]:
-    """Per edit, how many others were admitted or finished on its worker while it denoised."""
+    """Return for each edit how many others were admitted or finished on its worker while it
+    denoised.
+    """
     counts = []
     for worker in {job.worker for job in jobs}:
         worker_jobs = [job for job in jobs if job.worker == worker]
         moments = np.sort([t for job in worker_jobs for t in (job.started, job.denoised)])
         for job in worker_jobs:
             low, high = np.searchsorted(moments, (job.started, job.denoised), side="right")
-            counts.append(int(high - low) - 1)  # its own end is not one
+            counts.append(int(high - low) - 1)  # the edit's own end does not count
     return counts

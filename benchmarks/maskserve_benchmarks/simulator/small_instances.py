@@ -13,7 +13,7 @@ _STEPS = 50
 
 
 def small_instance(times: dict[int, tuple[float, ...]], seed: int) -> list[Ticket]:
-    """Four edits of three long steps that are there at once, on four devices."""
+    """Return four edits of three long steps that all arrive at once, for four devices."""
     rng = random.Random(seed)
     edits = []
     for number in range(4):
@@ -25,8 +25,9 @@ def small_instance(times: dict[int, tuple[float, ...]], seed: int) -> list[Ticke
 
 
 def optimum(tickets: Sequence[Ticket], devices: int) -> int:
-    """The most edits that any schedule has in time, all arrivals known; gangs need not be aligned.
-    Starts only at arrivals and step ends: any schedule can be moved to the left until that holds.
+    """Return the largest number of edits that any schedule completes in time, with all arrivals
+    known; gangs need not be aligned. The search starts edits only at arrivals and step ends,
+    because every schedule can be moved to earlier times until that holds.
     """
     for count in range(len(tickets), 0, -1):
         if any(_feasible(among, devices) for among in itertools.combinations(tickets, count)):

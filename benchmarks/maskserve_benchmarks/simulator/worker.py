@@ -18,7 +18,7 @@ from maskserve_common.routing import Edit, RowLoad, WorkerView
 from maskserve_engine.scheduling.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 
 At = Callable[[float, Callable[..., None], object], None]
-"""Run a method at a time, with an argument."""
+"""Schedules a call of a method at a time, with an argument."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Prime:
 
 
 class Worker:
-    """Steps rows, tells the cluster what ended, counts what must be conserved."""
+    """Steps rows, reports ended edits to the cluster, and counts what must be conserved."""
 
     def __init__(
         self,
@@ -56,26 +56,28 @@ class Worker:
         self.misses = 0
         self.primed = 0
         self.intervals: list[tuple[float, float]] = []
-        """(start, end) of every busy time between idle ones."""
+        """(start, end) of every busy period."""
         self._at = at
         self._ended = ended
         self._random = random.Random(seed)
         self._assigned: dict[str, Job] = {}
         self._primes: dict[str, _Prime] = {}
         self._gate: list[Job] = []
-        """Static batching: ready, and waiting for the batch to end."""
+        """Static batching: ready edits that wait for the end of the batch."""
         self._held: list[Job] = []
-        """Static batching: done, and waiting for the batch to end."""
+        """Static batching: finished edits that wait for the end of the batch."""
         self._stepping: tuple[Run, ...] | None = None
         self._step_began = 0.0
         self._debt = 0.0
-        """Strawman: seconds of post-processing that the loop does before its next step."""
+        """Strawman: seconds of post-processing before the loop's next step."""
         self._view: WorkerView | None = None
 
-    # What routing sees.
+    # Routing's view
 
     def view(self) -> WorkerView:
-        """As of the last step boundary, like a status record, with all that was sent since."""
+        """Return the state at the last step boundary, as a status record does, plus all edits sent
+        since.
+        """
         if self._view is None:
             jobs = self._assigned.values()
             running = [job for job in jobs if not math.isnan(job.started) and job.left]
@@ -91,16 +93,16 @@ class Worker:
                 waiting=tuple(job.row for job in waiting),
                 templates=None if hidden else tiers,
                 adapters=self.loras.view() if self.loras else None,
-                # Of one that does not step nothing is done since then.
+                # An idle worker has done nothing since then.
                 as_of=math.inf if self._stepping is None else self._step_began,
             )
         return self._view
 
-    # An edit's way through the worker.
+    # From arrival to the batch
 
     def send(self, request: Request, edit: Edit, predicted: float, now: float) -> Job:
-        """Take an edit; it reaches the batch when it is prepared, and its entries and LoRAs are at
-        hand.
+        """Accept an edit. It enters the batch when it is prepared and its entries and LoRAs are
+        ready.
 
         Raises:
             Overloaded: there is no room for its LoRAs.
@@ -140,9 +142,9 @@ class Worker:
         return job
 
     def _admission(self, edit: Edit, *, controlled: bool) -> tuple[RowLoad, float, bool]:
-        """How the worker runs the edit, by what it really has, the seconds of a fetch, and whether
-        its template is there. A policy that does not know of its ControlNet does not change what
-        its steps compute.
+        """Return how the worker runs the edit given its real state, the seconds of a fetch, and
+        whether its template is there. Even if the policy does not know the edit's ControlNet, its
+        steps compute it.
         """
         tiers = self.host.tiers() if self.host is not None else None
         loras = self.loras.view() if self.loras else None
@@ -192,10 +194,10 @@ class Worker:
             )
         )
 
-    # The loop.
+    # The loop
 
     def _begin(self, now: float, _: object = None) -> None:
-        """A step boundary: decide, and run until the next."""
+        """Decide at a step boundary, and run until the next one."""
         if self._stepping is not None:
             return
         if self.scenario.batching == "static" and not len(self.scheduler):
@@ -229,7 +231,8 @@ class Worker:
         self._at(now + seconds, self._stepped, None)
 
     def _seconds(self, runs: tuple[Run, ...]) -> float:
-        """Until the last run has ended; those of the same devices run one after the other."""
+        """Return the seconds until the last run ends. Runs on the same devices follow one another.
+        """
         seconds_by_devices: dict[tuple[int, ...], float] = {}
         for run in runs:
             run_s = sum(self._step_seconds(self._left(run, n)) for n in range(run.steps))
@@ -237,7 +240,7 @@ class Worker:
         return max(seconds_by_devices.values())
 
     def _left(self, run: Run, steps: int) -> tuple[Ticket, ...]:
-        """Rows of a run that have more than so many steps to go."""
+        """Return the rows of a run that have more than `steps` steps left."""
         pairs: list[tuple[Ticket, _Prime | Job | None]] = [
             (
                 ticket,
@@ -257,7 +260,7 @@ class Worker:
             if not reads or (job is not None and job.at_anchor):
                 dense += 1
                 if not reads or (job is not None and not job.begun):
-                    continue  # other anchors are computed beside the step that arrives there
+                    continue  # later refresh steps are computed beside the step that reaches them
             cached += 1
             active += ticket.active_tokens
             if job is not None and job.own:
@@ -271,7 +274,7 @@ class Worker:
         return seconds
 
     def _added_seconds(self, ticket: Ticket) -> float:
-        """What a row's ControlNet and LoRAs add to a step."""
+        """Return the seconds that a row's ControlNet and LoRAs add to a step."""
         job = self._assigned.get(ticket.request_id)
         if job is None:
             return 0.0
@@ -327,7 +330,8 @@ class Worker:
     def _finish(self, job: Job, now: float) -> None:
         post = self.scenario.post_seconds
         if self.scenario.batching == "strawman":
-            # The loop itself does it, one after the other, before its next step.
+            # The loop does the post-processing itself, one edit after the other, before its next
+            # step.
             self._debt += post
             self._end(job, "done", now + self._debt)
         else:
@@ -344,10 +348,10 @@ class Worker:
         self._ended(job, when)
 
     def check_empty(self) -> None:
-        """After the last event.
+        """Check that no work is left after the last event.
 
         Raises:
-            RuntimeError: something was left behind.
+            RuntimeError: some work is left.
         """
         self.scheduler.check_integrity()
         if self._assigned or self._gate or self._held or len(self.scheduler):
@@ -358,5 +362,5 @@ class Worker:
 
 
 def _alone(active: int, total: int) -> tuple[int, int, int]:
-    """(cached rows, their active tokens, dense rows) of a step of one row."""
+    """Return (cached rows, their computed tokens, dense rows) of a step of one row."""
     return (1, active, 0) if active < total else (0, 0, 1)

@@ -12,25 +12,26 @@ from maskserve_common.config import ModelConfig
 
 Floats = NDArray[np.float64]
 RING = ModelConfig().mask_ring
-"""As the product has it."""
+"""Ring of the product's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskMix:
     """A published distribution of mask ratios.
 
-    Between the quantiles log(ratio) is taken as linear in the probability. That reproduces the
-    published means, which straight lines between the quantiles do not (public: 0.208 for 0.193).
+    Between the quantiles log(ratio) is linear in the probability. This reproduces the published
+    means; straight lines between the quantiles do not (public: 0.208 instead of 0.193).
     """
 
     name: str
     mean: float
-    """As published; tests hold the sampler to it."""
+    """The published mean; tests compare the sampler with it."""
     quantiles: tuple[tuple[float, float], ...]
-    """(probability, ratio), from 0 to 1; the ratio at 0 is not published and set low."""
+    """(probability, ratio), from 0 to 1; the ratio at 0 is not published and is set to a low
+    value."""
 
     def ratios(self, probabilities: Floats) -> Floats:
-        """Inverse CDF."""
+        """Return the inverse CDF."""
         p, ratio = zip(*self.quantiles, strict=True)
         return np.exp(np.interp(probabilities, p, np.log(ratio)))
 
@@ -78,9 +79,9 @@ class Request:
     """Seconds from the start."""
     steps: int
     active: int
-    """Active tokens."""
+    """Number of computed tokens."""
     masked: int
-    """Of them those of its mask."""
+    """Number of computed tokens under the mask."""
     template: str
     controlled: bool = False
     """Whether it has a ControlNet."""
@@ -89,8 +90,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is drawn. Two workloads that differ only in `rate` have the same edits in the same
-    order, and gaps between them that differ by a factor.
+    """Properties of the edits to draw. Two workloads that differ only in `rate` have the same edits
+    in the same order, and their gaps differ by a factor.
     """
 
     requests: int
@@ -105,7 +106,7 @@ class Workload:
     zipf: float = 1.0
     """Exponent of the templates' popularity."""
     ring: int = RING
-    """Tokens computed round each mask, which is taken to be a square."""
+    """Tokens computed around each mask; the mask counts as a square."""
     controlled: float = 0.0
     """Share of the edits that have a ControlNet (production: 0.98, Katz section 1)."""
     with_lora: float = 0.0
@@ -116,12 +117,13 @@ class Workload:
 
 
 def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
-    """The edits of a workload, by arrival.
+    """Draw the edits of a workload, by arrival.
 
     Args:
-        workload: what to draw.
+        workload: the workload to draw.
         tokens: image tokens of the model; a mask touches at least one.
-        seed: each property has a stream of its own, so that changing one leaves the others.
+        seed: seed of all draws; each property has its own stream, so a change of one leaves the
+            others unchanged.
     """
     arrivals, masks, steps, templates, nets, adapters = (
         np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(6)
@@ -156,17 +158,17 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
 
 
 def _zipf(names: int, exponent: float) -> Floats:
-    """[names] shares, the most popular first."""
+    """Return the shares of the names, [names], the most popular first."""
     weights = np.arange(1, names + 1, dtype=float) ** -exponent
     shares: Floats = weights / weights.sum()
     return shares
 
 
 def draw_gaps(rate: float, count: int, rng: np.random.Generator) -> Floats:
-    """Seconds before each of `count` arrivals of a Poisson process at `rate` per second.
+    """Draw the seconds before each of `count` arrivals of a Poisson process at `rate` per second.
 
-    The process is conditioned on its length: from the first arrival to the last the rate is the
-    one asked for, so that short runs are not loaded more or less than they say.
+    The process is conditioned on its length: from the first arrival to the last the rate is exactly
+    `rate`. The load of short runs is therefore neither higher nor lower than stated.
     """
     gaps = rng.exponential(1.0, count)
     gaps[1:] *= (count - 1) / gaps[1:].sum()
@@ -175,5 +177,5 @@ def draw_gaps(rate: float, count: int, rng: np.random.Generator) -> Floats:
 
 
 def mean_ratio(mix: MaskMix, points: int = 100_000) -> float:
-    """Mean of the distribution as sampled."""
+    """Return the mean of the distribution as sampled."""
     return math.fsum(mix.ratios((np.arange(points) + 0.5) / points)) / points

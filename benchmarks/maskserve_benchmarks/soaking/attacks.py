@@ -40,44 +40,44 @@ _SERVICE = "/inference.GRPCInferenceService"
 _MIB = 2**20
 _STANDS_STILL_S = 15.0
 _PATIENCE_S = 20.0
-"""How long one attack waits for its answers."""
+"""Seconds for which one attack waits for its responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router and a worker behind it; ports of 127.0.0.1."""
+    """A router and a worker behind it; all ports are on 127.0.0.1."""
 
     http: int
     grpc: int
     worker_http: int
     worker_grpc: int
     key: str
-    """The attacker's own."""
+    """Key of the attacker."""
     withdrawn: str
-    """One that was valid before a reload."""
+    """A key that was valid before a reload."""
     page: int = 0
-    """A page that edits at the worker."""
+    """Port of a page that sends edits to the worker."""
     loras: Path = Path()
     """Folder of LoRAs; DAMAGED is one of them."""
     socket: Path = Path()
-    """Of a ControlNet service."""
+    """Socket of a ControlNet service."""
     shared: bytes = b""
-    """A picture that others have registered, too."""
+    """A picture that other clients have registered, too."""
     shared_id: str = ""
-    """Its id."""
+    """Template id of that picture."""
     others: tuple[str, ...] = ()
-    """Further keys of the attacker's, where what one may have is not enough."""
+    """Further keys of the attacker, for attacks that need more than one key allows."""
 
 
 DAMAGED = "damaged"
-"""Name of a LoRA."""
+"""Name of the damaged LoRA."""
 Attack: TypeAlias = Callable[[Target], Awaitable[Iterable[str]]]
-"""Gives how its requests ended, in words."""
+"""Sends requests and returns how each one ended, in words."""
 
 
 async def run(target: Target, until: float, report: Path, names: Sequence[str] = ()) -> None:
-    """Attacks of these names, or all, again and again until that time; what came of them goes into
-    a file.
+    """Run the named attacks, or all, again and again until the time `until`. Write the results to a
+    file.
     """
     chosen = [attack for attack in ATTACKS if not names or attack.__name__ in names]
     counts_by_attack: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in chosen}
@@ -100,8 +100,8 @@ async def run(target: Target, until: float, report: Path, names: Sequence[str] =
 def main(
     target: Target, seconds: float, report: Path, names: Sequence[str], ready: Event, go: Event
 ) -> None:
-    """`run`, as the whole of a process: what takes long to make is made before. Attackers are on
-    machines of their own in life, so that here they have what processor time others leave.
+    """Run `run` as a whole process, after making the inputs that take long. Real attackers use
+    their own machines, so this process runs at low priority.
     """
     os.nice(19)
     payloads = (_zipped(159 * _MIB), _huge_mask(), _many_values(), _large_registration(), _noise())
@@ -112,7 +112,7 @@ def main(
     asyncio.run(run(target, time.time() + seconds, report, names))
 
 
-# What requests are made of
+# Contents of requests
 
 
 @cache
@@ -128,7 +128,7 @@ def edit(
     control: bytes = b"",
     **settings: Any,
 ) -> bytes:
-    """A request as gRPC has it; a small picture of the attacker's own by default."""
+    """Return a request in gRPC's form; the default picture is a small one of the attacker."""
     own_image, own_mask = picture()
     message = pb.ModelInferRequest(model_name=model)
     for name, value in (
@@ -152,7 +152,7 @@ def operation(op: str, **fields: Any) -> bytes:
 async def calls(
     target: Target, requests: Iterable[bytes], *, port: int = 0, method: str = "ModelInfer"
 ) -> list[str]:
-    """Unary calls side by side, with the attacker's key; the status of each."""
+    """Make unary calls side by side with the attacker's key; return the status of each."""
     address, headers = f"127.0.0.1:{port or target.grpc}", (("x-api-key", target.key),)
     options = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
     async with grpc.aio.insecure_channel(address, options) as channel:
@@ -171,7 +171,7 @@ async def calls(
 async def asked(
     port: int, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
 ) -> str:
-    """One HTTP request; the status of its answer, or that there was none."""
+    """Send one HTTP request; return the status of its response, or that there was none."""
     head = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
     head += [f"{name}: {value}" for name, value in {**headers, "Connection": "close"}.items()]
     try:
@@ -228,7 +228,7 @@ async def registrations(target: Target) -> Iterable[str]:
 
 
 async def registrations_beside_evictions(target: Target) -> Iterable[str]:
-    """Of a picture that others edit by its name."""
+    """Register and evict a picture that other clients edit by its template id."""
     register = operation("register", image=base64.b64encode(target.shared).decode())
     evict = operation("evict", template_id=target.shared_id)
     return await calls(target, [register, evict] * 10)
@@ -236,7 +236,7 @@ async def registrations_beside_evictions(target: Target) -> Iterable[str]:
 
 @cache
 def _large_registration() -> bytes:
-    """It begins as a picture does."""
+    """Return a registration whose first bytes look like a picture."""
     return operation(
         "register", image=base64.b64encode(picture()[0][:64] + bytes(30 * _MIB)).decode()
     )
@@ -251,7 +251,7 @@ async def kept_results(target: Target) -> Iterable[str]:
 
 
 async def runs_of_workflows(target: Target) -> Iterable[str]:
-    """Each makes an edit, and then wants a node that nobody runs."""
+    """Run workflows that make an edit and then request a node that nobody serves."""
     message = pb.ModelInferRequest(model_name="variants")
     image, mask = picture()
     settings = json.dumps({"num_inference_steps": 2}).encode()
@@ -311,7 +311,7 @@ def _many_chunks() -> bytes:
 
 
 async def pictures_of_many_chunks(target: Target) -> Iterable[str]:
-    """Each of a megabyte that a kilobyte holds."""
+    """Send pictures of a kilobyte that expand to a megabyte."""
     return await calls(target, [edit(image=_many_chunks(), seed=i) for i in range(4)])
 
 
@@ -328,7 +328,7 @@ async def damaged_loras(target: Target) -> Iterable[str]:
 
 
 def damage_lora(folder: Path, number: int) -> None:
-    """Write a LoRA with a name of 64 KB and 40,000 dimensions, another one for each number."""
+    """Write a LoRA with a name of 64 KB and 40,000 dimensions; it differs for each number."""
     tensor = {"dtype": "F16", "shape": [1] * 40_000, "data_offsets": [0, 2]}
     header = json.dumps({"a." * 32_000 + f"{number}.lora_A.weight": tensor}).encode()
     data = len(header).to_bytes(8, "little") + header + bytes(2)
@@ -344,7 +344,7 @@ async def loras_that_change(target: Target) -> Iterable[str]:
 
 
 async def control_nets(target: Target) -> Iterable[str]:
-    """Pictures of control that are none, nets that there are not, nonsense at the socket."""
+    """Send invalid control pictures, unknown ControlNets, and nonsense to the socket."""
     with short_path(target.socket.parent) as folder:
         for nonsense in (b"\xff" * 100, b"{", b"\x81\xa1a", bytes(60_000)):
             with (
@@ -367,7 +367,7 @@ async def control_nets(target: Target) -> Iterable[str]:
 
 
 async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
-    """Jobs that end at once, and sixteen connections that list them."""
+    """Send jobs that end at once, while sixteen connections list them."""
     image, mask = (base64.b64encode(data).decode() for data in picture())
     url = "data:image/png;base64,"
     asked_for = {
@@ -391,7 +391,7 @@ async def jobs_and_lists_of_them(target: Target) -> Iterable[str]:
     return [*statuses, *(end for ends in listed for end in ends)]
 
 
-# Bytes out
+# Bytes of responses
 
 
 _NOISE_SIDE = 2400
@@ -399,7 +399,7 @@ _NOISE_SIDE = 2400
 
 @cache
 def _noise() -> bytes:
-    """A megabyte whose edit answers with 16: noise, which JPEG makes small."""
+    """Return a picture of one megabyte whose edit answers with 16: noise that JPEG makes small."""
     shape = _NOISE_SIDE, _NOISE_SIDE, 3
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     out = io.BytesIO()
@@ -409,7 +409,7 @@ def _noise() -> bytes:
 
 @cache
 def _corner() -> bytes:
-    """A mask of that size, transparent in a corner."""
+    """Return a mask of that size, transparent in a corner."""
     alpha = Image.new("L", (_NOISE_SIDE, _NOISE_SIDE), 255)
     alpha.paste(0, (0, 0, 200, 200))
     out = io.BytesIO()
@@ -418,7 +418,7 @@ def _corner() -> bytes:
 
 
 async def large_answers(target: Target) -> Iterable[str]:
-    """Ten pictures in one request of each of four keys."""
+    """Request ten pictures in one request, with each of four keys."""
     edge = "edge-of-a-part"
     fields = {"prompt": "x", "n": "10", "num_inference_steps": "2", "crop_to_mask": "on"}
     parts = [
@@ -452,7 +452,7 @@ async def large_answers(target: Target) -> Iterable[str]:
 
 
 async def _read_whole(reader: asyncio.StreamReader) -> str:
-    """The status of an answer, and whether it ended short; its parts are let go."""
+    """Return the status of a response and whether it ended early; its body is discarded."""
     line, last = await reader.readline(), b""
     while part := await reader.read(_MIB):
         last = last[-8:] + part
@@ -464,8 +464,8 @@ async def _read_whole(reader: asyncio.StreamReader) -> str:
 
 
 async def offers_of_http_2(target: Target) -> Iterable[str]:
-    """What follows such an offer was served as a request; with no key it is refused by its own
-    answer.
+    """Offer HTTP/2 and send a second request behind the offer. A vulnerable server would serve the
+    second request; here it is refused for its missing key.
     """
     inner = b"GET /v1/models HTTP/1.1\r\nHost: inner\r\n\r\n"
     head = (
@@ -482,7 +482,7 @@ async def offers_of_http_2(target: Target) -> Iterable[str]:
             writer.write(inner)
             writer.write_eof()
             reply = await asyncio.wait_for(reader.read(), _PATIENCE_S)
-            last = reply.rpartition(b"HTTP/1.1 ")[2][:3].decode()  # behind interim ones
+            last = reply.rpartition(b"HTTP/1.1 ")[2][:3].decode()  # skip interim ones
             ends.append("served" if b"HTTP/1.1 200" in reply else last or "closed")
             writer.close()
         except (OSError, asyncio.TimeoutError):
@@ -491,7 +491,7 @@ async def offers_of_http_2(target: Target) -> Iterable[str]:
 
 
 async def edits_with_deadlines(target: Target) -> Iterable[str]:
-    """More than there are places for, and among them such that can never be in time."""
+    """Send more edits than there are places, including edits that can never be in time."""
     limits = (None, 1, 200, 2_000, 20_000, 600_000)
     settings_list: list[dict[str, Any]] = [
         {} if ms is None else {"deadline_ms": ms} for ms in limits for _ in range(8)
@@ -537,7 +537,7 @@ async def wrong_tensors(target: Target) -> Iterable[str]:
 
 
 async def large_pictures_of_the_page(target: Target) -> Iterable[str]:
-    """Twenty of 49 megapixels, as its own script sends them."""
+    """Send twenty pictures of 49 megapixels, as the page's own script does."""
     port, ask = target.page, f"http://127.0.0.1:{target.page}/config"
     config = json.loads(await asyncio.to_thread(_fetched, ask))
     names = {

@@ -17,16 +17,16 @@ _SIZE = (40, 56)
 
 @dataclass(frozen=True, slots=True)
 class BadRequest:
-    """A request and what it must be answered with."""
+    """A request and its required answer."""
 
     inputs: Mapping[str, bytes]
     field: str
-    """What the message names."""
+    """The field that the message must name."""
     code: str = "INVALID_REQUEST"
 
 
 def bad_requests() -> tuple[BadRequest, ...]:
-    """All of them."""
+    """Return all bad requests."""
     picture = draw(1, *_SIZE)
     good = {"IMAGE": picture.image, "MASK": picture.mask, "PROMPT": b"a red star"}
     images = bad_images(picture.image)
@@ -48,7 +48,9 @@ def bad_requests() -> tuple[BadRequest, ...]:
 
 
 def bad_images(png: bytes) -> dict[str, bytes]:
-    """Bytes that are no usable PNG, JPEG or WebP, by name; some are made of a good `png`."""
+    """Return bytes that are not a usable PNG, JPEG or WebP, by name; some are derived from a good
+    `png`.
+    """
     damaged = bytearray(png)
     damaged[-40] ^= 0xFF
     return {
@@ -64,7 +66,7 @@ def bad_images(png: bytes) -> dict[str, bytes]:
 
 
 def bad_settings() -> dict[str, tuple[bytes, str]]:
-    """SETTINGS that no model takes and the field that the refusal names, by name."""
+    """Return SETTINGS that no model accepts and the field that the refusal names, by name."""
     values: dict[str, tuple[object, str]] = {
         "unknown": ({"stepz": 4}, "SETTINGS.stepz"),
         "mistyped": ({"num_inference_steps": "4"}, "SETTINGS.num_inference_steps"),
@@ -90,7 +92,7 @@ def bad_settings() -> dict[str, tuple[bytes, str]]:
 
 
 def dumped(values: Mapping[str, tuple[object, str]]) -> dict[str, tuple[bytes, str]]:
-    """The same with JSON in place of values."""
+    """Return the same with values as JSON."""
     return {name: (json.dumps(value).encode(), field) for name, (value, field) in values.items()}
 
 
@@ -98,7 +100,7 @@ BAD_REQUESTS = bad_requests()
 
 
 def bad_input(visitor: Visitor) -> str:
-    """Three bad requests."""
+    """Send three bad requests."""
     for bad in visitor.rng.sample(BAD_REQUESTS, 3):
         way = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
         refused(partial(way, bad.inputs), bad.code, bad.field)
@@ -106,7 +108,7 @@ def bad_input(visitor: Visitor) -> str:
 
 
 def bad_operation(visitor: Visitor) -> str:
-    """Operations that name nothing or nonsense."""
+    """Send operations with missing or invalid names."""
     control, unknown = visitor.grpc.control, "0" * 32
     op = visitor.rng.choice(("prime", "pin", "evict"))
     refused(lambda: control(op, template_id=unknown), "TEMPLATE_NOT_FOUND", "OP.template_id")

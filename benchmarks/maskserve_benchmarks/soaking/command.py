@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hostile(options: SoakOptions, path: Path | None, names: Sequence[str]) -> int:
-    """The soak under these attacks; the exit code."""
+    """Run the soak under these attacks; return the exit code."""
     report = hostile_soak(options, StopSignals(), names)
     text = json.dumps(report, indent=2) + "\n"
     for file in {options.out / "hostile.json", path or options.out / "hostile.json"}:
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(report: Report) -> None:
-    """The judgement, for people."""
+    """Print the judgement."""
     for kind, ends in report.ends.items():
         print(f"  {kind}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
     drift_text = ", ".join(f"{name} {value}" for name, value in drift(report).items())

@@ -51,31 +51,32 @@ _HONEST = ("anna", "ben", "clara")
 _ATTACKERS = ("mallory", "mallory-2", "mallory-3", "mallory-4")
 _PAGE, _WITHDRAWN = "page", "gone"
 _CALM_SHARE = 0.125
-"""Of the attacked minutes, how long the honest clients are alone before, and again behind."""
+"""Time for which the honest clients are alone before the attack, and again after it, as a share of
+the attacked minutes."""
 _EVERY_S = 6.0
 """Mean time between two edits of one client."""
 _ANSWER_S = 120.0
 _STEPS = 4
 _KINDS = 4
-"""Edits that each client repeats; the picture of the first is named as a template."""
+"""Number of edits that each client repeats; the picture of the first is named as a template."""
 _CONTROLLED, _NET = _KINDS, "outline"
-"""An edit with a ControlNet: what attacks leave of the service."""
+"""An edit with a ControlNet: it shows whether the service survives the attacks."""
 P95_BAR, MIB_BAR = 2.0, 1024
-"""What holds: honest edits take at most so many times as long, and the router and the page have so
-much memory."""
+"""Bars: P95 of honest edits may grow by this factor, and the router and the page may use so many
+MiB."""
 BUSY = 0.15
-"""Of the machine's processor time, what others may take while times are judged."""
+"""Share of the machine's processor time that other processes may take while times are judged."""
 _NONE = ("TimeoutError", "DEADLINE_EXCEEDED", "refused", "closed", "none")
-"""How requests of an attack ended that were not answered."""
+"""Ends of an attack's requests that count as unanswered."""
 
 
 @dataclass(slots=True)
 class Book:
-    """What honest clients were answered; for any thread."""
+    """Results of the honest clients; safe for threads."""
 
     seconds: list[float] = field(default_factory=list)
     stages_ms: Counter[str] = field(default_factory=Counter)
-    """Of all of them together: META's `timings_ms`, and the rest of the client's time."""
+    """Sums over all edits: META's `timings_ms`, and the rest of the client's time."""
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -87,25 +88,26 @@ class Book:
             self.wrong += [wrong] if wrong else []
 
     def time_went(self, seconds: float, stages_ms: dict[str, float]) -> None:
-        """Of one edit, where its time went."""
+        """Add the time of one edit, by stage."""
         named = {name: ms for name, ms in stages_ms.items() if name != "load_stall"}
         with self.lock:
             self.stages_ms.update({**named, "elsewhere": 1e3 * seconds - sum(named.values())})
 
     def means(self) -> dict[str, int]:
-        """Milliseconds of an edit in each stage."""
+        """Return the mean milliseconds of an edit in each stage."""
         edits = max(len(self.seconds), 1)
         return {name: round(ms / edits) for name, ms in self.stages_ms.items()}
 
     def p95(self) -> float:
-        """Seconds; 0 without edits."""
+        """Return P95 in seconds; 0 without edits."""
         if len(self.seconds) < 2:
             return max(self.seconds, default=0.0)
         return statistics.quantiles(self.seconds, n=20, method="inclusive")[-1]
 
 
 class Honest:
-    """One honest client: edits come at random times (Poisson), however long answers take."""
+    """One honest client: edits arrive at random times (Poisson), independent of earlier responses.
+    """
 
     def __init__(self, name: str, url: str, album: Album, firsts: dict[int, Pixels]) -> None:
         self._rng = random.Random(name)
@@ -117,7 +119,7 @@ class Honest:
         self.template_id = str(registration["template_id"])
 
     def edit_until(self, end: float, stop: StopSignals | threading.Event, book: Book) -> None:
-        """Edits until that time of the monotonic clock; returns when all are answered."""
+        """Send edits until the time `end` of the monotonic clock; return when all are answered."""
         under_way = []
         while time.monotonic() + (gap := self._rng.expovariate(1 / _EVERY_S)) < end:
             if stop.wait(gap):
@@ -131,7 +133,7 @@ class Honest:
         self._grpc.close()
 
     def edit(self, kind: int, book: Book) -> None:
-        """One edit of a kind, into the book."""
+        """Send one edit of a kind, and add its result to the book."""
         picture = self._album.hot[kind]
         settings: dict[str, Any] = {
             "request_id": uuid.uuid4().hex,
@@ -170,19 +172,19 @@ class Honest:
 
 
 def secret(name: str) -> str:
-    """The key of a client of a soak."""
+    """Return the key of a client of a soak."""
     return f"key of {name}"
 
 
 def hostile_soak(
     options: SoakOptions, stop: StopSignals | threading.Event, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run it; the summary.
+    """Run the soak; return the summary.
 
     Args:
-        options: of the soak.
-        stop: ends it early.
-        names: of the attacks; all without any.
+        options: options of the soak.
+        stop: ends the soak early.
+        names: names of the attacks; empty: all.
 
     Raises:
         ServeError: the server does not start.
@@ -219,7 +221,7 @@ def hostile_soak(
         clients = [Honest(name, router.grpc_url, album, firsts) for name in _HONEST]
         warm = Book()
         for kind in (*range(_KINDS), _CONTROLLED):
-            clients[0].edit(kind, warm)  # so that its template is primed
+            clients[0].edit(kind, warm)  # primes its template
         target = attacks.Target(
             router.ports.http,
             router.ports.grpc,
@@ -300,7 +302,7 @@ def hostile_soak(
 
 
 def passed(summary: dict[str, Any]) -> bool:
-    """Whether everything was tried, and nobody hurt."""
+    """Return whether everything was tried and no honest client was hurt."""
     return verdict(summary) == PASSED
 
 
@@ -308,9 +310,9 @@ PASSED, MISSED, NOT_JUDGED = "passed", "MISSED", "not judged"
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """What a run has shown. Other pixels, an internal error and too much memory are so on any
-    machine; that edits were slow or not answered in time, a server was taken for dead or attackers
-    were idle says nothing where others had the processor.
+    """Return the verdict on a run. Wrong pixels, an internal error and too much memory count on any
+    machine. Slow or late edits, a server taken for dead, and idle attackers count only if other
+    processes did not use the processor.
     """
     small = all(0 < summary[name] <= MIB_BAR for name in ("router_mib", "page_mib"))
     if any(summary.get(name, 0) for name in ("wrong", "internal_errors")) or not small:
@@ -323,7 +325,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def internal_errors(log: Path) -> int:
-    """Lines of a router's log that have the trace of an exception."""
+    """Count the lines of a router's log that hold the trace of an exception."""
     if not log.exists():
         return 0
     with log.open(encoding="utf-8", errors="replace") as lines:
@@ -331,8 +333,8 @@ def internal_errors(log: Path) -> int:
 
 
 def least_often(found: dict[str, dict[str, int]]) -> int:
-    """Requests of the attack that had fewest answered: an attacker without processor time attacks
-    nobody.
+    """Return the number of answered requests of the attack that has the fewest. An attacker without
+    processor time attacks nobody.
     """
     answered_counts = [
         {end: n for end, n in ends.items() if end not in _NONE} for ends in found.values()
@@ -341,7 +343,7 @@ def least_often(found: dict[str, dict[str, int]]) -> int:
 
 
 class Peak:
-    """The most memory that a process had, and those that took its place; looks in a thread."""
+    """Samples the largest memory of a process and its successors, in a thread."""
 
     def __init__(self, pid: Any) -> None:
         self._pid, self._mib = pid, 0
@@ -350,7 +352,7 @@ class Peak:
         self._thread.start()
 
     def stop(self) -> int:
-        """MiB."""
+        """Stop sampling; return the largest memory in MiB."""
         self._over.set()
         self._thread.join()
         return self._mib
@@ -364,20 +366,20 @@ class Peak:
 
 
 class CpuTime:
-    """Processor seconds of processes and all below them, phase by phase."""
+    """Processor seconds of processes and all their children, by phase."""
 
     def __init__(self, pids: dict[str, int | None]) -> None:
         self._pids = pids
         self._last, self._at = self._taken(), self._machine()
         self.seconds: dict[str, dict[str, float]] = {}
-        """Phase -> name -> seconds."""
+        """Phase → name → seconds."""
         self.others: dict[str, float] = {}
-        """Phase -> share of the machine's time that was taken by what is none of this soak."""
+        """Phase → share of the machine's time that processes outside this soak took."""
         self._whole: dict[str, float] = {}
-        """Phase -> the machine's processor seconds."""
+        """Phase → the machine's processor seconds."""
 
     def book(self, phase: str) -> None:
-        """What was taken since the last phase."""
+        """Add the processor time since the last phase."""
         process_s, at = self._taken(), self._machine()
         self.seconds[phase] = {
             name: round(process_s[name] - self._last[name], 1) for name in process_s
@@ -388,16 +390,17 @@ class CpuTime:
         self._last, self._at = process_s, at
 
     def share(self, phase: str, name: str) -> float:
-        """Of the machine's time in a phase, what processes of this name took."""
+        """Return the share of the machine's time in a phase that processes of this name took."""
         return round(self.seconds[phase][name] / self._whole[phase], 3)
 
     def _machine(self) -> tuple[float, float, float]:
-        """Processor seconds that there have been, that were taken, and that this soak took."""
+        """Return processor seconds: all that passed, those in use, and those that this soak took.
+        """
         times = psutil.cpu_times()
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted twice
         process = psutil.Process()
-        soak_s = sum(process.cpu_times()[:4])  # with those of ended children
+        soak_s = sum(process.cpu_times()[:4])  # includes ended children
         for child in process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 soak_s += sum(child.cpu_times()[:4])
@@ -437,7 +440,7 @@ def _write_keys(path: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def _page(url: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`maskserve web` at that port."""
+    """Run `maskserve web` at this port."""
     program = Path(sys.executable).with_name("maskserve")
     command = [str(program), "web", "--url", url, "--port", str(port)]
     named = {**os.environ, "MASKSERVE_KEY": secret(_PAGE)}
@@ -456,7 +459,7 @@ def _socket_in(folder: Path) -> Path:
 
 
 def _readable_by_others(folder: Path) -> list[Path]:
-    """Files there that another user may read."""
+    """Return the files in the folder that another user may read."""
     paths = []
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -466,7 +469,7 @@ def _readable_by_others(folder: Path) -> list[Path]:
 
 
 def _get(port: int, path: str, *, post: bool = False) -> str:
-    """A page of the operators' port."""
+    """Return a page of the operators' port."""
     url, data = f"http://127.0.0.1:{port}{path}", b"" if post else None
     with urllib.request.urlopen(url, data, timeout=60) as page:
         text: str = page.read().decode()

@@ -9,32 +9,33 @@ from dataclasses import dataclass
 from maskserve_benchmarks.soaking.sampler import Sample
 
 WARM_UP_SHARE = 0.2
-"""Of the whole time: pools grow to the largest need, kernels are chosen, the cache fills."""
+"""Share of the run that counts as warm-up: pools grow to the largest need, kernels are chosen, the
+cache fills."""
 GROWTH = 0.02
 SLACK_BYTES = 2 * 2**20
-"""What one process may grow by in any case: a heap is some blocks larger at its latest peak, and
-the small processes hold less than 40 MiB. All of them together have no such slack."""
+"""Growth that one process may have in any case. A heap is some blocks larger at its latest peak,
+and the small processes hold less than 40 MiB. The sum over all processes has no such slack."""
 MEMORY_NEEDS_S = 480.0
-"""Seconds after the warm-up from which on a growth of memory by 2 % is no chance any more: the
-fifths that are compared must be long against what the mix of edits does to it."""
+"""Seconds after the warm-up from which a growth of memory by 2 % is no longer chance. The compared
+fifths must be long compared to variations of the mix of edits."""
 COUNTS_SLACK = {"files": 0, "handles": 2, "threads": 4}
-"""What may be more of it: pools of threads grow to the most that was ever asked at once, which may
-come late; what is leaked at each edit or hour after hour goes far beyond."""
+"""Allowed growth of each count. Pools of threads grow to the largest simultaneous demand, which may
+come late. A leak at each edit, or in every hour, grows far beyond this."""
 COUNTS_NEED_S = {"files": 10.0, "handles": 10.0, "threads": 100.0}
-"""Seconds after the warm-up."""
+"""Seconds after the warm-up that a judgement of each count needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that must hold."""
+    """A condition that must hold."""
 
     name: str
     ok: bool
     says: str
     judged: bool = True
-    """False: the run was too short to say."""
+    """False: the run was too short to judge."""
     growth: float | None = None
-    """Where growth is what is judged: the share, or for what is counted the number."""
+    """If the bar is on growth: the share, or the number for counts."""
 
     def line(self) -> str:
         mark = ("ok" if self.ok else "MISSED") if self.judged else "not judged"
@@ -42,7 +43,9 @@ class Bar:
 
 
 def steady(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples after the warm-up: a fifth of the time, and until the cache has been full."""
+    """Return the samples after the warm-up: after a fifth of the time, and after the cache has been
+    full.
+    """
     if not samples:
         return []
     end = WARM_UP_SHARE * samples[-1].time_s
@@ -53,29 +56,31 @@ def steady(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def fifths(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The first fifth of a series and the last, of at least one value each."""
+    """Return the first fifth of a series and the last, each with at least one value."""
     size = max(1, len(values) // 5)
     return values[:size], values[-size:]
 
 
 def growth(values: Sequence[float]) -> float:
-    """From the median of the first fifth to that of the last, as a share of the former."""
+    """Return the growth from the median of the first fifth to that of the last, as a share of the
+    former.
+    """
     first, last = (statistics.median(part) for part in fifths(values))
     return last / first - 1.0 if first else float(last > 0)
 
 
 def rise(values: Sequence[float]) -> float:
-    """From the least of the first fifth to the least of the last.
+    """Return the difference between the minimum of the last fifth and that of the first.
 
-    For things that are counted: handles and threads come and go with the clients, and what is
-    never given back raises the least there is.
+    This is for counts: handles and threads come and go with the clients, and a leak raises their
+    minimum.
     """
     first, last = fifths(values)
     return min(last) - min(first)
 
 
 def judge_growth(samples: Sequence[Sample]) -> list[Bar]:
-    """Bars over the samples of a load that was the same all the time."""
+    """Return bars over the samples of a constant load."""
     late = steady(samples)
     span = late[-1].time_s - late[0].time_s if late else 0.0
     bars = [_memory("memory", late, span, lambda s: s.memory)]
@@ -90,11 +95,11 @@ def judge_growth(samples: Sequence[Sample]) -> list[Bar]:
 
 
 def judge_rest(samples: Sequence[Sample], rest: Sample) -> list[Bar]:
-    """Bars over the worker at rest, when the load has ended.
+    """Return bars over the worker at rest, after the end of the load.
 
     Args:
-        samples: under load.
-        rest: taken some seconds after.
+        samples: samples under load.
+        rest: a sample taken some seconds after the load.
     """
     counts = {
         "running": rest.running,
@@ -118,7 +123,7 @@ def judge_rest(samples: Sequence[Sample], rest: Sample) -> list[Bar]:
 
 
 def judge_answers(visits: int, unexpected: int, served: float) -> list[Bar]:
-    """Bars over what the visitors were told."""
+    """Return bars over the visitors' answers."""
     says = f"{unexpected} of {visits} visits had an answer that should not have been given"
     return [
         Bar("answers", unexpected == 0 and visits > 0, says),
@@ -127,7 +132,7 @@ def judge_answers(visits: int, unexpected: int, served: float) -> list[Bar]:
 
 
 def _of(name: str, field: str) -> Callable[[Sample], float]:
-    """Reads a field of one process."""
+    """Return a function that reads a field of one process."""
     return lambda sample: float(getattr(sample.processes[name], field))
 
 

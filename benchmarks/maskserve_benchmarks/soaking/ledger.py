@@ -12,17 +12,17 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The visits since the last look."""
+    """The visits since the last call of `window`."""
 
     visits: int
     per_s: float
     p50_ms: float | None
-    """Median of edits of hot pictures, which are all of one mix; None without any."""
+    """Median of edits of hot pictures, which all have the same mix; None without edits."""
     unexpected: int
 
 
 class Ledger:
-    """Counts visits; for any thread."""
+    """Counts visits; safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Ledger:
                 self._seconds.append(seconds)
 
     def complain(self, kind: str, problem: str) -> None:
-        """Count an answer that should not have been given."""
+        """Count an unexpected answer."""
         with self._lock:
             self._unexpected += 1
             if len(self._problems) < _SHOWN:
@@ -48,7 +48,7 @@ class Ledger:
         self.book(kind, "unexpected", 0.0)
 
     def window(self, seconds: float) -> Window:
-        """What came in since the last call, `seconds` ago."""
+        """Return the visits since the last call, `seconds` ago."""
         with self._lock:
             visits, times, self._visits, self._seconds = self._visits, self._seconds, 0, []
             p50 = round(1e3 * statistics.median(times), 2) if times else None
@@ -59,11 +59,11 @@ class Ledger:
         return self._unexpected
 
     def problems(self) -> list[str]:
-        """The first unexpected answers, in words."""
+        """Return the first unexpected answers, in words."""
         with self._lock:
             return list(self._problems)
 
     def ends(self) -> dict[str, dict[str, int]]:
-        """Kind of visit → how it ended → how often."""
+        """Return kind of visit → how it ended → how often."""
         with self._lock:
             return {kind: dict(ends) for kind, ends in sorted(self._ends.items())}

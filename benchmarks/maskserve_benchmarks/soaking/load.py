@@ -13,7 +13,7 @@ from maskserve_benchmarks.soaking.visitor import Unexpected
 
 
 class Client(Protocol):
-    """Who visits: connections, and dice."""
+    """A client: connections and a random generator."""
 
     rng: random.Random
 
@@ -23,7 +23,7 @@ class Client(Protocol):
 
 
 class Book(Protocol):
-    """Where visits are reported, from any thread."""
+    """Receives the reports of visits, from any thread."""
 
     def book(self, kind: str, end: str, seconds: float) -> None: ...
 
@@ -34,15 +34,15 @@ AnyClient = TypeVar("AnyClient", bound=Client)
 
 
 class Load(Generic[AnyClient]):
-    """Clients that come at once and stay until the load ends, or for as long as they are given.
+    """Clients that all start at once and stay until the load ends, or for a given time.
 
     Args:
-        clients: each gets a thread of its own.
-        mix: kinds of visit, and how often each is made against the others. A visit returns how it
-            ended, and raises Unexpected when it should not have ended so.
-        book: where they report.
+        clients: the clients; each gets its own thread.
+        mix: kinds of visit, with relative frequencies. A visit returns how it ended, and raises
+            Unexpected if that end is wrong.
+        book: receives the reports.
         first: a visit that every client begins with.
-        stays_s: by a client's number, how long it stays.
+        stays_s: returns how long a client stays, by its number.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Load(Generic[AnyClient]):
         self._mix, self._book, self._first = mix, book, first
         self._stop = threading.Event()
         self._threads = [
-            # Daemons: one that hangs is told of, and does not keep the program from ending.
+            # Daemon threads: a hanging client is reported, and does not keep the program from
+            # ending.
             threading.Thread(
                 target=self._run,
                 args=(client, stays_s(number)),
@@ -71,7 +72,7 @@ class Load(Generic[AnyClient]):
             thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Let visits end; those that do not within the time are complained of."""
+        """Let visits end; complain about visits that do not end within the time."""
         self._stop.set()
         end = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -102,5 +103,5 @@ class Load(Generic[AnyClient]):
         except Unexpected as problem:
             self._book.complain(visit.__name__, str(problem))
         except Exception as error:
-            # A fault of the load itself must not pass for a quiet visitor.
+            # A fault of the load itself must not look like a quiet visitor.
             self._book.complain(visit.__name__, f"the visit broke: {error!r}")

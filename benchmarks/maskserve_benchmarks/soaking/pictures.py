@@ -16,7 +16,7 @@ from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
 Box = tuple[int, int, int, int]
-"""Left, top, right, bottom; the last two are outside."""
+"""Left, top, right, bottom; right and bottom are exclusive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,14 @@ class Picture:
     pixels: Pixels
     """RGB [H, W, 3]."""
     box: Box
-    """What the mask edits."""
+    """The box that the mask edits."""
     image: bytes
     mask: bytes
 
     def differs_outside(self, answer: Pixels, reach: int = 0) -> int:
-        """Pixels of `answer` that are not the source's, farther than `reach` from the mask."""
+        """Count the pixels of `answer` that differ from the source, farther than `reach` from the
+        mask.
+        """
         left, top, right, bottom = self.box
         changed = (answer != self.pixels).any(axis=2)
         changed[max(0, top - reach) : bottom + reach, max(0, left - reach) : right + reach] = False
@@ -39,7 +41,8 @@ class Picture:
 
 
 def draw(seed: int, height: int, width: int, cover: float = 0.3) -> Picture:
-    """A picture of `height` x `width` pixels whose mask is about the share `cover` of it."""
+    """Draw a picture of `height` x `width` pixels whose mask covers about the share `cover` of it.
+    """
     rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[:height, :width]
     slopes = rng.integers(-5, 6, (3, 2))
@@ -56,12 +59,12 @@ def draw(seed: int, height: int, width: int, cover: float = 0.3) -> Picture:
 
 
 class Album:
-    """The pictures of a run: a few that everybody edits, many that share a small cache, and new
+    """The pictures of a run: a few that all visitors edit, many that share a small cache, and new
     ones.
 
     Args:
-        seed: of everything drawn.
-        native: side in pixels of the square that the model works at.
+        seed: seed of all draws.
+        native: side in pixels of the model's native square.
         warm: templates in the pool that does not fit the cache.
     """
 
@@ -73,25 +76,25 @@ class Album:
         self._warm = warm
         rng = random.Random(seed)
         self.hot = [self._draw(i, rng) for i in range(8)]
-        # Always the same: libraries keep something for every size they have seen, which grows to a
-        # bound of theirs, but for hours if sizes are ever new.
+        # The sizes are fixed. Libraries keep something for every size that they have seen, up to a
+        # limit. With ever new sizes this growth would last for hours.
         sides = (1, 3, *(rng.randint(4, 2 * native) for _ in range(10)))
         self._odd = [(rng.choice(sides), rng.choice(sides)) for _ in range(24)]
         self.largest = draw(self._seed, 2 * native, 2 * native)
 
     def warm(self, rng: random.Random) -> Picture:
-        """One of the pool, drawn anew each time: it is not kept."""
+        """Return a picture of the pool; it is drawn anew each time and not kept."""
         number = rng.randrange(self._warm)
         return self._draw(100 + number, random.Random(number))
 
     def fresh(self, rng: random.Random) -> Picture:
-        """One that nobody has seen."""
+        """Return a picture that nobody has edited."""
         with self._lock:
             self._fresh += 1
             return self._draw(10_000 + self._fresh, rng)
 
     def odd(self, rng: random.Random) -> Picture:
-        """One of two dozen unusual sizes, from a single pixel on; new each time."""
+        """Return a new picture of one of two dozen unusual sizes, from a single pixel on."""
         height, width = rng.choice(self._odd)
         with self._lock:
             self._fresh += 1
@@ -121,7 +124,7 @@ def png_file(
     rows: bytes,
     before: tuple[tuple[bytes, bytes], ...] = (),
 ) -> bytes:
-    """A PNG written by hand. `rows` are unfiltered, each after its filter byte 0."""
+    """Encode a PNG by hand. `rows` are unfiltered, and each row follows its filter byte 0."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     chunks = [(b"IHDR", header), *before, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)

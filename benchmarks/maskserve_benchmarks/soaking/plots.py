@@ -20,13 +20,13 @@ _MIB = 2**20
 
 
 def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> None:
-    """Seven panels over the minutes; the warm-up is shaded.
+    """Draw seven panels over the minutes; the warm-up is shaded.
 
     Args:
-        samples: under load, at least one.
-        warm_s: when the warm-up ended, in seconds.
-        title: of the whole.
-        path: of the PNG.
+        samples: samples under load, at least one.
+        warm_s: end of the warm-up, in seconds.
+        title: title of the figure.
+        path: file for the PNG.
     """
     figure, panels = plt.subplots(7, 1, figsize=_SIZE, sharex=True)
     minutes = [sample.time_s / 60 for sample in samples]
@@ -107,5 +107,5 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
 
 
 def _legend(axes: Any) -> None:
-    # Beside the lines, not over them.
+    # Place it beside the lines, not over them.
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.08, 1.0))

@@ -64,21 +64,21 @@ MIX: dict[Callable[[Visitor], str], float] = {
     bad_input: 6,
     bad_operation: 2,
 }
-"""How often each visit is made, against the others."""
+"""Relative frequency of each kind of visit."""
 AUDIT_SHARE = 0.05
-"""Of the cached edits; those made again are the few that an idle moment was found for."""
+"""Share of cached edits to audit; the worker makes an edit again only in an idle moment."""
 _END_OF_VISITS_S = 60.0
 _CROWD_S = 60.0
-"""Longer, and edits of low priority would wait in vain for as long as their clients do."""
+"""With a longer crowd, edits of low priority would wait longer than their clients do."""
 _IDLE_S = 30.0
 _REST_S = 1.0
 _LONG_STEPS = 200
-"""Of edits that are meant to be withdrawn, where the worker allows so many."""
+"""Steps of edits that will be cancelled, if the worker allows so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
-    """What is asked of a soak."""
+    """Options of a soak."""
 
     model: Path
     minutes: float
@@ -88,7 +88,7 @@ class SoakOptions:
     """Configuration file; its `[cache] budget_bytes` is replaced."""
     visitors: int = 12
     templates: int = 24
-    """Full-size templates that the cache is given room for."""
+    """Number of full-size templates that fit the cache."""
     sample_s: float = 5.0
     seed: int = 0
     say: Callable[[str], None] = print
@@ -96,7 +96,7 @@ class SoakOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a soak has shown."""
+    """The result of a soak."""
 
     bars: tuple[Bar, ...]
     problems: tuple[str, ...]
@@ -142,15 +142,16 @@ def soak(options: SoakOptions, stop: StopSignals | threading.Event) -> Report:
 
 
 def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
-    """The worker's configuration: the given one, with a cache that the pictures do not fit in, and
-    with audits.
+    """Write the worker's configuration: the given one, with audits and with a cache that is too
+    small for the pictures.
 
-    Unless it says how many threads the denoiser has, one core is left to the visitors: threads of
-    a step that wait for one another on cores that others use take many times as long.
+    If the configuration does not set the denoiser's threads, one core is left to the visitors.
+    Threads of a step wait for one another, so on cores in use by others a step takes many times as
+    long.
 
     Args:
-        options: of the soak.
-        fetch: as `with_model`.
+        options: options of the soak.
+        fetch: fetches models, as for `with_model`.
     """
     tables = with_model(read_tables(options.config), str(options.model), fetch=fetch)
     if "audit_share" not in tables.get("cache", {}):
@@ -166,12 +167,12 @@ def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
 
 
 def template_bytes(config: Config) -> int:
-    """Bytes that a template of the model's full size takes, about."""
+    """Return about how many bytes a template of the model's full size takes."""
     facts = load_spec(config.model.path, config.model.native_resolution)
     side = facts.native_resolution // facts.vae_scale_factor
     stored: str = config.cache.entry_format
     if stored == "model":
-        from maskserve_engine.stages.loader import dtype_of  # torch is needed for nothing else
+        from maskserve_engine.stages.loader import dtype_of  # only needed here
 
         stored = str(dtype_of(config)).removeprefix("torch.")
     work = counted_work(facts, side, side)
@@ -187,15 +188,15 @@ def _load_worker(
     sampler: Sampler,
     stop: StopSignals | threading.Event,
 ) -> None:
-    """Visitors come and go until the time is over."""
+    """Run visitors until the time is over."""
     config = worker.config
     native = load_spec(config.model.path, config.model.native_resolution).native_resolution
     album = Album(options.seed, native, warm=3 * options.templates)
     steps = min(_LONG_STEPS, config.limits.max_steps)
     crowd_s = min(_CROWD_S, 60 * options.minutes * WARM_UP_SHARE / 2)
     keepsakes = Keepsakes()
-    # A heap keeps what it took at its busiest moment. Were the load the same all the time, such
-    # moments would come now and then for hours, and look like a leak: so twice as many come first.
+    # A heap keeps the size of its busiest moment. Under a constant load such moments would come now
+    # and then for hours and look like a leak, so twice as many visitors start.
     visitors = [
         Visitor(
             random.Random(options.seed * 1000 + number),
@@ -211,7 +212,7 @@ def _load_worker(
         visitors,
         MIX,
         ledger,
-        # What grows to the largest need does so at once, in the warm-up.
+        # Resources that grow to the largest need grow at once, in the warm-up.
         first=visits.largest,
         stays_s=lambda number: math.inf if number < options.visitors else crowd_s,
     )
@@ -229,7 +230,7 @@ def _load_worker(
 
 
 def progress(minute: int, sample: Sample) -> str:
-    """One line on a run that is going on."""
+    """Return one line on the progress of a run."""
     count, p50 = sample.counters, sample.window.p50_ms
     return (
         f"{minute:4d} min: {count['edits_total']:.0f} edits, {sample.window.per_s:.1f} visits/s, "
@@ -241,7 +242,9 @@ def progress(minute: int, sample: Sample) -> str:
 
 
 def _rest(worker: WorkerProcess, ledger: Ledger, sampler: Sampler) -> Sample | None:
-    """The worker once nothing is asked of it any more; None if it does not answer."""
+    """Wait until the worker is idle, at most `_IDLE_S` seconds, and return a sample; None if it
+    does not answer.
+    """
     end = time.monotonic() + _IDLE_S
     try:
         while True:
@@ -291,7 +294,7 @@ def _judge(
 
 
 def drift(report: Report) -> dict[str, float | None]:
-    """What the audits found, those of the rest included."""
+    """Return the result of the audits, including those at rest."""
     looks = [*report.samples, *([report.rest] if report.rest else [])]
     if not looks:
         return {}
@@ -305,7 +308,7 @@ def drift(report: Report) -> dict[str, float | None]:
 
 
 def summary(options: SoakOptions, report: Report) -> dict[str, Any]:
-    """The report as JSON values, without the samples."""
+    """Return the report as JSON values, without the samples."""
     last = report.samples[-1] if report.samples else None
     return {
         "model": options.model.name,

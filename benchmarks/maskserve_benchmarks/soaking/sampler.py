@@ -28,10 +28,9 @@ class ProcessSample:
 
     pid: int
     memory: int
-    """What it allocated: its share of anonymous and shared memory, swapped pages too. Pages of
-    files (libraries, weights) are left out: they are the page cache's, and whoever else maps the
-    same libraries changes this process's share of them.
-    """
+    """Memory that it allocated: its share of anonymous and shared memory, including swapped pages.
+    Pages of files (libraries, weights) do not count. They belong to the page cache, and other
+    processes that map the same libraries change this process's share."""
     rss: int
     pss: int
     handles: int
@@ -40,38 +39,37 @@ class ProcessSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a worker."""
+    """One sample of a worker."""
 
     time_s: float
-    """Since the load began."""
+    """Seconds since the load began."""
     processes: dict[str, ProcessSample]
     """`server`, and each model's processes by the model's name."""
     shared_memory: int
-    """Bytes taken by its regions in /dev/shm."""
+    """Bytes in use by its regions in /dev/shm."""
     shared_memory_size: int
-    """Bytes that the regions may take without growing."""
+    """Bytes that fit the regions without growth."""
     runtime_files: int
-    """Files of its runtime folder, templates' kept moments apart: a store with a budget, which
-    grows until it is full (`[stages] template_bytes`).
-    """
+    """Number of files in its runtime folder, without templates' kept moments. Those are a store
+    with a budget, which grows until it is full (`[stages] template_bytes`)."""
     runtime_bytes: int
     log_bytes: int
     running: int
     waiting: int
     in_flight: int
-    """Edits that the fronts have accepted and not answered."""
+    """Number of edits that the fronts have accepted and not answered."""
     cached: int
-    """Templates with entries."""
+    """Number of templates with entries."""
     cache_bytes: int
     registered: int
-    """Templates whose images clients have registered."""
+    """Number of templates whose images clients have registered."""
     pinned: int
-    """Templates pinned by an operator."""
+    """Number of templates pinned by an operator."""
     priming: int
     in_use: int
-    """Templates whose entries running rows hold."""
+    """Number of templates whose entries running rows hold."""
     drift_mean: float | None
-    """Of the audited edits of templates with entries; None before the first audit."""
+    """Mean drift of the audited edits of templates with entries; None before the first audit."""
     drift_max: float | None
     counters: dict[str, float]
     restarts: int
@@ -79,7 +77,7 @@ class Sample:
 
     @property
     def memory(self) -> int:
-        """Bytes that the worker's processes hold together; shared pages count once."""
+        """Return the bytes that the worker's processes hold together; shared pages count once."""
         return sum(process.memory for process in self.processes.values())
 
     def to_json(self) -> str:
@@ -109,11 +107,10 @@ class Sampler:
         self._grpc.close()
 
     def take(self) -> Sample:
-        """One sample, now; not kept.
+        """Take one sample now, and do not store it.
 
         Raises:
             psutil.NoSuchProcess: the worker ends or restarts.
-            InferenceServerException: `control` did not answer.
         """
         now_s, worker = time.monotonic(), self._worker
         window = self._ledger.window(now_s - self._last)
@@ -162,7 +159,8 @@ class Sampler:
 
 
 def drifts(entries: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Mean and largest drift of the audited edits, from `control templates`' entries."""
+    """Return mean and largest drift of the audited edits, from the entries of `control templates`.
+    """
     audited = [entry for entry in entries if entry.get("audits")]
     if not audited:
         return None, None
@@ -172,10 +170,10 @@ def drifts(entries: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | 
 
 
 def processes(pid: int | None) -> dict[str, ProcessSample]:
-    """A Triton server and its models' processes, by name."""
+    """Return a Triton server and its models' processes, by name."""
     server = psutil.Process(pid)
     samples = {"server": sample_process(server)}
-    # A model may have several instances: told apart by the order in which they were started.
+    # A model may have several instances: their names follow the order of their start.
     for child in sorted(server.children(recursive=True), key=lambda process: process.pid):
         name, number = _model_of(child), 2
         while name in samples:
@@ -198,13 +196,13 @@ def sample_process(process: psutil.Process) -> ProcessSample:
 
 
 def rollup(text: str) -> dict[str, int]:
-    """The sizes in /proc/PID/smaps_rollup, in bytes."""
+    """Return the sizes in /proc/PID/smaps_rollup, in bytes."""
     rows = (line.split() for line in text.splitlines()[1:])
     return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
 
 
 def _model_of(stub: psutil.Process) -> str:
-    """Name of the model in a stub's command line: …/NAME/VERSION/model.py."""
+    """Return the model's name in a stub's command line: …/NAME/VERSION/model.py."""
     for argument in stub.cmdline():
         path = Path(argument)
         if path.name == "model.py":
@@ -213,7 +211,9 @@ def _model_of(stub: psutil.Process) -> str:
 
 
 def _stats(folder: Path, pattern: str, but: str = "") -> list[os.stat_result]:
-    """Of the files in a folder that changes while it is read; `but`: a folder that is left out."""
+    """Return the stats of files in a folder that may change meanwhile; `but` is a folder to leave
+    out.
+    """
     stats = []
     for path in folder.glob(pattern):
         if path.parent.name == but:

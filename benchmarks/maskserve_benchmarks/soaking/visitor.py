@@ -22,18 +22,20 @@ FORMATS = ("png", "png", "png", "png", "webp", "jpeg")
 
 
 class Unexpected(Exception):
-    """An answer that should not have been given; the message says what came and what should."""
+    """An unexpected answer; the message names the answer and what was expected."""
 
 
 @dataclass(slots=True)
 class Keepsakes:
-    """Pictures of reproducible edits, to be held against later ones; shared by all visitors."""
+    """First pictures of reproducible edits, for comparison with later ones; all visitors share
+    them.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     kept: dict[int, Pixels] = field(default_factory=dict)
 
     def first(self, number: int, pixels: Pixels) -> Pixels:
-        """The first picture kept under the number, which may be this one."""
+        """Return the first picture kept under the number, which may be this one."""
         with self.lock:
             return self.kept.setdefault(number, pixels)
 
@@ -48,7 +50,7 @@ class Visitor:
     grpc_url: str
     http_url: str
     long_steps: int
-    """Steps of an edit that is meant to be stopped."""
+    """Steps of an edit that will be stopped."""
     grpc: Grpc = field(init=False)
     http: Http = field(init=False)
 
@@ -60,7 +62,7 @@ class Visitor:
         self.grpc.close()
 
     def settings(self, **fixed: Any) -> dict[str, Any]:
-        """Settings of an edit, those not fixed at random; the request id is always new."""
+        """Return settings of an edit, random except for `fixed`; the request id is always new."""
         rng = self.rng
         drawn_settings: dict[str, Any] = {
             "request_id": uuid.UUID(int=rng.getrandbits(128)).hex,
@@ -78,7 +80,8 @@ class Visitor:
         return {**drawn_settings, **fixed}
 
     def inputs(self, picture: Picture, settings: dict[str, Any]) -> dict[str, bytes]:
-        """The four tensors of an edit; a template's name in the settings stands for the image."""
+        """Return the four tensors of an edit; a template's name in the settings replaces the image.
+        """
         image = b"" if "template_id" in settings else picture.image
         if image and self.rng.random() < 0.1:
             image = base64.b64encode(image)
@@ -90,10 +93,10 @@ class Visitor:
         }
 
     def edit(self, picture: Picture, settings: dict[str, Any]) -> tuple[Pixels, dict[str, Any]]:
-        """An edit over gRPC or HTTP that must succeed; its pixels and META.
+        """Send an edit over gRPC or HTTP that must succeed; return its pixels and META.
 
         Raises:
-            Unexpected: it did not, or the answer is wrong.
+            Unexpected: it failed, or the answer is wrong.
         """
         inputs = self.inputs(picture, settings)
         way = self.http.edit if self.rng.random() < 0.4 else self.grpc.edit
@@ -102,10 +105,10 @@ class Visitor:
 
 
 def must(call: Callable[[], Answer]) -> Answer:
-    """The answer of a call that must be answered.
+    """Return the answer of a call that must succeed.
 
     Raises:
-        Unexpected: it failed.
+        Unexpected: the call failed.
     """
     try:
         return call()
@@ -114,7 +117,7 @@ def must(call: Callable[[], Answer]) -> Answer:
 
 
 def ended(call: Callable[[], Answer], *codes: str) -> str:
-    """How a call ended that may be answered, or fail for a reason among `codes`.
+    """Return how a call ended that may succeed or fail with one of `codes`.
 
     Raises:
         Unexpected: it failed for another reason.
@@ -130,10 +133,10 @@ def ended(call: Callable[[], Answer], *codes: str) -> str:
 
 
 def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
-    """The code of a call that must be refused with it, naming `field`.
+    """Check that a call is refused with `code` and that the message names `field`; return the code.
 
     Raises:
-        Unexpected: it was not.
+        Unexpected: the call was not refused in this way.
     """
     try:
         call()
@@ -145,10 +148,10 @@ def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
 
 
 def operate(grpc: Grpc, op: str, **fields: Any) -> dict[str, Any]:
-    """An operation of `control` that must succeed.
+    """Run an operation of `control` that must succeed; return its result.
 
     Raises:
-        Unexpected: it did not.
+        Unexpected: the operation failed.
     """
     try:
         return grpc.control(op, **fields)
@@ -157,10 +160,10 @@ def operate(grpc: Grpc, op: str, **fields: Any) -> dict[str, Any]:
 
 
 def check(picture: Picture, settings: dict[str, Any], answer: Answer) -> Pixels:
-    """The pixels of a final answer.
+    """Check a final answer and return its pixels.
 
     Raises:
-        Unexpected: it is not what the settings ask for, or touches what the mask does not.
+        Unexpected: the answer does not match the settings, or it changes pixels outside the mask.
     """
     image, meta = answer
     if meta["event"] != "final" or meta["request_id"] != settings["request_id"]:
@@ -181,7 +184,7 @@ def check(picture: Picture, settings: dict[str, Any], answer: Answer) -> Pixels:
 
 
 def distance(a: Pixels, b: Pixels) -> int:
-    """Largest difference of two pictures' values."""
+    """Return the largest difference between two pictures' values."""
     return int(np.abs(a.astype(np.int16) - b).max())
 
 

@@ -22,24 +22,24 @@ from maskserve_benchmarks.soaking.visitor import (
 )
 
 _REPRODUCIBLE = 4
-"""Different edits that are asked for again and again."""
+"""Number of different edits that are repeated."""
 _PRIMING_S = 60.0
 
 
 def hot(visitor: Visitor) -> str:
-    """A picture that many edit; cached most of the time."""
+    """Edit a picture that many visitors edit; it is cached most of the time."""
     visitor.edit(visitor.rng.choice(visitor.album.hot), visitor.settings())
     return DONE
 
 
 def churn(visitor: Visitor) -> str:
-    """A picture of a pool that does not fit the cache: what is primed for it evicts another."""
+    """Edit a picture of a pool that does not fit the cache: its entries evict those of another."""
     visitor.edit(visitor.album.warm(visitor.rng), visitor.settings())
     return DONE
 
 
 def fresh(visitor: Visitor) -> str:
-    """A new picture, edited until its template is primed, then left."""
+    """Edit a new picture until its template is primed, then leave it."""
     picture = visitor.album.fresh(visitor.rng)
     for _ in range(visitor.rng.randint(1, 3)):
         visitor.edit(picture, visitor.settings())
@@ -47,7 +47,7 @@ def fresh(visitor: Visitor) -> str:
 
 
 def require(visitor: Visitor) -> str:
-    """Waits for priming; must be a hit."""
+    """Wait for priming; the edit must be a hit."""
     fetch = visitor.rng.choice((visitor.album.warm, visitor.album.fresh))
     _, meta = visitor.edit(fetch(visitor.rng), visitor.settings(cache="require"))
     if meta["cache"] != "hit":
@@ -56,7 +56,7 @@ def require(visitor: Visitor) -> str:
 
 
 def reproducible(visitor: Visitor) -> str:
-    """The same edit as before gives the same picture, whatever happened to its template."""
+    """Check that an edit gives the same picture as before, whatever happened to its template."""
     number = visitor.rng.randrange(_REPRODUCIBLE)
     picture = visitor.album.hot[number]
     fixed = visitor.settings(reproducible=True, seed=number, num_inference_steps=4)
@@ -79,13 +79,13 @@ def dense(visitor: Visitor) -> str:
 
 
 def odd(visitor: Visitor) -> str:
-    """Any size from one pixel on, any share of it masked."""
+    """Edit a picture of any size from one pixel on, with any share of it masked."""
     visitor.edit(visitor.album.odd(visitor.rng), visitor.settings())
     return DONE
 
 
 def stream(visitor: Visitor) -> str:
-    """Progress and previews in order, then one final answer."""
+    """Check that progress and previews arrive in order, followed by one final answer."""
     picture = visitor.rng.choice(visitor.album.hot)
     preview_every = visitor.rng.choice((0, 2, 3))
     settings = visitor.settings(progress=True, preview_every=preview_every)
@@ -106,7 +106,9 @@ def stream(visitor: Visitor) -> str:
 
 
 def largest(visitor: Visitor) -> str:
-    """The largest edit there is, both ways, with previews: what grows to the largest need does."""
+    """Make the largest edits, dense and cached, with previews: resources that grow to the largest
+    need grow here.
+    """
     picture = visitor.album.largest
     for _ in range(2):
         visitor.edit(picture, visitor.settings(output_format="png"))
@@ -121,7 +123,8 @@ def largest(visitor: Visitor) -> str:
 
 
 def template(visitor: Visitor) -> str:
-    """A template's whole life by name: registered, primed, edited, pinned, evicted, gone."""
+    """Take a template through its life by name: registered, primed, edited, pinned, evicted, gone.
+    """
     rng, grpc = visitor.rng, visitor.grpc
     picture = visitor.album.fresh(rng)
     registration = operate(grpc, "register", image=base64.b64encode(picture.image).decode())
@@ -146,7 +149,7 @@ def template(visitor: Visitor) -> str:
 
 
 def look(visitor: Visitor) -> str:
-    """What dashboards and operators ask."""
+    """Make the requests of dashboards and operators."""
     for op in visitor.rng.sample(("status", "templates", "heartbeat"), 2):
         operate(visitor.grpc, op)
     return DONE

@@ -18,7 +18,7 @@ from maskserve_benchmarks.probing.calls import (
 from maskserve_benchmarks.soaking.visitor import Visitor, ended, must, operate
 
 _SOON_S = 0.6
-"""Within this a visitor loses patience."""
+"""Time within which a visitor cancels."""
 
 
 def grpc_cancel(visitor: Visitor) -> str:
@@ -35,7 +35,7 @@ def grpc_timeout(visitor: Visitor) -> str:
 
 
 def http_timeout(visitor: Visitor) -> str:
-    """A client that closes its connection; Triton does not tell, so the edit is a short one."""
+    """Close the connection of a client. Triton does not report that, so the edit is a short one."""
     client = Http(visitor.http_url, timeout_s=visitor.rng.uniform(0.02, _SOON_S / 2))
     inputs = visitor.inputs(visitor.rng.choice(visitor.album.hot), visitor.settings())
     try:
@@ -47,7 +47,7 @@ def http_timeout(visitor: Visitor) -> str:
 def deadline(visitor: Visitor) -> str:
     inputs = _long(visitor, deadline_ms=visitor.rng.randint(1, int(1e3 * _SOON_S)))
     way = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
-    # Refused at once where it cannot be in time: ever, or behind the edits that wait now.
+    # The edit is refused at once if it cannot be in time, either ever or behind the waiting edits.
     return ended(lambda: way(inputs), "DEADLINE_EXCEEDED", "OVERLOADED")
 
 
@@ -55,7 +55,7 @@ def control_cancel(visitor: Visitor) -> str:
     name = visitor.settings()["request_id"]
     pending = visitor.grpc.begin(_long(visitor, request_id=name), TIMEOUT_S)
     time.sleep(visitor.rng.uniform(0.0, _SOON_S))
-    # Before the edit has reached the engine there is nothing to cancel: say it again.
+    # Before the edit has reached the engine there is nothing to cancel, so repeat the cancel.
     while not operate(visitor.grpc, "cancel", request_id=name)["cancelled"]:
         if pending.answered:
             break
@@ -64,7 +64,7 @@ def control_cancel(visitor: Visitor) -> str:
 
 
 def stream_closed(visitor: Visitor) -> str:
-    """A stream that its client closes in the middle."""
+    """Close a stream in the middle."""
     opened = Stream(visitor.grpc_url)
     try:
         opened.send(_long(visitor, progress=True, preview_every=5))

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 def algorithm_1(
     cached: Sequence[float], dense: Sequence[float], load: Sequence[float]
 ) -> tuple[list[bool], float]:
-    """The paper's greedy choice, with its one C and L per model made one per block.
+    """Return the paper's greedy choice. The paper has one C and one L per model; here each block has
+    its own.
 
     Args:
         cached: seconds of each block with the cache.
@@ -16,7 +17,7 @@ def algorithm_1(
         load: seconds to load each block's entries.
 
     Returns:
-        Which blocks use the cache, and the seconds it promises.
+        Which blocks use the cache, and the resulting seconds.
     """
     compute_end = load_end = 0.0
     use = []

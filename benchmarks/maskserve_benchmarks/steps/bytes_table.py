@@ -32,11 +32,14 @@ from maskserve_engine.planning.entry_bytes import FORMATS, entry_bytes
 KINDS = ("kv", "h")
 SHOWN = ("bfloat16", "int8", "int4")
 STRIDE = 7
-"""Of UNets, where `[cache] stride` does not say (`models/facts.anchor_stride`)."""
+"""Stride of UNets, which holds if `[cache] stride` is not set
+(`maskserve_engine.spec.model_spec.anchor_stride`)."""
 
 
 def flux_dev() -> FluxAdapter:
-    """FLUX.1-dev without weights: what it says of anchors needs none."""
+    """Return an adapter of FLUX.1-dev without weights; the number of anchors does not depend on
+    them.
+    """
     with torch.device("meta"):
         model = FluxTransformer2DModel(**FLUX_DEV)
     sampler = FlowMatchEulerDiscreteScheduler(**FLUX_DEV_SAMPLER)
@@ -44,12 +47,12 @@ def flux_dev() -> FluxAdapter:
 
 
 def table(side: int, steps: int, strides: Sequence[int]) -> str:
-    """The markdown table, in GiB.
+    """Return the markdown table, in GiB.
 
     Args:
         side: pixels of the square image.
-        steps: of the schedule whose steps are anchors.
-        strides: one column each.
+        steps: number of steps of the schedule that has the anchors.
+        strides: strides, one per column.
     """
     work = flux_work(FLUX_DEV, side // 8, side // 8)
     adapter, (tokens,) = flux_dev(), work.tokens
@@ -65,11 +68,11 @@ def table(side: int, steps: int, strides: Sequence[int]) -> str:
 
 
 def unet_table(steps: int) -> str:
-    """The UNets' markdown table, in GiB per anchor, at the default stride and at every step, both
-    halves of a guided step sharing entries.
+    """Return the UNets' markdown table, in GiB per anchor, at the default stride and at every step.
+    Both halves of a guided step share entries.
 
     Args:
-        steps: of the schedule.
+        steps: number of steps of the schedule.
     """
     default = len(anchor_steps([1 - step / steps for step in range(steps)], STRIDE))
     strides = f"stride {STRIDE}, {default} anchors", f"stride 1, {steps} anchors"

@@ -54,13 +54,13 @@ PROPERTIES = SimpleNamespace(
     total_memory=80 * 2**30,
     gcnArchName="",
 )
-"""What the device says of itself."""
+"""Properties that the device reports."""
 _MEMORY = 80 * 2**30
 _real_numpy = Tensor.numpy
 
 
 def _numpy(tensor: Tensor) -> Any:
-    """Zeros of a fake tensor: what comes back to the host."""
+    """Return zeros in place of a fake tensor, for copies to the host."""
     if isinstance(tensor, FakeTensor):
         return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return _real_numpy(tensor)
@@ -68,7 +68,7 @@ def _numpy(tensor: Tensor) -> Any:
 
 class FakeEvent:
     """An event that the device passes when `FakeCuda.catch_up` is called; events are a millisecond
-    apart. Who asks more of it than whether it has passed, before it has, would wait.
+    apart. Before that only `query` returns without waiting.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -95,17 +95,17 @@ class FakeEvent:
 class _FakeStream:
     def __init__(self, device: object = None) -> None:
         self.device = device
-        """All streams are one."""
+        """The device of the stream; all streams are the same."""
 
     def wait_event(self, event: FakeEvent) -> None:
-        """The device waits, not the host."""
+        """Do nothing: the device waits, not the host."""
 
     def wait_stream(self, stream: object) -> None:
-        """Likewise."""
+        """Do nothing: the device waits, not the host."""
 
 
 class _FakeGraph:
-    """What is captured is not logged; to launch it is one kernel."""
+    """Does not log what is captured; a launch counts as one kernel."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -123,11 +123,11 @@ class _FakeGraph:
 
 
 class FakeCuda:
-    """Inside this, tensors on `cuda` are fake and what is done with them is logged. The device says
-    it is an H100.
+    """Inside this context, tensors on `cuda` are fake and their operations are logged. The device
+    reports that it is an H100.
 
     Args:
-        triton: whether the package is there that kernels of our own need.
+        triton: whether the Triton package for the engine's own kernels counts as installed.
     """
 
     def __init__(self, *, triton: bool = True) -> None:
@@ -135,7 +135,7 @@ class FakeCuda:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._recorder = Recorder(self.fake)
         self.events, self.passed = itertools.count(1), 0
-        """Numbers for events, and the last one that the device has passed."""
+        """Numbers for events, and the last event that the device has passed."""
         self._moved, self._thread = threading.Condition(), threading.get_ident()
         facts: dict[str, Any] = {
             "get_device_capability": lambda _=None: (9, 0),
@@ -155,7 +155,7 @@ class FakeCuda:
             "Event": lambda enable_timing=False: FakeEvent(self),
         }
         self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
-        # What computes nothing has no answers to compare.
+        # Fake tensors hold no results to compare.
         self._facts.append(patch.object(CudaCapture, "checks", False))
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
@@ -163,29 +163,31 @@ class FakeCuda:
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
         if not triton:
             self._facts.append(patch.object(kernels, "missing_triton", lambda: "not installed"))
-        # What computes nothing takes no time that a probe could tell.
+        # Fake operations take no time that a probe could measure.
         self._facts.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
         rates = LinkRates(gathered=H100.link_bytes, direct=0.0)
         self._facts.append(patch.object(entry_store, "tried_rates", lambda *_, **__: rates))
         self._facts.append(patch.object(entry_store, "on_tmpfs", lambda folder: False))
-        # Torch asks `is_available` whether it may make a real tensor there first.
+        # Torch asks `is_available` whether it may first make a real tensor there.
         none = not torch.cuda.is_available()
         self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))
 
     def catch_up(self) -> None:
-        """The device has done all that it was asked for."""
+        """Let the device finish everything requested so far."""
         with self._moved:
             self.passed = next(self.events)
             self._moved.notify_all()
 
     def reach(self, event: int) -> None:
-        """Wait for the device, unless this is the thread that alone could have it catch up."""
+        """Wait for the device, unless this thread is the only one that could let it catch up."""
         if threading.get_ident() != self._thread:
             with self._moved:
                 assert self._moved.wait_for(lambda: event <= self.passed, _PATIENCE_S), "no event"
 
     def waits(self, what: str) -> None:
-        """Log that the host waits; other threads than the one that asks the device may."""
+        """Log that the host waits, if this is the thread that drives the device; other threads may
+        wait.
+        """
         if threading.get_ident() != self._thread:
             return
         self._recorder.log.copies.append(f"{what} in {place_of(sys._getframe(1))}, the host waits")
@@ -207,12 +209,12 @@ class FakeCuda:
 
     @property
     def log(self) -> Log:
-        """What is written to now."""
+        """Return the current log."""
         return self._recorder.log
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Operations inside are not logged by themselves."""
+        """Suspend the logging of single operations while the context lasts."""
         self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -221,7 +223,7 @@ class FakeCuda:
 
     @contextmanager
     def watch(self) -> Iterator[Log]:
-        """Log what is done inside."""
+        """Log the operations inside the context."""
         previous_log, self._recorder.log = self._recorder.log, Log()
         try:
             yield self._recorder.log
@@ -230,10 +232,10 @@ class FakeCuda:
 
 
 def _register_guard() -> None:
-    """Let a build of torch without CUDA index tensors that say they are on `cuda`.
+    """Let a torch build without CUDA index tensors that report `cuda` as their device.
 
-    A CUDA build has this in FakeTensorMode; here the guard of `meta`, which does nothing, is used.
-    It knows no current device: say DEVICE, never `cuda` alone.
+    A CUDA build has this guard in FakeTensorMode. Here the guard of `meta`, which does nothing,
+    takes its place. It knows no current device, so use DEVICE, never `cuda` alone.
     """
     if torch.version.cuda is not None:
         return
@@ -243,7 +245,7 @@ def _register_guard() -> None:
 
 
 def fake_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """A model made on `meta`, with fake parameters on `cuda`; call inside FakeCuda."""
+    """Give a model made on `meta` fake parameters on `cuda`; call this inside FakeCuda."""
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
             if weight is not None:

@@ -29,15 +29,15 @@ from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
 TABLE = CHECKOUT / "docs" / "benchmarks" / "kernels.json"
 """The committed counts."""
 DOUBLE, SINGLE = 19, 38
-"""Blocks of FLUX.1-dev."""
+"""Numbers of double and single blocks of FLUX.1-dev."""
 TOKENS, WIDTH = 4096, 3072
-"""Of an image of 1024x1024, and of the model."""
+"""Image tokens at 1024x1024, and the model's width."""
 BYTES = {"model": 2.0, "int8": 1.0, "float8": 1.0, "int4": 0.5 + 2 / 32}
-"""Per stored number; int4 has a scale of 2 bytes per 32."""
+"""Bytes per stored number; int4 has a scale of 2 bytes per 32 numbers."""
 STEPS = 28
-"""Of an edit, by default."""
+"""Default number of steps of an edit."""
 MIXED = (0.1, 0.2, 0.3, 0.11, 0.05, 0.35, 0.15, 0.25)
-"""Mask ratios of batches whose rows differ."""
+"""Mask ratios of the rows of a mixed batch."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Case:
 
     name: str
     ratios: tuple[float | None, ...]
-    """Per row; None is a dense row."""
+    """Mask ratio of each row; None is a dense row."""
     kind: str = "kv"
-    """Of all blocks; `mixed`: dense, project and kv in turn."""
+    """Kind of all blocks; `mixed`: dense, project and kv in turn."""
     format: str = "int8"
     guided: bool = False
     primes: bool = False
-    """A priming row beside the others."""
+    """Whether a priming row runs in the batch, too."""
     weights: str = "bf16"
     """Form of the blocks' weights: `bf16` or `fp8`."""
     loras: int = 0
-    """Of the first rows, each has one of its own, of rank 16."""
+    """Number of rows with a LoRA, counted from the first; each of them has its own, of rank 16."""
     recorded: bool = False
-    """Whether steps are CUDA graphs, as far as they may be."""
+    """Whether steps run as CUDA graphs where that is possible."""
 
 
 CASES = (
@@ -91,7 +91,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class UnetCase:
-    """A steady step of a whole UNet at its native size; one pass per row unless guided."""
+    """A steady step of a whole UNet at its native size. A row takes one pass, or two if it is
+    guided.
+    """
 
     name: str
     preset: str
@@ -100,13 +102,13 @@ class UnetCase:
     format: str = "int8"
     halo: int = 0
     guided: bool = False
-    """Two passes per row."""
+    """Whether each row takes two passes."""
     recorded: bool = True
-    """Whether steps are CUDA graphs, as far as they may be."""
+    """Whether steps run as CUDA graphs where that is possible."""
     loras: int = 0
-    """As of `Case`, of every layer."""
+    """Number of rows with a LoRA of rank 16 on every layer, counted from the first."""
     own: bool = False
-    """A step between anchors of the rows' own."""
+    """Whether the step is one between the rows' refresh steps."""
 
 
 SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
@@ -131,13 +133,13 @@ UNET_CASES = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels of one step, in the mean."""
+    """Mean numbers of kernels of one step."""
 
     double: float
-    """Per double block."""
+    """Kernels per double block."""
     single: float
     fixed: float
-    """Outside the blocks."""
+    """Kernels outside the blocks."""
 
     @property
     def step(self) -> int:
@@ -145,12 +147,13 @@ class Counts:
 
     @property
     def per_block(self) -> float:
-        """Of the whole step, what is outside the blocks included."""
+        """Return the kernels of the whole step per block, including those outside the blocks."""
         return round(self.step / (DOUBLE + SINGLE), 1)
 
 
 def count(case: Case) -> Counts:
-    """By taking steps of models of few blocks; blocks of one sort launch the same kernels."""
+    """Count by running steps of models of few blocks; blocks of one kind launch the same kernels.
+    """
     period = 3 if case.kind == "mixed" else 1
     base, double, single = (
         mean_launches(case, (1 + d * period, 1 + s * period)) for d, s in ((0, 0), (1, 0), (0, 1))
@@ -160,13 +163,13 @@ def count(case: Case) -> Counts:
 
 
 def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
-    """Of the steps for which the first one computes the vectors."""
+    """Return the mean launches of the steps that share the vectors of the first one."""
     (first, later_step), steps = steady_steps(case, blocks), steps_of(case)
     return (first.launches + (steps - 1) * later_step.launches) / steps
 
 
 def steps_of(case: Case) -> int:
-    """For how many steps of an edit vectors are computed at once."""
+    """Return the number of an edit's steps whose vectors are computed together."""
     passes = len(case.ratios) * (2 if case.guided else 1) + case.primes
     return min(STEPS, precomputed_steps(passes))
 
@@ -179,14 +182,16 @@ GROUPS = {
     "heads and order": ("qk_norm_rope.", "forward.attend", "packing."),
     "norms and gates": ("blocks.", "modulation.", "fp8."),
 }
-"""Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
-none is `outside`."""
+"""Prefixes of the places whose bytes belong to each group. The longest match wins; a place without
+a match belongs to `outside`."""
 NEEDED = (WEIGHTS, "products", "attention")
-"""Groups of which every byte must move, whatever is fused; so must each entry be read once."""
+"""Groups whose bytes must all move, whatever is fused. Each entry must also be read once."""
 
 
 def moved_bytes(case: Case) -> Counter[str]:
-    """Bytes that a step of the whole model moves, by group: counted as `count` does."""
+    """Return the bytes that a step of the whole model moves, by group. The method is that of
+    `count`.
+    """
     base, double, single = (mean_bytes(case, blocks) for blocks in ((1, 1), (2, 1), (1, 2)))
     whole: Counter[str] = Counter()
     for group in {*base, *double, *single}:
@@ -196,7 +201,7 @@ def moved_bytes(case: Case) -> Counter[str]:
 
 
 def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
-    """Per group, of the steps for which the first one computes the vectors."""
+    """Return the mean bytes by group, over the steps that share the vectors of the first one."""
     (first, later_step), steps = steady_steps(case, blocks), steps_of(case)
     mean: Counter[str] = Counter()
     for log, times in ((first, 1), (later_step, steps - 1)):
@@ -212,16 +217,16 @@ def _group(place: str) -> str:
 
 
 def entry_bytes(case: Case) -> int:
-    """Bytes of the entries that a step of the whole model reads, each once."""
+    """Return the bytes of the entries that a step of the whole model reads, each counted once."""
     cached_share = sum(1.0 - ratio for ratio in case.ratios if ratio is not None)
     parts = {"kv": 2, "project": 1}.get(case.kind, 0)
     return round(cached_share * TOKENS * WIDTH * parts * (DOUBLE + SINGLE) * BYTES[case.format])
 
 
-@cache  # what is counted of a case and what it copies are of the same steps
+@cache  # counts and copies of a case come from the same steps
 def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
-    """What steps of rows that were packed before ask of the device: one that computes the vectors
-    of those ahead, and one that does not.
+    """Return the logs of two steps of rows that were packed before: one that computes the vectors
+    of later steps, and one that does not.
     """
     with FakeCuda() as cuda:
         bench = fake_bench(blocks, case.format)
@@ -233,14 +238,14 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
         step = partial(bench.step, rows, kinds_of(case, bench.blocks))
-        for _ in range(3 if case.recorded else 1):  # the second one is recorded, the third taken
+        for _ in range(3 if case.recorded else 1):  # the second records, the third runs
             step()
         for row in rows:
             row.step = 0
         logs = []
         for _ in range(2):
             if case.primes:
-                bench.batch = None  # each anchor has tokens of its own: packed anew
+                bench.batch = None  # each anchor has its own tokens, so pack anew
             with cuda.watch() as log:
                 step()
             logs.append(log)
@@ -248,7 +253,8 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
 
 
 def _in_fp8(at: str, product: Linear) -> Linear:
-    """A product of a block with weights in FP8, as torchao makes them; others as they are."""
+    """Return a block's product with weights in FP8 in torchao's form; other products are unchanged.
+    """
     if "_blocks." not in at or not isinstance(product, PlainLinear):
         return product
     weight = torch.empty(product.weight.shape, dtype=FP8, device=DEVICE)
@@ -257,14 +263,15 @@ def _in_fp8(at: str, product: Linear) -> Linear:
 
 
 def unet_step(case: UnetCase) -> tuple[Log, int]:
-    """What a step of rows that were packed before asks of the device, and the model's blocks."""
+    """Return the log of a step of rows that were packed before, and the model's number of blocks.
+    """
     with FakeCuda() as cuda:
         bench, rows = _unet_rows(case)
         return _steady(cuda, bench, rows, case.kind), bench.blocks
 
 
 def unet_turn(case: UnetCase) -> tuple[Log, Log]:
-    """What such a step asks of the device, and one at which all rows turn to another entry."""
+    """Return the logs of such a step, and of a step at which all rows turn to another entry."""
     with FakeCuda() as cuda:
         bench, rows = _unet_rows(case)
         steady = _steady(cuda, bench, rows, case.kind)
@@ -298,15 +305,15 @@ def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
 
 
 def _steady(cuda: FakeCuda, bench: UnetBench, rows: list[UnetRow], kind: str) -> Log:
-    for _ in range(3):  # the first asks for each kernel, the second records them
+    for _ in range(3):  # the first step asks for each kernel, the second records them
         with cuda.watch() as log:
             bench.step(rows, kind)
     return log
 
 
 def fake_bench(blocks: tuple[int, int], format: str, preset: str = "flux-1024") -> Bench:
-    """A preset's model with so many double and single blocks; call inside FakeCuda."""
-    sparse_layout.cache_clear()  # its tensors belong to the device before
+    """Return a preset's model with `blocks` double and single blocks; call this inside FakeCuda."""
+    sparse_layout.cache_clear()  # its tensors belong to the earlier device
     model = fake_weights(build_model(preset, blocks, torch.bfloat16, torch.device("meta")))
     return Bench(preset, blocks, torch.bfloat16, DEVICE, format, model, STEPS)
 

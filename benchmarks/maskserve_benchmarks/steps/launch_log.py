@@ -23,32 +23,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 _NO_KERNEL = ("empty", "new_empty", "detach", "maskserve.addresses")
-"""Beginnings of names of operations that compute nothing."""
+"""Prefixes of names of operations that compute nothing."""
 _ONE_KERNEL = ("linear.", "layer_norm.", "rms_norm.")
-"""Operations made of others elsewhere, and of one kernel on CUDA."""
+"""Prefixes of operations that are one kernel on CUDA and several operations elsewhere."""
 _PRODUCTS = ("addmm", "_addmm_activation")
 _NORMS = ("layer_norm.", "rms_norm.")
 _GATHERS = ("index_select", "embedding", "index.Tensor")
-"""Operations that read no more of their first tensor than they write."""
+"""Operations that read at most as much of their first tensor as they write."""
 _SCATTERS = ("copy_", "index_copy_")
-"""Operations that write no more of their first tensor than they read of their last."""
+"""Operations that write at most as much of their first tensor as they read of their last."""
 _PACKAGE = "maskserve_engine"
 WEIGHTS = "weights"
-"""Among a log's bytes: what products read of the model."""
+"""Name under which a log counts the bytes of the model that products read."""
 
 
 @dataclass
 class Log:
-    """What was asked of the device."""
+    """A log of requests to the device."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     """Launches by operation."""
     places: Counter[str] = field(default_factory=Counter)
-    """Launches by the function of ours that asked: `module.function`."""
+    """Launches by the engine's function that requested them: `module.function`."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """Bytes read and written, by the same; WEIGHTS apart."""
+    """Bytes read and written, by the same functions; WEIGHTS are separate."""
     copies: list[str] = field(default_factory=list)
-    """Copies between host and device, each in words."""
+    """Copies between host and device, in words."""
 
     @property
     def launches(self) -> int:
@@ -56,10 +56,10 @@ class Log:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations on fake tensors and writes down those on the device; others run as they are.
+    """Runs operations on fake tensors and logs those on the device; other operations run normally.
 
     Args:
-        fake: the mode that the tensors are of.
+        fake: the mode of the tensors.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -70,16 +70,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if _on_host(args, kwargs or {}):
-            with unset_fake_temporarily():  # samplers compute their schedules there
+            with unset_fake_temporarily():  # samplers compute their schedules here
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._fake, args), tree_map(self._fake, kwargs or {})
         name = str(func).removeprefix("aten.")
         if name.startswith("scaled_dot_product_attention"):
             out = torch.empty_like(args[0])  # CUDA's kernels keep the layout of the queries
-        elif name == "_scaled_mm.out":  # which no fake tensor knows
+        elif name == "_scaled_mm.out":  # fake tensors do not support this operation
             out = kwargs.pop("out")
         elif name.startswith("dropout."):
-            return args[0]  # nothing is trained here
+            return args[0]  # there is no training here
         else:
             if not name.startswith(_ONE_KERNEL):
                 with self:
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         launches = 1
         if "_varlen_attn" in name or (name.startswith(_NORMS) and not given[0].is_contiguous()):
-            launches = 2  # the first clears a seed that it never reads, norms copy
+            launches = 2  # the first kernel clears a seed that is never read, norms copy
         self.log.kernels[name] += launches
         self.log.places[place] += launches
         if name.startswith("linear."):
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in (weight, *other_inputs))
             given = [x, of_tokens]
         elif name.startswith(_PRODUCTS):
-            added, x, weight = given[:3]  # a bias, or what other products have made
+            added, x, weight = given[:3]  # a bias, or the sum of other products
             self.log.nbytes[WEIGHTS] += size_of(weight) + (
                 size_of(added) if added.dim() == 1 else 0
             )
@@ -150,8 +150,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation has nothing to do with the device: what is in host memory is real, but
-    for pinned memory, of which there is none without one.
+    """Return whether an operation does not concern the device. Tensors in host memory are real,
+    except for pinned memory, which does not exist without a device.
     """
     device = kwargs.get("device")
     return (
@@ -162,14 +162,14 @@ def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _written(func: Any, args: Any) -> list[Tensor]:
-    """What an operation that answers with nothing writes to."""
+    """Return the tensors that an operation without a result writes to."""
     named = zip(func._schema.arguments, args, strict=False)
     written = [x for of, x in named if of.alias_info is not None and of.alias_info.is_write]
     return [t for t in tree_iter(written) if isinstance(t, Tensor)]
 
 
 def _views(given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether an operation answered with nothing but views of what it was given."""
+    """Return whether an operation returned only views of its arguments."""
     input_storages = {_storage(t) for t in given}
     return bool(made) and all(_storage(t) in input_storages for t in made)
 
@@ -183,7 +183,9 @@ def size_of(tensor: Tensor) -> int:
 
 
 def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *others: Any) -> int:
-    """Bytes of `maskserve::scatter_kv`, which reads and writes no more tokens than it places."""
+    """Return the bytes of `maskserve::scatter_kv`, which reads and writes only the tokens that it
+    places.
+    """
     *_, terms, _, adds = others
     stored = {size_of(part) // len(part) for part in data if len(part)}
     written = size_of(outs[0]) // len(outs[0])
@@ -192,7 +194,7 @@ def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *o
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The innermost function of ours: `module.function`."""
+    """Return the innermost function of the engine: `module.function`."""
     while frame is not None:
         module = _module(frame.f_code.co_filename)
         if module:
@@ -203,6 +205,6 @@ def place_of(frame: FrameType | None) -> str:
 
 @cache  # a launch asks for each function on the stack
 def _module(file: str) -> str:
-    """Of a file of ours, else empty."""
+    """Return the module of a file of the engine, else an empty string."""
     path = Path(file)
     return path.stem if _PACKAGE in path.parts else ""

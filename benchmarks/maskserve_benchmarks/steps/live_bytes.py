@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, while entered, what operations make; each piece of memory once, until it is let go.
+    """Counts the memory that operations allocate while entered. Each piece counts once, until it is
+    freed.
 
-    What was there before counts nothing, and neither does what a kernel keeps for itself.
+    Memory that existed before does not count, and neither do a kernel's internal buffers.
     """
 
     def __init__(self, device: str) -> None:
@@ -53,7 +54,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def peak_bytes(device: torch.device, call: Callable[[], None]) -> int:
-    """Bytes that a call holds at once beyond what was there before."""
+    """Return the largest number of bytes that a call holds beyond the memory that existed before.
+    """
     if device.type != "cuda":
         live = LiveBytes(device.type)
         with live:

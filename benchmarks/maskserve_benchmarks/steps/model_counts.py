@@ -39,18 +39,18 @@ from maskserve_engine.stages.vae import images_of, load_vae, moments_of
 
 RATIOS = (0.05, 0.11, 0.2, 0.35)
 _KEPT = 0.11
-"""The ratio at which bytes and single figures are counted."""
+"""Mask ratio for bytes and single figures."""
 _CLIP_TOKENS = 77
 
 
 class Asked(NamedTuple):
-    """A model and how its edits are asked for."""
+    """A model and the settings of its edits."""
 
     folder: Path
     words: int = 512
-    """Text tokens of a prompt, what is shown of the source apart."""
+    """Text tokens of a prompt, without the shown tokens."""
     passes: int = 1
-    """Of a step: two where the model is meant to be guided."""
+    """Passes of a step: two if the model is meant to be guided."""
 
 
 def _shapes(name: str, words: int = 512, passes: int = 1) -> Asked:
@@ -69,7 +69,7 @@ MODELS = {
     "Qwen-Image-2.1": _shapes("qwen-image-2.1", 64),
     "Z-Image": _shapes("z-image", 64, 2),
 }
-"""As docs/models.md names them."""
+"""Models by their names in docs/models.md."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Counted:
 
     @property
     def latents(self) -> int:
-        """Along a side."""
+        """Latents along a side."""
         return self.facts.native_resolution // self.facts.vae_scale_factor
 
     @cached_property
@@ -97,20 +97,20 @@ class Counted:
 
     @property
     def dense(self) -> float:
-        """FLOPs of a dense step, one pass."""
+        """Return the FLOPs of a dense step with one pass."""
         words = self.asked.words
         return self.work.step_flops([self.work.row_at(1.0, words)], "dense")
 
     def cached(
         self, ratio: float, *, text: bool = True, shown: bool = True, outside: bool = True
     ) -> float:
-        """FLOPs of a cached step.
+        """Return the FLOPs of a cached step.
 
         Args:
-            ratio: of the mask.
-            text: whether it computes its prompt's words.
-            shown: whether it reads what the text encoder is shown; else it computes that, too.
-            outside: whether it sees the picture outside the mask; else the reference alone.
+            ratio: mask ratio.
+            text: whether the step computes the words of its prompt.
+            shown: whether the step reads the shown tokens; else it also computes them.
+            outside: whether the step reads the picture outside the mask; else only the reference.
         """
         work, words, image_tokens = self.work, self.asked.words, self._shown
         if image_tokens and not shown:
@@ -128,55 +128,57 @@ class Counted:
 
     @property
     def _shown(self) -> int:
-        """Tokens of the source among a prompt's."""
+        """Return the number of shown tokens of a prompt."""
         return self.facts.encoder_picture_tokens(self.latents, self.latents)
 
     def entry(self, *, shown: bool = True, outside: bool = True) -> float:
-        """Bytes of an anchor in int4, of as much as `cached` reads."""
+        """Return the bytes of an anchor in int4, for the part that `cached` reads."""
         whole, context = self.work.tokens[0], self.work.context
         entry_tokens = whole - (0 if shown else self._shown) - (0 if outside else whole - context)
         return entry_bytes(self.work, "kv", FORMATS["int4"]) * entry_tokens / whole
 
     @property
     def anchors(self) -> int:
-        """Of a template by default."""
+        """Return the default number of anchors of a template."""
         return -(-self.steps // min(self.steps, anchor_stride(Config().cache.stride, self.facts)))
 
     @property
     def own(self) -> int:
-        """Anchors of an edit's own, where it has them."""
+        """Return the number of refresh steps of an edit that has any."""
         return refresh_count(self.steps, self.facts.refresh_stride or REFRESH_RULE.stride)
 
     @cached_property
     def beside(self) -> float:
-        """FLOPs of an edit's encoders and VAE."""
+        """Return the FLOPs of an edit's encoders and VAE."""
         return self.asked.passes * sum(self._text_encoders()) + self._vae()
 
     def edit(self, dense_steps: int, ratio: float = 1.0, *, template: bool = True) -> float:
-        """FLOPs of a whole edit.
+        """Return the FLOPs of a whole edit.
 
         Args:
-            dense_steps: of its steps, those that compute all tokens.
-            ratio: of the mask.
-            template: whether the others read a template, and exact references are read with it;
-                else what is left of the dense ones.
+            dense_steps: number of its steps that compute all tokens.
+            ratio: mask ratio.
+            template: whether cached steps read a template, which also holds exact references; else
+                they read the edit's step cache.
         """
         text = template or not self.facts.leaves_text
         reads = self.steps - dense_steps
         if reads and not template:
-            reads = self.steps - 1  # all anchors but the first are computed beside such a step
+            reads = self.steps - 1  # later refresh steps are computed beside such a step
         cached_flops = reads * self.cached(ratio, text=text)
         whole = self.asked.passes * (dense_steps * self.dense + cached_flops) + self.beside
         return whole if template else whole + self.work.still_flops
 
     def gains(self, dense_steps: int, *, template: bool) -> list[float]:
-        """A dense edit's FLOPs over those of one with so many dense steps, by mask ratio."""
+        """Return a dense edit's FLOPs over those of an edit with `dense_steps` dense steps, by mask
+        ratio.
+        """
         whole = self.edit(self.steps, template=False)
         return [whole / self.edit(dense_steps, each, template=template) for each in RATIOS]
 
     @property
     def held(self) -> int:
-        """Bytes that own anchors leave of one pass."""
+        """Return the bytes of the step cache for one pass."""
         stored_tokens = self.work.tokens[0] - _KEPT * (self.work.tokens[0] - self.work.context)
         stored_tokens += self.asked.words * self.facts.leaves_text
         return step_cache_bytes(
@@ -191,7 +193,7 @@ class Counted:
         return config_of({"model": {"path": str(self.asked.folder), "device": "meta"}})
 
     def _text_encoders(self) -> Iterator[float]:
-        """FLOPs of each, a vision model's apart."""
+        """Yield the FLOPs of each text encoder; a vision model counts separately."""
         side, image_view = self.facts.native_resolution, self.facts.encoder_picture
         for name, part in read_json(self.asked.folder / "model_index.json").items():
             if not name.startswith("text_encoder") or part[1] is None:
@@ -210,11 +212,11 @@ class Counted:
             yield _flops_of(model, tokens)
 
     def _vae(self) -> float:
-        """FLOPs of encoding a picture and decoding one, as torch counts them."""
+        """Return the FLOPs of encoding and decoding one picture, as torch counts them."""
         side, latents = self.facts.native_resolution, (self.facts.latent_channels, self.latents)
         vae, space = load_vae(self._config, self.facts).float(), self.facts.latents
         counter = FlopCounterMode(display=False)
-        # The fused kernel of attention is not in the counter's registry.
+        # The counter's registry lacks the fused attention kernel.
         with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
             moments_of(vae, torch.zeros(1, 3, side, side, device="meta"), space)
             images_of(vae, torch.zeros(1, *latents, latents[1], device="meta"), space)
@@ -222,7 +224,9 @@ class Counted:
 
 
 def _flops_of(model: Any, tokens: int, seen: int = 0) -> float:
-    """Of linear layers and attention over so many tokens, each of which sees `seen`; 0: all."""
+    """Return the FLOPs of linear layers and attention over `tokens` tokens. Each token attends to
+    `seen` tokens; 0: to all.
+    """
     flops = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
@@ -234,7 +238,9 @@ def _flops_of(model: Any, tokens: int, seen: int = 0) -> float:
 
 
 def _vision_flops(model: Any, tokens: int) -> float:
-    """Of what makes so many tokens of a picture: four patches each, which see a window or all."""
+    """Return the FLOPs of the vision model for `tokens` tokens of a picture. Each token is four
+    patches, which attend to a window or to all.
+    """
     config, patches = model.config, 4 * tokens
     window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
     whole = getattr(config, "fullatt_block_indexes", range(config.depth))
@@ -252,7 +258,7 @@ def _gib(nbytes: float) -> str:
 
 
 def steps_table(models: dict[str, Counted]) -> str:
-    """Of a step, and of an anchor's bytes."""
+    """Return the table of steps and of an anchor's bytes."""
     rows = []
     for name, each in models.items():
         limits = [each.dense / each.cached(ratio) for ratio in RATIOS]
@@ -265,7 +271,7 @@ def steps_table(models: dict[str, Counted]) -> str:
 
 
 def edits_table(models: dict[str, Counted]) -> str:
-    """Of whole edits."""
+    """Return the table of whole edits."""
     rows = []
     for name, each in models.items():
         begun = each.facts.dense_steps.of(each.steps, prompt=True, side=False)
@@ -284,7 +290,7 @@ def edits_table(models: dict[str, Counted]) -> str:
 
 
 def bytes_table(models: dict[str, Counted]) -> str:
-    """Of what could be left out of entries that hold a reference."""
+    """Return the table of parts that could be left out of entries with a reference."""
     rows = []
     for name, each in models.items():
         if not each.work.context:

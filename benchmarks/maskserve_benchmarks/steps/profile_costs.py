@@ -56,47 +56,47 @@ from maskserve_engine.scheduling.gangs.work import GangPlan, Work
 from maskserve_engine.scheduling.step_scheduler import Run
 
 _UNSETTLED = 2
-"""First steps of an edit, which set kernels and vectors up."""
+"""Number of an edit's first steps, which prepare kernels and vectors."""
 _SAID_S = 60.0
-"""In which a worker says what an edit's step will take."""
+"""Seconds within which a worker must predict an edit's step time."""
 _LEAST_S = 1e-15
-"""Per byte: exchanges of which nothing was seen."""
+"""Least seconds per byte: the fit gives 0 if it sees no exchange."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured of edits of one size at one degree."""
+    """Measurements of edits of one size at one degree."""
 
     side: int
     cached: bool
     degree: int
     flops: float
-    """Of the device that computes most."""
+    """FLOPs of the device that computes most."""
     sent: float
     """Bytes that the busiest device sends or gets."""
     calls: int
     seconds: float
-    """Of a step that nothing else made longer: of the faster half of those taken."""
+    """Seconds of a step without disturbance: the mean over the faster half of the steps."""
     mean: float
-    """Of all steps taken."""
+    """Mean seconds over all steps."""
     foretold: float
-    """By the worker, before its first step."""
+    """Seconds that the worker predicted before the first step."""
 
     @property
     def apart(self) -> float:
-        """Of what was foretold, relative."""
+        """Return the relative difference of the prediction from the measurement."""
         return self.foretold / self.seconds - 1.0
 
 
 class GivenGangs:
-    """A `GangPolicy`: each edit has the devices that it is given by name, none of them: it waits;
-    others have the first.
+    """A `GangPolicy` with given devices: each edit runs on the devices listed under its name. With
+    an empty list it waits; without a list it runs on the first device.
     """
 
     def __init__(self) -> None:
         self.devices: dict[str, tuple[int, ...]] = {}
         self.foretold: dict[str, Future[tuple[float, ...]]] = {}
-        """Seconds of a step by degree, as the worker's ticket says."""
+        """Seconds of a step by degree, from the worker's ticket."""
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         busy = sum({work.gang for work in works if work.until is not None})
@@ -116,11 +116,11 @@ class GivenGangs:
 
 
 class Worker:
-    """A worker whose edits have the devices that they are given.
+    """A worker whose edits run on given devices.
 
     Args:
-        config: of it.
-        by_processor: count the ranks' processor time instead of the time that passes.
+        config: configuration of the worker.
+        by_processor: count the ranks' processor time instead of elapsed time.
     """
 
     def __init__(self, config: Config, *, by_processor: bool) -> None:
@@ -143,11 +143,11 @@ class Worker:
         self._parts.engine.close(10.0)
 
     def costs(self) -> Any:
-        """As the worker has them by now."""
+        """Return the worker's current cost model."""
         return self._parts.engine._step_runner.planner.costs.model
 
     def edits(self, side: int, count: int, steps: int, *, cached: bool) -> list[EditJob]:
-        """Of one picture, a tenth of it masked."""
+        """Return edits of one picture, with a tenth of it masked."""
         rng = np.random.default_rng(side)
         mask = np.zeros((side, side), dtype=np.uint8)
         mask[: side // 4, : side * 2 // 5] = 255
@@ -165,7 +165,7 @@ class Worker:
         ]
 
     def foretold(self, side: int, *, cached: bool) -> tuple[float, ...]:
-        """Seconds of a step by degree, as the worker foretells them now."""
+        """Return the seconds of a step by degree that the worker predicts now."""
         [job] = self.edits(side, 1, 2, cached=cached)
         name = job.request.request_id
         self.policy.devices[name] = ()
@@ -178,7 +178,8 @@ class Worker:
     def measure(
         self, side: int, degree: int, steps: int, foretold: float, *, cached: bool
     ) -> Point:
-        """Edits of one size on all devices, as many at once as there are gangs of the degree."""
+        """Run edits of one size on all devices, as many at once as there are gangs of this degree.
+        """
         jobs = self.edits(side, self._devices // degree, steps, cached=cached)
         for number, job in enumerate(jobs):
             first = number * degree
@@ -188,7 +189,7 @@ class Worker:
         step_s = [np.diff(times[_UNSETTLED:]) for times in ended]
         all_step_s = np.sort(np.concatenate(step_s))
         mean = seconds = float(all_step_s.mean())
-        if not self._by_processor:  # what else the machine does makes a step longer, never shorter
+        if not self._by_processor:  # other load on the machine only makes steps longer
             seconds = float(all_step_s[: (len(all_step_s) + 1) // 2].mean())
         work, row = self._counted(jobs[0], cached=cached)
         kind = "kv" if cached else "dense"
@@ -216,7 +217,7 @@ class Worker:
         return adapter.work(height, width), RowTokens((active,), text)
 
     def _processor_s(self) -> float:
-        """Of all ranks so far, per device."""
+        """Return the processor seconds of all ranks so far, per device."""
         total = 0
         for rank in self._ranks:
             for thread in Path(f"/proc/{rank.pid}/task").iterdir():
@@ -225,10 +226,12 @@ class Worker:
 
 
 def fitted(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
-    """The law through what was measured: least squares of relative errors, nothing negative."""
+    """Fit the cost law to the measurements: least squares of relative errors, with no negative
+    coefficient.
+    """
     seconds = np.array([point.seconds for point in points])
     counted = np.array([(1.0, p.flops, p.sent, p.calls) for p in points])
-    # Columns of like size: FLOPs and calls are ten powers apart.
+    # Scale the columns to similar size: FLOPs and calls differ by ten powers of ten.
     scale = counted.max(axis=0)
     scale[scale == 0.0] = 1.0
     coefficients, _ = nnls(counted / scale / seconds[:, None], np.ones(len(points)))
@@ -240,7 +243,9 @@ def fitted(points: Sequence[Point]) -> tuple[Line, ExchangeCosts]:
 
 
 def measured(worker: Worker, sides: Sequence[int], args: argparse.Namespace) -> list[Point]:
-    """All sizes, kinds and degrees, in changing order; of each the median of so many rounds."""
+    """Measure all sizes, kinds and degrees, in changing order; each point is the median of the
+    rounds.
+    """
     for side in sides:
         worker.prime(side)
     kinds = list(itertools.product(sides, (False, True)))
@@ -287,13 +292,15 @@ def _told(points: Sequence[Point]) -> str:
 
 
 def _summary(points: Sequence[Point]) -> dict[str, float]:
-    """How far what was foretold is from what was measured, relative."""
+    """Return how far the predictions differ from the measurements, relative."""
     errors = [abs(point.apart) for point in points]
     return {"median": round(statistics.median(errors), 3), "most": round(max(errors), 3)}
 
 
 def worker_config(args: argparse.Namespace, model: Path, costs: str) -> Config:
-    """Of the worker that is profiled: cached rows take their entries whatever that costs."""
+    """Return the configuration of the profiled worker; its cached rows read their entries whatever
+    that costs.
+    """
     tables = read_toml(args.config) if args.config else {}
     engine = {"devices": args.devices, "policy": "deadline", "costs": costs, "warm_up": False}
     return config_of(
@@ -309,13 +316,13 @@ def worker_config(args: argparse.Namespace, model: Path, costs: str) -> Config:
 def profiled(
     args: argparse.Namespace, model: Path, sides: Sequence[int], costs: str = ""
 ) -> tuple[list[Point], CostProfile]:
-    """What a worker of this model takes, and the law through it.
+    """Return the measurements of a worker of this model, and the cost law fitted to them.
 
     Args:
-        args: as of the command.
-        model: folder.
-        sides: of the edits.
-        costs: file that the worker starts with; empty: an estimate.
+        args: arguments of the command.
+        model: folder of the model.
+        sides: sides of the pictures.
+        costs: cost file with which the worker starts; empty: an estimate.
     """
     by_processor = args.clock == "cpu"
     worker = Worker(worker_config(args, model, costs), by_processor=by_processor)

@@ -19,7 +19,7 @@ from maskserve_engine.planning.two_stream import Plan, StepCosts, evaluate
 
 class _Reads(NamedTuple):
     row: EditRow
-    """Held, so that no other row takes its id."""
+    """Kept alive so that no other row gets its id."""
     entries: tuple[AnchorEntry | None, ...]
     handles: list[Handle | None]
 
@@ -28,7 +28,7 @@ class Replay:
     """Gives each row of an adapter, before each step, the entry that it reads.
 
     Args:
-        adapter: of the rows.
+        adapter: adapter of the rows.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -42,13 +42,13 @@ class Replay:
         noise_seed: int,
         own: RefreshSchedule | None = None,
     ) -> EditRow:
-        """A cached row that reads `entries`, per step."""
+        """Return a cached row that reads `entries`, one per step."""
         row = self.adapter.cached_row(job, noise_seed, own)
         self.reads(row, entries)
         return row
 
     def reads(self, row: EditRow, entries: Sequence[AnchorEntry | None]) -> None:
-        """Say what a row reads, per step."""
+        """Set the entries that a row reads, one per step."""
         selection = row.selection
         assert selection is not None
         handle_by_id = {id(e): in_memory(e, selection) for e in entries if e is not None}
@@ -56,26 +56,26 @@ class Replay:
         self._reads[id(row)] = _Reads(row, tuple(entries), handles)
 
     def follow(self, row: EditRow, other: EditRow) -> None:
-        """Have `row` read, with its own tokens, what `other` reads, if that reads anything."""
+        """Let `row` read the same entries as `other`, with its own tokens, if `other` reads any."""
         if id(other) in self._reads:
             self.reads(row, self._reads[id(other)].entries)
 
     def next_read(self, row: EditRow) -> Handle | None:
-        """What the row's next step reads."""
+        """Return the entry that the row's next step reads."""
         reads = self._reads.get(id(row))
         return None if reads is None else reads.handles[row.step]
 
     def step(
         self, rows: Sequence[EditRow], kinds: Sequence[str], exchange: Exchange | None = None
     ) -> None:
-        """One step; cached rows run block i as `kinds[i]`."""
+        """Take one step; cached rows run block i as `kinds[i]`."""
         reads = [self.next_read(row) for row in rows]
         self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None, reads, exchange)
 
 
 def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) -> Handle:
-    """A hold on the row's tokens of an entry, which have all arrived; or on all of them, as where
-    entries lie on the device.
+    """Return a handle to an entry that is fully loaded. It holds the row's tokens, or with `whole`
+    all tokens, as for entries on the device.
     """
     load = Load(entry, "device", None if whole else selection)
     for block in range(len(entry.blocks)):
@@ -88,12 +88,14 @@ def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) 
 
 
 def plan_of_kinds(kinds: Sequence[str]) -> Plan:
-    """A plan that runs block i as `kinds[i]`, timed by nothing."""
+    """Return a plan that runs block i as `kinds[i]`, without real timings."""
     n = len(kinds)
     costs = StepCosts(np.ones((n, 3)), np.ones((n, 2)), np.zeros(n))
     return evaluate(costs, kinds, lead=0.0)
 
 
 def refreshed_every(every: int, steps: int) -> RefreshSchedule:
-    """Of a row whose ControlNets compute all tokens at one of so many steps."""
+    """Return the schedule of a row whose ControlNets compute all tokens at one of every `every`
+    steps.
+    """
     return RefreshSchedule(frozenset(range(0, steps, every)), "model", text=False)

@@ -36,7 +36,7 @@ PATIENCE_S = 120.0
 
 
 class DirectCalls:
-    """`control_link.served.ServiceCalls` of a service in this process."""
+    """`control_link.served.ServiceCalls` to a service in this process."""
 
     def __init__(self, service: ControlNetService) -> None:
         self._service = service
@@ -69,12 +69,12 @@ class DirectCalls:
         return {}
 
     def close(self) -> None:
-        """The service is its owner's."""
+        """Do nothing: the service belongs to its owner."""
 
 
 class Family(Protocol):
-    """What the service asks of a family (`families.adapter.Adapter`), and the ControlNets that it
-    reads; made in another process.
+    """The part of a family (`families.adapter.Adapter`) that the service needs, and the ControlNets
+    that it loads. It is made in another process.
     """
 
     facts: Any
@@ -89,7 +89,7 @@ class Family(Protocol):
 
 
 class _Loader:
-    """Makes the ControlNet in place of reading it (`ControlNetLoader`)."""
+    """Makes the ControlNet instead of reading it (replaces `ControlNetLoader`)."""
 
     def __init__(self, family: Family, config: Config, facts: object, bring: Any) -> None:
         self._family, self._bring = family, bring
@@ -111,7 +111,7 @@ class _Loader:
         threading.Thread(target=load).start()
 
     def close(self) -> None:
-        """It has nothing open."""
+        """Do nothing: no file is open."""
 
 
 def _serve(
@@ -122,7 +122,7 @@ def _serve(
     connection: Callable[[socket], Denoiser],
     config: Config,
 ) -> None:
-    """A service's process, until the pipe closes."""
+    """Run the process of a service until the pipe closes."""
     if core is not None:
         alone_on(core)
     loader: Any = partial(_Loader, family)
@@ -160,13 +160,13 @@ def service_process(
     connection: Callable[[socket], Denoiser] = Denoiser,
     config: Config = Config(),  # noqa: B008
 ) -> Iterator[PipeCalls]:
-    """A process with a service, for as long as it takes.
+    """Run a process with a service while the context lasts.
 
     Args:
-        family: of its ControlNets.
-        core: that it has for itself; None: any.
-        connection: of a denoiser.
-        config: of the service.
+        family: family of its ControlNets.
+        core: core of its own for the process; None: any core.
+        connection: class of a denoiser's connection.
+        config: configuration of the service.
     """
     parent_pipe, child_pipe = multiprocessing.Pipe()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -185,7 +185,7 @@ def service_process(
 
 
 def alone_on(core: int) -> None:
-    """Have this process compute with one thread, there."""
+    """Make this process compute with one thread, on this core."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
 
@@ -194,7 +194,7 @@ class ServiceHere:
     """A service of one ControlNet in this process.
 
     Args:
-        config: of the base.
+        config: configuration of the base model's worker.
         net: the ControlNet's folder.
     """
 
@@ -209,7 +209,7 @@ class ServiceHere:
         self._content = content_of(net)
 
     def denoiser(self) -> ControlService:
-        """A denoiser's end of it, which has had the ControlNet loaded."""
+        """Return a denoiser's end of the service, with the ControlNet loaded."""
         dtype = str(dtype_of(self._config)).removeprefix("torch.")
         calls, device = DirectCalls(self._service), torch.device("cpu")
         service = ControlService(calls, device, dtype, PATIENCE_S)

@@ -55,8 +55,9 @@ _PARTS = (
 
 
 def rest_time(bench: Bench, timer: Timer, rows: Sequence[FlowRow], kind: str) -> float:
-    """Milliseconds of one cached step that are not spent in blocks, but for their filling of keys:
-    loading and decoding entries, packing, embedders, final layer, sampler.
+    """Return the milliseconds of one cached step outside the blocks: loading and decoding entries,
+    packing, embedders, final layer, sampler. The time in which blocks fill in cached keys also
+    counts.
     """
     spent = {"blocks": 0.0, "fill": 0.0}
     parts: tuple[tuple[Any, str, str], ...] = (
@@ -86,7 +87,7 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FlowRow], kind: str) ->
 
 
 def measure(bench: Bench | UnetBench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every kind and batch in turn."""
+    """Measure every kind and batch in turn."""
     results = []
     for kind in args.kind:
         bench.fill_entry("kv" if kind == NO_TEXT else kind)
@@ -107,8 +108,8 @@ def measure_mixes(
     repeat: int,
     count: int,
 ) -> list[dict[str, Any]]:
-    """A dense batch and cached batches of these mask ratios, in turn, `repeat` rounds of `count`
-    steps each.
+    """Time a dense batch and cached batches of these mask ratios in turn, in `repeat` rounds of
+    `count` steps each.
     """
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
     make: Any = bench.anchored_row if kind == NO_TEXT else bench.row  # type: ignore[union-attr]
@@ -135,7 +136,9 @@ def measure_mixes(
 
 
 def stepping(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callable[[], None]:
-    """A step of these cached rows; of such as have anchors of their own each stands for another."""
+    """Return a function that takes a step of these cached rows. Rows with refresh steps alternate
+    between two of the steps between them.
+    """
     if kind != NO_TEXT:
         return partial(bench.step, rows, kind)
     assert isinstance(bench, Bench), "the text of a UNet is in attention of its own"
@@ -146,8 +149,8 @@ def stepping(bench: Bench | UnetBench, rows: Sequence[Any], kind: str) -> Callab
 def kept(
     bench: Bench | UnetBench, count: int, step: Callable[[], None], weights: Any = None
 ) -> Callable[..., None]:
-    """So many steps, or as many as are asked for, of rows that stay packed beside others; with
-    other weights than the bench's, if given.
+    """Return a function that takes `count` steps, or as many as its argument says. Its rows stay
+    packed while other batches run. `weights` replace the bench's, if given.
     """
     batch: Any = None
 
@@ -163,7 +166,7 @@ def kept(
 
 
 def write_trace(bench: Bench | UnetBench, kind: str, ratios: Sequence[float], file: Path) -> None:
-    """What three steps of cached rows of these mask ratios do, in Chrome's format."""
+    """Write a trace of three steps of cached rows of these mask ratios, in Chrome's format."""
     bench.fill_entry(kind)
     rows: list[Any] = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
     activities = [ProfilerActivity.CPU]

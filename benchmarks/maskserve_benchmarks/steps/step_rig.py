@@ -62,7 +62,7 @@ from maskserve_engine.layers.low_rank import Factors, LowRankSet, Place, low_ran
 
 
 def _angles(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[N, head_dim / 2] complex factors of FLUX's positions."""
+    """Return the complex factors of FLUX's positions, [N, head_dim / 2]."""
     cos, sin = model.pos_embed(ids)
     return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
@@ -92,20 +92,21 @@ def _qwen21_cis(model: Any, pictures: int, height: int, width: int, text: int) -
 
 
 class Family(NamedTuple):
-    """What of a bench is its family's."""
+    """The parts of a bench that depend on the model's family."""
 
     model: str
-    """Its class in diffusers."""
+    """Its class name in diffusers."""
     weights: Callable[[Any], Any]
     batch: type[FlowBatch[Any]]
     step: type
     places: Callable[[Any], Mapping[str, Place]]
     cis: Callable[[Any, int, int, int, int], torch.Tensor]
-    """[T + pictures · height · width, head_dim / 2] of a model, pictures, height, width, text."""
+    """Makes the factors [T + pictures · height · width, head_dim / 2] from a model, pictures,
+    height, width and text."""
     blocks: tuple[str, ...] = ("num_layers", "num_single_layers")
-    """Of its config.json, what says how many blocks of each sort there are."""
+    """Keys of its config.json that hold the number of blocks of each kind."""
     leaves_text: bool = True
-    """Whether steps between anchors of a row's own may leave it out."""
+    """Whether steps between a row's refresh steps may leave out the text."""
 
 
 FAMILIES = {
@@ -146,7 +147,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen-image-1024": {**_QWEN, "config": QWEN_IMAGE},
     "qwen-edit-1024": {**_QWEN, "config": QWEN_IMAGE, "references": 1, "shown": QWEN_EDIT_SHOWN},
     "qwen-2511-1024": {**_QWEN, "config": QWEN_2511, "references": 1, "shown": QWEN_PLUS_SHOWN},
-    # Its prompt is said once: of a step's 8,200 keys 64 or so.
+    # The prompt's tokens are fixed: about 64 of a step's 8,200 keys.
     "qwen-2.1-1024": {
         "grid": (64, 64),
         "text": 0,
@@ -159,8 +160,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 NO_TEXT = "no-text"
-"""In the place of a kind: `kv`, between anchors of the rows' own, which leave out the text if they
-may."""
+"""Stands for a kind: `kv` between the rows' refresh steps, without the text if the family allows
+that."""
 SMALL = {
     "num_layers": 4,
     "num_single_layers": 8,
@@ -171,11 +172,12 @@ SMALL = {
     "axes_dims_rope": (8, 28, 28),
     "guidance_embeds": True,
 }
-"""A FLUX of which a step is short on a CPU: many blocks, as pipelining needs, of little width."""
+"""A FLUX whose step is short on a CPU: many narrow blocks, as pipelining needs."""
 NARROW = {"attention_head_dim": 8, "num_attention_heads": 1, "axes_dims_rope": (4, 2, 2)}
-"""Of the demo model with next to nothing to compute: what is left is asking for operations."""
+"""Overrides of the demo model with almost nothing to compute, so that the time is that of launching
+operations."""
 MEDIUM = {**SMALL, "num_attention_heads": 8}
-"""A FLUX of which a dense step takes over half a second on one core of a CPU."""
+"""A FLUX whose dense step takes over half a second on one core of a CPU."""
 
 
 class Bench:
@@ -184,12 +186,12 @@ class Bench:
     Args:
         preset: a key of PRESETS.
         blocks: (double, single) blocks to keep; None keeps all.
-        dtype: of weights, activations and entries in model format.
-        device: where it runs.
+        dtype: dtype of weights, activations and entries in model format.
+        device: device that runs it.
         format: storage format of entries.
-        model: of `preset` and `blocks`; made if not given.
-        steps: of each row, which then begins anew. Some of a step's work is done for AHEAD
-            steps or more.
+        model: a model of `preset` and `blocks`; None: make one.
+        steps: number of steps of each row, after which it starts again. Part of a step's work is
+            done once for LEAST_PRECOMPUTED_STEPS steps or more.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class Bench:
             preset_options.get("family", "flux"),
         )
         self.shown: int = preset_options.get("shown", 0)
-        """Text tokens besides, which are the source's: cached rows read them."""
+        """Number of shown tokens; cached rows read them."""
         self.family = FAMILIES[name]
         self.references: int = preset_options.get("references", 0)
         self.exact: bool = preset_options.get("exact", False)
@@ -236,7 +238,9 @@ class Bench:
         self.batch: FlowBatch[Any] | None = None
 
     def fill_entry(self, kind: str) -> None:
-        """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
+        """Fill in random entries of one template for all blocks: `kv`, `project` (hidden) or
+        `both`.
+        """
         self.entry = self._made(Anchor(0.5, 500.0), kind, self.work.tokens[0], self.format)
 
     def _made(self, anchor: Anchor, kind: str, tokens: int, format: str) -> AnchorEntry:
@@ -251,7 +255,7 @@ class Bench:
         return AnchorEntry(anchor, tuple(blocks))
 
     def _seen(self, format: str) -> References | None:
-        """References that see nothing of a row, with keys and values in a format."""
+        """Return references that see nothing of a row, with keys and values in this format."""
         if not self.exact:
             return None
         count, entries = self.work.still, self._still
@@ -261,7 +265,7 @@ class Bench:
         return References(tokens, self._cis[-count:], entries[format])
 
     def row(self, mask_ratio: float | None, seed: int) -> FlowRow:
-        """A dense row (None), or a cached one with random active tokens."""
+        """Return a dense row (None), or a cached one with random computed tokens."""
         tokens, (channels, out) = self.grid[0] * self.grid[1], self._channels
         words, reference_tokens = self.shown + self.text, self.work.context - self.shown
         cis = self._cis[: words + tokens + reference_tokens]
@@ -284,7 +288,7 @@ class Bench:
             blend=None,
             context=context,
             timeless=bool(self.config.get("zero_cond_t")),
-            # A dense row as diffusers' own cache has it.
+            # A dense row keeps references in the format of diffusers' own cache.
             references=self._seen("model" if mask_ratio is None else self.format),
         )
         if mask_ratio is None:
@@ -311,7 +315,7 @@ class Bench:
         return row
 
     def anchored_row(self, ratio: float, seed: int) -> FlowRow:
-        """A row that has taken two anchors of its own, and the first step behind them."""
+        """Return a row that has taken two refresh steps and the step after them."""
         row = self.row(ratio, seed)
         assert row.inactive is not None
         outside: Any = row.inactive.outside
@@ -338,18 +342,20 @@ class Bench:
         return row
 
     def at_anchor(self, row: FlowRow, step: int) -> None:
-        """An anchor of such a row."""
+        """Take a refresh step of such a row."""
         row.entry, row.step = None, step
         self.step([row], "kv")
 
     def between(self, rows: Sequence[FlowRow], step: int) -> None:
-        """A step of such rows that is none: the third one, or one behind it."""
+        """Take a step of such rows that is not a refresh step: the step `step`, behind both refresh
+        steps.
+        """
         for row in rows:
             row.step = step
         self.step(rows, "kv")
 
     def lora(self, rank: int) -> LowRankSet:
-        """A random one of every linear layer of the blocks."""
+        """Return a random LoRA on every linear layer of the blocks."""
         factors = {
             name: Factors(self._random(rank, place.shape[1]), self._random(place.shape[0], rank))
             for name, place in self.family.places(self.model).items()
@@ -358,13 +364,15 @@ class Bench:
         return low_rank_set(factors, self.family.places(self.model), self.device, self.dtype)
 
     def guided(self, row: FlowRow) -> FlowRow:
-        """The row with a negative prompt: it takes a second pass."""
+        """Return the row with a negative prompt, so it takes a second pass."""
         text = self._random(self.shown + self.text, self.weights.width)
         row.negative = Negative(text, self._pooled(), 3.0)
         return row
 
     def priming_row(self) -> FlowPrimingRow:
-        """A template whose keys, values and hidden states are recorded at one anchor."""
+        """Return a row that primes a template at one anchor; it records keys, values and hidden
+        states.
+        """
         row, text_tokens = self.row(None, 0), self.shown or self.text
         return FlowPrimingRow(
             request_id="prime",
@@ -392,7 +400,9 @@ class Bench:
         *,
         exchange: Exchange | None = None,
     ) -> None:
-        """What the engine does with a batch at one step; `kind` of all blocks or of each."""
+        """Take one step of a batch as the engine does; `kind` holds for all blocks or is one per
+        block.
+        """
         kinds = (kind,) * self.blocks if isinstance(kind, str) else kind
         with torch.inference_mode():
             for row in rows:
@@ -401,16 +411,16 @@ class Bench:
             self.batch.step(self.weights, kinds, exchange)
 
     def walk(self, rows: Sequence[FlowRow], kind: str) -> None:
-        """All steps of rows of this bench."""
+        """Take all steps of rows of this bench."""
         for _ in range(self.steps):
             self.step(rows, kind)
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
-        """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
+        """Return dense FLOPs over cached FLOPs of a batch with these mask ratios."""
         return self.flops(ratios, "dense") / self.flops(ratios, kind)
 
     def flops(self, ratios: Sequence[float], kind: str) -> float:
-        """Of a step of a batch with these mask ratios."""
+        """Return the FLOPs of a step of a batch with these mask ratios."""
         rows = [self.work.row_at(m, self.text) for m in ratios]
         if kind == NO_TEXT:
             rows = [replace(row, text=0.0, text_read=row.text) for row in rows]
@@ -432,7 +442,7 @@ class Bench:
 
     @property
     def _channels(self) -> tuple[int, int]:
-        """Of a token, as the model takes and gives it."""
+        """Return the channels of a token at the model's input and output."""
         out = self.weights.proj_out.out_features
         extra = self.config["in_channels"] - out if self.family is FAMILIES["flux"] else 0
         return out + extra, out
@@ -441,7 +451,7 @@ class Bench:
 def build_model(
     preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The preset's transformer with random weights."""
+    """Return the preset's transformer with random weights."""
     import diffusers
 
     family = FAMILIES[PRESETS[preset].get("family", "flux")]
@@ -451,7 +461,7 @@ def build_model(
         config = {**config, **(NARROW if preset == "demo-narrow" else {})}
     elif preset in ("small", "medium"):
         config = {"small": SMALL, "medium": MEDIUM}[preset]
-    else:  # FLUX.1-dev is the class's own default configuration
+    else:  # FLUX.1-dev is the default configuration of the class
         config = PRESETS[preset].get("config", {"guidance_embeds": True})
     if blocks is not None:
         config = {**config, **dict(zip(family.blocks, blocks, strict=False))}

@@ -61,13 +61,13 @@ class UnetBench:
 
     Args:
         preset: a key of UNETS.
-        dtype: of weights, activations and entries in model format.
-        device: where it runs.
+        dtype: dtype of weights, activations and entries in model format.
+        device: device that runs it.
         format: storage format of entries.
         halo: `[cache] conv_halo`.
-        model: of `preset`; made if not given.
-        steps: of each row, which then begins anew.
-        sampler: diffusers' own; SDXL's, if not given.
+        model: a model of `preset`; None: make one.
+        steps: number of steps of each row, after which it starts again.
+        sampler: a sampler of diffusers; None: SDXL's.
     """
 
     def __init__(
@@ -95,10 +95,12 @@ class UnetBench:
         self.levels = NoiseLevels(sampler)
         self.schedule = UnetSchedule(sampler, self.levels, 1 + steps)
         self.buckets = False
-        """Whether tiles are those of steps that are recorded."""
+        """Whether tiles have the sizes of recorded steps."""
 
     def fill_entry(self, kind: str) -> None:
-        """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
+        """Fill in random entries of one template for all blocks: `kv`, `project` (hidden) or
+        `both`.
+        """
         blocks = []
         for number, block in enumerate(self.work.blocks):
             shape = self.work.tokens[block.level], block.width
@@ -128,13 +130,13 @@ class UnetBench:
         guided: bool = False,
         own: RefreshSchedule | None = None,
     ) -> UnetRow:
-        """A dense row (None), or a cached one whose mask is a square of that share.
+        """Return a dense row (None), or a cached one whose mask is a square of that share.
 
         Args:
-            mask_ratio: of the mask.
+            mask_ratio: mask ratio; None: a dense row.
             seed: names the row.
-            guided: whether it has a second pass.
-            own: of its anchors, where it reads no entry; `anchor` takes them.
+            guided: whether it takes a second pass.
+            own: its refresh schedule, if it reads no entry; `anchor` takes the refresh steps.
         """
         channels, side = 4, self.side
         added = None
@@ -177,18 +179,22 @@ class UnetBench:
         return row
 
     def anchor(self, rows: Sequence[UnetRow], kind: str) -> None:
-        """Take two anchors of rows that have their own; their next steps are between anchors."""
+        """Take two refresh steps of rows that have them; the rows' next steps are between refresh
+        steps.
+        """
         for _ in range(2):
             self.step(rows, kind)
         self.turn_between(rows)
 
     def turn_between(self, rows: Sequence[UnetRow]) -> None:
-        """Have the next steps of rows, which have taken an anchor, be between anchors."""
+        """Make the next steps of rows, which have taken a refresh step, steps between refresh
+        steps.
+        """
         for row in rows:
             row.entry = StepCacheReader(row, self.blocks).turn_to(row.step)
 
     def lora(self, rank: int) -> LowRankSet:
-        """A random one of every layer that one may change, convolutions too."""
+        """Return a random LoRA on every layer that a LoRA may change, including convolutions."""
         places = places_of(self.model)
         factors = {
             name: Factors(self._random(rank, *inner), self._random(out, rank, *[1] * len(side)))
@@ -199,12 +205,12 @@ class UnetBench:
         return low_rank_set(factors, places, self.device, self.dtype)
 
     def net(self) -> UnetControlNet:
-        """A ControlNetModel that begins as a copy of the model."""
+        """Return a ControlNetModel that starts as a copy of the model."""
         net = ControlNetModel.from_unet(self.model).to(self.device, self.dtype)
         return UnetControlNet.of(net.eval().requires_grad_(False), self.model, 4)
 
     def control(self, row: UnetRow, net: UnetControlNet, refresh: int) -> None:
-        """Give a row a ControlNet, with a random picture as the net has read it."""
+        """Give a row a ControlNet with the features of a random control picture."""
         control_input = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
         hint = self._random(self.model.config.block_out_channels[0], self.side, self.side)
         net_input = UnetNetInput(
@@ -222,7 +228,7 @@ class UnetBench:
         )
 
     def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:
-        """What the engine does with a batch at one step; `kind` of all blocks."""
+        """Take one step of a batch as the engine does; `kind` holds for all blocks."""
         with torch.inference_mode():
             for row in rows:
                 row.step %= self.steps
@@ -230,7 +236,7 @@ class UnetBench:
             self.batch.step(self.weights, (kind,) * self.blocks, exchange)
 
     def convolutions_ms(self, timer: Timer, rows: Sequence[UnetRow], kind: str) -> float:
-        """What of a step is spent in convolutions."""
+        """Return the milliseconds that a step spends in convolutions."""
         spent = 0.0
 
         def timed(*args: Any) -> torch.Tensor:
@@ -247,12 +253,14 @@ class UnetBench:
         return spent
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
-        """Dense FLOPs over cached FLOPs of a batch with these masks, tokens as they are."""
+        """Return dense FLOPs over cached FLOPs of a batch with these masks, with the tokens
+        unrounded.
+        """
         cached = [self.tokens(m) for m in ratios]
         return self.work.step_flops(cached, "dense") / self.work.step_flops(cached, kind)
 
     def tokens(self, ratio: float) -> RowTokens:
-        """What a row of that mask ratio computes."""
+        """Return the tokens that a row of that mask ratio computes."""
         return self._active(ratio).row(TEXT)
 
     def _active(self, ratio: float) -> ActiveTokens:
@@ -262,7 +270,7 @@ class UnetBench:
         )
 
     def _mask(self, ratio: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A square of that share of the picture, in its middle."""
+        """Return a square mask of that share of the picture, in its middle."""
         mask = np.zeros((self.side, self.side), np.uint8)
         side = max(1, round(math.sqrt(ratio) * self.side))
         begin = (self.side - side) // 2
@@ -274,7 +282,7 @@ class UnetBench:
 
 
 def build_unet(preset: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The preset's UNet with random weights."""
+    """Return the preset's UNet with random weights."""
     previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
