@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def algorithm_1(
     cached: Sequence[float], dense: Sequence[float], load: Sequence[float]
 ) -> tuple[list[bool], float]:
-    """Return the paper's greedy choice. The paper has one C and one L per model; here each block has
-    its own.
+    """Return the paper's greedy choice. The paper has one C and one L per model; here each block
+    has its own.
 
     Args:
         cached: seconds of each block with the cache.
