@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 
 class Service(NamedTuple):
-    """One of the services that Katz §3.1 measured. `bar` is the highest accepted share of misses.
-    """
+    """A service that Katz §3.1 measured. `bar` is the highest accepted share of misses."""
 
     name: str
     adapters: int

@@ -49,8 +49,7 @@ class Timer:
 def rates_in_turn(
     sides: Mapping[str, T], rate: Callable[[T], float], rounds: int
 ) -> dict[str, list[float]]:
-    """Return the result of `rate` for each side in each round; the order changes with every round.
-    """
+    """Return the result of `rate` for each side in each round; the order changes."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in sorted(sides, reverse=bool(number % 2)):

@@ -26,7 +26,7 @@ CLASSES: Final = ("named", *RELATIONS, *STRUCTURES, *MASKS)
 
 
 def edits_of(name: str, n: int, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """The first `n` edits of one of CLASSES; `size` is height, width."""
+    """Return the first `n` edits of one of CLASSES; `size` is height, width."""
     if name == "named":
         return held_out_edits(n, size)
     for names, make in (
@@ -40,5 +40,5 @@ def edits_of(name: str, n: int, size: tuple[int, int] = (128, 128)) -> list[Edit
 
 
 def edit_classes(n: int, size: tuple[int, int] = (128, 128)) -> dict[str, list[Edit]]:
-    """The first `n` edits of every class; `size` is height, width."""
+    """Return the first `n` edits of every class; `size` is height, width."""
     return {name: edits_of(name, n, size) for name in CLASSES}

@@ -77,8 +77,7 @@ def judge(edited: Picture, source: Picture, mask: Mask) -> Verdict:
 
 
 def match(silhouette: Silhouette) -> dict[str, float]:
-    """Return the intersection over union of the normalised `silhouette` (H, W) with every template.
-    """
+    """Return the intersection over union of the normalised `silhouette` with every template."""
     piece = _without_holes(_largest_piece(silhouette))
     if piece.sum() < 9:
         return {}

@@ -113,8 +113,7 @@ def vary(rng: np.random.Generator, text: str, *, noisy: bool) -> str:
 
 
 def every_phrase() -> list[tuple[str, str, str]]:
-    """Return (prompt, colour, shape) of every template with every colour and shape, including SAME.
-    """
+    """Return (prompt, colour, shape) of every template with every colour and shape, and SAME."""
     return [
         (template.format(c=colour, s=shape), colour, shape)
         for colour in (*COLOURS, SAME)

@@ -226,7 +226,7 @@ def named_edits(
     photographs: Sequence[Path] = (),
     bare: bool = False,
 ) -> list[Edit]:
-    """The first `n` of a fixed list of edits that training never draws.
+    """Return the first `n` of a fixed list of edits that training never draws.
 
     Args:
         n: number of edits.
@@ -262,8 +262,7 @@ def named_class(
     *,
     bare: bool = False,
 ) -> list[Edit]:
-    """Return the first `n` edits of one of NAMED_CLASSES; the other arguments go to `named_edits`.
-    """
+    """Return the first `n` edits of one of NAMED_CLASSES; the rest goes to `named_edits`."""
     side = name == "side"
     kind = "both" if side else name
     return named_edits(n, size, kind, side=side, photographs=photographs, bare=bare)

@@ -48,7 +48,7 @@ class RelationalScene:
     centre: tuple[float, float]
     """x, y of the object, in pixels."""
     radius: float
-    """Pixels of the circle round it."""
+    """Radius in pixels of the circle around it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def make_relational_scene(
 
 
 def draw_wish(rng: np.random.Generator, scene: RelationalScene, relation: str) -> Wish | None:
-    """Draw a prompt of one of RELATIONS; None if only the object's own colour stands out in the
+    """Draw a wish of one of RELATIONS; None if only the object's own colour stands out in the
     mask.
     """
     if relation == "same":

@@ -71,8 +71,7 @@ def make_scene(rng: np.random.Generator, size: tuple[int, int], *, held_out: boo
 
 
 def emptied(picture: Float, mask: Mask, *, continues: bool) -> Float:
-    """Return `picture` as an ideal edit leaves it: unchanged where it is predictable, else filled.
-    """
+    """Return `picture` as an ideal edit leaves it: unchanged if it is predictable, else filled."""
     return picture if continues else np.where(mask[..., None], fill(picture, mask), picture)
 
 
@@ -90,8 +89,7 @@ def place(mask: Mask) -> tuple[tuple[float, float], float]:
 
 
 def draw_object(picture: Float, mask: Mask, colour: str, shape: str) -> Float:
-    """Return `picture` (H, W, 3) 0..255 with the object at the place that `place` gives for `mask`.
-    """
+    """Return `picture` (H, W, 3) 0..255 with the object at the place that `place` gives."""
     centre, radius = place(mask)
     alpha = coverage(shape, centre, radius, mask.shape)[..., None]
     return (picture * (1 - alpha) + np.asarray(COLOURS[colour], np.float32) * alpha).astype(

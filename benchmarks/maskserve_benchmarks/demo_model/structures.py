@@ -36,8 +36,7 @@ def make_structure(rng: np.random.Generator, size: tuple[int, int], structure: s
 
 
 def structure_edits(structure: str, n: int = 32, size: tuple[int, int] = (128, 128)) -> list[Edit]:
-    """Return the first `n` of a fixed list of edits with an empty prompt that training never draws.
-    """
+    """Return the first `n` of a fixed list of edits without a prompt that training never draws."""
     edits = []
     for i in range(n):
         rng = np.random.default_rng([_HELD_OUT_SEED, STRUCTURES.index(structure), i])

@@ -72,7 +72,6 @@ def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
 
 
 def settings_table() -> str:
-    """Return the table of an edit's settings."""
     fields = types.type_info(EditSettings).fields  # type: ignore[attr-defined]
     rows = [_key(field, sentences(EditSettings)) for field in fields]
     return COLUMNS.replace("key", "setting", 1) + "".join(rows)

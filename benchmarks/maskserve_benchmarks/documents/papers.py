@@ -77,7 +77,6 @@ def papers() -> list[Paper]:
 
 
 def document() -> str:
-    """Return the page."""
     lines = [HEAD, table(["", "means"], MEANINGS.items())]
     names = get_args(Status)
     counts = [(paper, Counter(part.status for part in paper.parts)) for paper in papers()]

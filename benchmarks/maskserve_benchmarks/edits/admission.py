@@ -59,8 +59,7 @@ def measure_admission(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def meta_engine() -> Engine:
-    """Make an engine that is not started: the calling thread does the work of the engine's thread.
-    """
+    """Make an engine that is not started: the calling thread does the engine's work."""
     with torch.device("meta"):
         model: Any = FluxTransformer2DModel.from_config(FLUX_FILL_FACTS.denoiser)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)

@@ -347,10 +347,10 @@ def measure_model(
     """Measure everything for one model.
 
     Args:
-        model: its folder.
+        model: folder of the model.
         size: side of the pictures, in pixels.
-        folder: for files of the workers.
-        scale: number of edits over eight.
+        folder: folder for files of the workers.
+        scale: number of edits divided by eight.
         rounds: rounds in which workers and the pipeline take turns.
         sweep: whether to also measure mask ratios and cold templates.
     """
@@ -460,7 +460,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
-        # Both sides of the comparison get a worker's setting, which is read only at the start.
+        # Both sides get the environment of a worker; processes read it only when they start.
         os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     scale, report = 2 if args.quick else 4, dict[str, Any]()

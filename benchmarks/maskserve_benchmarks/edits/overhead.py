@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
-        # Both sides of the comparison get a worker's setting, which is read only at the start.
+        # Both sides get the environment of a worker; processes read it only when they start.
         os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     tables = {"model": {"path": str(args.model), "torch_threads": args.threads}}
     report = about(hardware(torch.device("cpu")))

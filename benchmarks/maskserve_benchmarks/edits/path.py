@@ -35,7 +35,7 @@ class Round(NamedTuple):
     stages: float
     """Part of `through` that the models report in META."""
     stolen: float
-    """Time that the machine's neighbours took, summed over its processors."""
+    """Time that the host gave to other work, summed over the processors."""
 
 
 def measure_path(

@@ -54,7 +54,6 @@ _STATUS = {"op": "status"}
 
 
 def main() -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args()

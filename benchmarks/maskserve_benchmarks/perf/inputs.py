@@ -111,7 +111,7 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
 def draw_ratios(mix: str, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     """Draw mask ratios of a published distribution, one from each `count`-th part of it, shuffled.
 
-    So a few dozen edits already have its mean and its tail.
+    A few dozen edits therefore have its mean and its tail.
     """
     probabilities = (np.arange(count) + rng.random(count)) / count
     return rng.permutation(MIXES[mix].ratios(probabilities))

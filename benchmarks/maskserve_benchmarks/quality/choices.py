@@ -31,7 +31,7 @@ class CacheChoice:
     format: str = "int8"
     stride: int = 7
     ring: int = 0
-    """Tokens around the mask that are computed."""
+    """Width in tokens of the computed ring around the mask."""
     dense_steps: int = 0
     """Number of first steps that compute every token."""
     skip_below: float = 0.0
@@ -94,7 +94,7 @@ class CacheChoice:
 
         Args:
             mask_ratio: share of the tokens under the mask.
-            skipped: share of the steps that compute the first block alone.
+            skipped: share of the steps that compute only the first block.
             work: work of a published model at 1024x1024; None: FLUX.1-dev.
         """
         work = work or flux()

@@ -215,7 +215,7 @@ def flux_facts(choice: CacheChoice, work: ModelWork, skipped: float = 0.0) -> di
     """Return the cost of a choice on a published model at 1024x1024 with a square mask of 0.11.
 
     Args:
-        choice: the way of caching.
+        choice: the choice of cache.
         work: work of the model.
         skipped: share of the steps that compute only the first block.
     """
@@ -265,7 +265,7 @@ def judge_adapters(args: argparse.Namespace) -> int:
 
 def compare_own(folder: Path, args: argparse.Namespace) -> int:
     """Compare refresh schedules, one after the other. With `--adapters` the edits have that
-    ControlNet, and figures are also given by the shape of their outlines.
+    ControlNet, and the shapes of their outlines are the classes.
     """
     if args.adapters:
         [path] = args.adapters

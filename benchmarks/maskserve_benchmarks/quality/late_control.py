@@ -37,7 +37,7 @@ def late(
         edits: the edits to make.
         jobs: the jobs of the edits.
         waited: pictures of the edits, dense and cached, whose steps wait for the ControlNet.
-        cached_as: the templates' entries, and how cached rows read them.
+        cached_as: the templates' entries, and the choice by which cached rows read them.
     """
     service = ServiceHere(rig.config, net)
     served_jobs = [

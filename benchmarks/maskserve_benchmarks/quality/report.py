@@ -63,8 +63,7 @@ def table(systems: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def plot_frontier(systems: Mapping[str, Mapping[str, Any]], folder: Path, semantics: str) -> None:
-    """Plot fidelity over bytes and over FLOPs, for the mean and the worst class; rivals are lines.
-    """
+    """Plot fidelity over bytes and FLOPs, for the mean and the worst class; rivals are lines."""
     cached = {name: row for name, row in systems.items() if "flux_gib_per_template" in row}
     for key, label, file in (
         ("flux_gib_per_template", "GiB per FLUX.1-dev template, 1024x1024", "bytes"),

@@ -132,8 +132,7 @@ class Rig:
         return self._finish_all(edits, rows)
 
     def entries(self, jobs: Sequence[EditJob]) -> list[tuple[AnchorEntry, ...]]:
-        """Return each template's entries at every step of its schedule, both kinds, in model dtype.
-        """
+        """Return each template's entries at every step, of both kinds, in model dtype."""
         rows = []
         for job in jobs:
             tokens = job.moments.shape[1] * job.moments.shape[2] // 4

@@ -322,8 +322,7 @@ def flop_limit(model: Path, edits: Sequence[Edit]) -> float:
 
 
 def summary_of(report: Mapping[str, Any]) -> Figures:
-    """Return the figures that have bars, for the larger model, and the figures that explain them.
-    """
+    """Return the larger model's figures that have bars, and the figures that explain them."""
     bench, demo = report["bench"]["systems"], report["demo"]["systems"]
 
     def times(systems: Figures, kind: str, figure: str, other: str = "diffusers") -> float:

@@ -147,7 +147,7 @@ class Bench:
         tool: perf_analyzer.
         ours: maskserve's worker.
         theirs: the rivals' Triton; None: only maskserve is measured.
-        plan: how much is measured.
+        plan: extent of the measurement.
         folder: folder for files.
     """
 
@@ -176,7 +176,7 @@ class Bench:
 
     @contextmanager
     def serving(self, system: System) -> Iterator[None]:
-        """The system takes edits while the context lasts."""
+        """Make the system take edits while the context lasts."""
         if system.rival is None:
             yield
             return

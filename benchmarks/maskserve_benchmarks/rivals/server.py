@@ -95,7 +95,7 @@ class RivalServer:
 
     @contextmanager
     def serving(self, rival: Rival) -> Iterator[None]:
-        """The rival takes edits while the context lasts."""
+        """Make the rival take edits while the context lasts."""
         self._client.load_model(rival.name)
         try:
             yield

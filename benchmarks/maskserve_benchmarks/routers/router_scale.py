@@ -45,7 +45,6 @@ _TOLD_S: Final = 10.0
 
 
 def main() -> int:
-    """Run `scripts/bench router_scale`."""
     raise_limit()
     parser = argparse.ArgumentParser(prog="scripts/bench router_scale", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])

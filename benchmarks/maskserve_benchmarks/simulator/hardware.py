@@ -241,7 +241,9 @@ class Hardware:
         coarser level the square touches, on average over its position, all but one token more along
         each side.
 
-        active: number of computed tokens.
+        Args:
+            active: number of computed tokens.
+            text_share: share of its steps that compute its text.
         """
         side = active**0.5
         touched = [(side / 2**n + 1 - 0.5**n) ** 2 for n in range(len(self.work.tokens))]

@@ -27,7 +27,7 @@ class Job:
     outcome: str = ""
     """`done` or `expired`; empty until the edit ends."""
     own: frozenset[int] = frozenset()
-    """Refresh steps of an edit that has any: it computes all tokens there."""
+    """Refresh steps of the edit, if it has any: it computes all tokens there."""
     predicted: float = math.nan
     """Predicted seconds from `sent` until the denoising ends, at the time of the choice of
     worker."""

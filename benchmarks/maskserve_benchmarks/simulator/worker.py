@@ -231,8 +231,7 @@ class Worker:
         self._at(now + seconds, self._stepped, None)
 
     def _seconds(self, runs: tuple[Run, ...]) -> float:
-        """Return the seconds until the last run ends. Runs on the same devices follow one another.
-        """
+        """Return the seconds of all runs. Runs on the same devices follow one another."""
         seconds_by_devices: dict[tuple[int, ...], float] = {}
         for run in runs:
             run_s = sum(self._step_seconds(self._left(run, n)) for n in range(run.steps))

@@ -106,8 +106,7 @@ class Book:
 
 
 class Honest:
-    """One honest client: edits arrive at random times (Poisson), independent of earlier responses.
-    """
+    """One honest client: edits arrive at random times (Poisson), whatever came before."""
 
     def __init__(self, name: str, url: str, album: Album, firsts: dict[int, Pixels]) -> None:
         self._rng = random.Random(name)
@@ -394,8 +393,7 @@ class CpuTime:
         return round(self.seconds[phase][name] / self._whole[phase], 3)
 
     def _machine(self) -> tuple[float, float, float]:
-        """Return processor seconds: all that passed, those in use, and those that this soak took.
-        """
+        """Return processor seconds: all that passed, those in use, and those of this soak."""
         times = psutil.cpu_times()
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted twice

@@ -41,8 +41,7 @@ class Picture:
 
 
 def draw(seed: int, height: int, width: int, cover: float = 0.3) -> Picture:
-    """Draw a picture of `height` x `width` pixels whose mask covers about the share `cover` of it.
-    """
+    """Draw a picture of `height` x `width` pixels; its mask covers about the share `cover`."""
     rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[:height, :width]
     slopes = rng.integers(-5, 6, (3, 2))

@@ -69,7 +69,7 @@ AUDIT_SHARE = 0.05
 """Share of cached edits to audit; the worker makes an edit again only in an idle moment."""
 _END_OF_VISITS_S = 60.0
 _CROWD_S = 60.0
-"""With a longer crowd, edits of low priority would wait longer than their clients do."""
+"""Seconds that the extra visitors stay. Longer, and edits of low priority would expire."""
 _IDLE_S = 30.0
 _REST_S = 1.0
 _LONG_STEPS = 200

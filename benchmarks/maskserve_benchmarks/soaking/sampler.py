@@ -111,6 +111,7 @@ class Sampler:
 
         Raises:
             psutil.NoSuchProcess: the worker ends or restarts.
+            InferenceServerException: `control` did not respond.
         """
         now_s, worker = time.monotonic(), self._worker
         window = self._ledger.window(now_s - self._last)
@@ -159,8 +160,7 @@ class Sampler:
 
 
 def drifts(entries: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Return mean and largest drift of the audited edits, from the entries of `control templates`.
-    """
+    """Return mean and largest drift of the audited edits, from `control templates`."""
     audited = [entry for entry in entries if entry.get("audits")]
     if not audited:
         return None, None

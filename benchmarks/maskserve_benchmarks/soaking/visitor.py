@@ -80,8 +80,7 @@ class Visitor:
         return {**drawn_settings, **fixed}
 
     def inputs(self, picture: Picture, settings: dict[str, Any]) -> dict[str, bytes]:
-        """Return the four tensors of an edit; a template's name in the settings replaces the image.
-        """
+        """Return the four tensors of an edit; a template id in the settings replaces the image."""
         image = b"" if "template_id" in settings else picture.image
         if image and self.rng.random() < 0.1:
             image = base64.b64encode(image)

@@ -123,8 +123,7 @@ def largest(visitor: Visitor) -> str:
 
 
 def template(visitor: Visitor) -> str:
-    """Take a template through its life by name: registered, primed, edited, pinned, evicted, gone.
-    """
+    """Use a template by name from start to end: register, prime, edit, pin, evict, remove."""
     rng, grpc = visitor.rng, visitor.grpc
     picture = visitor.album.fresh(rng)
     registration = operate(grpc, "register", image=base64.b64encode(picture.image).decode())

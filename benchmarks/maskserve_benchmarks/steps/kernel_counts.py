@@ -152,8 +152,7 @@ class Counts:
 
 
 def count(case: Case) -> Counts:
-    """Count by running steps of models of few blocks; blocks of one kind launch the same kernels.
-    """
+    """Count with steps of models of few blocks; blocks of one kind launch the same kernels."""
     period = 3 if case.kind == "mixed" else 1
     base, double, single = (
         mean_launches(case, (1 + d * period, 1 + s * period)) for d, s in ((0, 0), (1, 0), (0, 1))
@@ -253,8 +252,7 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
 
 
 def _in_fp8(at: str, product: Linear) -> Linear:
-    """Return a block's product with weights in FP8 in torchao's form; other products are unchanged.
-    """
+    """Return a block's product with weights in torchao's FP8; other products are unchanged."""
     if "_blocks." not in at or not isinstance(product, PlainLinear):
         return product
     weight = torch.empty(product.weight.shape, dtype=FP8, device=DEVICE)
@@ -263,8 +261,7 @@ def _in_fp8(at: str, product: Linear) -> Linear:
 
 
 def unet_step(case: UnetCase) -> tuple[Log, int]:
-    """Return the log of a step of rows that were packed before, and the model's number of blocks.
-    """
+    """Return the log of a step of rows packed before, and the model's number of blocks."""
     with FakeCuda() as cuda:
         bench, rows = _unet_rows(case)
         return _steady(cuda, bench, rows, case.kind), bench.blocks

@@ -54,8 +54,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def peak_bytes(device: torch.device, call: Callable[[], None]) -> int:
-    """Return the largest number of bytes that a call holds beyond the memory that existed before.
-    """
+    """Return the largest number of bytes that a call adds to the existing memory."""
     if device.type != "cuda":
         live = LiveBytes(device.type)
         with live:

@@ -178,8 +178,7 @@ class Worker:
     def measure(
         self, side: int, degree: int, steps: int, foretold: float, *, cached: bool
     ) -> Point:
-        """Run edits of one size on all devices, as many at once as there are gangs of this degree.
-        """
+        """Run edits of one size on all devices, as many at once as there are such gangs."""
         jobs = self.edits(side, self._devices // degree, steps, cached=cached)
         for number, job in enumerate(jobs):
             first = number * degree

@@ -95,7 +95,5 @@ def plan_of_kinds(kinds: Sequence[str]) -> Plan:
 
 
 def refreshed_every(every: int, steps: int) -> RefreshSchedule:
-    """Return the schedule of a row whose ControlNets compute all tokens at one of every `every`
-    steps.
-    """
+    """Return the schedule of a row whose ControlNets compute all tokens every `every` steps."""
     return RefreshSchedule(frozenset(range(0, steps, every)), "model", text=False)
