@@ -164,7 +164,7 @@ class Site:
 
 
 def _encoded(meta: dict[str, Any]) -> str:
-    """Return how META says that an edit's parts were encoded, without the number of edits that
+    """Return META's words on the encoding of an edit's parts, without the number of edits that
     shared a call.
     """
     return " ".join(how for part, how in meta["encoded"].items() if part != "batch")

@@ -26,7 +26,7 @@ def timed(call: Callable[..., T], *args: Any) -> tuple[float, T]:
 
 
 class Round(NamedTuple):
-    """One edit, run once each way. All values are milliseconds."""
+    """Milliseconds of one edit, run once through Triton and once directly."""
 
     through: float
     """Time through Triton."""

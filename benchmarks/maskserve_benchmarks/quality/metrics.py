@@ -17,7 +17,7 @@ from maskserve_benchmarks.demo_model.scenes import Edit
 Picture = NDArray[np.uint8]
 
 RIM = 24
-"""Largest distance in pixels from the mask's rim with a figure of its own."""
+"""Largest distance in pixels from the mask's rim at which the error is reported."""
 SEEN_BELOW = 30.0
 """dB inside the mask below which the eye sees a difference between an edit and its reference."""
 

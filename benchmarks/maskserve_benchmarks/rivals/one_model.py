@@ -292,8 +292,9 @@ def simulated() -> Figures:
 
     FlashPS section 6.4's case (one FLUX worker, 0.5 edits per second, half of a dense step fixed,
     and as much as on an H200) and eight workers at 95 % load. Values are shares of P95:
-    `p95_vs_static` 0.35 means that static batching's is 35 % over ours, `p95_vs_least_requests`
-    0.26 that ours is 26 % under it.
+    `p95_vs_static` 0.35 means that the P95 of static batching is 35 % above that of continuous
+    batching. `p95_vs_least_requests` 0.26 means that the P95 of mask_aware is 26 % below that of
+    least_requests.
     """
     paper, h200 = batching(rates=(0.5,), overheads=(FEW_TOKENS_IDLE, H200_IDLE))
     [case] = [c for c in routing_cases() if c.name == "public" and c.load == 0.95]

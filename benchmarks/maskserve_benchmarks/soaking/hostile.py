@@ -60,7 +60,7 @@ _STEPS = 4
 _KINDS = 4
 """Number of edits that each client repeats; the picture of the first is named as a template."""
 _CONTROLLED, _NET = _KINDS, "outline"
-"""An edit with a ControlNet: it shows whether the service survives the attacks."""
+"""An edit with a ControlNet: it shows how much of the service the attacks leave."""
 P95_BAR, MIB_BAR = 2.0, 1024
 """Bars: P95 of honest edits may grow by this factor, and the router and the page may use so many
 MiB."""
