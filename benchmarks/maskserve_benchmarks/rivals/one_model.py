@@ -290,8 +290,9 @@ def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
 def simulated() -> Figures:
     """Simulate what one machine cannot show: batching and routing at a production rate.
 
-    FlashPS section 6.4's case (one FLUX worker, 0.5 edits per second, half of a dense step fixed,
-    and as much as on an H200) and eight workers at 95 % load. Values are shares of P95:
+    The first case is that of FlashPS section 6.4: one FLUX worker and 0.5 edits per second. Half of
+    a dense step is fixed, or the share that is fixed on an H200. The second case has eight workers
+    at 95 % load. Values are shares of P95:
     `p95_vs_static` 0.35 means that the P95 of static batching is 35 % above that of continuous
     batching. `p95_vs_least_requests` 0.26 means that the P95 of mask_aware is 26 % below that of
     least_requests.
