@@ -93,4 +93,4 @@ def _bracketed(host: str) -> str:
 
 
 def _no_address(url: str) -> InvalidRequest:
-    return InvalidRequest("url", f"{url} is no address", f"HOST:PORT, as {DEFAULTS[0]}")
+    return InvalidRequest("url", f"{url} is not an address", f"HOST:PORT, as {DEFAULTS[0]}")

@@ -45,10 +45,10 @@ _EPILOG = """\
 exit codes:
   0    done
   2    bad input: the message names the field and what is accepted
-  3    unavailable, overloaded, cancelled or out of time: trying again may help
-  4    the server's fault
+  3    unavailable, overloaded, cancelled or timed out: a retry may help
+  4    a fault of the server
   130  interrupted; the edit is cancelled on the server
-  141  nobody reads the output
+  141  the reader of the output has closed it
 """
 
 
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="maskserve",
-        description="Masked image edits: ask a maskserve worker or router, or serve a model.",
+        description="Send masked image edits to a maskserve worker or router, or serve a model.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -105,12 +105,12 @@ def parser() -> argparse.ArgumentParser:
     subcommands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_edit(subcommands)
     _add_mask(subcommands)
-    status = subcommands.add_parser("status", help="what a worker is doing")
+    status = subcommands.add_parser("status", help="show the state of a worker or router")
     status.set_defaults(run=commands.status)
-    cancel = subcommands.add_parser("cancel", help="withdraw edits by their request ids")
-    cancel.add_argument("ids", nargs="+", metavar="ID", help="as given by edit --request-id")
+    cancel = subcommands.add_parser("cancel", help="cancel edits by their request ids")
+    cancel.add_argument("ids", nargs="+", metavar="ID", help="request id, as in edit --request-id")
     cancel.set_defaults(run=commands.cancel)
-    drain = subcommands.add_parser("drain", help="have a worker take no new edits")
+    drain = subcommands.add_parser("drain", help="tell a worker to accept no new edits")
     drain.set_defaults(run=commands.drain)
     for command in (status, cancel, drain):
         _add_common(command)
@@ -126,9 +126,9 @@ def parser() -> argparse.ArgumentParser:
 def _add_mask(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     mask = subcommands.add_parser(
         "mask",
-        help="find a thing in an image, and write its mask",
-        description="Find a thing in an image by its name, or by clicks and a box, and write its "
-        "mask. Of a router whose node servers find or segment.",
+        help="find an object in an image and write its mask",
+        description="Find an object in an image by its name, or by clicks and a box, and write its "
+        "mask. It needs a router with node servers that find or segment objects.",
         epilog='example: maskserve mask --url localhost:8080 --image a.png --find "the car" '
         "--out m.png",
     )
@@ -136,23 +136,23 @@ def _add_mask(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     mask.add_argument(
         "--image", required=True, metavar="FILE", help="PNG, JPEG, WebP, AVIF, GIF or TIFF"
     )
-    mask.add_argument("--out", required=True, metavar="FILE", help="where to write: a PNG")
+    mask.add_argument("--out", required=True, metavar="FILE", help="PNG file to write")
     _add_mask_from(mask)
     mask.set_defaults(run=commands.mask)
 
 
 def _add_mask_from(command: argparse._ActionsContainer) -> None:
     """Add the options that find a mask."""
-    command.add_argument("--find", metavar="TEXT", help="in place of a mask: the thing's name")
+    command.add_argument("--find", metavar="TEXT", help="instead of a mask: the object's name")
     command.add_argument(
         "--click",
         action="append",
         metavar="X,Y[,0]",
-        help="in place of a mask: a pixel of the thing, with 0 of what is none of it; may be given "
-        "again",
+        help="instead of a mask: a pixel of the object, or with ,0 a pixel outside of it; may be "
+        "repeated",
     )
     command.add_argument(
-        "--box", metavar="L,T,R,B", help="in place of a mask: a box round the thing"
+        "--box", metavar="L,T,R,B", help="instead of a mask: a box around the object"
     )
 
 
@@ -161,21 +161,21 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "--url",
         default=os.environ.get("MASKSERVE_URL", ""),
         metavar="HOST:PORT",
-        help="address of a router or worker: its HTTP or its gRPC port, with or without a scheme; "
-        f"the other one is found (default: $MASKSERVE_URL, else {' or '.join(DEFAULTS)})",
+        help="address of a router or worker: its HTTP or gRPC port, with or without a scheme; the "
+        f"client finds the other port (default: $MASKSERVE_URL, else {' or '.join(DEFAULTS)})",
     )
     command.add_argument(
         "--key",
         default=os.environ.get("MASKSERVE_KEY", ""),
         metavar="KEY",
-        help="API key, where the router asks for one (default: $MASKSERVE_KEY, which other "
-        "processes cannot read as they can a command line)",
+        help="API key, if the router asks for one (default: $MASKSERVE_KEY; unlike a command line, "
+        "other processes cannot read it)",
     )
     command.add_argument(
-        "--tls", action="store_true", help="speak TLS; the system's authorities are trusted"
+        "--tls", action="store_true", help="use TLS and trust the system's certificate authorities"
     )
     command.add_argument(
-        "--ca", metavar="FILE", help="PEM file of the authority to trust instead; implies --tls"
+        "--ca", metavar="FILE", help="PEM file of the certificate authority to trust instead; implies --tls"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -184,41 +184,41 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     edit = subcommands.add_parser(
         "edit",
         help="repaint the masked part of an image",
-        description="Repaint the masked part of an image. What the mask leaves out comes back "
-        "bit for bit when --out is a .png or .webp.",
+        description="Repaint the masked part of an image. Pixels outside the mask stay the same, "
+        "bit for bit, if --out is a .png or .webp.",
         epilog='example: maskserve edit --image a.png --mask m.png --prompt "a red star" '
         "--out b.png",
     )
     _add_common(edit)
     files, running = _add_edit_options(edit)
     files.add_argument(
-        "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
+        "--out", required=True, metavar="FILE", help="file to write: .png, .webp or .jpg"
     )
     files.add_argument(
         "--keep-result",
         action="store_true",
         default=None,
-        help="keep the edited picture on the server for some time, as the next edit's "
-        "--template-id; prints its id",
+        help="keep the edited picture on the server for some time and print its id, for the next "
+        "edit's --template-id",
     )
-    running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
+    running.add_argument("--request-id", metavar="ID", help="name of the edit, for cancel and logs")
     running.add_argument(
-        "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"
+        "--timeout", type=float, metavar="S", help="cancel the edit after this many seconds"
     )
     running.add_argument(
         "--wait",
         type=float,
         metavar="S",
-        help="wait so long for a server that is not ready yet",
+        help="wait up to this many seconds until the server is ready",
     )
     running.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
         help="follow the edit step by step (default: if stderr is a terminal)",
     )
-    running.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
+    running.add_argument("--previews", metavar="DIR", help="write previews to this folder; implies --stream")
     running.add_argument(
-        "--preview-every", type=int, metavar="N", help="steps from preview to preview (default 4)"
+        "--preview-every", type=int, metavar="N", help="steps between two previews (default 4)"
     )
     edit.set_defaults(run=commands.edit)
 
@@ -233,15 +233,15 @@ def _add_edit_options(
         "--image", metavar="FILE", help="source image: PNG, JPEG, WebP, AVIF, GIF or TIFF"
     )
     source.add_argument(
-        "--template-id", metavar="ID", help="a registered template or kept result instead"
+        "--template-id", metavar="ID", help="a registered template or a kept result, instead of --image"
     )
     files.add_argument(
         "--mask",
         metavar="FILE",
-        help="mask of the same size: white edits; --expand alone needs none",
+        help="mask of the image's size: white pixels are edited; optional with --expand",
     )
     _add_mask_from(files)
-    files.add_argument("--mask-mode", choices=MASK_MODES, help="what of the mask edits")
+    files.add_argument("--mask-mode", choices=MASK_MODES, help="how to read the mask")
     files.add_argument("--dilate", dest="mask_dilate", type=int, metavar="PX", help="grow the mask")
     files.add_argument(
         "--feather", dest="mask_feather", type=int, metavar="PX", help="fade out beyond the mask"
@@ -249,117 +249,118 @@ def _add_edit_options(
     files.add_argument(
         "--crop-to-mask",
         choices=CROP_MODES,
-        help="whether the model sees a window round the mask alone, at the image's own sharpness "
-        "(auto: of large images)",
+        help="whether the model sees only a window around the mask, as sharp as the image "
+        "(auto: for large images)",
     )
     files.add_argument(
         "--crop-padding",
         type=float,
         metavar="X",
-        help="what the window has round the mask: below 1 a share of it, from 1 on pixels",
+        help="margin of the window around the mask: below 1 a share of the mask's longer side, from "
+        "1 on pixels",
     )
     files.add_argument(
         "--expand",
         metavar="L,T,R,B",
-        help="grow the image by so many pixels left, top, right, bottom; what is new is painted",
+        help="grow the image by this many pixels left, top, right, bottom; the new area is painted",
     )
     files.add_argument(
         "--background",
         choices=BACKGROUNDS,
-        help="opaque: leave out the image's transparency, which .png and .webp keep",
+        help="opaque: drop the image's transparency, which .png and .webp otherwise keep",
     )
     files.add_argument(
         "--quality",
         dest="output_quality",
         type=int,
         metavar="N",
-        help="of a .jpg (95 unless given) or .webp (lossless unless given), 0 to 100",
+        help="quality of a .jpg (default 95) or .webp (default lossless), 0 to 100",
     )
     files.add_argument(
         "--ring",
         dest="mask_ring",
         type=int,
         metavar="TOKENS",
-        help="compute so many tokens round the mask too; what is pasted stays the mask's",
+        help="also compute this many tokens around the mask; they are not pasted",
     )
 
-    model = edit.add_argument_group("what to paint", "Without an option the server's default.")
-    model.add_argument("--prompt", required=True, metavar="TEXT", help="what to paint there")
-    model.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
-    model.add_argument("--seed", type=int, metavar="N", help="drawn and reported if not given")
+    model = edit.add_argument_group("what to paint", "The server's defaults apply to missing options.")
+    model.add_argument("--prompt", required=True, metavar="TEXT", help="what to paint")
+    model.add_argument("--negative-prompt", metavar="TEXT", help="what the picture should not show")
+    model.add_argument("--seed", type=int, metavar="N", help="seed (default: drawn and reported)")
     model.add_argument(
         "--steps", dest="num_inference_steps", type=int, metavar="N", help="denoising steps"
     )
-    model.add_argument("--strength", type=float, metavar="X", help="share of the steps, (0, 1]")
+    model.add_argument("--strength", type=float, metavar="X", help="share of the steps to run, (0, 1]")
     model.add_argument(
         "--guidance",
         dest="guidance_scale",
         type=float,
         metavar="X",
-        help="how closely to follow the prompt; models that know no guidance refuse it",
+        help="how closely to follow the prompt; models without guidance refuse it",
     )
     model.add_argument(
         "--true-cfg",
         dest="true_cfg_scale",
         type=float,
         metavar="X",
-        help="how strongly to steer away from the negative prompt; above 1 goes with it",
+        help="how strongly to avoid the negative prompt; a value above 1 needs one",
     )
     model.add_argument(
-        "--model", metavar="NAME", help="a router chooses by it; a worker refuses any other"
+        "--model", metavar="NAME", help="model: a router chooses a worker by it; a worker accepts only its own"
     )
 
     model.add_argument(
         "--lora",
         action="append",
         metavar="NAME[:SCALE]",
-        help="a LoRA that the server knows; may be given again, and the scale may be negative",
+        help="name of a LoRA on the server; the scale may be negative; may be repeated",
     )
     model.add_argument(
         "--control",
         action="append",
         metavar="NAME[:SCALE]=FILE",
-        help="a ControlNet that the server knows, and its picture, as large as the image; may be "
-        "given again",
+        help="name of a ControlNet on the server, and its picture, of the image's size; may be "
+        "repeated",
     )
 
     running = edit.add_argument_group("how to serve it")
     running.add_argument(
         "--adapters",
         choices=ADAPTER_MODES,
-        help="fast: the first steps may run before the LoRAs are there, and no step waits for what "
-        "a ControlNet service says of it",
+        help="fast: the first steps may run without the LoRAs, and a step may use a ControlNet "
+        "service's output from an earlier step",
     )
     running.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
     running.add_argument(
         "--reproducible",
         action="store_true",
         default=None,
-        help="the same way through the cache at any load",
+        help="equal requests give equal pixels at any load",
     )
     running.add_argument(
         "--first-block-threshold",
         type=float,
         metavar="X",
-        help="leave a step's other blocks out where the first one changed less (FirstBlockCache)",
+        help="skip a step's other blocks if the first one changes by less than X (FirstBlockCache)",
     )
-    running.add_argument("--priority", type=int, metavar="N", help="higher runs first")
-    running.add_argument("--deadline-ms", type=int, metavar="MS", help="due after so long")
+    running.add_argument("--priority", type=int, metavar="N", help="edits with a higher one run first")
+    running.add_argument("--deadline-ms", type=int, metavar="MS", help="time until the response is due")
     running.add_argument(
         "--on-late",
         choices=LATE_MODES,
-        help="what becomes of an edit that is late (default: drop)",
+        help="drop: a late edit ends with an error; finish: it goes on (default: drop)",
     )
     running.add_argument(
         "--reuse",
         choices=REUSE_MODES,
-        help="elastic: an edit that would be late may leave steps out, down to --reuse-floor",
+        help="elastic: an edit that would be late may skip work, down to --reuse-floor",
     )
     running.add_argument(
         "--reuse-floor",
         type=float,
         metavar="DB",
-        help="of --reuse elastic: PSNR in the mask that a way of doing so was measured at",
+        help="lowest quality with --reuse elastic: measured PSNR in the mask",
     )
     return files, running
 
@@ -367,27 +368,27 @@ def _add_edit_options(
 def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     templates = subcommands.add_parser(
         "templates",
-        help="source images that the server keeps",
-        description="Source images that the server keeps, to be edited by their id. With "
-        "http://HOST:PORT of a router they are listed as /v1/templates has them.",
+        help="register, list and pin source images",
+        description="Manage the source images that the server keeps. Edits name them by id. With a "
+        "router's http://HOST:PORT, the commands use its /v1/templates.",
     )
     actions = templates.add_subparsers(required=True, metavar="ACTION")
-    add = actions.add_parser("add", help="register images; prints their ids")
+    add = actions.add_parser("add", help="register images and print their ids")
     add.add_argument("images", nargs="+", metavar="FILE", help="PNG, JPEG, WebP, AVIF, GIF or TIFF")
     add.add_argument(
-        "--shared", action="store_true", help="for every client, not only those with this API key"
+        "--shared", action="store_true", help="every client may use them, not only clients with this API key"
     )
     add.set_defaults(run=commands.templates_add)
-    listing = actions.add_parser("ls", help="list ids, and what the server keeps of each")
+    listing = actions.add_parser("ls", help="list ids and cached activations")
     listing.set_defaults(run=commands.templates_list)
-    remove = actions.add_parser("rm", help="forget templates")
+    remove = actions.add_parser("rm", help="delete templates")
     remove.set_defaults(run=commands.templates_by_worker, op="evict")
-    pin = actions.add_parser("pin", help="keep the cached activations of templates")
+    pin = actions.add_parser("pin", help="protect the cached activations of templates from eviction")
     pin.set_defaults(run=commands.templates_by_worker, op="pin")
-    unpin = actions.add_parser("unpin", help="let cached activations be evicted again")
+    unpin = actions.add_parser("unpin", help="allow the eviction of cached activations again")
     unpin.set_defaults(run=commands.templates_by_worker, op="unpin")
     for command in (remove, pin, unpin):
-        command.add_argument("ids", nargs="+", metavar="ID", help="as templates add prints it")
+        command.add_argument("ids", nargs="+", metavar="ID", help="template id, as printed by templates add")
     for command in (add, listing, remove, pin, unpin):
         _add_common(command)
 
@@ -395,34 +396,34 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
 def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     adapters = subcommands.add_parser(
         "adapters",
-        help="LoRAs that edits may name",
-        description="LoRAs that edits may name, in the server's storage and on its hosts.",
+        help="list, check and load LoRAs",
+        description="Manage the LoRAs in the server's storage and on its hosts.",
     )
     actions = adapters.add_subparsers(required=True, metavar="ACTION")
-    listing = actions.add_parser("ls", help="list them, and where each lies")
+    listing = actions.add_parser("ls", help="list LoRAs and ControlNets, and where they are loaded")
     listing.set_defaults(run=commands.adapters_list)
     check = actions.add_parser(
         "check",
-        help="check adapters to their last weight, or files without a server",
-        description="Check adapters of the server by their names, or .safetensors files here.",
+        help="check every weight of LoRAs on the server, or of files",
+        description="Check LoRAs of the server by name, or local .safetensors files without one.",
     )
-    check.add_argument("names", nargs="+", metavar="NAME|FILE", help="by name, or a file here")
+    check.add_argument("names", nargs="+", metavar="NAME|FILE", help="name on the server, or a local file")
     check.add_argument(
-        "--model", metavar="DIR", help="of files: the folder of the model that they are for"
+        "--model", metavar="DIR", help="for files: folder of the model that they belong to"
     )
     check.add_argument(
         "--gguf",
         default="",
         metavar="FILE",
-        help="of files: GGUF file whose weights take the place of the model's transformer",
+        help="for files: GGUF file whose weights replace the model's transformer",
     )
     check.set_defaults(run=commands.adapters_check)
-    load = actions.add_parser("load", help="bring them to the hosts' memory")
-    pin = actions.add_parser("pin", help="load them, and keep them there")
-    unpin = actions.add_parser("unpin", help="let them be evicted again")
-    evict = actions.add_parser("evict", help="remove them from the hosts; the storage keeps them")
+    load = actions.add_parser("load", help="load LoRAs into the hosts' memory")
+    pin = actions.add_parser("pin", help="load LoRAs and protect them from eviction")
+    unpin = actions.add_parser("unpin", help="allow the eviction of LoRAs again")
+    evict = actions.add_parser("evict", help="remove LoRAs from the hosts; the storage keeps them")
     for name, command in (("load", load), ("pin", pin), ("unpin", unpin), ("evict", evict)):
-        command.add_argument("names", nargs="+", metavar="NAME", help="as adapters ls shows it")
+        command.add_argument("names", nargs="+", metavar="NAME", help="name, as printed by adapters ls")
         command.set_defaults(run=commands.adapters_by_worker, op=f"adapter_{name}")
     for command in (listing, check, load, pin, unpin, evict):
         _add_common(command)
@@ -431,9 +432,9 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
 def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     web = subcommands.add_parser(
         "web",
-        help="serve a page to paint masks on",
-        description="Serve a page on which people paint a mask, say what is to be there, and watch "
-        "the edit come. It asks a worker or router. Needs pip install -e '.[web]' in "
+        help="serve a web page for masked edits",
+        description="Serve a web page on which people paint a mask, write a prompt and watch the "
+        "edit. The page sends edits to a worker or router. It needs pip install -e '.[web]' in "
         "the checkout.",
     )
     web.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
@@ -442,17 +443,17 @@ def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--name",
         action="append",
         default=[],
-        help="a name by which browsers reach the page, beside addresses, names without a dot and "
-        "this machine's own; .example.com stands for all below it; may be given again",
+        help="host name under which browsers reach the page; .example.com includes its subdomains; "
+        "may be repeated. Addresses, names without a dot and this machine's own always work",
     )
-    web.add_argument("--images", metavar="DIR", help="pictures to begin with")
+    web.add_argument("--images", metavar="DIR", help="folder of pictures that the page offers")
     web.add_argument(
         "--router",
         metavar="URL",
-        help="HTTP address of a router whose node servers segment: a click masks a thing",
+        help="HTTP address of a router with segmenting node servers: a click masks an object",
     )
     web.add_argument(
-        "--edits", type=int, default=4, metavar="N", help="edits at a time, of all people (4)"
+        "--edits", type=int, default=4, metavar="N", help="most edits at a time, of all users together (default 4)"
     )
     web.set_defaults(run=commands.web)
     _add_common(web)

@@ -78,7 +78,7 @@ def edit(options: argparse.Namespace) -> None:
                 result = client.edit(*inputs, timeout=options.timeout, **settings)
         except (ServerUnavailable, Overloaded) as error:
             if options.wait is None and not _is_ready(options):
-                hint = "; a server that is loading is waited for with --wait SECONDS"
+                hint = "; use --wait SECONDS to wait for a server that is loading"
                 raise type(error)(error.message + hint) from None
             raise
     write_whole(out, result.encoded)
@@ -124,14 +124,14 @@ def _is_ready(options: argparse.Namespace) -> bool:
 def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Return the settings of an edit, and its control pictures."""
     if out.suffix.lower() not in _FORMATS:
-        raise InvalidRequest("--out", f"{out.name} has another suffix", ", ".join(_FORMATS))
+        raise InvalidRequest("--out", f"{out.name} has an unknown suffix", ", ".join(_FORMATS))
     if not out.parent.is_dir():
         raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
     settings = {**settings_of(options), "output_format": _FORMATS[out.suffix.lower()]}
     if options.previews:
         settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
     elif options.preview_every is not None:
-        raise InvalidRequest("--preview-every", "goes with --previews", "--previews DIR beside it")
+        raise InvalidRequest("--preview-every", "needs --previews", "both of them")
     return settings
 
 
@@ -396,7 +396,7 @@ def cancel(options: argparse.Namespace) -> None:
             print(f"cancelled {name}")
     unknown = [name for name, is_cancelled in withdrawn.items() if not is_cancelled]
     if unknown:
-        raise InvalidRequest("ID", f"no edit in flight has it: {', '.join(unknown)}")
+        raise InvalidRequest("ID", f"no edit in flight has this id: {', '.join(unknown)}")
 
 
 def drain(options: argparse.Namespace) -> None:
@@ -572,7 +572,7 @@ def adapters_check(options: argparse.Namespace) -> None:
         if name.lower().endswith(".safetensors") or Path(name).is_dir()
     ]
     if options.gguf and not options.model:
-        raise InvalidRequest("--gguf", "wants --model, the folder whose transformer it replaces")
+        raise InvalidRequest("--gguf", "needs --model, the folder whose transformer it replaces")
     checked = [_checked_file(name, options.model, options.gguf) for name in files]
     names = [name for name in options.names if name not in files]
     if names:

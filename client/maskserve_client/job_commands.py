@@ -26,33 +26,34 @@ def add_jobs(
     """
     jobs = subcommands.add_parser(
         "jobs",
-        help="edits that nobody waits for",
-        description="Edits that a router makes while nobody waits. --url is its HTTP port.",
+        help="run edits in the background of a router",
+        description="Run edits in the background of a router, and fetch their results later. --url "
+        "is the router's HTTP port.",
     )
     actions = jobs.add_subparsers(required=True, metavar="ACTION")
     add = actions.add_parser(
         "add",
-        help="have an edit made; prints the job's id",
+        help="add a job for an edit and print its id",
         epilog="example: maskserve jobs add --url http://localhost:8080 --image a.png "
         '--mask m.png --prompt "a red star"',
     )
     add_edit_options(add)
     add.add_argument(
-        "--format", dest="output_format", choices=("png", "webp", "jpeg"), help="of the answer"
+        "--format", dest="output_format", choices=("png", "webp", "jpeg"), help="picture format"
     )
-    add.add_argument("--webhook", metavar="URL", help="https URL that is told of its end")
-    add.add_argument("--output-url", metavar="URL", help="where the picture is to be put")
+    add.add_argument("--webhook", metavar="URL", help="https URL to call when the job has ended")
+    add.add_argument("--output-url", metavar="URL", help="URL to which the router writes the picture")
     add.add_argument(
-        "--idempotency-key", default="", metavar="KEY", help="added again, it is the same job"
+        "--idempotency-key", default="", metavar="KEY", help="an equal request with the same key gives the same job"
     )
-    listing = actions.add_parser("ls", help="list the last hundred")
-    get = actions.add_parser("get", help="what has become of one")
-    get.add_argument("id", metavar="ID", help="as jobs add prints it")
-    get.add_argument("--wait", action="store_true", help="until it has ended")
-    get.add_argument("--timeout", type=float, metavar="S", help="wait for so long at most")
-    get.add_argument("--out", type=Path, metavar="FILE", help="for its picture")
-    remove = actions.add_parser("rm", help="cancel jobs; of those that have ended nothing is left")
-    remove.add_argument("ids", nargs="+", metavar="ID", help="as jobs add prints it")
+    listing = actions.add_parser("ls", help="list the last hundred jobs")
+    get = actions.add_parser("get", help="show a job")
+    get.add_argument("id", metavar="ID", help="job id, as printed by jobs add")
+    get.add_argument("--wait", action="store_true", help="wait until the job has ended")
+    get.add_argument("--timeout", type=float, metavar="S", help="with --wait: most seconds to wait")
+    get.add_argument("--out", type=Path, metavar="FILE", help="file for the job's picture")
+    remove = actions.add_parser("rm", help="cancel jobs, and delete jobs that have ended")
+    remove.add_argument("ids", nargs="+", metavar="ID", help="job id, as printed by jobs add")
     for command, run in ((add, _add), (listing, _list), (get, _get), (remove, _remove)):
         add_common(command)
         command.set_defaults(run=run)

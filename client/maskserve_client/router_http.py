@@ -37,7 +37,7 @@ class RouterHttp:
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise InvalidRequest("url", f"{url} is no HTTP address", "http[s]://HOST:PORT")
+            raise InvalidRequest("url", f"{url} is not an HTTP address", "http[s]://HOST:PORT")
         self._url, self._parts = url, parts
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._context, self._timeout = context, timeout

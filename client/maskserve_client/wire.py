@@ -291,7 +291,7 @@ def _picture(outputs: Mapping[str, bytes]) -> Raster:
     try:
         raster = decode_raster(outputs.get("IMAGE", b""), "IMAGE", NO_LIMITS)
     except InvalidRequest as problem:
-        raise EngineFailed(f"the server's answer is no image: {problem.message}") from None
+        raise EngineFailed(f"the server's answer is not an image: {problem.message}") from None
     if raster.colour.profile:
         raster.image.info["icc_profile"] = raster.colour.profile
     return raster

@@ -27,16 +27,16 @@ def add_workflows(
     workflows = subcommands.add_parser(
         "workflows",
         help="compile, check, explain and run workflows",
-        description="Workflows chain models round edits. Definitions are Python files; what is "
-        "served are the plans that compile writes beside them.",
+        description="Workflows chain models around edits. Their definitions are Python files; "
+        "compile writes a plan next to each, and a router serves the plans.",
     )
     actions = workflows.add_subparsers(required=True, metavar="ACTION")
     compile_parser = actions.add_parser(
-        "compile", help="run the definitions of a folder; writes NAME.json"
+        "compile", help="compile the definitions of a folder to plans (NAME.json)"
     )
-    check = actions.add_parser("check", help="whether the plans are whole, and those of today")
+    check = actions.add_parser("check", help="check that the plans match their definitions")
     explain_parser = actions.add_parser(
-        "explain", help="what the plans do, and what the passes did to them"
+        "explain", help="explain what the plans do, and how the passes changed them"
     )
     for command, run in ((compile_parser, _compile), (check, _check), (explain_parser, _explain)):
         command.add_argument("folder", type=Path, metavar="DIR", help="folder of the definitions")
@@ -47,7 +47,7 @@ def add_workflows(
             choices=list(PASSES),
             default=[],
             metavar="PASS",
-            help=f"leave out a pass: {', '.join(PASSES)}; may be given again",
+            help=f"skip a pass: {', '.join(PASSES)}; may be repeated",
         )
         command.set_defaults(run=run)
     started = actions.add_parser(
@@ -56,7 +56,7 @@ def add_workflows(
         epilog="example: maskserve workflows run replace --url localhost:8081 image=@a.png "
         'name="red star" prompt="a blue heart" --out b.png',
     )
-    started.add_argument("name", metavar="NAME", help="of the workflow")
+    started.add_argument("name", metavar="NAME", help="name of the workflow")
     started.add_argument(
         "inputs", nargs="+", metavar="INPUT=VALUE", help="text, or @FILE for a picture or mask"
     )
@@ -65,14 +65,14 @@ def add_workflows(
         type=Path,
         required=True,
         metavar="FILE",
-        help="for its image; further pictures and masks are FILE-NAME beside it",
+        help="file for the output image; further pictures and masks go to FILE-NAME next to it",
     )
-    started.add_argument("--seed", type=int, metavar="N", help="drawn and reported if not given")
+    started.add_argument("--seed", type=int, metavar="N", help="seed (default: drawn and reported)")
     started.add_argument(
-        "--steps", dest="num_inference_steps", type=int, metavar="N", help="of each of its edits"
+        "--steps", dest="num_inference_steps", type=int, metavar="N", help="denoising steps of each edit"
     )
-    started.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
-    started.add_argument("--timeout", type=float, metavar="S", help="cancel it after so long")
+    started.add_argument("--request-id", metavar="ID", help="name of the run, for cancel and logs")
+    started.add_argument("--timeout", type=float, metavar="S", help="cancel the run after this many seconds")
     add_common(started)
     started.set_defaults(run=_run)
 

@@ -97,4 +97,4 @@ def _lora(text: str) -> dict[str, Any]:
     try:
         return {"name": name, "scale": float(scale)} if colon else {"name": name}
     except ValueError:
-        raise InvalidRequest("LoRAs", f"{scale!r} is no number", "NAME or NAME:SCALE") from None
+        raise InvalidRequest("LoRAs", f"{scale!r} is not a number", "NAME or NAME:SCALE") from None

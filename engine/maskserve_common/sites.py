@@ -29,7 +29,7 @@ def foreign_site(
     """
     host, origin = headers.get("host"), headers.get("origin")
     if names is not None and host is not None and not has_name(host, names):
-        return f"Host: {host[:100]!r} is no name of this server"
+        return f"Host: {host[:100]!r} is not a name of this server"
     if origin is None or origin in origins or ANY_SITE in origins:
         return ""
     try:

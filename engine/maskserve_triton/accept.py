@@ -84,7 +84,7 @@ def check_settings(settings: EditSettings, spec: ModelSpec, config: Config) -> N
             "SETTINGS.adapters", "is fast, and the edit is to be reproducible", "exact"
         )
     if settings.output_quality is not None and settings.output_format == "png":
-        raise InvalidRequest("SETTINGS.output_quality", "is no setting of PNG", "jpeg or webp")
+        raise InvalidRequest("SETTINGS.output_quality", "is not a setting of PNG", "jpeg or webp")
     if settings.background == "transparent" and settings.output_format == "jpeg":
         raise InvalidRequest(
             "SETTINGS.background", "is transparent, but JPEG has no alpha", "png or webp"
@@ -127,7 +127,7 @@ def _resolved(
             problem = "is missing" if control.mode is None else f"is {control.mode}"
             raise InvalidRequest(f"{field}.mode", problem, f"0 to {net.modes - 1}")
         if not net.modes and control.mode is not None:
-            raise InvalidRequest(f"{field}.mode", f"is no setting of {control.name}", "no mode")
+            raise InvalidRequest(f"{field}.mode", f"is not a setting of {control.name}", "no mode")
         picture = index if control.image is None else control.image
         fields = {**asdict(control), "image": picture, "version": net.version}
         resolved_controls.append(ResolvedControl(**fields))
@@ -137,7 +137,7 @@ def _resolved(
 def _check_guidance(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
     if settings.guidance_scale is not None and spec.guidance == "none":
         raise InvalidRequest(
-            "SETTINGS.guidance_scale", "is no input of this model", "no guidance_scale"
+            "SETTINGS.guidance_scale", "is not an input of this model", "no guidance_scale"
         )
     if spec.guidance == "cfg":
         _check_cfg(settings, spec, config)
@@ -159,7 +159,7 @@ def _check_cfg(settings: EditSettings, spec: ModelSpec, config: Config) -> None:
             raise InvalidRequest(
                 "SETTINGS.negative_prompt",
                 "has no effect at this guidance_scale",
-                f"a guidance_scale above {spec.guides_above:g} beside it",
+                f"it with a guidance_scale above {spec.guides_above:g}",
             )
 
 
@@ -173,7 +173,7 @@ def _check_true_cfg(settings: EditSettings, spec: ModelSpec, config: Config) -> 
             raise InvalidRequest(
                 "SETTINGS.negative_prompt",
                 "has no effect without SETTINGS.true_cfg_scale",
-                "a true_cfg_scale above 1 beside it",
+                "it with a true_cfg_scale above 1",
             )
     elif settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
         if not spec.true_cfg:
@@ -181,7 +181,7 @@ def _check_true_cfg(settings: EditSettings, spec: ModelSpec, config: Config) -> 
         raise InvalidRequest(
             "SETTINGS.true_cfg_scale",
             "has no effect without SETTINGS.negative_prompt",
-            "a negative_prompt beside it (it may be empty)",
+            "it with a negative_prompt, which may be empty",
         )
 
 
@@ -214,7 +214,7 @@ def _check_skipping(settings: EditSettings, spec: ModelSpec) -> None:
     if not settings.first_block_threshold:
         return
     if not spec.skips_steps:
-        raise InvalidRequest("SETTINGS.first_block_threshold", "is no setting of this model", "0")
+        raise InvalidRequest("SETTINGS.first_block_threshold", "is not a setting of this model", "0")
     if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
         raise InvalidRequest(
             "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
@@ -229,14 +229,14 @@ def _check_reuse(settings: EditSettings, spec: ModelSpec) -> None:
             )
         return
     if not spec.skips_steps:
-        raise InvalidRequest("SETTINGS.reuse", "elastic is no setting of this model", "exact")
+        raise InvalidRequest("SETTINGS.reuse", "elastic is not a setting of this model", "exact")
     if settings.reproducible:  # the load decides which steps are skipped
         raise InvalidRequest(
             "SETTINGS.reuse", "elastic does not go with SETTINGS.reproducible", "exact"
         )
     if settings.reuse_floor is None:
         raise InvalidRequest(
-            "SETTINGS.reuse", "elastic names no floor", "reuse_floor in dB beside it"
+            "SETTINGS.reuse", "elastic needs a floor", "elastic with reuse_floor in dB"
         )
 
 

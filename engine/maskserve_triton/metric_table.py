@@ -64,82 +64,82 @@ _RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 
 _DRIFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75, 1.0)
 
 ENGINE_METRICS = {
-    "running_rows": _gauge("Rows in the running batch, those that prime templates included."),
-    "waiting_rows": _gauge("Edits and templates to prime that wait for a row."),
+    "running_rows": _gauge("Rows in the running batch, including rows that prime templates."),
+    "waiting_rows": _gauge("Edits, and templates to be primed, that wait for a row."),
     "row_capacity": _gauge("Rows that the running batch can hold."),
     "engine_silence_seconds": _gauge("Seconds since the engine last wrote its status record."),
     "cache_bytes": _gauge("Bytes of cached activations.", "tier"),
-    "cache_templates": _gauge("Templates whose activations are all there.", "tier"),
-    "adapter_bytes": _gauge("Bytes of adapters.", "tier"),
-    "adapters": _gauge("Adapters at hand.", "tier"),
-    "adapter_load_failures_total": _counter("Adapters that could not be brought to the device."),
-    "adapter_evictions_total": _counter("Adapters that left the device to make room."),
+    "cache_templates": _gauge("Templates whose activations are complete in the tier.", "tier"),
+    "adapter_bytes": _gauge("Bytes of loaded LoRAs.", "tier"),
+    "adapters": _gauge("Loaded LoRAs.", "tier"),
+    "adapter_load_failures_total": _counter("LoRAs that failed to load onto the device."),
+    "adapter_evictions_total": _counter("LoRAs evicted from the device to make room."),
     "controlnets": _gauge("ControlNets on the device."),
     "controlnet_bytes": _gauge("Bytes of ControlNets on the device."),
     "controlnet_load_failures_total": _counter(
-        "ControlNets that could not be brought to the device."
+        "ControlNets that failed to load onto the device."
     ),
     "controlnet_evictions_total": _counter(
-        "ControlNets that left the device to make room, or with the service that held them."
+        "ControlNets evicted from the device to make room, or lost with their service."
     ),
-    "steps_total": _counter("Steps of the batch, each one call of the model."),
-    "edits_total": _counter("Edits whose last step was taken."),
+    "steps_total": _counter("Steps of the batch; each is one call of the model."),
+    "edits_total": _counter("Edits that ran their last step."),
     "active_tokens_total": _counter("Tokens computed for edits, summed over rows and steps."),
     "dense_rows_total": _counter("Rows that computed all tokens, summed over steps."),
-    "cached_rows_total": _counter("Rows that computed active tokens only, summed over steps."),
-    "priming_rows_total": _counter("Rows that computed a template's entries, summed over steps."),
+    "cached_rows_total": _counter("Rows that used cached activations, summed over steps."),
+    "priming_rows_total": _counter("Rows that primed a template, summed over steps."),
     "skipped_rows_total": _counter(
-        "Rows that left all blocks but the first out (first_block_threshold), summed over steps."
+        "Rows that skipped all blocks after the first (first_block_threshold), summed over steps."
     ),
-    "primings_total": _counter("Templates primed, or given up for want of room.", "outcome"),
+    "primings_total": _counter("Templates whose priming ended, done or given up for lack of room.", "outcome"),
     "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
-    "cache_own_total": _counter("Edits that ran with anchors of their own."),
-    "cache_misses_total": _counter("Edits that wanted activations which were not there."),
-    "cache_evictions_total": _counter("Templates whose activations were dropped.", "tier"),
-    "cache_corrupt_total": _counter("Entries dropped: cut off, or with a wrong checksum.", "tier"),
-    "cache_failures_total": _counter("Reads and writes that a tier's medium refused.", "tier"),
-    "cache_loaded_bytes_total": _counter("Bytes of entries brought to rows.", "tier"),
+    "cache_own_total": _counter("Edits that ran with refresh steps."),
+    "cache_misses_total": _counter("Edits that needed cached activations and found none."),
+    "cache_evictions_total": _counter("Templates whose activations were evicted.", "tier"),
+    "cache_corrupt_total": _counter("Entries dropped because they were truncated or had a wrong checksum.", "tier"),
+    "cache_failures_total": _counter("Reads and writes that failed on the storage of a tier.", "tier"),
+    "cache_loaded_bytes_total": _counter("Bytes of entries loaded for rows.", "tier"),
     "cache_integrity_failures_total": _counter(
-        "Times that an idle worker's cache held what no row reads, or its books did not match."
+        "Checks of an idle worker's cache that found unreleased entries or wrong byte counts."
     ),
     "plans_total": _counter("Steps with cached rows, by how their plan was chosen.", "choice"),
-    "plan_blocks_total": _counter("Blocks that cached rows ran, summed over steps.", "kind"),
-    "audits_total": _counter("Cached edits made again without the cache and compared."),
-    "cache_distrusts_total": _counter("Templates that run dense as an edit of them drifted."),
-    "observations_dropped_total": _counter("Values that histograms lack, for want of room."),
-    "step_seconds": _histogram("Seconds of one step of the batch, loading apart.", _STEP),
+    "plan_blocks_total": _counter("Blocks that cached rows ran, by kind, summed over steps.", "kind"),
+    "audits_total": _counter("Cached edits that were repeated without the cache and compared."),
+    "cache_distrusts_total": _counter("Templates that run dense because one of their cached edits drifted."),
+    "observations_dropped_total": _counter("Values missing from histograms because their queue was full."),
+    "step_seconds": _histogram("Seconds of one step of the batch, without loading.", _STEP),
     "step_load_stall_seconds": _histogram(
-        "Seconds that a step waited for cached activations; steps that read some.", _STALL
+        "Seconds that a step waited for cached activations, in steps that read some.", _STALL
     ),
     "adapter_load_seconds": _histogram(
-        "Seconds to bring an adapter to the device, by where its file was.", _EDIT, "source"
+        "Seconds to load a LoRA onto the device, by its source.", _EDIT, "source"
     ),
     "adapter_wait_seconds": _histogram(
-        "Seconds that an edit waited for its adapters; edits that did.", _WAIT
+        "Seconds that an edit waited for its LoRAs, of edits that waited.", _WAIT
     ),
     "controlnet_stale_steps_total": _counter(
-        "Steps of edits that added what a ControlNet service says of other latents than their own."
+        "Steps of edits that used a ControlNet service's output for another step's latents."
     ),
-    "controlnet_load_seconds": _histogram("Seconds to bring a ControlNet to the device.", _EDIT),
+    "controlnet_load_seconds": _histogram("Seconds to load a ControlNet onto the device.", _EDIT),
     "controlnet_wait_seconds": _histogram(
-        "Seconds that an edit waited for its ControlNets; edits that did.", _WAIT
+        "Seconds that an edit waited for its ControlNets, of edits that waited.", _WAIT
     ),
     "controlnet_stall_seconds": _histogram(
-        "Seconds that a step waited for what a ControlNet service adds, each time.", _STALL
+        "Seconds of one wait of a step for the ControlNet service.", _STALL
     ),
     "cache_drift": _histogram(
-        "Difference of cached from dense latents inside the mask, relative, of audited edits; the "
-        "first templates have histograms of their own.",
+        "Relative difference between cached and dense latents inside the mask, for audited edits. "
+        "The first templates have their own histograms.",
         _DRIFT,
         "template",
         first="other",
     ),
     "step_prediction_error": _histogram(
-        "How far off a plan's predicted step was, as a share of the step.", _SHARE
+        "Error of a plan's predicted step time, as a share of the step time.", _SHARE
     ),
-    "mask_ratio": _histogram("Active tokens over all tokens of an edit that was done.", _RATIO),
+    "mask_ratio": _histogram("Computed tokens over all tokens, of finished edits.", _RATIO),
     "queue_seconds": _histogram(
-        "Seconds from the engine's acceptance of an edit to its row.", _WAIT
+        "Seconds that an edit waited in the engine for a row.", _WAIT
     ),
 }
 ADAPTER_SERIES = (
@@ -149,14 +149,14 @@ ADAPTER_SERIES = (
 """Metrics and labels that exist from the start, also in workers without adapters."""
 FRONT_METRICS = {
     "edit_ends_total": _counter(
-        "Edits answered, by outcome and error code.", "model", "outcome", "code"
+        "Answered edits, by outcome and error code.", "model", "outcome", "code"
     ),
     "edit_seconds": _histogram(
-        "Seconds from a front's acceptance of an edit to its picture.", _EDIT, "model"
+        "Seconds from the acceptance of an edit to its picture.", _EDIT, "model"
     ),
-    "slo_total": _counter("Edits with a due time, by how they ended.", "model", "outcome"),
+    "slo_total": _counter("Edits with a due time, by outcome.", "model", "outcome"),
     "slack_seconds": _histogram(
-        "Seconds that were left when an edit with a due time was answered; below 0: it was late.",
+        "Seconds left until the due time when an edit was answered; negative if it was late.",
         _SLACK,
         "model",
     ),

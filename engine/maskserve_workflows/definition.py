@@ -62,7 +62,7 @@ class Workflow:
 
     def __enter__(self) -> Workflow:
         if OPEN.get() is not None:
-            raise WorkflowError(f"{self.name}: stands inside of another workflow; accepted: beside")
+            raise WorkflowError(f"{self.name}: is defined inside another workflow; accepted: outside of it")
         self._token = OPEN.set(self)
         return self
 

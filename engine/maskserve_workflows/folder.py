@@ -54,7 +54,7 @@ def _plan(path: Path) -> WorkflowPlan:
 
 def _files(folder: Path, suffix: str) -> list[Path]:
     if not folder.is_dir():
-        raise WorkflowError(f"{folder}: is no folder; accepted: one that has workflows")
+        raise WorkflowError(f"{folder}: is not a folder; accepted: a folder with workflows")
     return sorted(folder.glob(f"*{suffix}"))
 
 

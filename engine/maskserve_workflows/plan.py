@@ -312,7 +312,7 @@ def _check_loop(
         kind = _kind(f"{step.id}.{name}", ref, inner, sources)
         if isinstance(step, Each) and (kind not in MANY or name == "carried"):
             raise WorkflowError(
-                f"{step.id}.{name}: several of kind {kind} are no list; accepted: "
+                f"{step.id}.{name}: values of kind {kind} do not form a list; accepted: "
                 + ", ".join(MANY)
             )
     return inner

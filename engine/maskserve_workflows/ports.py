@@ -35,7 +35,7 @@ class Port:
         self._refuse("lists nothing")
 
     def __format__(self, form: str) -> NoReturn:
-        self._refuse("is no text")
+        self._refuse("is not text")
 
     def _refuse(self, why: str) -> NoReturn:
         raise WorkflowError(

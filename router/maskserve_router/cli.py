@@ -58,14 +58,14 @@ async def _run(config: RouterConfig, options: argparse.Namespace) -> None:
 
         loop.add_signal_handler(signal.SIGHUP, reload)
         await stopping.wait()
-        log.info("stopping: edits under way are finished")
+        log.info("stopping after the edits in flight are finished")
 
 
 async def _reload(router: Router) -> None:
     try:
         await router.reload()
     except ConfigError as error:
-        log.error("the configuration was not taken on: %s", error)
+        log.error("the new configuration was not applied: %s", error)
 
 
 def _config(options: argparse.Namespace) -> RouterConfig:
@@ -99,38 +99,38 @@ def _config(options: argparse.Namespace) -> RouterConfig:
 def parser() -> argparse.ArgumentParser:
     argument_parser = argparse.ArgumentParser(
         prog="maskserve-router",
-        description="One front door for many workers: KServe v2 over HTTP and gRPC.",
+        description="Route requests to many workers: KServe v2 over HTTP and gRPC, and OpenAI's image edits.",
     )
     add = argument_parser.add_argument
-    add("--config", metavar="FILE", help="TOML file; what follows wins over it")
+    add("--config", metavar="FILE", help="configuration file (TOML); the options below override it")
     add(
         "--worker",
         action="append",
         metavar="HOST:PORT",
         help="gRPC address of a worker, or dns:NAME:PORT; may be repeated",
     )
-    add("--workflows", metavar="DIR", help="folder of plans, each served as a model of its name")
+    add("--workflows", metavar="DIR", help="folder of workflow plans; the router serves each plan as a model")
     add(
         "--node",
         action="append",
         metavar="HOST:PORT",
-        help="gRPC address of a node server of workflows, or dns:NAME:PORT; may be repeated",
+        help="gRPC address of a node server for workflows, or dns:NAME:PORT; may be repeated",
     )
     add(
         "--values",
         metavar="DIR",
         help="folder in memory that workers and node servers of this host share with the router",
     )
-    add("--keys", metavar="FILE", help="TOML file with [[keys]]; without any there is no start")
+    add("--keys", metavar="FILE", help="TOML file with [[keys]]; the router does not start if the file has no key")
     jobs = argument_parser.add_mutually_exclusive_group()
-    jobs.add_argument("--jobs", metavar="DATABASE", help="as [jobs] database; off: none are taken")
-    jobs.add_argument("--jobs-from", metavar="FILE", help="as [jobs] database_file")
-    add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")
+    jobs.add_argument("--jobs", metavar="DATABASE", help="overrides [jobs] database; off: the router takes no jobs")
+    jobs.add_argument("--jobs-from", metavar="FILE", help="overrides [jobs] database_file")
+    add("--policy", help="how to choose a worker: mask_aware (default), least_requests, least_tokens, round_robin")
     add("--host", help="address of the clients' ports (default 127.0.0.1)")
-    add("--http-port", type=int, help="default 8080")
-    add("--grpc-port", type=int, help="default 8081")
+    add("--http-port", type=int, help="HTTP port for clients (default 8080)")
+    add("--grpc-port", type=int, help="gRPC port for clients (default 8081)")
     add("--admin-host", help="address of the operators' port (default 127.0.0.1)")
-    add("--admin-port", type=int, help="metrics, workers, drain, reload (default 8082)")
-    add("--otlp-url", metavar="URL", help="send OpenTelemetry spans there (OTLP over HTTP)")
+    add("--admin-port", type=int, help="operators' port: metrics, workers, drain, reload (default 8082)")
+    add("--otlp-url", metavar="URL", help="send OpenTelemetry spans to this URL (OTLP over HTTP)")
     add("--trace-rate", type=int, metavar="N", help="trace one edit in N (default 1)")
     return argument_parser

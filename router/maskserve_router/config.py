@@ -310,7 +310,7 @@ def load_router_config(path: str | None, **over: Any) -> RouterConfig:
     """
     tables = laid_over(read_toml(Path(path)) if path else {}, over)
     if tables.get("keys") == []:
-        raise ConfigError("[[keys]]: there are none; without the key every client is let in")
+        raise ConfigError("[[keys]]: is empty; without the table [[keys]] every client is let in")
     if file := tables.get("keys_file"):
         more = read_toml(Path(str(file)))
         if unknown_keys := sorted(more.keys() - {"keys"}):
@@ -361,7 +361,7 @@ def _check(config: RouterConfig) -> None:
         except ValueError:
             raise ConfigError(f"{where} webhook_secret: is not {WEBHOOK_SECRET}") from None
     if config.jobs.database and config.jobs.database_file:
-        raise ConfigError("[jobs] database and database_file: one is given beside the other")
+        raise ConfigError("[jobs] database and database_file: both are set; accepted: one of them")
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
         raise ConfigError("[[keys]] name: two keys have the same")
@@ -388,7 +388,10 @@ def check_change(old: RouterConfig, new: RouterConfig) -> None:
         ConfigError: naming the first key that needs a restart.
     """
     if old.keys and not new.keys:
-        raise ConfigError("[[keys]]: the last one goes by a restart alone: it would open the door")
+        raise ConfigError(
+            "[[keys]]: a reload cannot remove the last key, because without keys every client is "
+            "let in"
+        )
     compared_config = structs.replace(new, keys=old.keys, workers=old.workers)
     addresses = structs.replace(new.workers, addresses=old.workers.addresses)
     for table, field, old_value, new_value in (
@@ -397,9 +400,8 @@ def check_change(old: RouterConfig, new: RouterConfig) -> None:
     ):
         where = f"[{table}] {field}" if table else field
         raise ConfigError(
-            f"{where}: is changed by a restart alone, from {old_value!r} to {new_value!r}; a "
-            "reload takes "
-            "on [workers] addresses, [[keys]] and the files of tls_cert and tls_key"
+            f"{where}: is changed by a restart only, from {old_value!r} to {new_value!r}; a reload "
+            "changes [workers] addresses, [[keys]] and the files of tls_cert and tls_key"
         )
 
 

@@ -48,35 +48,39 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"maskserve_{name}", text, buckets=buckets, registry=self.registry)
 
-        self.requests = counter("requests_total", "Requests, by route and end.", "route", "code")
-        self.retries = counter("retries_total", "Edits sent to another worker, by why.", "reason")
-        self.ejections = counter("ejections_total", "Times a worker was ejected.", "worker")
-        self.rejections = counter(
-            "admission_rejections_total", "Edits that the router refused, by why.", "reason"
+        self.requests = counter(
+            "requests_total", "Answered edits, by route and error code.", "route", "code"
         )
-        self.inflight = gauge("inflight", "Edits at a worker, sent by this router.", "worker")
+        self.retries = counter("retries_total", "Edits sent to another worker, by reason.", "reason")
+        self.ejections = counter("ejections_total", "Ejections of a worker.", "worker")
+        self.rejections = counter(
+            "admission_rejections_total",
+            "Edits, operations and connections that the router refused, by reason.",
+            "reason",
+        )
+        self.inflight = gauge("inflight", "Unanswered edits that this router sent to a worker.", "worker")
         self.worker_up = gauge("worker_up", "Whether a worker takes edits.", "worker")
-        self.waiting = gauge("router_waiting", "Edits that wait in the router for a place.")
-        self.edits = gauge("router_edits", "Edits taken and not answered.")
-        self.bytes = gauge("router_bytes", "Bytes of requests under way.")
-        self.jobs = counter("jobs_total", "Jobs that have ended, by how.", "state")
-        self.jobs_waiting = gauge("router_jobs_waiting", "Jobs that no router has begun.")
+        self.waiting = gauge("router_waiting", "Edits that wait in the router for a worker.")
+        self.edits = gauge("router_edits", "Accepted edits without an answer yet.")
+        self.bytes = gauge("router_bytes", "Bytes of requests and answers in memory.")
+        self.jobs = counter("jobs_total", "Jobs that have ended, by state.", "state")
+        self.jobs_waiting = gauge("router_jobs_waiting", "Jobs that no router has started.")
         self.jobs_running = gauge("router_jobs_running", "Jobs that this router runs.")
         self.webhooks = counter(
-            "webhooks_total", "Webhooks, by whether their host has taken them.", "end"
+            "webhooks_total", "Webhooks that were delivered or given up.", "end"
         )
         self.nodes_busy = gauge(
             "node_servers_busy",
-            "Node servers that all routers' calls of a model have kept busy of late.",
+            "Node servers that recent calls of a model kept busy, over all routers.",
             "model",
         )
-        self.route_seconds = histogram("route_seconds", "Seconds of one decision.", _ROUTE)
+        self.route_seconds = histogram("route_seconds", "Seconds of one routing decision.", _ROUTE)
         self.edit_seconds = histogram(
-            "routed_edit_seconds", "Seconds of an edit at its worker.", _EDIT
+            "routed_edit_seconds", "Seconds that an edit took at its worker.", _EDIT
         )
         self.predicted = histogram(
             "predicted_vs_actual_seconds",
-            "Seconds an edit took at its worker, less those predicted when it was sent.",
+            "Actual minus predicted seconds of an edit at its worker.",
             _ERROR,
         )
         self.prediction_error = histogram(
@@ -85,13 +89,13 @@ class Metrics:
             _RELATIVE,
         )
         self.slo = counter(
-            "router_slo_total", "Edits with a due time, by how they ended.", "outcome"
+            "router_slo_total", "Edits with a due time, by outcome.", "outcome"
         )
         for outcome in SLO_OUTCOMES:
             self.slo.labels(outcome)
         self.slack = histogram(
             "router_slack_seconds",
-            "Seconds that were left when an edit with a due time was answered; below 0: late.",
+            "Seconds left until the due time when an edit was answered; negative if it was late.",
             _ERROR,
         )
         self._begin_at_zero()

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from maskserve_serving.worker import WorkerProcess
 
 DESCRIPTION = f"""\
-Serve a model with Triton on this host: one server for each worker, watched and restarted.
+Serve a model with Triton on this host. Each worker has its own server, and a supervisor
+restarts a server that fails.
 
 Worker i listens at base + 10*i + {{0 HTTP, 1 gRPC, 2 metrics}}; the base is {DEFAULT_BASE_PORT}.
 The router, with --router, listens at {DEFAULT_ROUTER_PORT} (HTTP), +1 (gRPC) and +2 (operators).
-Ctrl-C or SIGTERM finishes the edits that were accepted and stops; a second one stops at once.
+Ctrl-C or SIGTERM finishes the accepted edits and stops; a second signal stops at once.
 """
 EPILOG = """\
 exit codes:
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="print what cards of 16 to 80 GB hold of the model, for each form of its weights, "
-        "and end; weights are neither fetched nor loaded",
+        help="print how the model fits GPUs of 16 to 80 GB, for each number format of its weights, "
+        "and exit; no weights are downloaded or loaded",
     )
 
 

@@ -57,8 +57,8 @@ def tried_devices(
     if ended.returncode or not last:
         stderr_lines = ended.stderr.decode(errors="replace").strip().splitlines()
         raise ServeError(
-            "--devices-per-worker auto: the model could not be tried: "
-            + next(reversed(stderr_lines), "it ended without a word")
+            "--devices-per-worker auto: the trial of the model failed: "
+            + next(reversed(stderr_lines), "it ended without a message")
         )
     trial = json.loads(last)
     devices = int(trial["processes"])

@@ -19,7 +19,7 @@ _CARRIED = (_PACKAGE / "model_repository").is_dir()
 _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
 SERVICES = _MODELS_ROOT / "services"
-CONTROLNETS = "a folder with one of each ControlNet"
+CONTROLNETS = "a folder with a subfolder for each ControlNet"
 """Triton's model repositories: the models, the ensemble that joins them, and the services."""
 CLOSED_APIS = ("shared-memory", "model-repository", "logging")
 """Parts of Triton's API that maskserve does not need, and that let a caller read or change the
@@ -63,39 +63,39 @@ class ServeOptions:
     Empty, 0 and None leave the configuration's value.
     """
 
-    model: str = _flag("folder in diffusers format, or a hub id", "")
+    model: str = _flag("model: a folder in diffusers format, or a hub id", "")
     workers: int = _flag(
-        "Triton servers (default %(default)s); 0: --controlnet-device, --stages-device or --nodes "
-        "alone, for workers and routers of other hosts",
+        "number of workers, each a Triton server (default %(default)s); 0: run only the services "
+        "of --controlnet-device, --stages-device or --nodes, for workers and routers of other hosts",
         1,
         type=int,
         metavar="N",
     )
     devices_per_worker: int | Literal["auto"] = _flag(
-        "devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1); auto: on "
-        "a CPU the number of processes sharing its cores that serves most edits at once, tried "
-        "with the model at start (a lone edit then has fewer cores); on GPUs 1",
+        "devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1). auto: 1 on "
+        "GPUs; on a CPU, a trial at start picks the number of processes with the highest "
+        "throughput (they share the cores, so a single edit has fewer)",
         0,
         type=lambda text: text if text == "auto" else int(text),
         choices=(1, 2, 4, 8, "auto"),
         metavar="N|auto",
     )
     cfg_devices: str = _flag(
-        "one worker of two devices, GPUs by number (0,1) or cpu,cpu: under classifier-free "
-        "guidance each computes one of an edit's two passes, at the same time",
+        "run one worker on two devices, GPUs by number (0,1) or cpu,cpu; with classifier-free "
+        "guidance, each device computes one of an edit's two passes",
         "",
         metavar="A,B",
     )
     share_gpus: bool = _flag("allow more workers than there are GPUs", False, action="store_true")
     name: str = _flag(
-        "worker i is called NAME-i in answers, metrics and logs; hosts behind one router "
-        "want different names (default $MASKSERVE_NAME or worker)",
+        "name worker i NAME-i in responses, metrics and logs; hosts behind one router need "
+        "different names (default $MASKSERVE_NAME or worker)",
         "worker",
         by_hand=lambda: os.environ.get("MASKSERVE_NAME", "worker"),
     )
     host: str = _flag("address to listen on (default %(default)s)", "127.0.0.1")
     base_port: int = _flag(
-        "where the workers' ports begin (default %(default)s)",
+        "first port of the workers (default %(default)s)",
         DEFAULT_BASE_PORT,
         type=int,
         metavar="PORT",
@@ -103,7 +103,7 @@ class ServeOptions:
     """Worker i listens at base + 10·i + {0 HTTP, 1 gRPC, 2 metrics}."""
     router: bool = _flag("run a router in front of the workers", False, action="store_true")
     router_port: int = _flag(
-        "its HTTP port; then gRPC and the operators' (default %(default)s)",
+        "HTTP port of the router, before its gRPC and operators' ports (default %(default)s)",
         DEFAULT_ROUTER_PORT,
         type=int,
         metavar="PORT",
@@ -120,10 +120,10 @@ class ServeOptions:
         metavar="DIR",
     )
     tritonserver: Path | None = _flag(
-        "an installed tritonserver in place of the one from pip", None, type=Path, metavar="FILE"
+        "use this installed tritonserver instead of the one from pip", None, type=Path, metavar="FILE"
     )
     entries: Path | None = _flag(
-        "keep cached activations there, across restarts (default %(default)s); '' for nowhere",
+        "folder that keeps cached activations across restarts (default %(default)s); '': none",
         None,
         type=lambda text: Path(text) if text else None,
         metavar="DIR",
@@ -131,13 +131,14 @@ class ServeOptions:
     )
     """The disk tier of all workers, beside a host tier in memory while they run."""
     adapters: str = _flag(
-        "serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
+        "serve the LoRAs in this folder or bucket: NAME.safetensors, or "
+        "NAME/pytorch_lora_weights.safetensors",
         "",
         metavar="DIR|URL",
     )
     fuse_loras: tuple[str, ...] = _flag(
-        "add a LoRA to the weights at start: every edit has it, and no step pays for it; "
-        "may be given again",
+        "merge a LoRA into the weights at start: every edit uses it, and steps do no extra work; "
+        "may be repeated",
         (),
         name="--fuse-lora",
         action="append",
@@ -145,69 +146,69 @@ class ServeOptions:
         by_hand=list,
     )
     controlnets: str = _flag(
-        "serve the ControlNets there: a folder for each, as diffusers saves them",
+        "serve the ControlNets in this folder: one subfolder each, as diffusers saves them",
         "",
         metavar="DIR",
     )
     controlnet_device: str = _flag(
-        "run ControlNets there, in a server of their own beside the workers: cpu, cuda or "
-        "cuda:N (default: on the base's device, before its step)",
+        "run ControlNets on this device, in a separate server: cpu, cuda or cuda:N "
+        "(default: in each worker, before the base model's step)",
         "",
         metavar="D",
     )
     """Its ports are base + {3 steps of other hosts' workers, 4 HTTP, 5 gRPC, 6 metrics}."""
     stages_device: str = _flag(
-        "encode and decode there, in a server of its own that all workers ask: cpu, cuda or cuda:N "
-        "(default: each worker does by itself)",
+        "encode and decode on this device, in a separate server for all workers: cpu, cuda or "
+        "cuda:N (default: in each worker)",
         "",
         metavar="D",
     )
     """Its ports are base + {14 HTTP, 15 gRPC, 16 metrics}."""
     nodes: Path | None = _flag(
-        "run nodes of workflows in a server of their own beside the workers; FILE is a "
-        "configuration whose [nodes] names their models",
+        "run nodes of workflows in a separate server; the [nodes] table of the configuration FILE "
+        "names their models",
         None,
         type=Path,
         metavar="FILE",
     )
     """Its ports are base + {7 HTTP, 8 gRPC, 9 metrics}."""
     workflows: Path | None = _flag(
-        "have the router serve the plans in this folder, which `maskserve workflows compile` wrote",
+        "make the router serve the plans in this folder, written by `maskserve workflows compile`",
         None,
         type=Path,
         metavar="DIR",
     )
     weights: str = _flag(
-        "form of the denoiser's weights (default: the configuration's, or bf16)",
+        "number format of the denoiser's weights (default: the configuration's, or bf16)",
         "",
         choices=WEIGHT_FORMS,
     )
     gguf: str = _flag(
-        "take the transformer's weights of a FLUX model from this GGUF file", "", metavar="FILE"
+        "load the transformer's weights of a FLUX model from this GGUF file", "", metavar="FILE"
     )
     load_timeout_s: float = _flag(
-        "time to load the model (default %(default)g)",
+        "seconds that the model may take to load (default %(default)g)",
         900.0,
         name="--load-timeout",
         type=float,
         metavar="S",
     )
     drain_grace_s: float | None = _flag(
-        "time to finish edits when stopping (default: the configuration's)",
+        "seconds to finish edits when stopping (default: the configuration's)",
         None,
         name="--drain-grace",
         type=float,
         metavar="S",
     )
     otlp_url: str = _flag(
-        "send OpenTelemetry spans there, as http://localhost:4318/v1/traces", "", metavar="URL"
+        "send OpenTelemetry spans to this URL, such as http://localhost:4318/v1/traces", "", metavar="URL"
     )
     trace_rate: int | None = _flag(
         "trace one request in N (default 1)", None, type=int, metavar="N"
     )
     open_apis: tuple[str, ...] = _flag(
-        "serve this part of Triton's own API at the workers' ports, which is closed by default: "
-        f"{', '.join(CLOSED_APIS)}; may be given again",
+        "open a part of Triton's own API on the workers' ports; all are closed by default: "
+        f"{', '.join(CLOSED_APIS)}; may be repeated",
         (),
         name="--open",
         action="append",
@@ -263,12 +264,12 @@ class ServeOptions:
         if self.workers < 0 or not (self.workers or has_service):
             raise ServeError(f"--workers: {self.workers} is not at least 1")
         if not self.workers and self.router:
-            raise ServeError("--workers: 0 is for services alone, and goes without --router")
+            raise ServeError("--workers: 0 runs only services; accepted: 0 without --router")
         if not self.model and (self.workers or with_model):
             raise ServeError("--model: is missing; name a folder in diffusers format, or a hub id")
         for flag, value in (("workflows", self.workflows), ("router-config", self.router_config)):
             if value is not None and not self.router:
-                raise ServeError(f"--{flag}: is a router's; accepted: together with --router")
+                raise ServeError(f"--{flag}: is an option of the router; accepted: together with --router")
         for flag, device in (
             ("controlnet-device", self.controlnet_device),
             ("stages-device", self.stages_device),
@@ -293,7 +294,7 @@ class ServeOptions:
             check_adapters("[adapters] store", named("adapters", "store"))
         if not self.controlnets:
             check_path("[controls] folder", named("controls", "folder"), CONTROLNETS)
-        check_path("[safety] repository", named("safety", "repository"), "a folder with a model's")
+        check_path("[safety] repository", named("safety", "repository"), "a folder with a model")
         check_path("[model] gguf", named("model", "gguf"), "a GGUF file", folder=False)
         for lora in map(lora_file, named("model", "fuse_loras")):
             if not lora.is_dir():

@@ -187,9 +187,11 @@ def _check_places(tensors: Mapping[str, TensorPlace], begin: int, nbytes: int) -
     end = begin
     for name, place in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if place.begin != end:
-            raise BadHeader(f"is no safetensors file: {short(name)} has no place of its own in it")
+            raise BadHeader(
+                f"is no safetensors file: {short(name)} overlaps another tensor or leaves a gap"
+            )
         end = place.end
         if end > nbytes:
             raise BadHeader(f"is cut short: {short(name)} is not whole")
     if end != nbytes:
-        raise BadHeader(f"is no safetensors file: {nbytes - end} of its bytes are of no tensor")
+        raise BadHeader(f"is no safetensors file: {nbytes - end} of its bytes belong to no tensor")

@@ -89,7 +89,7 @@ def make_mark(config: Config) -> Mark:
     provenance = config.provenance
     if bool(provenance.certificate) != bool(provenance.private_key):
         missing = "private_key" if provenance.certificate else "certificate"
-        raise ConfigError(f"provenance.{missing} is missing beside the other of the two")
+        raise ConfigError(f"provenance.{missing} is missing; it needs certificate and private_key")
     if not provenance.certificate:
         return Unsigned(XMP if provenance.mark else b"")
     return _Signed(provenance, model_name(config))

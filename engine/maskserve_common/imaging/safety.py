@@ -31,14 +31,14 @@ def load_check(config: Config) -> Check | None:
     if not named:
         return None
     if config.safety.model:
-        raise ConfigError("safety.check: is given beside safety.model; accepted: one of them")
+        raise ConfigError("safety.check: cannot be combined with safety.model; accepted: one of them")
     place, _, function = named.rpartition(":")
     try:
         check = getattr(_module(place), function)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ConfigError(f"safety.check: {named} cannot be imported ({error})") from None
     if not callable(check):
-        raise ConfigError(f"safety.check: {named} is no function")
+        raise ConfigError(f"safety.check: {named} is not a function")
     return cast(Check, check)
 
 

@@ -174,7 +174,7 @@ class ResourceCache(ABC, Generic[W]):
             kind = self.kind
             raise Overloaded(
                 f"{kind.setting}: there is no room for {kind.noun} {item.name} beside those of "
-                f"the edits under way ({kind.budget}); try again later"
+                f"running edits ({kind.budget}); try again later"
             )
 
     def _load(self, resource: Resource, item: W, worth: float) -> bool:

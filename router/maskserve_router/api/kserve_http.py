@@ -208,7 +208,7 @@ def _parsed(head: memoryview) -> _Request:
     try:
         return _read_request(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest("body", f"is no inference request: {error}") from None
+        raise InvalidRequest("body", f"is not an inference request: {error}") from None
 
 
 def _check_tensor(tensor: _Input) -> None:
@@ -282,4 +282,4 @@ def _put_parameters(
             case str():
                 parameter.string_param = value
             case _:
-                raise InvalidRequest(f"parameters.{name[:40]}", "is no scalar", "a scalar")
+                raise InvalidRequest(f"parameters.{name[:40]}", "is not a scalar", "a scalar")

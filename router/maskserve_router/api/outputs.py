@@ -44,7 +44,7 @@ def check_output(url: str, prefixes: Sequence[str], field: str = "output_url") -
         raise InvalidRequest(field, "is not below a prefix that is listed", accepted)
     parts = url[len(prefix) :].removesuffix("/").split("/") if url != prefix else []
     if len(url) > _LONGEST or not all(_NAME.fullmatch(part) and part.strip(".") for part in parts):
-        raise InvalidRequest(field, "has a part that is no plain name", accepted)
+        raise InvalidRequest(field, "has a path segment that is not a plain name", accepted)
 
 
 class Outputs:

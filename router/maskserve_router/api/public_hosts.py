@@ -134,7 +134,7 @@ class PublicHosts:
             parsed_url = httpx.URL(url[: _MAX_URL + 1])
             host, port = parsed_url.host.lower(), parsed_url.port or 443
         except (httpx.InvalidURL, ValueError, UnicodeError):
-            raise InvalidRequest(field, "is no URL", accepted) from None
+            raise InvalidRequest(field, "is not a URL", accepted) from None
         if len(url) > _MAX_URL:
             raise InvalidRequest(field, f"has over {_MAX_URL} characters", accepted)
         if parsed_url.scheme != "https":

@@ -226,10 +226,10 @@ class Jobs:
         free = room(self._half, total.form_bytes, client_counts.form_bytes, client.scope)
         if len(encoded_form) > free:
             raise RetryLater(
-                f"jobs that wait have {total.form_bytes} bytes already; try again later", 60.0
+                f"waiting jobs already have {total.form_bytes} bytes; try again later", 60.0
             )
         if client_counts.open >= self._config.keep_jobs:
-            raise RetryLater(f"{client_counts.open} jobs have no end yet; try again later", 60.0)
+            raise RetryLater(f"{client_counts.open} jobs are unfinished; try again later", 60.0)
         job = JobRecord(
             secrets.token_hex(16), client.scope, QUEUED, time.time(), len(encoded_form), webhook
         )
@@ -238,14 +238,14 @@ class Jobs:
             added = await self._query(client, add)
         except OtherRequest:
             raise InvalidRequest(
-                "Idempotency-Key", "came with another request before", "one key for one request"
+                "Idempotency-Key", "was used for another request", "one key for one request"
             ) from None
         except QuotaReached as reached:
             most = getattr(client.daily, reached.name)
             quota_unit = reached.name.replace("_", "-")
             raise RetryLater(
-                f"key {client.name} may give {most:g} {quota_unit} of jobs a day; again from "
-                "0:00 UTC",
+                f"key {client.name} has used its {most:g} {quota_unit} of jobs for today; the next "
+                "day begins at 0:00 UTC",
                 86_400 - time.time() % 86_400,
             ) from None
         self._wake.set()

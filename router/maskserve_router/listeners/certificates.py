@@ -43,7 +43,8 @@ class Certificates:
             why = getattr(error, "reason", None) or error.strerror
             file_names = " and ".join(self.files)
             raise ConfigError(
-                f"[listen] tls_cert and tls_key: {file_names} are no certificate and its key: {why}"
+                f"[listen] tls_cert and tls_key: {file_names} are not a certificate and its "
+                f"key: {why}"
             ) from None
         return certificate, key
 

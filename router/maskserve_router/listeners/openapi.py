@@ -85,7 +85,7 @@ def _openai() -> Json:
         **_error_responses("webhook"),
         "responses": {
             "200": {
-                "description": "The pictures; with `stream`, server-sent events",
+                "description": "The edited pictures, or server-sent events with `stream`",
                 "content": {
                     "application/json": {"schema": _ref("Images")},
                     "text/event-stream": {"schema": _TEXT},
@@ -97,28 +97,28 @@ def _openai() -> Json:
     models = _object(object=_TEXT, data=_list(_ref("Model")))
     return {
         "/v1/images/edits": {"post": edit},
-        "/v1/models": {"get": _answers("Models that workers serve now", models, "Error")},
+        "/v1/models": {"get": _answers("List the models that workers serve now", models, "Error")},
         "/v1/models/{model}": {
             "parameters": [_MODEL],
-            "get": _answers("One of them", _ref("Model"), "Error"),
+            "get": _answers("Get a model", _ref("Model"), "Error"),
         },
     }
 
 
 def _jobs() -> Json:
     add = {
-        "summary": "Have an edit, or a workflow, done later",
+        "summary": "Start a job that runs an edit or a workflow",
         "parameters": [
             {"name": "Idempotency-Key", "in": "header", "schema": {**_TEXT, "pattern": _NAMED}}
         ],
         **_error_responses("stream", "partial_images"),
         "responses": {
             "202": {
-                "description": "The job, kept",
+                "description": "The new job",
                 "content": {"application/json": {"schema": _ref("Job")}},
             },
             **_refusals("Error"),
-            "501": {"description": "jobs are not kept here"},
+            "501": {"description": "This router runs no jobs"},
         },
     }
     named = {"type": ["string", "null"]}
@@ -138,14 +138,14 @@ def _jobs() -> Json:
         },
         {"name": "after", "in": "query", "schema": _TEXT},
     ]
-    listing = {**_answers("Those of the key", listed, "Error"), "parameters": pages}
+    listing = {**_answers("List the jobs of the API key", listed, "Error"), "parameters": pages}
     id_parameter = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     return {
         "/v1/jobs": {"post": add, "get": listing},
         "/v1/jobs/{id}": {
             "parameters": [id_parameter],
-            "get": _answers("State, progress and result", _ref("Job"), "Error"),
-            "delete": _answers("End it, or forget one that has ended", _DELETED, "Error"),
+            "get": _answers("Get the state, progress and result of a job", _ref("Job"), "Error"),
+            "delete": _answers("Cancel a job, or delete a job that has ended", _DELETED, "Error"),
         },
     }
 
@@ -153,7 +153,7 @@ def _jobs() -> Json:
 def _masks() -> Json:
     mask_schema = _object(b64_json=_TEXT, score={"type": ["number", "null"]})
     answer = _answers(
-        "The mask of a thing", _object(object=_TEXT, data=_list(mask_schema)), "Error"
+        "Find the mask of an object", _object(object=_TEXT, data=_list(mask_schema)), "Error"
     )
     form = {
         "type": "object",
@@ -179,7 +179,7 @@ def _workflows() -> Json:
         hosts={"type": "object", "additionalProperties": _list(_TEXT)},
     )
     listed = _object(object={"const": "list"}, data=_list(workflow_schema))
-    summary = "Workflows that are served, and who runs their nodes"
+    summary = "List the workflows and the servers that run their nodes"
     return {"/v1/workflows": {"get": _answers(summary, listed, "Error")}}
 
 
@@ -215,9 +215,9 @@ def _edit(pictures: Json, without: Collection[str]) -> Json:
 
 
 def _picture() -> Json:
-    """Return the schema of an answer's picture.
+    """Return the schema of a response's picture.
 
-    It has the picture or its URL, and with `keep_result` the id of the kept result or null.
+    It has the picture or its URL. With `keep_result` it has the id of the kept result, or null.
     """
     schema = _object(b64_json=_TEXT, url=_TEXT)
     schema["required"] = []
@@ -246,18 +246,18 @@ def _templates() -> Json:
     paths: Json = {
         "/v1/templates": {
             "post": register,
-            "get": _answers("Those of the key", listed, "Error"),
+            "get": _answers("List the templates of the API key", listed, "Error"),
         },
         template_path: {
             "parameters": [_TEMPLATE],
-            "get": _answers("One of them", _ref("Template"), "Error"),
-            "delete": _answers("Forget the image and its entries", _ref("Template"), "Error"),
+            "get": _answers("Get a template", _ref("Template"), "Error"),
+            "delete": _answers("Delete a template and its entries", _ref("Template"), "Error"),
         },
     }
     for operation, summary in (
-        ("prime", "Compute its entries"),
-        ("pin", "Keep its entries from eviction"),
-        ("unpin", "No longer"),
+        ("prime", "Compute the entries of a template"),
+        ("pin", "Protect the entries of a template from eviction"),
+        ("unpin", "Allow the eviction of a template's entries again"),
     ):
         answer = _answers(summary, _ref("Template"), "Error")
         paths[f"{template_path}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
@@ -269,16 +269,16 @@ def _kserve() -> Json:
     named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
     base = "/v2/models/{model}"
     paths: Json = {
-        "/v2": {"get": _answers("Of the server", {"type": "object"}, "KServeError")},
+        "/v2": {"get": _answers("Get the server's metadata", {"type": "object"}, "KServeError")},
         "/v2/repository/index": {
-            "post": _answers("Models", _list({"type": "object"}), "KServeError")
+            "post": _answers("List the models", _list({"type": "object"}), "KServeError")
             | _body(_object(ready={"type": "boolean"}), required=False)
         },
     }
     for path, summary in (
-        ("", "Inputs and outputs"),
-        ("/config", "Triton's"),
-        ("/stats", "Counts"),
+        ("", "Get the inputs and outputs of a model"),
+        ("/config", "Get Triton's configuration of a model"),
+        ("/stats", "Get the inference statistics of a model"),
     ):
         answer = _answers(summary, {"type": "object"}, "KServeError")
         paths[base + path] = {"parameters": [named], "get": answer}
@@ -296,15 +296,15 @@ def _kserve() -> Json:
     infer["required"] = ["inputs"]
     paths[base + "/infer"] = {
         "parameters": [named],
-        "post": _answers("An inference", {"type": "object"}, "KServeError") | _body(infer),
+        "post": _answers("Run a model", {"type": "object"}, "KServeError") | _body(infer),
     }
     generate = {"type": "object", "additionalProperties": _TEXT}
     paths[base + "/generate"] = {
         "parameters": [named],
-        "post": _answers("An inference, by name", {"type": "object"}, "KServeError")
+        "post": _answers("Run a model with inputs given by name", {"type": "object"}, "KServeError")
         | _body(generate),
     }
-    streamed = _answers("An inference as it goes", _TEXT, "KServeError", "text/event-stream")
+    streamed = _answers("Run a model and stream its responses", _TEXT, "KServeError", "text/event-stream")
     paths[base + "/generate_stream"] = {
         "parameters": [named],
         "post": streamed | _body(generate),
@@ -321,11 +321,11 @@ def _health() -> Json:
 
     named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
     return {
-        "/healthz": probe("Whether the router lives"),
+        "/healthz": probe("Whether the router is alive"),
         "/readyz": probe("Whether a worker takes edits", 503),
-        "/v2/health/live": probe("As /healthz"),
-        "/v2/health/ready": probe("As /readyz", 503),
-        "/v2/models/{model}/ready": {"parameters": [named], **probe("Whether it is served", 400)},
+        "/v2/health/live": probe("Same as /healthz"),
+        "/v2/health/ready": probe("Same as /readyz", 503),
+        "/v2/models/{model}/ready": {"parameters": [named], **probe("Whether the model is served", 400)},
         "/openapi.json": probe("This document"),
     }
 
@@ -342,7 +342,7 @@ def _answers(description: str, schema: Json, error: str, media: str = "applicati
 
 def _refusals(error: str) -> Json:
     content = {"application/json": {"schema": _ref(error)}}
-    return {str(code): {"description": "refused", "content": content} for code in _ERROR_STATUSES}
+    return {str(code): {"description": "The error", "content": content} for code in _ERROR_STATUSES}
 
 
 def _body(schema: Json, *, required: bool = True) -> Json:

@@ -191,7 +191,7 @@ def check_request(message: ModelRequest, models: Mapping[str, Contract] = MODELS
     for name in ("priority", "timeout"):
         if name in head.parameters and not _is_count(head.parameters[name]):
             raise InvalidRequest(
-                f"parameters.{name}", "is no whole number from 0", _SETTINGS_OF_PARAMETERS[name]
+                f"parameters.{name}", "is not a whole number from 0", _SETTINGS_OF_PARAMETERS[name]
             )
     tensors = (*head.inputs, *head.outputs)
     if any("shared_memory_region" in tensor.parameters for tensor in tensors):
@@ -218,7 +218,8 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
         if declaration is None:
             raise InvalidRequest(
                 "inputs",
-                f"{tensor.name[:40]!r} is no input of the model{nearest(tensor.name, declared)}",
+                f"{tensor.name[:40]!r} is not an input of the model"
+                f"{nearest(tensor.name, declared)}",
                 ", ".join(declared),
             )
         if input_names.count(tensor.name) > 1:
@@ -246,26 +247,26 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
             "one per input",
         )
     if any(tensor.HasField("contents") for tensor in head.inputs):
-        raise InvalidRequest("inputs", "have contents beside raw_input_contents", "one of them")
+        raise InvalidRequest("inputs", "have both contents and raw_input_contents", "one of them")
     for tensor in head.inputs:
         if declared[tensor.name].dims == (1,):
             try:
                 message.view(tensor.name)
             except LookupError:
                 raise InvalidRequest(
-                    tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then it"
+                    tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then the element"
                 ) from None
         elif message.count(tensor.name) != tensor.shape[0]:
             raise InvalidRequest(
                 tensor.name,
                 f"is not {tensor.shape[0]} elements in BYTES form",
-                "of each a length of 4 bytes, then it",
+                "for each, a length of 4 bytes, then the element",
             )
     outputs = [tensor.name for tensor in contract.outputs]
     for output in head.outputs:
         if output.name not in outputs:
             raise InvalidRequest(
-                "outputs", f"{output.name[:40]!r} is no output of the model", ", ".join(outputs)
+                "outputs", f"{output.name[:40]!r} is not an output of the model", ", ".join(outputs)
             )
 
 

@@ -31,7 +31,7 @@ def known_headers(headers: Mapping[str, str]) -> Metadata:
     """
     for name, value in headers.items():
         if name.startswith("x-") and (name.endswith("-bin") or not value.isascii()):
-            raise InvalidRequest(name[:60], "is no text of ASCII characters", "printable ASCII")
+            raise InvalidRequest(name[:60], "is not ASCII text", "printable ASCII")
     parent, state = headers.get("traceparent"), headers.get("tracestate")
     if parent is None:
         return ()
@@ -40,7 +40,7 @@ def known_headers(headers: Mapping[str, str]) -> Metadata:
     if state is None:
         return (("traceparent", parent),)
     if _TRACESTATE.fullmatch(state) is None:
-        raise InvalidRequest("tracestate", "is no text of ASCII characters", "up to 512 of them")
+        raise InvalidRequest("tracestate", "is not ASCII text", "up to 512 characters")
     return (("traceparent", parent), ("tracestate", state))
 
 

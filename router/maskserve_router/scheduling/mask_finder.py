@@ -94,11 +94,13 @@ class MaskFinder:
             return
         image = await self._fair_share.run(client, message.size, message.read, "IMAGE")
         if message.view("MASK"):
-            raise InvalidRequest(FIELD, "is given beside MASK", "one of them; MASK may be empty")
+            raise InvalidRequest(
+                FIELD, "cannot be combined with MASK", "one of them; MASK may be empty"
+            )
         if not image:
             raise InvalidRequest(FIELD, "is given without IMAGE", "the picture itself")
         if settings.mask_mode not in ("auto", "white"):
-            problem = f"is {settings.mask_mode} beside mask_from"
+            problem = f"is {settings.mask_mode}, which cannot be combined with mask_from"
             raise InvalidRequest("SETTINGS.mask_mode", problem, "white")
         found_mask = await self.find(image, settings.mask_from, client)
         message.write("MASK", found_mask.mask)

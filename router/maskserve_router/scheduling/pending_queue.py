@@ -224,7 +224,7 @@ class PendingQueue:
     def _expire(self, waiting: Waiting) -> None:
         if not waiting.place.done():
             waiting.place.set_exception(
-                DeadlineExceeded("no worker had a place while the edit could be done in time")
+                DeadlineExceeded("no worker had room for the edit while it could still be in time")
             )
 
     def _stop_waiting(self, waiting: Waiting) -> None:

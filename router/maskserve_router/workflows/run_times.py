@@ -123,7 +123,7 @@ class RunTimes:
         needed = self._seconds_of(run, task, price) + run.machine.chain_s(task.key, price)
         if needed > remaining_s * self._slack:
             raise DeadlineExceeded(
-                f"{task.key} and what lies behind it take about {needed:.1f} s, and "
+                f"{task.key} and the nodes after it take about {needed:.1f} s, and "
                 f"{max(remaining_s, 0.0):.1f} s are left for {run.plan.name}"
             )
 
@@ -141,8 +141,8 @@ class RunTimes:
             )
         ends = predicted([*admitted, new], places, Prices(), now_s, self._order)[new.key]
         raise RetryLater(
-            f"{run.plan.name} would take about {ends - now_s:.1f} s beside those that have begun, "
-            f"and {remaining_s:.1f} s are left",
+            f"{run.plan.name} would take about {ends - now_s:.1f} s while earlier runs go on, and "
+            f"{remaining_s:.1f} s are left",
             max(ends - now_s - remaining_s, 1.0),
         )
 

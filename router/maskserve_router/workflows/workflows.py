@@ -422,7 +422,7 @@ class _Driven:
         except (TemplateNotFound, InvalidRequest, Failure) as error:
             if error.code == TemplateNotFound.code and named_in(list(task.inputs.values())):
                 if tries == _TRIES:
-                    raise EngineFailed(f"{task.key}: what it reads was lost each time") from None
+                    raise EngineFailed(f"{task.key}: its inputs were lost on every try") from None
                 self._lost(task, error)
                 return
             if error.code == DeadlineExceeded.code:

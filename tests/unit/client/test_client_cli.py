@@ -231,7 +231,7 @@ def test_a_server_that_does_not_come_is_waited_for_no_longer_than_asked(
         assert "not ready yet, loading for 0 s" in (error_output := capsys.readouterr().err)
         assert f"[UNAVAILABLE] {url}: not ready within 0.3 s" in error_output
         assert edit(url, folder) == 3
-        assert "a server that is loading is waited for with --wait" in capsys.readouterr().err
+        assert "use --wait SECONDS to wait for a server that is loading" in capsys.readouterr().err
 
 
 def test_edits_are_cancelled_by_their_ids(worker: FakeWorker, capsys: Capture) -> None:
@@ -240,7 +240,7 @@ def test_edits_are_cancelled_by_their_ids(worker: FakeWorker, capsys: Capture) -
     assert main(["cancel", "in-flight", "gone", "--url", worker.url]) == 2
     output = capsys.readouterr()
     assert output.out == "cancelled in-flight\n"
-    assert output.err == "maskserve: [INVALID_REQUEST] ID: no edit in flight has it: gone\n"
+    assert output.err == "maskserve: [INVALID_REQUEST] ID: no edit in flight has this id: gone\n"
     assert main(["cancel", "in-flight", "--json", "--url", worker.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"in-flight": True}
 
@@ -363,7 +363,7 @@ def test_nobody_there_is_3(folder: Path, capsys: Capture) -> None:
         (["--image", "m.png", "--mask", "t.png", "--out", "b.png"], "MASK"),
         (
             ["--image", "a.png", "--mask", "m.png", "--out", "b.png", "--preview-every", "2"],
-            "--preview-every: goes with --previews",
+            "--preview-every: needs --previews",
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_listener_has_names_that_no_stranger_gives(host: str) -> None:
 )
 def test_a_name_that_dns_can_give_is_foreign(host: str) -> None:
     assert not has_name(host, (".internal.example",))
-    assert "is no name of this server" in foreign_site({"host": host}, ())
+    assert "is not a name of this server" in foreign_site({"host": host}, ())
 
 
 def test_a_page_of_another_site_is_foreign_wherever_it_asks() -> None:

@@ -175,7 +175,7 @@ def test_settings_are_those_that_the_server_takes() -> None:
     ):
         parse_settings(json.dumps(settings).encode())
     assert "num_inference_steps" not in settings_of(*PLAIN)
-    with pytest.raises(InvalidRequest, match="LoRAs: 'x' is no number"):
+    with pytest.raises(InvalidRequest, match="LoRAs: 'x' is not a number"):
         settings_of(*PLAIN[:-1], "hollow:x")
 
 

@@ -172,7 +172,7 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
         ("https://[::1]/a", "host that is not listed"),
         ("https://2130706433/a", "host that is not listed"),
         ("https:///a", "host that is not listed"),
-        ("https://[", "is no URL|not listed"),
+        ("https://[", "is not a URL|not listed"),
         ("https://pictures.example/" + "a" * 5000, "over 4096 characters"),
         ("", "is no https URL"),
     ],

@@ -185,7 +185,7 @@ async def test_a_request_that_comes_twice_is_one_job(tmp_path: Path) -> None:
         assert (status, body["id"], headers["idempotent-replayed"]) == (202, name, "true")
         status, body, _ = await client.call("POST", "", form(prompt="a moon"), **named)
         assert status == 400
-        assert body["error"]["message"].startswith("Idempotency-Key: came with another request")
+        assert body["error"]["message"].startswith("Idempotency-Key: was used for another request")
         status, body, _ = await client.call("POST", "", form(), **{"Idempotency-Key": "ü" * 300})
         assert status == 400
         await client.ended(name)
@@ -450,7 +450,7 @@ async def test_a_keys_jobs_are_bounded(tmp_path: Path) -> None:
             await client.give()
         status, body, _ = await client.call("POST", "", form())
         assert status == 429
-        assert "3 jobs have no end yet" in body["error"]["message"]
+        assert "3 jobs are unfinished" in body["error"]["message"]
         for worker in workers:
             worker.let_go()
 

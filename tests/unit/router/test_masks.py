@@ -111,7 +111,7 @@ async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -
         ({"box": '["a", 0, 9, 9]'}, ["image"], "box[0]: 'a' is not a number"),
         ({"text": "a car"}, ["image"], "text: no segmenter that takes a thing's name"),
         ({"points": "[[1, 1, 1]]"}, ["image"], "points: no segmenter that takes clicks"),
-        ({"text": "a car"}, ["image", "mask"], "mask: is no file of this form; accepted: image"),
+        ({"text": "a car"}, ["image", "mask"], "mask: is not a file field of this form; accepted: image"),
         ({"text": "a car"}, ["image", "image"], "image: is given 2 times"),
     ],
 )
@@ -161,9 +161,9 @@ async def test_other_edits_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"mask": b"m"}, "beside MASK"),
+        ({"mask": b"m"}, "combined with MASK"),
         ({"image": b""}, "without IMAGE"),
-        ({"mask_mode": "alpha"}, "is alpha beside mask_from"),
+        ({"mask_mode": "alpha"}, "is alpha, which cannot be combined with mask_from"),
     ],
 )
 async def test_what_does_not_go_with_it_is_refused(given: dict[str, Any], told: str) -> None:

@@ -167,7 +167,7 @@ def test_a_smaller_size_or_none_is_refused(asked: str):
         ([PICTURE, ("prompt", "x"), ("stream", "true"), ("n", "2")], "n: is 2 in a stream"),
         ([PICTURE, ("prompt", "x"), ("prompt", "y")], "prompt: is given twice"),
         ([("image", "text"), ("prompt", "x")], "image: is text"),
-        ([PICTURE, ("prompt", "x"), ("more", b"file")], "more: is no picture"),
+        ([PICTURE, ("prompt", "x"), ("more", b"file")], "more: is not a picture"),
         ([PICTURE, ("prompt", "x" * 32_001)], "prompt: is 32001 characters long"),
         ([("template_id", "0" * 32), ("prompt", "x")], "mask: is missing"),
         ([PICTURE, ("prompt", "x"), *([("field", "x")] * 100)], "body: Too many fields"),
@@ -231,8 +231,8 @@ async def test_lists_are_taken_as_sdks_send_them():
 def test_errors_have_the_names_of_this_api():
     for worker_text, api_text in (
         (
-            "SETTINGS.output_quality: is no setting of PNG",
-            "output_compression: is no setting of PNG",
+            "SETTINGS.output_quality: is not a setting of PNG",
+            "output_compression: is not a setting of PNG",
         ),
         ("IMAGE: is 3x3 pixels, and MASK", "image: is 3x3 pixels, and mask"),
         ("CONTROL[1]: is 2x2; accepted: as IMAGE", "image[2]: is 2x2; accepted: as image"),

@@ -70,12 +70,12 @@ def _output() -> pb.ModelInferRequest:
 REFUSED = {
     "no mask": (_without("MASK"), "MASK: is missing"),
     "another version": (_version(), "model_version: there is no version '7'"),
-    "one input too many": (_extra(), "'MORE' is no input"),
+    "one input too many": (_extra(), "'MORE' is not an input"),
     "another shape": (_wrong(shape=[1, 1]), r"IMAGE.shape: is \[1, 1\]"),
     "another type": (_wrong(datatype="FP32"), "IMAGE.datatype"),
     "no length": (_wrong(raw=b"\x09\0\0\0"), "IMAGE: is not one element"),
     "twice": (_twice(), "more than once"),
-    "another output": (_output(), "'LATENTS' is no output"),
+    "another output": (_output(), "'LATENTS' is not an output"),
 }
 
 

@@ -463,7 +463,7 @@ def test_contents_that_are_not_raw_are_made_so():
     with pytest.raises(InvalidRequest, match="has 1 elements for 4 inputs"):
         check_request(parsed(message))
     message.raw_input_contents.extend([b""] * 3)
-    with pytest.raises(InvalidRequest, match="contents beside raw_input_contents"):
+    with pytest.raises(InvalidRequest, match="both contents and raw_input_contents"):
         check_request(parsed(message))
 
 

@@ -56,7 +56,7 @@ def test_runs_are_taken_while_all_can_be_in_time() -> None:
     run_times = times()
     first, second_run, free = a_run(200.0), a_run(200.0), a_run()
     run_times.begin(first)  # 203 s on one worker, and 300 are allowed
-    with pytest.raises(RetryLater, match=r"pair would take about 40\d\.\d s beside those"):
+    with pytest.raises(RetryLater, match=r"pair would take about 40\d\.\d s while earlier runs"):
         run_times.begin(second_run)
     run_times.begin(free)  # due at no time: it is behind all that are
     run_times.end(first)
@@ -108,7 +108,7 @@ def test_a_late_run_ends_before_its_next_node() -> None:
     late, early = a_run(10.0), a_run(1000.0)
     run_times = times()
     run_times.check_next(early, early.machine.ready()[0])
-    with pytest.raises(DeadlineExceeded, match=r"each-1\[0\]/edit-1 and what lies behind it take "
+    with pytest.raises(DeadlineExceeded, match=r"each-1\[0\]/edit-1 and the nodes after it take "
                        r"about 103\.0 s, and \d+\.\d s are left for pair"):  # fmt: skip
         run_times.check_next(late, late.machine.ready()[0])
     endless = a_run()

@@ -133,7 +133,7 @@ ILL_TYPED: list[tuple[Define, str]] = [
     (_until_a_picture, "repeat-1.until: takes a verdict, and enlarge-1.picture is picture"),
     (_carry_a_mask, "each-1.carry: takes a picture, and inputs.other is mask"),
     (_carried_mask, "each-1.carried: takes a picture, and invert-1.mask is mask"),
-    (_nested, "inner: stands inside of another workflow; accepted: beside"),
+    (_nested, "inner: is defined inside another workflow; accepted: outside of it"),
     (lambda f: each(17), "each-1.most: is 17; accepted: 1 to 16"),
     (lambda f: each(3, most=2), "each-1.most: is for regions; accepted: a number alone"),
     (lambda f: repeat(most=0), "repeat-1.most: is 0; accepted: 1 to 16"),

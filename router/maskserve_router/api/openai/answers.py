@@ -233,7 +233,7 @@ def _picture_fields(picture: Picture) -> dict[str, str]:
         ):
             background = "transparent" if opened.mode == "RGBA" else "opaque"
             return {"size": f"{opened.width}x{opened.height}", "background": background}
-    raise EngineFailed("the worker answered with something else")
+    raise EngineFailed("the worker's picture cannot be read")
 
 
 def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -314,7 +314,7 @@ class ImageEdits:
         image = read_size(form.image or form.mask or b"", "image", self._limits)
         margins = _margins(size, image, form.fields.anchor)
         if form.settings.get("expand", margins) != margins:
-            raise InvalidRequest("size", f"is {size[:20]}", "auto beside expand")
+            raise InvalidRequest("size", f"is {size[:20]}", "auto together with expand")
         return replace(form, settings={**form.settings, "expand": margins})
 
     async def _pictures(

@@ -167,7 +167,7 @@ async def read_form(
     images = files.pop("image", [])
     masks = files.pop("mask", [])
     if files:
-        raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
+        raise InvalidRequest(next(iter(files))[:40], "is not a picture of an edit", "image, mask")
     extension_values = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
     settings = {name: setting_of(name, value) for name, value in extension_values.items()}
     of_workflow = texts(values.get("model"))
@@ -178,7 +178,7 @@ async def read_form(
         raise InvalidRequest(strange[0][:40], problem, ", ".join(sorted(known_fields)))
     for name, value in further.items():
         if not isinstance(value, str):
-            raise InvalidRequest(name, "is no text", "a text")
+            raise InvalidRequest(name, "is not a text", "a text")
     control: list[bytes] = []
     if of_workflow is not None:
         images, control = images[:1], images[1:]
@@ -239,7 +239,7 @@ async def _read_multipart(
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError, LookupError) as error:
-        problem = error.message if isinstance(error, MultiPartException) else "is no multipart form"
+        problem = error.message if isinstance(error, MultiPartException) else "is not a multipart form"
         raise InvalidRequest("body", problem[:200], "a multipart form") from None
     values: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
@@ -367,7 +367,7 @@ def _read_json(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        raise InvalidRequest("body", "is no JSON object", "a JSON object") from None
+        raise InvalidRequest("body", "is not a JSON object", "a JSON object") from None
 
 
 async def _with_pictures(
@@ -378,7 +378,7 @@ async def _with_pictures(
     files: dict[str, list[bytes]] = {}
     images = fields.pop("images", [])
     if not isinstance(images, list):
-        raise InvalidRequest("images", "is no list", '[{"image_url": "data:image/png;base64,…"}]')
+        raise InvalidRequest("images", "is not a list", '[{"image_url": "data:image/png;base64,…"}]')
     if len(images) >= _MAX_FILES:
         raise InvalidRequest("images", f"are {len(images)}", f"up to {_MAX_FILES - 1}")
     if images:

@@ -48,7 +48,7 @@ def check_form(plan: WorkflowPlan, form: EditForm) -> None:
         ):
             if present:
                 takes = ", ".join(plan_input.name for plan_input in plan.inputs)
-                raise InvalidRequest(name, f"is no input of {plan.name}", takes)
+                raise InvalidRequest(name, f"is not an input of {plan.name}", takes)
     if form.fields.size != "auto":
         raise InvalidRequest("size", f"is {form.fields.size[:20]}", "auto with a workflow")
     required_pictures = sum(plan_input.kind == "picture" for plan_input in plan.inputs)

@@ -72,7 +72,7 @@ def test_a_check_may_lie_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_function_and_a_model_are_not_both_asked() -> None:
-    with pytest.raises(ConfigError, match=r"safety\.check: is given beside safety\.model"):
+    with pytest.raises(ConfigError, match=r"safety\.check: cannot be combined with safety\.model"):
         load_check(Config(safety=SafetyConfig(check="json:dumps", model="judge")))
 
 

@@ -117,7 +117,7 @@ def test_what_an_edit_holds_is_never_dropped_and_who_comes_later_is_told_so() ->
     books = Books(a=6, b=6)
     books.nets.hold("first", [control("a")])
     books.come("a")
-    with pytest.raises(Overloaded, match="no room for ControlNet b beside those of the edits"):
+    with pytest.raises(Overloaded, match="no room for ControlNet b beside those of running edits"):
         books.nets.hold("second", [control("b")])
     assert books.dropped == []
     books.nets.release("first")

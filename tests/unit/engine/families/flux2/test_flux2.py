@@ -191,7 +191,7 @@ def test_what_klein_does_not_take_is_refused_in_a_sentence(model: Model) -> None
     with pytest.raises(InvalidRequest, match=r"negative_prompt.*cannot be used by this model"):
         accept_edit(edit_settings, b"a", facts, config, None)
     if facts.guidance == "none":
-        with pytest.raises(InvalidRequest, match=r"guidance_scale.*is no input of this model"):
+        with pytest.raises(InvalidRequest, match=r"guidance_scale.*is not an input of this model"):
             accept_edit(EditSettings(guidance_scale=4.0), b"a", facts, config, None)
     with pytest.raises(ValueError, match="takes no ControlNets"):
         check_config({"_class_name": "FluxControlNetModel"}, facts)

@@ -192,7 +192,7 @@ def test_int8_weights_serve_it(model: Model) -> None:
 
 
 def test_guidance_that_it_does_not_have_is_refused(model: Model) -> None:
-    with pytest.raises(InvalidRequest, match=r"guidance_scale.*is no input of this model"):
+    with pytest.raises(InvalidRequest, match=r"guidance_scale.*is not an input of this model"):
         accept_edit(
             EditSettings(guidance_scale=4.0),
             b"a",
