@@ -32,7 +32,7 @@ def decoded(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):
         raise InvalidRequest(
-            "picture", "came broken", "a PNG, JPEG, WebP, AVIF or GIF file"
+            "picture", "is damaged", "a PNG, JPEG, WebP, AVIF or GIF file"
         ) from None
 
 

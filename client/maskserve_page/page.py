@@ -65,7 +65,7 @@ def make_page(
         delete_cache=(600, int(EXPIRES_S)),
     ) as page:
         gr.HTML(
-            "<h1>maskserve</h1> <p>Paint over what is to change, say what is to be there, and edit."
+            "<h1>maskserve</h1> <p>Paint over the part to change, describe its new content, and edit."
             "</p>",
             elem_classes="head",
         )
@@ -134,7 +134,7 @@ def _form(
     )
     with gr.Row(elem_classes="ask"):
         prompt = gr.Textbox(
-            label="What is to be there",
+            label="What to paint there",
             placeholder="a red star",
             elem_id="prompt",
             scale=4,
@@ -152,13 +152,13 @@ def _form(
     with gr.Accordion("More", open=False):
         with gr.Row():
             seed = gr.Number(label="Seed", value=0, precision=0, minimum=0)
-            draw = gr.Checkbox(label="A new seed for each edit", value=True)
+            draw = gr.Checkbox(label="New seed for each edit", value=True)
         with gr.Row():
-            steps = gr.Number(label="Steps (0: the model's own)", value=0, precision=0)
-            guidance = gr.Number(label="Guidance (0: the model's own)", value=0)
+            steps = gr.Number(label="Steps (0: the model's default)", value=0, precision=0)
+            guidance = gr.Number(label="Guidance (0: the model's default)", value=0)
         with gr.Row():
             dilate = gr.Slider(0, 64, 0, step=1, label="Grow the mask (pixels)")
-            feather = gr.Slider(0, 64, 0, step=1, label="Soft rim (pixels)")
+            feather = gr.Slider(0, 64, 0, step=1, label="Feather the mask (pixels)")
         with gr.Row():
             cache = gr.Dropdown(list(CACHE_MODES), value="auto", label="Cache")
             loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
@@ -169,7 +169,7 @@ def _form(
 def _gallery(
     gr: Any, editor: Any, session: Session, pictures_on_disk: PagePictures, pictures: list[Path]
 ) -> None:
-    gr.HTML("Or begin with one of these", elem_classes="caption", padding=False)
+    gr.HTML("Or start with one of these", elem_classes="caption", padding=False)
     gallery = gr.Gallery(
         [str(path) for path in pictures],
         show_label=False,

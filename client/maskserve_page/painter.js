@@ -126,7 +126,7 @@ async function pick([x, y]) {
     draw(0, 0, width, height);
     told();
   } catch (error) {
-    say("What is there could not be asked.");
+    say("The server could not find the object.");
   }
 }
 

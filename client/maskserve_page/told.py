@@ -43,7 +43,7 @@ def preview(image: Image.Image) -> str:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=85)
     text = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="as it comes" src="data:image/jpeg;base64,{text}">'
+    return f'<img alt="preview" src="data:image/jpeg;base64,{text}">'
 
 
 def summary(meta: Mapping[str, Any]) -> str:
@@ -52,18 +52,18 @@ def summary(meta: Mapping[str, Any]) -> str:
     total = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     computed, whole = meta.get("computed_tokens"), meta.get("total_tokens", 0) * meta["steps"]
     more = {
-        "hit": "What the server had kept of the picture was used.",
-        "own": "Its first steps computed the whole picture, and the others used that.",
+        "hit": "The edit used cached activations of the picture.",
+        "own": "Some steps computed the whole picture, and the other steps reused their results.",
         "miss": "The server is preparing the picture for the next edit.",
-        "off": "Nothing that the server keeps was used.",
+        "off": "The edit used no cached activations.",
     }.get(str(meta.get("cache")), "")
     if computed is not None and whole:
-        more += f" {computed / whole:.0%} of the work of a whole picture was done."
+        more += f" The edit took {computed / whole:.0%} of the work of a whole picture."
     window = meta.get("window")
     if window is not None:
         left, top, right, bottom = window["box"]
         more += (
-            f" The model saw {right - left} × {bottom - top} pixels round the mask, at "
+            f" The model saw {right - left} × {bottom - top} pixels around the mask, at "
             f"{window['scale']:.0%} of their size."
         )
     rows = "".join(

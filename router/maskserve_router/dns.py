@@ -37,7 +37,7 @@ async def _of_name(name: str, known: Collection[str]) -> Iterable[str]:
     try:
         address_infos = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=1)
     except OSError as error:
-        log.warning("name %s: %s; what is known of it stays", host, error)
+        log.warning("name %s: %s; its known addresses stay in use", host, error)
         return [address for address in known if address.endswith(f":{port}")]
     hosts = {str(entry[4][0]) for entry in address_infos}
     return [f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts]

@@ -230,7 +230,7 @@ class Router:
         self._certificates.take_on(pair)
         self._keys.change(config.keys)
         self._config = config
-        log.info("the configuration is taken on: keys %s", ", ".join(k.name for k in config.keys))
+        log.info("the new configuration is applied: keys %s", ", ".join(k.name for k in config.keys))
         await self.pool.reload(config)
 
     def _stamps(self) -> list[tuple[int, ...]]:
@@ -254,7 +254,7 @@ class Router:
             try:
                 await self.reload()
             except ConfigError as error:
-                log.error("changed keys or certificates were not taken on: %s", error)
+                log.error("changed keys or certificates were not applied: %s", error)
             except Exception:
                 log.exception("changed keys or certificates were not taken on")
 

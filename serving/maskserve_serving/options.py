@@ -66,7 +66,7 @@ class ServeOptions:
     model: str = _flag("model: a folder in diffusers format, or a hub id", "")
     workers: int = _flag(
         "number of workers, each a Triton server (default %(default)s); 0: run only the services "
-        "of --controlnet-device, --stages-device or --nodes, for workers and routers of other hosts",
+        "of --controlnet-device, --stages-device or --nodes, for workers and routers elsewhere",
         1,
         type=int,
         metavar="N",

@@ -73,12 +73,12 @@ def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
         with page.expect_response(lambda answer: "component_server" in answer.url):
             [click] = paint(page, [(1100, 900)])
         expect(page.locator("#editor .said")).to_contain_text(f"{width} × {height}")
-        page.get_by_label("What is to be there").fill("a red star")
+        page.get_by_label("What to paint there").fill("a red star")
         with page.expect_request(is_edit) as request_info:
             page.locator("#run").click()
         expect(page.locator("#status")).to_contain_text("done", timeout=120_000)
         details = page.locator("#facts")
-        expect(details).to_contain_text("pixels round the mask")
+        expect(details).to_contain_text("pixels around the mask")
         with page.expect_download() as begun:
             page.locator("#download").click()
         facts, edited = details.inner_text(), pixels(Path(begun.value.path()).read_bytes())
@@ -98,7 +98,7 @@ def test_a_click_and_a_prompt_edit_12_megapixels_at_their_own_sharpness(
             place, encode(mask.astype(np.uint8) * 255), "a red star", num_inference_steps=2
         ).meta
     left, top, right, bottom = meta["window"]["box"]
-    assert f"saw {right - left} × {bottom - top} pixels round the mask" in facts
+    assert f"saw {right - left} × {bottom - top} pixels around the mask" in facts
     rows, columns = np.nonzero(mask)
     assert left <= columns.min() <= columns.max() < right
     assert top <= rows.min() <= rows.max() < bottom

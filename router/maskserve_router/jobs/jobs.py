@@ -155,7 +155,7 @@ class Jobs:
                 key = "database" if jobs.database else "database_file"
                 raise ConfigError(f"[jobs] {key}: {_short(error)}") from None
             self._place, self._disabled_reason = "", f"are not kept here: {_short(error)}"
-            log.warning("no jobs are taken: %s", _short(error))
+            log.warning("the router takes no jobs: %s", _short(error))
 
     @property
     def state(self) -> str:
@@ -179,7 +179,7 @@ class Jobs:
                 await self._do(self._store.free, self._owner)
                 await self._do(self._store.tidy)
             except (SQLAlchemyError, OSError) as error:
-                log.warning("jobs run again when their leases pass: %s", _short(error))
+                log.warning("jobs could not be released and run again when their leases expire: %s", _short(error))
             await self._do(self._store.close)
             self._store = None
         self._threads.shutdown(wait=False)
@@ -492,7 +492,7 @@ class Jobs:
         hopeless = job.tries >= self._config.retries or job.runs > _MOST_RUNS
         if error.code != EngineFailed.code or hopeless:
             return None
-        log.warning("job %s: is tried again after %s", job.id, _short(error), extra=about(job.id))
+        log.warning("job %s runs again after an error: %s", job.id, _short(error), extra=about(job.id))
         return _RETRY_S * 2.0**job.tries
 
     async def _written(self, job: JobRecord, work: Callable[[], T]) -> T:
@@ -506,7 +506,7 @@ class Jobs:
                 return await self._do(work)
             except (SQLAlchemyError, OSError) as error:
                 if not is_logged:
-                    text = "job %s: its end waits for the database: %s"
+                    text = "job %s: its result waits for the database: %s"
                     log.error(text, job.id, _short(error), extra=about(job.id))
                 is_logged = True
             await asyncio.sleep(_LOOK_S)

@@ -107,7 +107,7 @@ class Webhooks:
             failure: BaseException = error
         except RetryError as error:
             failure = error.last_attempt.exception() or error
-        log.warning("job %s: its webhook was not taken: %s", name, failure)
+        log.warning("job %s: its webhook was not accepted: %s", name, failure)
         return False
 
     async def _call(self, url: PublicUrl, key: bytes, name: str, body: bytes) -> bool:

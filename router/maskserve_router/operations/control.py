@@ -219,8 +219,8 @@ async def _ask(
             log.warning("worker %s: %s: %s", worker.address, operation["op"], failure.details[:300])
         raise failure from None
     except (msgspec.MsgspecError, IndexError):
-        log.warning("worker %s answered %s with something else", worker.address, operation["op"])
-        raise EngineFailed("a worker answered with something else") from None
+        log.warning("worker %s sent an unexpected answer to %s", worker.address, operation["op"])
+        raise EngineFailed("a worker sent an unexpected answer") from None
 
 
 def cluster_status(

@@ -184,7 +184,7 @@ class NodePool:
         records = await self._all_records()
         changes = await asyncio.to_thread(self._placement.observe, records, time.monotonic())
         for address, models in changes.items():
-            log.info("node server %s is to have %s", address, ", ".join(sorted(models)) or "none")
+            log.info("node server %s is assigned %s", address, ", ".join(sorted(models)) or "none")
             await self._record(address, {PLACED: sorted(models)})
 
     async def close(self) -> None:

@@ -105,11 +105,11 @@ class Pool:
     async def _resolve(self) -> None:
         addresses = await resolved(self.config.workers.addresses, self.workers)
         for address in sorted(addresses - set(self.workers)):
-            log.info("worker %s is new", address)
+            log.info("worker %s was added", address)
             worker = self.join(address)
             self._polls[worker] = asyncio.create_task(self._keep_polling(worker))
         for address in sorted(set(self.workers) - addresses):
-            log.info("worker %s is no longer among the workers", address)
+            log.info("worker %s was removed", address)
             worker = self.workers.pop(address)
             self.roster.leave(worker)
             task = asyncio.create_task(self._retire(worker))
@@ -124,7 +124,7 @@ class Pool:
         while worker.sent and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self._polls.pop(worker).cancel()
-        message = f"[{EngineFailed.code}] the worker is no longer among those of the configuration"
+        message = f"[{EngineFailed.code}] the worker was removed from the configuration"
         worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, message))
         await worker.upstream.close()
         self._index.leave(worker.number)

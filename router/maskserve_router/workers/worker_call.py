@@ -62,7 +62,7 @@ def _check_whole(answer: ModelAnswer, call: EditCall) -> None:
 
 
 def _not_an_answer(sent: Sent) -> Failure:
-    log.warning("worker %s answered an edit with something else", sent.worker.address)
+    log.warning("worker %s sent an unexpected answer to an edit", sent.worker.address)
     message = f"[{EngineFailed.code}] the worker answered with something else"
     return Failure(grpc.StatusCode.INTERNAL, message)
 

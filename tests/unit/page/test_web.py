@@ -278,7 +278,7 @@ def test_what_the_cache_saved_is_said() -> None:
     assert "<strong>1.00 s</strong>, 10 steps, seed 3" in summary_html
     assert "<details><summary>Times</summary>" in summary_html
     assert "<script>" not in summary({**meta, "worker": "<script>"})
-    assert "10% of the work of a whole picture was done" in summary_html
+    assert "The edit took 10% of the work of a whole picture" in summary_html
     assert "<td>denoise</td><td>900 ms</td>" in summary_html
 
 
