@@ -48,7 +48,7 @@ exit codes:
   3    unavailable, overloaded, cancelled or timed out: a retry may help
   4    a fault of the server
   130  interrupted; the edit is cancelled on the server
-  141  the reader of the output has closed it
+  141  the output was closed
 """
 
 
