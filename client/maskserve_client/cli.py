@@ -46,7 +46,7 @@ exit codes:
   0    done
   2    bad input: the message names the field and what is accepted
   3    unavailable, overloaded, cancelled or timed out: a retry may help
-  4    a fault of the server
+  4    the server's fault
   130  interrupted; the edit is cancelled on the server
   141  the output was closed
 """

@@ -419,7 +419,7 @@ def test_an_answer_that_is_no_image_is_the_servers_fault() -> None:
     with (
         FakeServer(garble=True) as worker,
         Client(worker.url) as client,
-        pytest.raises(EngineFailed, match="no image"),
+        pytest.raises(EngineFailed, match="not an image"),
     ):
         client.edit(*IMAGES, "x")
 

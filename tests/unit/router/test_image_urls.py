@@ -167,7 +167,7 @@ async def test_a_host_that_is_silent_holds_nobody() -> None:
         ("https://pictures.example.evil.example/a", "host that is not listed"),
         ("https://pictures.example@evil.example/a", "has a user or password"),
         ("https://user:pw@pictures.example/a", "has a user or password"),
-        ("https://pictures.example\\@evil.example/", "has a user or password|not listed|no URL"),
+        ("https://pictures.example\\@evil.example/", "has a user or password|not listed|not a URL"),
         ("https://127.0.0.1/a", "host that is not listed"),
         ("https://[::1]/a", "host that is not listed"),
         ("https://2130706433/a", "host that is not listed"),

@@ -111,7 +111,7 @@ def test_what_a_reload_cannot_change_is_refused_by_name(rest: str, told: str, tm
 def test_keys_that_were_asked_for_and_are_none_end_the_start(tmp_path: Path):
     file = tmp_path / "router.toml"
     file.write_text("keys = []\n")
-    with pytest.raises(ConfigError, match="there are none"):
+    with pytest.raises(ConfigError, match="is empty"):
         load_router_config(str(file))
 
 

@@ -89,7 +89,7 @@ def test_a_service_without_controlnets_is_refused_before_anything_runs(tmp_path:
     [
         ({"workers": 0}, "--workers: 0 is not at least 1"),
         ({"workers": -1, "stages_device": "cpu"}, "--workers: -1 is not at least 1"),
-        ({"workers": 0, "stages_device": "cpu", "router": True}, "--workers: 0 is for"),
+        ({"workers": 0, "stages_device": "cpu", "router": True}, "--workers: 0 runs only services"),
         ({"model": "", "workers": 0, "controlnet_device": "cpu"}, "--model: is missing"),
         ({"model": ""}, "--model: is missing"),
         ({"model": "", "workers": 0, "stages_device": "cpu"}, "--model: is missing"),
