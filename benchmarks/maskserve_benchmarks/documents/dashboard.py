@@ -50,15 +50,15 @@ _OWN = _rate("cache_own_total")
 _WANTED = f"({_HITS} + {_OWN} + {_MISSES})"
 _SLO = "slo_total"
 ROWS: dict[str, Sequence[Panel]] = {
-    "How it does": (
+    "Overview": (
         Panel(
             "Edits done",
             "percentunit",
             {"": f"{_DONE} / {_rate(_ENDS)}"},
-            "Of all edits that were answered.",
+            "Share of answered edits that were done.",
             stat=True,
         ),
-        Panel("Nine of ten take", "s", {"": _quantile(0.9, "edit_seconds")}, "At most.", stat=True),
+        Panel("P90 of an edit", "s", {"": _quantile(0.9, "edit_seconds")}, "Nine of ten edits take at most this long.", stat=True),
         Panel(
             "Rows in use",
             "percentunit",
@@ -66,28 +66,28 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "": "(sum(maskserve_running_rows) + sum(maskserve_waiting_rows)) "
                 "/ sum(maskserve_row_capacity)"
             },
-            "Above 100 % edits wait: scale on this.",
+            "Above 100 %, edits wait: scale on this.",
             stat=True,
         ),
         Panel(
             "Cached hits",
             "percentunit",
             {"": f"{_HITS} / {_WANTED}"},
-            "Edits that read their template's activations, of all that could compute less.",
+            "Edits that read their template, as a share of hits, refresh steps and misses.",
             stat=True,
         ),
         Panel(
-            "Own anchors",
+            "Refresh steps",
             "percentunit",
             {"": f"{_OWN} / {_WANTED}"},
-            "Of the same, those that read what they have left at steps of their own.",
+            "Edits that used refresh steps, as a share of the same edits.",
             stat=True,
         ),
         Panel(
             "In time",
             "percentunit",
             {"": f'{_rate(_SLO, """{outcome="met"}""")} / {_rate(_SLO)}'},
-            "Of edits with a due time at workers; a refusal is a miss.",
+            "Share of edits with a due time at workers; a refusal counts as late.",
             stat=True,
         ),
     ),
@@ -100,7 +100,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel("Seconds of an edit", "s", _quantiles("edit_seconds"), "From acceptance to picture."),
         Panel("Waiting for a row", "s", _quantiles("queue_seconds"), "In the engine."),
-        Panel("Mask ratio", "percentunit", _quantiles("mask_ratio"), "Active over all tokens."),
+        Panel("Mask ratio", "percentunit", _quantiles("mask_ratio"), "Computed tokens over all tokens."),
         Panel(
             "Due times",
             "ops",
@@ -108,7 +108,7 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "{{outcome}}": _rate(_SLO, by="outcome"),
                 "router: {{outcome}}": _rate("router_slo_total", by="outcome"),
             },
-            "How edits that are due at some time ended.",
+            "Edits with a due time per second, by outcome.",
         ),
         Panel(
             "Seconds left",
@@ -117,7 +117,7 @@ ROWS: dict[str, Sequence[Panel]] = {
                 **{f"{q:.0%}": _quantile(q, "slack_seconds") for q in (0.05, 0.5)},
                 **{f"router {q:.0%}": _quantile(q, "router_slack_seconds") for q in (0.05, 0.5)},
             },
-            "When edits with a due time were answered; below 0: late.",
+            "Until the due time, when an edit was answered; below 0: late.",
         ),
     ),
     "Batch": (
@@ -128,15 +128,15 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "running {{worker}}": "maskserve_running_rows",
                 "waiting {{worker}}": "maskserve_waiting_rows",
             },
-            "Edits and templates to prime.",
+            "Edits, and templates to be primed.",
         ),
-        Panel("Seconds of a step", "s", _quantiles("step_seconds"), "Loading apart."),
+        Panel("Seconds of a step", "s", _quantiles("step_seconds"), "Without loading."),
         Panel(
-            "What rows compute",
+            "Rows by kind",
             "ops",
             {
                 "all tokens": _rate("dense_rows_total"),
-                "masked tokens": _rate("cached_rows_total"),
+                "computed tokens": _rate("cached_rows_total"),
                 "a template": _rate("priming_rows_total"),
             },
             "Rows per second, summed over steps.",
@@ -146,7 +146,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "ops",
             {
                 "steps": _rate("steps_total"),
-                "edits past their last step": _rate("edits_total"),
+                "finished edits": _rate("edits_total"),
                 "rows that skip blocks": _rate("skipped_rows_total"),
             },
             "Per second.",
@@ -154,8 +154,8 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Tokens",
             "ops",
-            {"active": _rate("active_tokens_total")},
-            "Computed for edits per second, summed over rows and steps.",
+            {"computed": _rate("active_tokens_total")},
+            "Computed tokens of edits per second, summed over rows and steps.",
         ),
         Panel(
             "Plans",
@@ -164,22 +164,22 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "{{choice}}": _rate("plans_total", by="choice"),
                 "blocks {{kind}}": _rate("plan_blocks_total", by="kind"),
             },
-            "Steps with cached rows by plan, and the blocks that these ran.",
+            "Steps with cached rows by plan, and the blocks that these rows ran.",
         ),
         Panel(
-            "Steps predicted off by",
+            "Error of predicted steps",
             "percentunit",
             _quantiles("step_prediction_error"),
-            "As a share of the step.",
+            "As a share of the step time.",
         ),
         Panel(
-            "Since the last record",
+            "Engine silence",
             "s",
             {
                 "{{worker}}": "maskserve_engine_silence_seconds",
-                "values lost {{worker}}": "rate(maskserve_observations_dropped_total[5m])",
+                "values dropped {{worker}}": "rate(maskserve_observations_dropped_total[5m])",
             },
-            "What the engine last wrote of itself, and values that histograms lack.",
+            "Seconds since the last status record, and values missing from histograms.",
         ),
     ),
     "Cache": (
@@ -189,60 +189,60 @@ ROWS: dict[str, Sequence[Panel]] = {
             "ops",
             {
                 "hit {{tier}}": _rate("cache_hits_total", by="tier"),
-                "own anchors": _OWN,
+                "refresh steps": _OWN,
                 "miss": _MISSES,
             },
-            "By the tier in which the template was found; own anchors need none.",
+            "Hits by the tier of the template, edits with refresh steps, and misses.",
         ),
         Panel(
             "Templates",
             "short",
             {"{{tier}}": "sum by (tier) (maskserve_cache_templates)"},
-            "Whose activations are all there.",
+            "Templates whose activations are complete.",
         ),
         Panel(
-            "Primed and read",
+            "Primed and loaded",
             "ops",
             {
                 "primed: {{outcome}}": _rate("primings_total", by="outcome"),
-                "bytes read: {{tier}}": _rate("cache_loaded_bytes_total", by="tier"),
+                "bytes loaded: {{tier}}": _rate("cache_loaded_bytes_total", by="tier"),
             },
-            "Templates, and bytes of entries brought to rows.",
+            "Templates, and bytes of entries loaded for rows.",
         ),
         Panel(
             "Evictions",
             "ops",
             {"{{tier}}": _rate("cache_evictions_total", by="tier")},
-            "Templates dropped for room.",
+            "Templates whose activations were evicted.",
         ),
         Panel(
             "Waiting for activations",
             "s",
             _quantiles("step_load_stall_seconds"),
-            "Of steps that read some.",
+            "Of steps that read cached activations.",
         ),
         Panel(
             "Drift",
             "percentunit",
             _quantiles("cache_drift"),
-            "Of cached edits that were made again without the cache (audit_share).",
+            "Of cached edits that were repeated without the cache (audit_share).",
         ),
         Panel(
-            "What went wrong",
+            "Cache faults and audits",
             "ops",
             {
-                "refused by {{tier}}": _rate("cache_failures_total", by="tier"),
+                "failed in {{tier}}": _rate("cache_failures_total", by="tier"),
                 "damaged in {{tier}}": _rate("cache_corrupt_total", by="tier"),
-                "books": _rate("cache_integrity_failures_total"),
-                "made again": _rate("audits_total"),
+                "wrong accounts": _rate("cache_integrity_failures_total"),
+                "audited": _rate("audits_total"),
                 "distrusted": _rate("cache_distrusts_total"),
             },
-            "Reads and writes, entries, audits.",
+            "Failed reads and writes, damaged entries, and audited edits.",
         ),
     ),
     "LoRAs and ControlNets": (
         Panel(
-            "At hand",
+            "Loaded",
             "short",
             {
                 "LoRAs {{tier}}": "sum by (tier) (maskserve_adapters)",
@@ -251,7 +251,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "By tier.",
         ),
         Panel(
-            "Their bytes",
+            "Loaded bytes",
             "bytes",
             {
                 "LoRAs {{tier}}": "sum by (tier) (maskserve_adapter_bytes)",
@@ -260,23 +260,23 @@ ROWS: dict[str, Sequence[Panel]] = {
             "By tier.",
         ),
         Panel(
-            "Nine of ten loads take",
+            "P90 of loads",
             "s",
             {
                 "LoRAs": _quantile(0.9, "adapter_load_seconds"),
                 "ControlNets": _quantile(0.9, "controlnet_load_seconds"),
             },
-            "To the device.",
+            "Time to load onto the device.",
         ),
         Panel(
-            "Nine of ten edits wait",
+            "P90 of waits",
             "s",
             {
                 "for LoRAs": _quantile(0.9, "adapter_wait_seconds"),
                 "for ControlNets": _quantile(0.9, "controlnet_wait_seconds"),
                 "for a service, in a step": _quantile(0.9, "controlnet_stall_seconds"),
             },
-            "Of those that did.",
+            "Of edits that waited.",
         ),
         Panel(
             "Failed and evicted",
@@ -292,12 +292,12 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
     ),
     "Router": (
-        Panel("Workers up", "short", {"{{worker}}": "maskserve_worker_up"}, "1: it takes edits."),
+        Panel("Workers up", "short", {"{{worker}}": "maskserve_worker_up"}, "1: the worker takes edits."),
         Panel(
-            "Edits under way",
+            "Edits in flight",
             "short",
-            {"{{worker}}": "maskserve_inflight", "waiting here": "maskserve_router_waiting"},
-            "By worker, and those that wait in the router.",
+            {"{{worker}}": "maskserve_inflight", "waiting in the router": "maskserve_router_waiting"},
+            "At each worker, and in the router.",
         ),
         Panel(
             "Refused and retried",
@@ -306,39 +306,39 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "refused: {{reason}}": _rate("admission_rejections_total", by="reason"),
                 "retried: {{reason}}": _rate("retries_total", by="reason"),
             },
-            "By why.",
+            "By reason.",
         ),
         Panel(
             "Answers of the router",
             "ops",
             {"{{route}} {{code}}": _rate("requests_total", by="route, code") + " > 0"},
-            "By route and end.",
+            "By route and error code.",
         ),
         Panel(
-            "Held",
+            "In the router",
             "short",
             {
                 "edits {{instance}}": "maskserve_router_edits",
                 "bytes {{instance}}": "maskserve_router_bytes",
                 "ejections": _rate("ejections_total"),
             },
-            "Edits taken and not answered, and bytes of them.",
+            "Unanswered edits, their bytes, and ejections of workers.",
         ),
-        Panel("Seconds of a decision", "s", _quantiles("route_seconds"), "Which worker."),
+        Panel("Seconds of a decision", "s", _quantiles("route_seconds"), "To choose a worker."),
         Panel(
             "Seconds at a worker",
             "s",
             {
                 **_quantiles("routed_edit_seconds"),
-                "longer than predicted": _quantile(0.5, "predicted_vs_actual_seconds"),
+                "actual minus predicted": _quantile(0.5, "predicted_vs_actual_seconds"),
             },
-            "Of an edit, and how far the middle one was off.",
+            "Of an edit, and the median error of the prediction.",
         ),
         Panel(
-            "Predictions off by",
+            "Error of predictions",
             "percentunit",
             _quantiles("prediction_relative_error"),
-            "Of an edit's seconds at its worker.",
+            "As a share of an edit's time at its worker.",
         ),
     ),
     "Jobs and nodes": (
@@ -349,7 +349,7 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "waiting": "max(maskserve_router_jobs_waiting)",
                 "running {{instance}}": "maskserve_router_jobs_running",
             },
-            "That no router has begun, and that each runs.",
+            "Jobs that no router has started, and jobs that each router runs.",
         ),
         Panel(
             "Jobs that end",
@@ -358,7 +358,7 @@ ROWS: dict[str, Sequence[Panel]] = {
                 "{{state}}": _rate("jobs_total", by="state"),
                 "webhook {{end}}": _rate("webhooks_total", by="end"),
             },
-            "By how, and webhooks by whether their host has taken them.",
+            "Ended jobs by state, and webhooks that were delivered or given up.",
         ),
         Panel(
             "Node servers busy",
