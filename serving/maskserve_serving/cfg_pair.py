@@ -67,8 +67,8 @@ def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
         raise ServeError(str(error)) from error
     if not facts.two_passes:
         raise ServeError(
-            "--cfg-devices: edits of this model have one pass, as it knows no classifier-free "
-            "guidance; use --devices-per-worker 2 or --workers 2"
+            "--cfg-devices: edits of this model have one pass, because it has no "
+            "classifier-free guidance; use --devices-per-worker 2 or --workers 2"
         )
     if _CPU in names:
         tables = with_values(tables, "model", device=_CPU)

@@ -173,7 +173,7 @@ def gpus_of_worker(
     if devices and per_worker > len(devices):
         raise ServeError(
             f"--devices-per-worker: {per_worker} GPUs are more than a worker can see; "
-            f"{len(devices)} are here"
+            f"{len(devices)} are visible"
         )
     if devices and workers * per_worker > len(devices) and not share:
         raise ServeError(

@@ -41,19 +41,19 @@ class MemoryTable(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """For people: a line per part, in GiB; `reserved` is kept free and may be empty yet."""
         notes = {
-            "weights": "the denoiser's",
-            "encoder": "and what encoding takes",
-            "decoder": "and what decoding takes",
+            "weights": "the denoiser",
+            "encoder": "its weights and working memory",
+            "decoder": "its weights and working memory",
             "step": f"{self.rows} rows",
             "adapters": "LoRAs of edits",
-            "controls": "ControlNets of edits, and what these keep of them",
+            "controls": "ControlNets of edits, and what rows keep from them",
             "cache": f"{self.cache // max(1, self.template)} templates of "
             f"{self.template / _MIB:.1f} MiB",
             "others": "other processes",
         }
         if self.own:
             many, entry_mib = self.cache // self.own, self.own / _MIB
-            notes["cache"] += f", or {many} edits with own anchors of {entry_mib:.1f} MiB"
+            notes["cache"] += f", or {many} edits with refresh steps of {entry_mib:.1f} MiB"
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
         named = [part for part in ("adapters", "controls") if getattr(self, part)]
         groups = {

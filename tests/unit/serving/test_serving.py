@@ -561,7 +561,7 @@ def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
     with pytest.raises(ServeError, match=r"3 workers of 2 GPU\(s\) on 4 GPU"):
         command.gpus_of_worker(0, 3, per_worker=2)
     for share in (False, True):
-        with pytest.raises(ServeError, match=r"--devices-per-worker: 8 GPUs .* 4 are here"):
+        with pytest.raises(ServeError, match=r"--devices-per-worker: 8 GPUs .* 4 are visible"):
             command.gpus_of_worker(0, 1, per_worker=8, share=share)
 
 
