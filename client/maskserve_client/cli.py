@@ -175,7 +175,9 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "--tls", action="store_true", help="use TLS and trust the system's certificate authorities"
     )
     command.add_argument(
-        "--ca", metavar="FILE", help="PEM file of the certificate authority to trust instead; implies --tls"
+        "--ca",
+        metavar="FILE",
+        help="PEM file of the certificate authority to trust instead; implies --tls",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -216,7 +218,9 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action=argparse.BooleanOptionalAction,
         help="follow the edit step by step (default: if stderr is a terminal)",
     )
-    running.add_argument("--previews", metavar="DIR", help="write previews to this folder; implies --stream")
+    running.add_argument(
+        "--previews", metavar="DIR", help="write previews to this folder; implies --stream"
+    )
     running.add_argument(
         "--preview-every", type=int, metavar="N", help="steps between two previews (default 4)"
     )
@@ -233,7 +237,9 @@ def _add_edit_options(
         "--image", metavar="FILE", help="source image: PNG, JPEG, WebP, AVIF, GIF or TIFF"
     )
     source.add_argument(
-        "--template-id", metavar="ID", help="a registered template or a kept result, instead of --image"
+        "--template-id",
+        metavar="ID",
+        help="a registered template or a kept result, instead of --image",
     )
     files.add_argument(
         "--mask",
@@ -284,14 +290,18 @@ def _add_edit_options(
         help="also compute this many tokens around the mask; they are not pasted",
     )
 
-    model = edit.add_argument_group("what to paint", "The server's defaults apply to missing options.")
+    model = edit.add_argument_group(
+        "what to paint", "The server's defaults apply to missing options."
+    )
     model.add_argument("--prompt", required=True, metavar="TEXT", help="what to paint")
     model.add_argument("--negative-prompt", metavar="TEXT", help="what the picture should not show")
     model.add_argument("--seed", type=int, metavar="N", help="seed (default: drawn and reported)")
     model.add_argument(
         "--steps", dest="num_inference_steps", type=int, metavar="N", help="denoising steps"
     )
-    model.add_argument("--strength", type=float, metavar="X", help="share of the steps to run, (0, 1]")
+    model.add_argument(
+        "--strength", type=float, metavar="X", help="share of the steps to run, (0, 1]"
+    )
     model.add_argument(
         "--guidance",
         dest="guidance_scale",
@@ -307,7 +317,9 @@ def _add_edit_options(
         help="how strongly to avoid the negative prompt; a value above 1 needs one",
     )
     model.add_argument(
-        "--model", metavar="NAME", help="model: a router chooses a worker by it; a worker accepts only its own"
+        "--model",
+        metavar="NAME",
+        help="model: a router chooses a worker by it; a worker accepts only its own",
     )
 
     model.add_argument(
@@ -344,8 +356,12 @@ def _add_edit_options(
         metavar="X",
         help="skip a step's other blocks if the first one changes by less than X (FirstBlockCache)",
     )
-    running.add_argument("--priority", type=int, metavar="N", help="edits with a higher one run first")
-    running.add_argument("--deadline-ms", type=int, metavar="MS", help="time until the response is due")
+    running.add_argument(
+        "--priority", type=int, metavar="N", help="edits with a higher one run first"
+    )
+    running.add_argument(
+        "--deadline-ms", type=int, metavar="MS", help="time until the response is due"
+    )
     running.add_argument(
         "--on-late",
         choices=LATE_MODES,
@@ -376,19 +392,25 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     add = actions.add_parser("add", help="register images and print their ids")
     add.add_argument("images", nargs="+", metavar="FILE", help="PNG, JPEG, WebP, AVIF, GIF or TIFF")
     add.add_argument(
-        "--shared", action="store_true", help="every client may use them, not only clients with this API key"
+        "--shared",
+        action="store_true",
+        help="every client may use them, not only clients with this API key",
     )
     add.set_defaults(run=commands.templates_add)
     listing = actions.add_parser("ls", help="list ids and cached activations")
     listing.set_defaults(run=commands.templates_list)
     remove = actions.add_parser("rm", help="delete templates")
     remove.set_defaults(run=commands.templates_by_worker, op="evict")
-    pin = actions.add_parser("pin", help="protect the cached activations of templates from eviction")
+    pin = actions.add_parser(
+        "pin", help="protect the cached activations of templates from eviction"
+    )
     pin.set_defaults(run=commands.templates_by_worker, op="pin")
     unpin = actions.add_parser("unpin", help="allow the eviction of cached activations again")
     unpin.set_defaults(run=commands.templates_by_worker, op="unpin")
     for command in (remove, pin, unpin):
-        command.add_argument("ids", nargs="+", metavar="ID", help="template id, as printed by templates add")
+        command.add_argument(
+            "ids", nargs="+", metavar="ID", help="template id, as printed by templates add"
+        )
     for command in (add, listing, remove, pin, unpin):
         _add_common(command)
 
@@ -407,7 +429,9 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
         help="check every weight of LoRAs on the server, or of files",
         description="Check LoRAs of the server by name, or local .safetensors files without one.",
     )
-    check.add_argument("names", nargs="+", metavar="NAME|FILE", help="name on the server, or a local file")
+    check.add_argument(
+        "names", nargs="+", metavar="NAME|FILE", help="name on the server, or a local file"
+    )
     check.add_argument(
         "--model", metavar="DIR", help="for files: folder of the model that they belong to"
     )
@@ -423,7 +447,9 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
     unpin = actions.add_parser("unpin", help="allow the eviction of LoRAs again")
     evict = actions.add_parser("evict", help="remove LoRAs from the hosts; the storage keeps them")
     for name, command in (("load", load), ("pin", pin), ("unpin", unpin), ("evict", evict)):
-        command.add_argument("names", nargs="+", metavar="NAME", help="name, as printed by adapters ls")
+        command.add_argument(
+            "names", nargs="+", metavar="NAME", help="name, as printed by adapters ls"
+        )
         command.set_defaults(run=commands.adapters_by_worker, op=f"adapter_{name}")
     for command in (listing, check, load, pin, unpin, evict):
         _add_common(command)
@@ -453,7 +479,11 @@ def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="HTTP address of a router with segmenting node servers: a click masks an object",
     )
     web.add_argument(
-        "--edits", type=int, default=4, metavar="N", help="most edits at a time, of all users together (default 4)"
+        "--edits",
+        type=int,
+        default=4,
+        metavar="N",
+        help="most edits at a time, of all users together (default 4)",
     )
     web.set_defaults(run=commands.web)
     _add_common(web)

@@ -42,9 +42,14 @@ def add_jobs(
         "--format", dest="output_format", choices=("png", "webp", "jpeg"), help="picture format"
     )
     add.add_argument("--webhook", metavar="URL", help="https URL to call when the job has ended")
-    add.add_argument("--output-url", metavar="URL", help="URL to which the router writes the picture")
     add.add_argument(
-        "--idempotency-key", default="", metavar="KEY", help="an equal request with the same key gives the same job"
+        "--output-url", metavar="URL", help="URL to which the router writes the picture"
+    )
+    add.add_argument(
+        "--idempotency-key",
+        default="",
+        metavar="KEY",
+        help="an equal request with the same key gives the same job",
     )
     listing = actions.add_parser("ls", help="list the last hundred jobs")
     get = actions.add_parser("get", help="show a job")

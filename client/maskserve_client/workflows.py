@@ -69,10 +69,16 @@ def add_workflows(
     )
     started.add_argument("--seed", type=int, metavar="N", help="seed (default: drawn and reported)")
     started.add_argument(
-        "--steps", dest="num_inference_steps", type=int, metavar="N", help="denoising steps of each edit"
+        "--steps",
+        dest="num_inference_steps",
+        type=int,
+        metavar="N",
+        help="denoising steps of each edit",
     )
     started.add_argument("--request-id", metavar="ID", help="name of the run, for cancel and logs")
-    started.add_argument("--timeout", type=float, metavar="S", help="cancel the run after this many seconds")
+    started.add_argument(
+        "--timeout", type=float, metavar="S", help="cancel the run after this many seconds"
+    )
     add_common(started)
     started.set_defaults(run=_run)
 

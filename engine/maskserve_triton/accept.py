@@ -214,7 +214,9 @@ def _check_skipping(settings: EditSettings, spec: ModelSpec) -> None:
     if not settings.first_block_threshold:
         return
     if not spec.skips_steps:
-        raise InvalidRequest("SETTINGS.first_block_threshold", "is not a setting of this model", "0")
+        raise InvalidRequest(
+            "SETTINGS.first_block_threshold", "is not a setting of this model", "0"
+        )
     if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
         raise InvalidRequest(
             "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"

@@ -76,9 +76,7 @@ ENGINE_METRICS = {
     "adapter_evictions_total": _counter("LoRAs evicted from the device to make room."),
     "controlnets": _gauge("ControlNets on the device."),
     "controlnet_bytes": _gauge("Bytes of ControlNets on the device."),
-    "controlnet_load_failures_total": _counter(
-        "ControlNets that failed to load onto the device."
-    ),
+    "controlnet_load_failures_total": _counter("ControlNets that failed to load onto the device."),
     "controlnet_evictions_total": _counter(
         "ControlNets evicted from the device to make room, or lost with their service."
     ),
@@ -91,22 +89,34 @@ ENGINE_METRICS = {
     "skipped_rows_total": _counter(
         "Rows that skipped all blocks after the first (first_block_threshold), summed over steps."
     ),
-    "primings_total": _counter("Templates whose priming ended, done or given up for lack of room.", "outcome"),
+    "primings_total": _counter(
+        "Templates whose priming ended, done or given up for lack of room.", "outcome"
+    ),
     "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
     "cache_own_total": _counter("Edits that ran with refresh steps."),
     "cache_misses_total": _counter("Edits that needed cached activations and found none."),
     "cache_evictions_total": _counter("Templates whose activations were evicted.", "tier"),
-    "cache_corrupt_total": _counter("Entries dropped because they were truncated or had a wrong checksum.", "tier"),
-    "cache_failures_total": _counter("Reads and writes that failed on the storage of a tier.", "tier"),
+    "cache_corrupt_total": _counter(
+        "Entries dropped because they were truncated or had a wrong checksum.", "tier"
+    ),
+    "cache_failures_total": _counter(
+        "Reads and writes that failed on the storage of a tier.", "tier"
+    ),
     "cache_loaded_bytes_total": _counter("Bytes of entries loaded for rows.", "tier"),
     "cache_integrity_failures_total": _counter(
         "Checks of an idle worker's cache that found unreleased entries or wrong byte counts."
     ),
     "plans_total": _counter("Steps with cached rows, by how their plan was chosen.", "choice"),
-    "plan_blocks_total": _counter("Blocks that cached rows ran, by kind, summed over steps.", "kind"),
+    "plan_blocks_total": _counter(
+        "Blocks that cached rows ran, by kind, summed over steps.", "kind"
+    ),
     "audits_total": _counter("Cached edits that were repeated without the cache and compared."),
-    "cache_distrusts_total": _counter("Templates that run dense because one of their cached edits drifted."),
-    "observations_dropped_total": _counter("Values missing from histograms because their queue was full."),
+    "cache_distrusts_total": _counter(
+        "Templates that run dense because one of their cached edits drifted."
+    ),
+    "observations_dropped_total": _counter(
+        "Values missing from histograms because their queue was full."
+    ),
     "step_seconds": _histogram("Seconds of one step of the batch, without loading.", _STEP),
     "step_load_stall_seconds": _histogram(
         "Seconds that a step waited for cached activations, in steps that read some.", _STALL
@@ -138,9 +148,7 @@ ENGINE_METRICS = {
         "Error of a plan's predicted step time, as a share of the step time.", _SHARE
     ),
     "mask_ratio": _histogram("Computed tokens over all tokens, of finished edits.", _RATIO),
-    "queue_seconds": _histogram(
-        "Seconds that an edit waited in the engine for a row.", _WAIT
-    ),
+    "queue_seconds": _histogram("Seconds that an edit waited in the engine for a row.", _WAIT),
 }
 ADAPTER_SERIES = (
     *((name, tier) for name in ("adapters", "adapter_bytes") for tier in ("device", "host")),

@@ -62,7 +62,9 @@ class Workflow:
 
     def __enter__(self) -> Workflow:
         if OPEN.get() is not None:
-            raise WorkflowError(f"{self.name}: is defined inside another workflow; accepted: outside of it")
+            raise WorkflowError(
+                f"{self.name}: is defined inside another workflow; accepted: outside of it"
+            )
         self._token = OPEN.set(self)
         return self
 

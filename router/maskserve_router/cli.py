@@ -109,7 +109,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="gRPC address of a worker, or dns:NAME:PORT; may be repeated",
     )
-    add("--workflows", metavar="DIR", help="folder of workflow plans; the router serves each plan as a model")
+    add(
+        "--workflows",
+        metavar="DIR",
+        help="folder of workflow plans; the router serves each plan as a model",
+    )
     add(
         "--node",
         action="append",
@@ -121,16 +125,31 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder in memory that workers and node servers of this host share with the router",
     )
-    add("--keys", metavar="FILE", help="TOML file with [[keys]]; the router does not start if the file has no key")
+    add(
+        "--keys",
+        metavar="FILE",
+        help="TOML file with [[keys]]; the router does not start if the file has no key",
+    )
     jobs = argument_parser.add_mutually_exclusive_group()
-    jobs.add_argument("--jobs", metavar="DATABASE", help="overrides [jobs] database; off: the router takes no jobs")
+    jobs.add_argument(
+        "--jobs",
+        metavar="DATABASE",
+        help="overrides [jobs] database; off: the router takes no jobs",
+    )
     jobs.add_argument("--jobs-from", metavar="FILE", help="overrides [jobs] database_file")
-    add("--policy", help="how to choose a worker: mask_aware (default), least_requests, least_tokens, round_robin")
+    add(
+        "--policy",
+        help="how to choose a worker: mask_aware (default), least_requests, least_tokens, round_robin",
+    )
     add("--host", help="address of the clients' ports (default 127.0.0.1)")
     add("--http-port", type=int, help="HTTP port for clients (default 8080)")
     add("--grpc-port", type=int, help="gRPC port for clients (default 8081)")
     add("--admin-host", help="address of the operators' port (default 127.0.0.1)")
-    add("--admin-port", type=int, help="operators' port: metrics, workers, drain, reload (default 8082)")
+    add(
+        "--admin-port",
+        type=int,
+        help="operators' port: metrics, workers, drain, reload (default 8082)",
+    )
     add("--otlp-url", metavar="URL", help="send OpenTelemetry spans to this URL (OTLP over HTTP)")
     add("--trace-rate", type=int, metavar="N", help="trace one edit in N (default 1)")
     return argument_parser

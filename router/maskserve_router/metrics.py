@@ -51,14 +51,18 @@ class Metrics:
         self.requests = counter(
             "requests_total", "Answered edits, by route and error code.", "route", "code"
         )
-        self.retries = counter("retries_total", "Edits sent to another worker, by reason.", "reason")
+        self.retries = counter(
+            "retries_total", "Edits sent to another worker, by reason.", "reason"
+        )
         self.ejections = counter("ejections_total", "Ejections of a worker.", "worker")
         self.rejections = counter(
             "admission_rejections_total",
             "Edits, operations and connections that the router refused, by reason.",
             "reason",
         )
-        self.inflight = gauge("inflight", "Unanswered edits that this router sent to a worker.", "worker")
+        self.inflight = gauge(
+            "inflight", "Unanswered edits that this router sent to a worker.", "worker"
+        )
         self.worker_up = gauge("worker_up", "Whether a worker takes edits.", "worker")
         self.waiting = gauge("router_waiting", "Edits that wait in the router for a worker.")
         self.edits = gauge("router_edits", "Accepted edits without an answer yet.")
@@ -88,9 +92,7 @@ class Metrics:
             "|predicted - actual| / actual seconds of an edit at its worker.",
             _RELATIVE,
         )
-        self.slo = counter(
-            "router_slo_total", "Edits with a due time, by outcome.", "outcome"
-        )
+        self.slo = counter("router_slo_total", "Edits with a due time, by outcome.", "outcome")
         for outcome in SLO_OUTCOMES:
             self.slo.labels(outcome)
         self.slack = histogram(

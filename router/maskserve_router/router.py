@@ -230,7 +230,9 @@ class Router:
         self._certificates.take_on(pair)
         self._keys.change(config.keys)
         self._config = config
-        log.info("the new configuration is applied: keys %s", ", ".join(k.name for k in config.keys))
+        log.info(
+            "the new configuration is applied: keys %s", ", ".join(k.name for k in config.keys)
+        )
         await self.pool.reload(config)
 
     def _stamps(self) -> list[tuple[int, ...]]:

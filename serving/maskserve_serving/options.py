@@ -120,7 +120,10 @@ class ServeOptions:
         metavar="DIR",
     )
     tritonserver: Path | None = _flag(
-        "use this installed tritonserver instead of the one from pip", None, type=Path, metavar="FILE"
+        "use this installed tritonserver instead of the one from pip",
+        None,
+        type=Path,
+        metavar="FILE",
     )
     entries: Path | None = _flag(
         "folder that keeps cached activations across restarts (default %(default)s); '': none",
@@ -201,7 +204,9 @@ class ServeOptions:
         metavar="S",
     )
     otlp_url: str = _flag(
-        "send OpenTelemetry spans to this URL, such as http://localhost:4318/v1/traces", "", metavar="URL"
+        "send OpenTelemetry spans to this URL, such as http://localhost:4318/v1/traces",
+        "",
+        metavar="URL",
     )
     trace_rate: int | None = _flag(
         "trace one request in N (default 1)", None, type=int, metavar="N"
@@ -269,7 +274,9 @@ class ServeOptions:
             raise ServeError("--model: is missing; name a folder in diffusers format, or a hub id")
         for flag, value in (("workflows", self.workflows), ("router-config", self.router_config)):
             if value is not None and not self.router:
-                raise ServeError(f"--{flag}: is an option of the router; accepted: together with --router")
+                raise ServeError(
+                    f"--{flag}: is an option of the router; accepted: together with --router"
+                )
         for flag, device in (
             ("controlnet-device", self.controlnet_device),
             ("stages-device", self.stages_device),

@@ -58,7 +58,13 @@ ROWS: dict[str, Sequence[Panel]] = {
             "Share of answered edits that were done.",
             stat=True,
         ),
-        Panel("P90 of an edit", "s", {"": _quantile(0.9, "edit_seconds")}, "Nine of ten edits take at most this long.", stat=True),
+        Panel(
+            "P90 of an edit",
+            "s",
+            {"": _quantile(0.9, "edit_seconds")},
+            "Nine of ten edits take at most this long.",
+            stat=True,
+        ),
         Panel(
             "Rows in use",
             "percentunit",
@@ -100,7 +106,12 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel("Seconds of an edit", "s", _quantiles("edit_seconds"), "From acceptance to picture."),
         Panel("Waiting for a row", "s", _quantiles("queue_seconds"), "In the engine."),
-        Panel("Mask ratio", "percentunit", _quantiles("mask_ratio"), "Computed tokens over all tokens."),
+        Panel(
+            "Mask ratio",
+            "percentunit",
+            _quantiles("mask_ratio"),
+            "Computed tokens over all tokens.",
+        ),
         Panel(
             "Due times",
             "ops",
@@ -292,11 +303,19 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
     ),
     "Router": (
-        Panel("Workers up", "short", {"{{worker}}": "maskserve_worker_up"}, "1: the worker takes edits."),
+        Panel(
+            "Workers up",
+            "short",
+            {"{{worker}}": "maskserve_worker_up"},
+            "1: the worker takes edits.",
+        ),
         Panel(
             "Edits in flight",
             "short",
-            {"{{worker}}": "maskserve_inflight", "waiting in the router": "maskserve_router_waiting"},
+            {
+                "{{worker}}": "maskserve_inflight",
+                "waiting in the router": "maskserve_router_waiting",
+            },
             "At each worker, and in the router.",
         ),
         Panel(

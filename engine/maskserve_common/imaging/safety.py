@@ -31,7 +31,9 @@ def load_check(config: Config) -> Check | None:
     if not named:
         return None
     if config.safety.model:
-        raise ConfigError("safety.check: cannot be combined with safety.model; accepted: one of them")
+        raise ConfigError(
+            "safety.check: cannot be combined with safety.model; accepted: one of them"
+        )
     place, _, function = named.rpartition(":")
     try:
         check = getattr(_module(place), function)

@@ -179,7 +179,10 @@ class Jobs:
                 await self._do(self._store.free, self._owner)
                 await self._do(self._store.tidy)
             except (SQLAlchemyError, OSError) as error:
-                log.warning("jobs could not be released and run again when their leases expire: %s", _short(error))
+                log.warning(
+                    "jobs could not be released and run again when their leases expire: %s",
+                    _short(error),
+                )
             await self._do(self._store.close)
             self._store = None
         self._threads.shutdown(wait=False)
@@ -492,7 +495,9 @@ class Jobs:
         hopeless = job.tries >= self._config.retries or job.runs > _MOST_RUNS
         if error.code != EngineFailed.code or hopeless:
             return None
-        log.warning("job %s runs again after an error: %s", job.id, _short(error), extra=about(job.id))
+        log.warning(
+            "job %s runs again after an error: %s", job.id, _short(error), extra=about(job.id)
+        )
         return _RETRY_S * 2.0**job.tries
 
     async def _written(self, job: JobRecord, work: Callable[[], T]) -> T:

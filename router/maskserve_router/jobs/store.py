@@ -254,7 +254,9 @@ def open_store(place: str) -> JobStore:
             more = {"connect_args": {k: v for k, v in bounds.items() if k not in url.query}}
         engine = create_engine(url, pool_pre_ping=not lite, **more)
     except ValueError:  # from `int`
-        raise ConfigError("[jobs] database: its port is not a number; accepted: 1 to 65535") from None
+        raise ConfigError(
+            "[jobs] database: its port is not a number; accepted: 1 to 65535"
+        ) from None
     except (ArgumentError, ImportError) as error:
         raise ConfigError(f"[jobs] database: {error}") from None
     if lite:

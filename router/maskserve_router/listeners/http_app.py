@@ -156,7 +156,9 @@ def _index_of(body: bytes) -> _Index:
     try:
         return msgspec.json.decode(body or b"{}", type=_Index)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        raise InvalidRequest("body", "is not a JSON object", 'nothing, or {"ready": true}') from None
+        raise InvalidRequest(
+            "body", "is not a JSON object", 'nothing, or {"ready": true}'
+        ) from None
 
 
 def _get(path: str, handler: Handler) -> Route:

@@ -304,7 +304,9 @@ def _kserve() -> Json:
         "post": _answers("Run a model with inputs given by name", {"type": "object"}, "KServeError")
         | _body(generate),
     }
-    streamed = _answers("Run a model and stream its responses", _TEXT, "KServeError", "text/event-stream")
+    streamed = _answers(
+        "Run a model and stream its responses", _TEXT, "KServeError", "text/event-stream"
+    )
     paths[base + "/generate_stream"] = {
         "parameters": [named],
         "post": streamed | _body(generate),
@@ -325,7 +327,10 @@ def _health() -> Json:
         "/readyz": probe("Whether a worker takes edits", 503),
         "/v2/health/live": probe("Same as /healthz"),
         "/v2/health/ready": probe("Same as /readyz", 503),
-        "/v2/models/{model}/ready": {"parameters": [named], **probe("Whether the model is served", 400)},
+        "/v2/models/{model}/ready": {
+            "parameters": [named],
+            **probe("Whether the model is served", 400),
+        },
         "/openapi.json": probe("This document"),
     }
 

@@ -254,7 +254,9 @@ def _check_tensors(message: ModelRequest, contract: Contract) -> None:
                 message.view(tensor.name)
             except LookupError:
                 raise InvalidRequest(
-                    tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then the element"
+                    tensor.name,
+                    "is not one element in BYTES form",
+                    "a length of 4 bytes, then the element",
                 ) from None
         elif message.count(tensor.name) != tensor.shape[0]:
             raise InvalidRequest(

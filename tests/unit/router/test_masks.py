@@ -111,7 +111,11 @@ async def test_what_names_nothing_is_refused(asked: dict[str, Any], told: str) -
         ({"box": '["a", 0, 9, 9]'}, ["image"], "box[0]: 'a' is not a number"),
         ({"text": "a car"}, ["image"], "text: no segmenter that takes a thing's name"),
         ({"points": "[[1, 1, 1]]"}, ["image"], "points: no segmenter that takes clicks"),
-        ({"text": "a car"}, ["image", "mask"], "mask: is not a file field of this form; accepted: image"),
+        (
+            {"text": "a car"},
+            ["image", "mask"],
+            "mask: is not a file field of this form; accepted: image",
+        ),
         ({"text": "a car"}, ["image", "image"], "image: is given 2 times"),
     ],
 )

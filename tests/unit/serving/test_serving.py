@@ -679,7 +679,10 @@ def test_a_client_s_install_says_what_serving_needs() -> None:
         ({"adapters": "nosuch"}, "--adapters: nosuch is not there; accepted: a folder, or a URL"),
         ({"adapters": __file__}, "is a file; accepted: a folder"),
         ({"controlnets": "nosuch"}, "--controlnets: nosuch is not there; accepted: a folder"),
-        ({"workflows": Path()}, "--workflows: is an option of the router; accepted: together with --router"),
+        (
+            {"workflows": Path()},
+            "--workflows: is an option of the router; accepted: together with --router",
+        ),
         ({"workflows": Path("nosuch"), "router": True}, "--workflows: nosuch is not there"),
         ({"router_config": Path("r.toml")}, "--router-config: is a router's"),
         ({"router_config": Path("r.toml"), "router": True}, "--router-config: r.toml is not there"),

@@ -239,7 +239,9 @@ async def _read_multipart(
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError, LookupError) as error:
-        problem = error.message if isinstance(error, MultiPartException) else "is not a multipart form"
+        problem = (
+            error.message if isinstance(error, MultiPartException) else "is not a multipart form"
+        )
         raise InvalidRequest("body", problem[:200], "a multipart form") from None
     values: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
@@ -378,7 +380,9 @@ async def _with_pictures(
     files: dict[str, list[bytes]] = {}
     images = fields.pop("images", [])
     if not isinstance(images, list):
-        raise InvalidRequest("images", "is not a list", '[{"image_url": "data:image/png;base64,…"}]')
+        raise InvalidRequest(
+            "images", "is not a list", '[{"image_url": "data:image/png;base64,…"}]'
+        )
     if len(images) >= _MAX_FILES:
         raise InvalidRequest("images", f"are {len(images)}", f"up to {_MAX_FILES - 1}")
     if images:

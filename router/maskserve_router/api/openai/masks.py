@@ -37,7 +37,9 @@ def mask_routes(
             del body
             images = files.pop("image", [])
             if files:
-                raise InvalidRequest(next(iter(files))[:40], "is not a file field of this form", "image")
+                raise InvalidRequest(
+                    next(iter(files))[:40], "is not a file field of this form", "image"
+                )
             if len(images) != 1:
                 raise InvalidRequest("image", f"is given {len(images)} times", "one file")
             source = convert(
