@@ -262,8 +262,8 @@ def _add_edit_options(
         "--crop-padding",
         type=float,
         metavar="X",
-        help="margin of the window around the mask: below 1 a share of the mask's longer side, from "
-        "1 on pixels",
+        help="margin of the window around the mask: below 1 a share of the mask's longer side, "
+        "from 1 on pixels",
     )
     files.add_argument(
         "--expand",

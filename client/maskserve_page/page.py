@@ -65,8 +65,8 @@ def make_page(
         delete_cache=(600, int(EXPIRES_S)),
     ) as page:
         gr.HTML(
-            "<h1>maskserve</h1> <p>Paint over the part to change, describe its new content, and edit."
-            "</p>",
+            "<h1>maskserve</h1> <p>Paint over the part to change, describe its new content, and "
+            "edit.</p>",
             elem_classes="head",
         )
         with gr.Row():

@@ -99,7 +99,7 @@ def _config(options: argparse.Namespace) -> RouterConfig:
 def parser() -> argparse.ArgumentParser:
     argument_parser = argparse.ArgumentParser(
         prog="maskserve-router",
-        description="Route requests to many workers: KServe v2 over HTTP and gRPC, and OpenAI's image edits.",
+        description="Route requests to many workers: KServe v2 and OpenAI's image edits.",
     )
     add = argument_parser.add_argument
     add("--config", metavar="FILE", help="configuration file (TOML); the options below override it")
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     jobs.add_argument("--jobs-from", metavar="FILE", help="overrides [jobs] database_file")
     add(
         "--policy",
-        help="how to choose a worker: mask_aware (default), least_requests, least_tokens, round_robin",
+        help="choice of a worker: mask_aware (default), least_requests, least_tokens, round_robin",
     )
     add("--host", help="address of the clients' ports (default 127.0.0.1)")
     add("--http-port", type=int, help="HTTP port for clients (default 8080)")
