@@ -1,12 +1,12 @@
 """Count how often an edit's adapter is not on the device, under the popularity that Katz measured
 (§3.1).
 
-The paper gives two points, of ControlNets (of LoRAs, whose tail is longer, it prints none): of
-service A's 47 the first 5 take 98 % of the calls, of service B's 94 the first 8 take 95 %. Calls
-are drawn independently by the Zipf law through that point. The production books (`Loras`,
-`Residency`) hold as many adapters as the point names, all of one size; what they load is there
-before the next call. Least-recently-used eviction of the same calls stands beside, and the share
-of the calls that go beyond the first 5 or 8.
+The paper gives two points for ControlNets: the first 5 of service A's 47 take 98 % of the calls,
+and the first 8 of service B's 94 take 95 %. It prints no such point for LoRAs, whose tail is
+longer. Calls are drawn independently by the Zipf law through each point. The production classes
+(`Loras`, `Residency`) hold as many adapters as the point names, all of one size. A load ends before
+the next call. The report also has the misses of least-recently-used eviction for the same calls,
+and the share of the calls beyond the first 5 or 8.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WARM = 0.1
 
 
 def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
-    """Of the production books: share of the calls, the first apart, that have to wait for their
-    adapter, and loads per call, with what is brought back before anybody asks for it.
+    """The production classes' share of calls that wait for their adapter, and their loads per call.
+    The share leaves out the first calls. The loads include those that no call has asked for yet.
     """
     residency = Residency(1, {LORAS.name: service.slots * NBYTES}, lambda gone: books.dropped(gone))
     loader = _AtOnce()
@@ -54,7 +54,7 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
 
 
 def misses_of_lru(slots: int, calls: Sequence[int]) -> float:
-    """The same with the least recently used evicted."""
+    """The same with least-recently-used eviction."""
     cache: OrderedDict[int, None] = OrderedDict()
     missed = 0
     for number, adapter in enumerate(calls):
@@ -67,7 +67,7 @@ def misses_of_lru(slots: int, calls: Sequence[int]) -> float:
 
 
 class _AtOnce:
-    """A loader whose adapters come when they are told to."""
+    """A loader that finishes its loads when `arrive` is called."""
 
     def __init__(self) -> None:
         self.loads = 0

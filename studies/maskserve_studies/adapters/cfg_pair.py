@@ -1,8 +1,8 @@
 """Classifier-free guidance on two devices: one process per pass of a row (`batch.cfg_parallel`),
-over both passes in one process; and two workers with one edit each for comparison.
+compared with both passes in one process. Two workers with one edit each are timed for comparison.
 
-A way's first step packs its passes and computes their prompts' keys and values, which an edit does
-once: it is not measured.
+The first step of a way packs the passes and computes their prompts' keys and values. An edit does
+that once, so it is not measured.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from maskserve_engine.families.unet.rows import Guidance
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 600.0
 _RATIO = 0.2
-"""Of active tokens of the cached row."""
+"""Computed tokens of the cached row, as a share of all tokens."""
 WAYS = ("alone", "pair", "beside")
-"""One process takes both passes, while the other waits; each takes one; each takes both of a row of
-its own.
+"""`alone`: one process takes both passes while the other waits. `pair`: each process takes one
+pass. `beside`: each process takes both passes of its own row.
 """
 
 
 Step = Callable[[Exchange | None], None]
 Times = dict[tuple[str, str], list[float]]
-"""By what is measured and way."""
+"""Seconds by step and way."""
 
 
 class _Rank:
@@ -53,8 +53,8 @@ class _Rank:
         self.steps = {**_unet_steps(dtype), **_flux_steps(dtype)}
 
     def measure(self, rounds: int, clock: str) -> Times:
-        """Seconds per round, from when both begin until both have done; by the clock `cpu` those
-        that this process computes.
+        """Seconds per round, from the common start until both processes are done. With the clock
+        `cpu` only the seconds that this process computes.
         """
         read_clock = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
         times: Times = {}
@@ -114,7 +114,6 @@ def _run(rank: int, store: str, dtype: torch.dtype, rounds: int, clock: str, out
 
 
 def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
-    """See the module."""
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -79,14 +79,16 @@ ROWS, RANK, RATIO = 8, 16, 0.25
 CONTROL_RATIO, UNET_CONTROL_RATIO = 0.11, 0.2
 UNET_PRESET = "sdxl-narrow-512"
 REFRESH = 7
-"""By default: what is kept is as old then as the anchors of FLUX.1 that are not Fill."""
+"""Default distance between refresh steps. The cached residuals are then as old as the anchors of
+FLUX.1 models other than Fill.
+"""
 BASE_BLOCKS, NET_BLOCKS = (4, 7), (1, 2)
 TEXT_TO_TOKENS = 512 / 4096
-"""Of a prompt and a picture of 1024 pixels."""
+"""Text tokens over image tokens for a picture of 1024 pixels."""
 
 
 def lora_step(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of ROWS rows, each with a LoRA of its own, and of none."""
+    """Time steps of ROWS rows, each with its own LoRA, and steps without LoRAs."""
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     bench = Bench("flux-256", (1, 1), dtype, device, "model")
     bench.fill_entry("kv")
@@ -113,7 +115,7 @@ def lora_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def control_step(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a cached row with a ControlNet, and of one without."""
+    """Time steps of a cached row with a ControlNet, and without one."""
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     refresh = args.refresh
     bench = Bench("flux-256", (1, 1), dtype, device, "model", steps=refresh)
@@ -148,7 +150,7 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a cached row of a UNet with a ControlNet, and of one without."""
+    """Time steps of a cached row of a UNet with a ControlNet, and without one."""
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     refresh = args.refresh
     bench = UnetBench(UNET_PRESET, dtype, device, "model", steps=refresh)
@@ -175,7 +177,7 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
 def _in_turn(
     bench: Bench | UnetBench, rows: Sequence[Any], steps: int, args: argparse.Namespace
 ) -> list[float]:
-    """Milliseconds of a cached step of each row alone, of so many; they take turns."""
+    """Milliseconds of a cached step of each row alone. The rows take turns."""
     timer = Timer(torch.device(args.device), args.clock)
     batches = [kept(bench, steps, partial(bench.step, [row], "kv")) for row in rows]
     for row in rows:
@@ -185,7 +187,7 @@ def _in_turn(
 
 
 def _unet_control_count(config: Mapping[str, Any], refresh: int) -> float:
-    """As `_control_count`, of a UNet with a ControlNet of its size."""
+    """FLOPs of a cached UNet step with a ControlNet of the UNet's size over those without."""
     unet_config, side = dict(config), int(config["sample_size"])
     work, net_work = (
         count(unet_config, side, side, guidance=False) for count in (unet_work, control_work)
@@ -197,7 +199,9 @@ def _unet_control_count(config: Mapping[str, Any], refresh: int) -> float:
 
 
 def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
-    """So many double and single blocks, all with the weights of the first."""
+    """A model with these numbers of double and single blocks, all with the weights of the first
+    block.
+    """
     doubles, singles = blocks
     return replace(
         weights,
@@ -232,11 +236,11 @@ def _control_count(
     """FLOPs of a cached step with a ControlNet over those without, on average over its steps.
 
     Args:
-        config: of the base.
-        base: its (double, single) blocks.
-        net: those of the ControlNet.
-        side: of the picture's latents.
-        refresh: steps from one that computes all tokens to the next.
+        config: of the base model.
+        base: (double, single) blocks of the base model.
+        net: (double, single) blocks of the ControlNet.
+        side: side of the picture's latents.
+        refresh: steps from one refresh step to the next.
     """
 
     def work_of(blocks: tuple[int, int]) -> ModelWork:
@@ -247,7 +251,7 @@ def _control_count(
     tokens = work.tokens[0]
     row = work.row_at(CONTROL_RATIO, TEXT_TO_TOKENS * tokens)
     width = work.blocks[0].width
-    out = 2.0 * width * width * sum(net)  # of each computed token, behind each block
+    out = 2.0 * width * width * sum(net)  # for each computed token, behind each block
     whole = net_work.step_flops([row], "dense") + out * tokens
     active = net_work.step_flops([row], "kv") + out * CONTROL_RATIO * tokens
     mean = (whole + (refresh - 1) * active) / refresh
@@ -278,7 +282,7 @@ BARS = {
 
 
 def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each bar of what was measured, and whether it is met."""
+    """Each measured bar, and whether it is met."""
     return {
         name: {
             "bar": f"{side} {bar:g}",
@@ -300,7 +304,7 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], ...]] = {
         cfg_pair,
     ),
 }
-"""What is measured, by the name that `--only` takes."""
+"""Measurements by the name that `--only` takes."""
 
 
 def main() -> int:

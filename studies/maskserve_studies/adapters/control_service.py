@@ -1,8 +1,9 @@
-"""A dense step with a ControlNet in a service, over the same step with the ControlNet beside the
-base.
+"""Time a dense step with a ControlNet in a service, compared with the ControlNet beside the base
+model.
 
-Two processes, a core and a thread each: one has a UNet of SDXL's stages at 0.3 of their width,
-random weights, one pass; the other the service with a ControlNet of those stages.
+There are two processes with one core and one thread each. One has a UNet with SDXL's stages at 0.3
+of their width, random weights and one pass. The other is the service with a ControlNet of the same
+stages.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from maskserve_engine.families.unet.spec import control_work, unet_work
 PRESET = "sdxl-narrow"
 NET = "net"
 _PIXELS = 8
-"""Per latent."""
+"""Pixels per latent."""
 
 
 def build_net(preset: str) -> Any:
-    """A ControlNet beside the preset's UNet; nothing that it adds is zero."""
+    """A ControlNet beside the preset's UNet; none of its additions is zero."""
     config = UNETS[preset]
     left_out = ("sample_size", "out_channels", "up_block_types")
     net_config = {name: value for name, value in config.items() if name not in left_out}
@@ -73,15 +74,15 @@ class _Unet:
 
 
 def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
-    """Steps of a dense row without a ControlNet, with one beside the base, and with one in a
-    service, in turn.
+    """Time steps of a dense row without a ControlNet, with one beside the base model, and with one
+    in a service, in turn.
 
     Args:
-        repeat: steps of each; medians are compared.
-        clock: as of `Timer`; `cpu` leaves out what the base waits, and the service.
+        repeat: steps of each way; their medians are compared.
+        clock: the clock of `Timer`. `cpu` leaves out the time that the base waits for the service.
 
     Returns:
-        nothing where there is one core.
+        Nothing on a machine with one core.
     """
     cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
     if len(cores) < 2:
@@ -136,7 +137,7 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
 
 
 def flops() -> tuple[float, float]:
-    """Of a step of the base, and of its ControlNet."""
+    """FLOPs of a step of the base model, and FLOPs of its ControlNet."""
     config = UNETS[PRESET]
     side = int(config["sample_size"])
     work, net = (count(config, side, side, guidance=False) for count in (unet_work, control_work))

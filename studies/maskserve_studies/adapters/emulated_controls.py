@@ -51,21 +51,24 @@ from maskserve_studies.adapters.control_service import PRESET, flops
 
 NETS = 3
 _NET_S = 1.6 / 50
-"""Of a ControlNet's step of SDXL: one makes 50 steps 1.6 s longer on an H800 (Katz §1)."""
+"""Seconds of one step of an SDXL ControlNet: Katz §1 has 50 steps take 1.6 s longer on an H800 with
+a ControlNet.
+"""
 _BUS_BYTES_PER_S = 25e9
-"""PCIe 4.0 with 16 lanes, as it is reached."""
+"""Bytes per second that PCIe 4.0 with 16 lanes reaches in practice."""
 TRANSFER = 0.9
-"""Of the base's step: what a step's residuals take over the slow link."""
+"""Time of a step's residuals on the slow link, as a share of the base model's step."""
 _LINK_BYTES_PER_S = 10e9 / 8
 _STANDS_FOR = 64
-"""Bytes of residuals for which one is sent over a link, as much more slowly: copying all of them
-would take cores that nobody emulates."""
+"""Bytes of residuals for each byte that a link really sends. The link is slower by the same factor.
+Copying all bytes would take cores that nobody emulates.
+"""
 _DENSE_STEPS, _EDIT_STEPS = 10, 28
 _PATIENCE_S = 30.0
 
 
 class EmulatedDevice:
-    """Computes one thing after the other, each for as long as it is told."""
+    """Computes one thing after the other, for the times that it is given."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
@@ -74,7 +77,7 @@ class EmulatedDevice:
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
 
     def wait(self) -> None:
-        """Until all is done."""
+        """Wait until all work is done."""
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
 
@@ -86,7 +89,7 @@ class ResidualMap(NamedTuple):
 
 
 def residual_maps(config: Mapping[str, Any]) -> list[ResidualMap]:
-    """In the order in which they begin."""
+    """The maps in the order in which they begin."""
     channels, layers = config["block_out_channels"], int(config["layers_per_block"])
     side = int(config["sample_size"])
     maps = [ResidualMap(channels[0], side**2)]
@@ -100,16 +103,16 @@ def residual_maps(config: Mapping[str, Any]) -> list[ResidualMap]:
 
 _PLACES = len(residual_maps(SDXL))
 RESIDUAL_BYTES = [2 * 2 * each.channels * each.positions for each in residual_maps(SDXL)]
-"""Of each residual: half precision, two passes."""
+"""Bytes of each residual: half precision, two passes."""
 
 
 class Nets:
-    """`service_process.Family` of ControlNets that a clock stands for.
+    """`service_process.Family` for ControlNets whose computing time is emulated.
 
     Args:
-        seconds: of a step of each.
-        sent_s: what a row's residuals take to host memory.
-        sizes: of the residuals that are sent in their place, bytes.
+        seconds: of a step of one ControlNet.
+        sent_s: time in which a row's residuals reach host memory.
+        sizes: bytes of the stand-ins that are sent for the residuals.
     """
 
     facts = None
@@ -131,7 +134,9 @@ class Nets:
 
 
 class _NetBatch:
-    """As `families.control.NetBatch` of a UNet, which tells all when a net has done."""
+    """Stands for `families.control.NetBatch` of a UNet, which reports all residuals when a net is
+    done.
+    """
 
     def __init__(self, nets: Nets) -> None:
         self._nets, self._device = nets, EmulatedDevice()
@@ -146,10 +151,10 @@ class _NetBatch:
 
 
 class Base:
-    """Steps of the base, on a device of its own.
+    """Steps of the base model, on its own device.
 
     Args:
-        step_s: of a step without ControlNets.
+        step_s: seconds of a step without ControlNets.
     """
 
     def __init__(self, step_s: float) -> None:
@@ -166,19 +171,20 @@ class Base:
         self._device = EmulatedDevice()
 
     def alone(self, nets: int) -> None:
-        """A step behind so many ControlNets on this device."""
+        """Take a step after this many ControlNets on the same device."""
         self._device.launch(nets * self.net_s + self.step_s)
         self._device.wait()
 
     def served(
         self, asks: Sequence[RowRequest], batch: int, bytes_per_s: float | None = None
     ) -> None:
-        """A step that waits for ControlNets where they add something.
+        """Take a step that waits for ControlNets where their residuals are added.
 
         Args:
-            asks: of its row at each service.
-            batch: its number.
-            bytes_per_s: at which it brings residuals from host memory; None: they are here.
+            asks: the row's request at each service.
+            batch: the number of the batch.
+            bytes_per_s: speed at which residuals come from host memory; None: they are on the
+                device.
         """
         request_residuals(asks, batch)
         self._device.launch(self._down_s)
@@ -192,7 +198,7 @@ class Base:
 
 
 def _session(calls: PipeCalls, nets: Sequence[str]) -> ControlService:
-    """A denoiser's end of a service that has loaded so many ControlNets."""
+    """A denoiser's session with a service that has loaded these ControlNets."""
     session = ControlService(calls, torch.device("cpu"), "float32", _PATIENCE_S)
     for name in nets:
         session.load(name, name, name, _PATIENCE_S)
@@ -202,7 +208,7 @@ def _session(calls: PipeCalls, nets: Sequence[str]) -> ControlService:
 def _row(
     session: ControlService, nets: Sequence[str], steps: int, adapters: AdapterMode = "exact"
 ) -> ServedRow:
-    """Of a new edit with these ControlNets, which the service has."""
+    """The row of a new edit with these ControlNets, which the service has loaded."""
     controls = tuple([OpenedControl(name, 1.0, 0.0, 1.0, None) for name in nets])
     row = session.open(
         Opening(OpeningMessage(controls, (0.0,) * steps, refreshed_every(1, steps)), {}), adapters
@@ -223,7 +229,7 @@ def three_controls(repeat: int) -> dict[str, Any]:
     with ExitStack() as stack:
 
         def started(sent_s: float, *each: Sequence[str]) -> list[tuple[PipeCalls, Sequence[str]]]:
-            """Services that will have these ControlNets."""
+            """Services that will load these ControlNets."""
             nets = Nets(_NET_S, sent_s, [1] * _PLACES)
             return [
                 (stack.enter_context(service_process(nets)), service_names)
@@ -280,7 +286,7 @@ def three_controls(repeat: int) -> dict[str, Any]:
 
 
 def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
-    """Seconds of each; the first one, which begins an edit, is left out."""
+    """Seconds of each step. The first step begins an edit and is left out."""
     seconds = []
     for step in steps:
         begin = time.perf_counter()
@@ -290,12 +296,12 @@ def _timed(steps: Sequence[Callable[[], None]]) -> list[float]:
 
 
 class SlowConnection(Connection):
-    """As `Connection`, over a link: a message comes when the bytes of its residuals have, behind
-    those of the messages before it. Sending does not wait for that.
+    """A `Connection` over an emulated link. A message arrives when the link has carried the bytes
+    of its residuals, after those of earlier messages. Sending does not wait for that.
 
     Args:
-        bytes_per_s: of the link.
-        connected: to the denoiser.
+        bytes_per_s: speed of the link.
+        connected: the connection to the denoiser.
     """
 
     def __init__(self, bytes_per_s: float, connected: socket) -> None:
@@ -336,10 +342,10 @@ def _bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def slow_link(repeat: int) -> dict[str, Any]:
-    """Edits over a free link, and over the slow one in each way, in turn.
+    """Edits over a free link, and over the slow link with each mode, in turn.
 
     Args:
-        repeat: edits of each; their medians are compared.
+        repeat: edits of each way; their medians are compared.
     """
     transfer_s = sum(RESIDUAL_BYTES) / _LINK_BYTES_PER_S
     base, net = Base(transfer_s / TRANSFER), ["net"]
@@ -377,10 +383,10 @@ def slow_link(repeat: int) -> dict[str, Any]:
 
 
 def _edit(base: Base, row: ServedRow) -> None:
-    """All steps of an edit; the base waits where its ControlNet adds something."""
+    """Take all steps of an edit; the base waits where its ControlNet adds residuals."""
     batch, latents = new_batch(), torch.zeros(1)
     for step in range(_EDIT_STEPS):
-        # As rows have it: before the first step's answer there is nothing to extrapolate with.
+        # As in real rows: nothing can be extrapolated before the first step's answer.
         ahead = None if step == 0 else latents
         base.served([RowRequest(row, step, latents, 1, partial(_same, ahead))], batch)
 

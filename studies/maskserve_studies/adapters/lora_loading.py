@@ -35,11 +35,11 @@ from maskserve_engine.families.mmdit.weights import places_of
 STORAGE_S = 1.0
 _RANK, _STEPS = 16, 40
 _UNTIL = 0.5
-"""The sigma until which the profile lets `fast` go without."""
+"""The sigma down to which the profile allows `fast` to run without the LoRA."""
 
 
 class SlowFiles(LocalFileSystem):  # type: ignore[misc]
-    """A folder that takes STORAGE_S to give a file."""
+    """A folder that takes STORAGE_S to return a file."""
 
     protocol = ("slow",)
 
@@ -75,7 +75,7 @@ def _measured(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, An
         return _job(worker, edit, {"adapters": way, "loras": [{"name": name, "scale": 0.8}]})
 
     for demo_edit in (edit, mate):
-        for _ in range(2):  # the second sight is primed
+        for _ in range(2):  # the second edit of a picture primes it
             worker.run([_job(worker, demo_edit, {})])
     worker.run([job("exact", loaded_name)])
     took: dict[str, list[float]] = {"at hand": [], "fast": [], "exact": []}
@@ -105,7 +105,7 @@ def _measured(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, An
 
 
 def _write_loras(model: Path, folder: Path, count: int) -> list[str]:
-    """Random ones of every linear layer of the blocks."""
+    """Write random LoRAs of every linear layer of the blocks."""
     folder.mkdir()
     transformer = FluxTransformer2DModel.from_pretrained(model / "transformer")
     places = {n: p.shape for n, p in places_of(transformer).items() if "transformer_blocks" in n}

@@ -38,22 +38,24 @@ from maskserve_engine.families.mmdit.preparation import grid_of, unpack_latents
 
 STEPS: Final = 20
 SKIPPED: Final = (4, 8)
-"""Steps that are left out: 20 and 40 %."""
+"""Steps that are left out: 20 and 40 % of an edit."""
 MOVED: Final = 8
-"""Pixels by which the earlier mask lies elsewhere, both ways."""
+"""Pixels by which the earlier mask is moved, down and right or up and left."""
 OTHER_SEED: Final = 1_000_000
-"""Between an edit's seed and that of its earlier one."""
+"""Difference between the seeds of an edit and its earlier edit."""
 PROBE: Final = 8
-"""Edits on which the rival's threshold is sought."""
+"""Edits that the search for FirstBlockCache's threshold uses."""
 COLUMNS: Final = ("psnr_in_mask", "worst_psnr_in_mask", "share_below_30", "prompt_followed")
 
 Line = dict[str, Any]
 States = dict[int, list[Tensor]]
-"""[n, 4C] latents of each edit before a step: 0, each of SKIPPED, and STEPS, its result."""
+"""[n, 4C] latents of each edit before a step. The keys are 0, the steps of SKIPPED, and STEPS for
+the result.
+"""
 
 
 def _worded(edit: Edit, colours: int = 0, shapes: int = 0) -> Edit:
-    """With the colour and the shape that stand so far behind its own in the palette."""
+    """The edit with another colour and shape: these many places further in the palette."""
     assert edit.colour is not None
     assert edit.shape is not None
     names = list(COLOURS)
@@ -63,7 +65,7 @@ def _worded(edit: Edit, colours: int = 0, shapes: int = 0) -> Edit:
 
 
 def _moved(edit: Edit) -> Edit:
-    """With its mask moved down and right, or up and left where the picture ends."""
+    """The edit with its mask moved down and right, or up and left at the picture's border."""
     mask = edit.mask
     for axis in (0, 1):
         last = np.flatnonzero(mask.any(axis=1 - axis))[-1]
@@ -78,15 +80,15 @@ EARLIER: Final[dict[str, Callable[[Edit], Edit]]] = {
     "other_shape": lambda edit: _worded(edit, shapes=1),
     "same": lambda edit: edit,
 }
-"""The edit that was made earlier, of the edit that starts from it."""
+"""Makes the earlier edit from the edit that starts from it."""
 
 
 class Trial:
-    """Edits done in full, and what is held against them.
+    """Full edits, and the comparison of other results with them.
 
     Args:
-        rig: of the demo model.
-        edits: each names a colour and a shape.
+        rig: the demo model.
+        edits: each one names a colour and a shape.
     """
 
     def __init__(self, rig: Rig, edits: Sequence[Edit]) -> None:
@@ -95,7 +97,7 @@ class Trial:
         self.pictures = self._finished(self.whole[STEPS])
 
     def states(self, jobs: Sequence[EditJob], until: int = STEPS) -> States:
-        """Of edits done in full, or up to a step."""
+        """Latents of full edits, or of edits that stop before a step."""
         rows, states = [self.rig.adapter.dense_row(job) for job in jobs], {}
         for step in (boundary for boundary in (0, *SKIPPED, STEPS) if boundary <= until):
             self.rig.run(rows, (), step)
@@ -114,7 +116,7 @@ class Trial:
         ]
 
     def started(self, latents: Sequence[Tensor], step: int) -> list[Tensor]:
-        """[n, 4C] results of these edits, begun with such latents before a step."""
+        """[n, 4C] results of these edits when they start from the given latents before a step."""
         rows = [self.rig.adapter.dense_row(job) for job in self.jobs]
         for row, begin in zip(rows, latents, strict=True):
             row.latents, row.step = begin.clone(), step
@@ -122,19 +124,19 @@ class Trial:
         return [row.latents for row in rows]
 
     def line(self, latents: Sequence[Tensor], step: int, *told: str) -> Line:
-        """Figures of edits that begin with these latents before a step.
+        """Figures of edits that start from the given latents before a step.
 
         Args:
-            latents: [n, 4C] of each.
-            step: 0 is the whole edit.
-            told: of the earlier edit, its seed, and how they start from it.
+            latents: [n, 4C] of each edit.
+            step: the first step to run; 0 is the whole edit.
+            told: labels: the earlier edit, its seed, and the way to start.
         """
         earlier, seed, start = told
         figures = {"earlier": earlier, "seed": seed, "start": start, "skipped": step / STEPS}
         return figures | self._judged(self.started(latents, step))
 
     def rival(self, step: int) -> Line:
-        """FirstBlockCache's figures, where it leaves out as much of the blocks' work."""
+        """FirstBlockCache's figures where it skips the same share of the blocks' work."""
         low, high = 0.0, 0.25
         for _ in range(7):
             middle = (low + high) / 2
@@ -145,7 +147,7 @@ class Trial:
         return {**labels, "skipped": round(skipped, 3), **self._judged(latents)}
 
     def _skipping(self, threshold: float, n: int) -> tuple[list[Tensor], float]:
-        """[n, 4C] results of the first so many edits, and the share of block calls left out."""
+        """[n, 4C] results of the first `n` edits, and the share of block calls left out."""
         rows = [self.rig.adapter.dense_row(job) for job in self.jobs[:n]]
         for row in rows:
             row.first_block = FirstBlockCache(threshold)
@@ -155,7 +157,7 @@ class Trial:
         return [row.latents for row in rows], skipped
 
     def _judged(self, latents: Sequence[Tensor]) -> dict[str, float]:
-        """Results beside the whole edits."""
+        """Compare results with the full edits."""
         figures = asdict(summary(compare(self.edits, self._finished(latents), self.pictures)))
         return {name: round(figures[name], 3) for name in COLUMNS}
 
@@ -167,7 +169,7 @@ class Trial:
 
 
 def turned(each: Sequence[Tensor]) -> list[Tensor]:
-    """For each edit what is the next one's."""
+    """The sequence moved by one place: each edit gets the item of the next one."""
     return [*each[1:], each[0]]
 
 
@@ -176,7 +178,7 @@ def reseeded(job: EditJob) -> EditJob:
 
 
 def every_line(trial: Trial) -> Iterator[Line]:
-    """The rival's, then those of all starts."""
+    """The line of FirstBlockCache, then those of all starts."""
     for step in SKIPPED:
         yield trial.rival(step)
     results = trial.whole[STEPS]
@@ -190,7 +192,7 @@ def every_line(trial: Trial) -> Iterator[Line]:
         for step in SKIPPED:
             yield trial.line(trial.noised(earlier_results, step), step, name, "other", "noised")
         if name == "same":
-            continue  # its own state is the whole edit's
+            continue  # an edit's own state gives the full edit
         states = trial.states(jobs, SKIPPED[-1])
         for step in SKIPPED:
             yield trial.line(states[step], step, name, "same", "state")

@@ -1,9 +1,9 @@
-"""Compare simpler planners with the exact planner on the same steps: blocks counted per sort and
-kind and spread evenly, and plans of one kind (docs/decisions/plan.md).
+"""Compare simpler planners with the exact planner on the same steps. The simpler planners spread
+each kind of block evenly by its count, or use one kind for all blocks (docs/decisions/plan.md).
 
 Random batches of FLUX.1 and SDXL at 1024x1024 on an H100 by its data sheet: 1 to 8 rows, mask
-ratios .05 to .5, entries in bfloat16 or int8, over 50, 25 or 7 GB/s, 2 GB of prefetch. The order of
-an even spread knows neither a lead nor entries that have arrived.
+ratios .05 to .5, entries in bfloat16 or int8, over 50, 25 or 7 GB/s, 2 GB of prefetch. An even
+spread ignores the lead and the entries that have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOPS, _LINKS, _FORMATS = 989e12 / 2, (50e9, 25e9, 7e9), ("bfloat16", "int8")
 
 
 def by_counts(costs: StepCosts, lead: float | None) -> float:
-    """Seconds of the best plan without a search."""
+    """Seconds of the best plan that needs no search."""
     items = items_of(costs)
     fixed = float(costs.before.sum()) + costs.after
     counts = counted(items, sorts_of(items), fixed, TOLERANCE)

@@ -45,16 +45,17 @@ from maskserve_engine.planning.two_stream import StepCosts, evaluate, step_costs
 
 WAYS: Final = ("naive", "strawman", "greedy", "ours", "ideal")
 PROFILED: Final = (0.02, 0.15, 0.4, 0.65)
-"""Mask ratios of the steps that predictions are made from; none of them is a case."""
+"""Mask ratios of the steps that the predictions come from. No case uses one of them."""
 RATIOS: Final = (0.05, 0.1, 0.2, 0.5, 0.8)
 LOADS: Final = (0.5, 0.9, 2.0)
 """Seconds to load everything over seconds to compute a step that has it."""
 ENTRIES: Final = 3
-"""Anchors, read in turn: a step never finds the entry of the step before it."""
+"""Number of anchors. They are read in turn, so a step never finds the entry of the step before it.
+"""
 
 
 class Throttled(HostMover):
-    """Copies the real bytes, then sleeps until a link of so many bytes per second would be done."""
+    """A mover that copies the real bytes, then sleeps until a link of this speed would be done."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -72,13 +73,13 @@ class Throttled(HostMover):
 
 
 class Pipeline:
-    """One row of a mask ratio, stepped over and over, its entries over an emulated link.
+    """One row that is stepped over and over while its entries travel over an emulated link.
 
     Args:
         bench: model and entries.
         mask_ratio: of the row.
-        bytes_per_s: of the link; None: loads are free.
-        costs: predictions are made with; its load line is the link's.
+        bytes_per_s: speed of the link; None: loads are free.
+        costs: for the predictions; their load line is the link's.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Pipeline:
         self.totals = totals_of(bench, self.row)
         self.planner = StepPlanner(MeasuredCosts(costs))
         self.predicted = 0.0
-        """Seconds of a step of ours, as the planner has it."""
+        """The planner's prediction for one of our steps, in seconds."""
         mover = HostMover() if bytes_per_s is None else Throttled(bytes_per_s)
         self._store = Store(MemoryTier(2**40), [], None, Loader(mover))
         self._anchors = [Anchor(0.5, 500.0 + n) for n in range(ENTRIES)]
@@ -99,7 +100,7 @@ class Pipeline:
 
     @property
     def kv_bytes(self) -> float:
-        """That a step reads if it takes every block's keys and values."""
+        """Bytes that a step reads when it uses every block's keys and values."""
         return float(self._free[0].load.sizes[:, 1].sum())
 
     def run(self, way: str, steps: int) -> list[float]:
@@ -114,7 +115,7 @@ class Pipeline:
         return seconds
 
     def plain(self, kind: str, number: int = 0) -> float:
-        """Seconds of one step whose entry is there, every block of `kind`."""
+        """Seconds of one step whose entry is on the device, with every block of `kind`."""
         self.row.entry = self._free[number % ENTRIES]
         begin = time.perf_counter()
         self.bench.step([self.row], plan_of_kinds([kind] * self.bench.blocks).kinds)
@@ -130,7 +131,7 @@ class Pipeline:
         return self.row.selection
 
     def _naive(self, reader: EntryReader, n: int) -> float:
-        """Everything is loaded, then the step runs."""
+        """Load everything, then run the step."""
         plan = evaluate(self._costs(reader, n), ["kv"] * self.bench.blocks, lead=0.0)
         assert reader.entry is not None
         begin = time.perf_counter()
@@ -141,12 +142,12 @@ class Pipeline:
         return time.perf_counter() - begin
 
     def _strawman(self, reader: EntryReader, n: int) -> float:
-        """Loads run beside the step, every block's; nothing is loaded before the step begins."""
+        """Load every block while the step runs; nothing is loaded before the step begins."""
         return self._within(reader, n, ["kv"] * self.bench.blocks)
 
     def _greedy(self, reader: EntryReader, n: int) -> float:
-        """FlashPS Algorithm 1 chooses the blocks that are loaded. It takes a dense block to find
-        inactive tokens anywhere.
+        """FlashPS Algorithm 1 chooses the blocks to load. It assumes that a dense block finds
+        cached tokens without a load.
         """
         costs = self._costs(reader, n)
         cached, dense = (costs.compute[:, KINDS.index(kind)].tolist() for kind in ("kv", "dense"))
@@ -154,7 +155,7 @@ class Pipeline:
         return self._within(reader, n, ["kv" if is_cached else "dense" for is_cached in use])
 
     def _ours(self, reader: EntryReader, n: int) -> float:
-        """The engine's planner and what it brings in ahead, as `StepRunner` does."""
+        """The engine's planner with its prefetch, as `StepRunner` uses them."""
         begin = time.perf_counter()
         handle = reader.turn_to(n)
         assert handle is not None
@@ -177,7 +178,7 @@ class Pipeline:
         return time.perf_counter() - begin
 
     def _costs(self, reader: EntryReader, n: int) -> StepCosts:
-        """Of a step with what has arrived."""
+        """Costs of a step, given the entries that have arrived."""
         handle = reader.turn_to(n)
         assert handle is not None
         self.row.entry = handle
@@ -203,12 +204,12 @@ class Case:
 
 
 def totals_of(bench: Bench, row: FlowRow) -> Totals:
-    """What a step of a row costs."""
+    """The work of one step of a row."""
     return bench.work.totals([RowTokens((float(len(row.latents)),), float(len(row.text)))])
 
 
 def profile(bench: Bench, rounds: int) -> Line:
-    """Seconds of a step against its FLOPs, from steps whose entries are there."""
+    """Seconds of a step against its FLOPs, from steps whose entries are on the device."""
     flops, seconds = [], []
     for mask_ratio in PROFILED:
         pipeline = Pipeline(bench, mask_ratio, None, CostModel("", Line(0.0, 1e-11)))
@@ -223,15 +224,15 @@ def profile(bench: Bench, rounds: int) -> Line:
 def measure(
     bench: Bench, line: Line, mask_ratio: float, load: float, steps: int, rounds: int
 ) -> Case:
-    """All ways at one mask ratio and one speed of the link.
+    """Time all ways at one mask ratio and one speed of the link.
 
     Args:
         bench: model and entries.
-        line: of compute.
+        line: seconds of compute against FLOPs.
         mask_ratio: of the row.
-        load: seconds to load everything over those to compute.
+        load: seconds to load everything over seconds to compute.
         steps: of each way in each round.
-        rounds: of all ways in turn.
+        rounds: each round takes all ways in turn.
     """
     probe = Pipeline(bench, mask_ratio, None, CostModel("", line))
     speed = probe.kv_bytes / (load * min(probe.run("ideal", 4 * steps)))
@@ -260,7 +261,7 @@ def measure(
 
 
 def bars(cases: Sequence[Case]) -> dict[str, bool]:
-    """What must hold of every case."""
+    """The bars that every case must meet."""
     hidden = [case for case in cases if case.load_to_compute <= 0.9]
     bound = [case for case in cases if case.load_to_compute > 0.9]
     return {

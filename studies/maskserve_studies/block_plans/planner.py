@@ -45,7 +45,9 @@ def costs_of(rows: list[RowTokens], model: CostModel, fmt: str, budget: float) -
 
 
 def timed(work: Any, *args: Any, **more: Any) -> tuple[float, Any]:
-    """CPU milliseconds of the call, so that other work on the machine does not count."""
+    """CPU milliseconds of the call, so that other work on the machine does not count, and its
+    result.
+    """
     start = time.thread_time()
     result = work(*args, **more)
     return 1e3 * (time.thread_time() - start), result
@@ -68,7 +70,7 @@ def link(gbytes: float) -> CostModel:
 
 
 def cold(rng: random.Random, count: int, lead: float | None) -> dict[str, Any]:
-    """Plans of unrelated row sets on all links and formats."""
+    """Plan unrelated row sets on all links and formats."""
     costs_ms, plan_ms, gaps = [], [], []
     for _ in range(count):
         rows = [WORK.row_at(masks(rng), TEXT) for _ in range(ROWS)]
@@ -88,7 +90,7 @@ def cold(rng: random.Random, count: int, lead: float | None) -> dict[str, Any]:
 
 
 def drifting(rng: random.Random, steps: int, gbytes: float, fmt: str) -> dict[str, Any]:
-    """One row leaves and one joins per step; plans come through the cache."""
+    """Let one row leave and one join per step; plans come through the cache."""
     model, cache = link(gbytes), PlanCache()
     rows = [WORK.row_at(masks(rng), TEXT) for _ in range(ROWS)]
     hit_ms: list[float] = []

@@ -60,7 +60,7 @@ def costs_of(case: Case, mask: float, gbytes: float, fmt: str) -> StepCosts:
 
 
 def greedy(costs: StepCosts, kind: str) -> float:
-    """Steady seconds of what FlashPS Algorithm 1 picks when its cached blocks run as `kind`."""
+    """Steady seconds of the plan of FlashPS Algorithm 1 when its cached blocks run as `kind`."""
     cached, load = (
         costs.compute[:, KINDS.index(kind)],
         costs.loads[:, ("project", "kv").index(kind)],
@@ -70,7 +70,7 @@ def greedy(costs: StepCosts, kind: str) -> float:
 
 
 def row_of(case: Case, mask: float, link: str, fmt: str) -> dict[str, Any]:
-    """Milliseconds per step of every way, and what the plan consists of."""
+    """Milliseconds per step of every way, and the number of blocks of each kind in the plan."""
     costs = costs_of(case, mask, LINKS[link], fmt)
     n = len(costs.compute)
     best = plan(costs, tolerance=1e-4)

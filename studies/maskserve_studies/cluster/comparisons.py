@@ -30,8 +30,8 @@ Say = Callable[[str], None]
 
 
 def residency() -> list[Report]:
-    """What it saves that mask_aware knows where templates are: 8 hosts of one worker, 970
-    templates, 100 in each memory, the rest on each host's disk or nowhere.
+    """The gain when mask_aware knows where templates are. 8 hosts with one worker each serve 970
+    templates. Each memory holds 100; the rest is on the host's disk or nowhere.
     """
     reports = []
     hardware = Hardware()
@@ -72,7 +72,7 @@ def residency() -> list[Report]:
 
 
 def controls() -> list[Report]:
-    """What it saves that mask_aware knows what ControlNets cost: half of the edits have one."""
+    """The gain when mask_aware knows the cost of ControlNets. Half of the edits have one."""
     hardware, reports = Hardware(), []
     workload = Workload(EDITS, 1.0, "production", controlled=0.5)
     for policy, priced in (
@@ -97,8 +97,8 @@ def controls() -> list[Report]:
 
 
 def loras() -> list[Report]:
-    """What it saves that mask_aware knows where LoRAs are: 95 % of the edits have one (Katz
-    section 1), each device holds 16 of 94.
+    """The gain when mask_aware knows where LoRAs are. 95 % of the edits have one (Katz section 1).
+    Each device holds 16 of 94.
     """
     hardware, reports = Hardware(), []
     workload = Workload(EDITS, 1.0, "production", with_lora=0.95)
@@ -125,7 +125,7 @@ def loras() -> list[Report]:
 
 
 def run_bars(say: Say) -> Report:
-    """Everything; `met` says whether every bar is."""
+    """Run everything. `met` says whether every bar is met."""
     say("P95 in seconds; margin of mask_aware under the other, with its standard error")
     routed = []
     for case in routing_cases():

@@ -25,12 +25,12 @@ _LENGTHS = {"rounds1": "1", "rounds2": "2", "rounds5": "5", "rounds10": "10"}
 
 
 def draw(report: Report, folder: Path) -> None:
-    """`deadlines_scales.png` (Figs. 6 and 7), `deadlines_rates.png` (Fig. 11) and
+    """Draw `deadlines_scales.png` (Figs. 6 and 7), `deadlines_rates.png` (Fig. 11) and
     `deadlines_rounds.png` (Fig. 13).
 
     Args:
-        report: of `run_deadlines`.
-        folder: for them.
+        report: the result of `run_deadlines`.
+        folder: the folder of the plots.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _scales(report["scales"], folder / "deadlines_scales.png")
@@ -82,7 +82,7 @@ def _lines(axes: Any, at: Iterable[float], points: Sequence[Report]) -> None:
 
 
 def _bars(axes: Any, by_size: Mapping[str, Mapping[str, float]]) -> None:
-    """Groups of one resolution each; the paper has them as spider plots."""
+    """One group of bars per resolution. The paper uses spider plots."""
     width = 0.8 / len(_STYLES)
     for number, (name, (_, colour, _)) in enumerate(_STYLES.items()):
         places = [place + width * number for place in range(len(by_size[name]))]

@@ -41,7 +41,7 @@ Make = Callable[[], GangPolicy]
 Times = dict[int, tuple[float, ...]]
 
 RUNS = 5
-"""Seeds of each point."""
+"""Seeds per point."""
 DEVICES = 8
 STEPS = 50
 SCALES = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)
@@ -50,13 +50,13 @@ ROUND_STEPS = (1, 2, 5, 10)
 DECISION_SECONDS = (0.0, 0.005, 0.02, 0.05)
 FIXED = tuple(f"sp{k}" for k in DEGREES)
 MAX_ROWS = 8
-"""Of a step, where rows share it."""
+"""Most rows of a step, for policies that share a step among rows."""
 SMALL = 200
-"""Instances whose optimum is searched."""
+"""Number of instances whose optimum is searched."""
 
 
 def policies(times: Times) -> dict[str, Make]:
-    """By name; the rounds are of 5 of the slowest edit's fastest steps."""
+    """Policies by name. A round lasts 5 of the slowest edit's fastest steps."""
     return {
         **{f"sp{k}": partial(Fixed, DEVICES, k) for k in DEGREES},
         "sp8_late_last": lambda: Fixed(DEVICES, DEVICES, late_last=True),
@@ -101,8 +101,8 @@ def point(
 
 
 def masked(rate: float, seed: int, edits: int = 200) -> tuple[list[Ticket], list[Ticket]]:
-    """Edits of production's masks at 1024 x 1024, due in 3 s: priced by active tokens, and as if
-    all were dense.
+    """Edits with production masks at 1024 x 1024, due in 3 s. The first list is priced by computed
+    tokens, the second as if all edits were dense.
     """
     costs = GangCosts()
     dense = costs.seconds(1024)
@@ -129,7 +129,9 @@ def _cached(costs: GangCosts, active: int) -> tuple[float, ...]:
 
 
 def masks(seeds: Sequence[int]) -> Report:
-    """Rates at which nine of ten are in time; what prices by resolution cost at 220 a minute."""
+    """Rates at which nine of ten edits are in time, and the loss of pricing by resolution at 220
+    edits a minute.
+    """
 
     def sar(rate: float, kind: str) -> float:
         shares = []
@@ -152,7 +154,7 @@ def masks(seeds: Sequence[int]) -> Report:
 
 
 def small(times: Times, first: int) -> Report:
-    """Of all edits that the optimum has in time, the share that a policy has.
+    """Each policy's share of the edits that the optimum serves in time.
 
     Args:
         times: seconds of a step by size and degree.
@@ -162,7 +164,7 @@ def small(times: Times, first: int) -> Report:
     for seed in range(first, first + SMALL):
         tickets = small_instance(times, seed)
         best += optimum(tickets, 4)
-        # A step stands for STEPS / 3 of them, and what starves waits so much longer.
+        # One step stands for STEPS / 3 steps, so a starving edit waits longer by that factor.
         policy = Deadline(4, patience=10.0 * STEPS / 3, longest_step=9.0)
         deadline_share += len(tickets) * simulate(policy, tickets, 4).in_time()
         shortest = min(min(t.seconds) for t in tickets)
@@ -202,10 +204,10 @@ def decisions(times: Times, count: int = 2000) -> Report:
 
 
 def run_deadlines(say: Callable[[str], None], seed: int = 1) -> Report:
-    """Everything.
+    """Run all parts.
 
     Args:
-        say: told of progress.
+        say: prints progress.
         seed: with 1 the edits are those that the policy `deadline` was tuned on.
     """
     seeds = tuple(range(seed, seed + RUNS))
@@ -245,7 +247,7 @@ def run_deadlines(say: Callable[[str], None], seed: int = 1) -> Report:
 
 
 def summary(report: Report) -> Report:
-    """What the bars are about; gains are relative."""
+    """The figures that the bars are about. Gains are relative."""
 
     def gain(at: Report) -> float:
         return float(at["sar"]["deadline"] / max(at["sar"][n] for n in FIXED) - 1.0)

@@ -58,11 +58,12 @@ Figures = dict[str, Any]
 DEVICES = 2
 STEPS = 16
 LOADS = (0.5, 0.8, 1.2)
-"""Of what two devices can do when each edit keeps one."""
+"""Loads, as a share of the rate that two devices reach when each edit keeps one device."""
 DUE = {64: 4.0, 96: 2.0, 128: None}
-"""By the picture's side, in how many times an edit's steps on one device; what it takes beside them
-is added. None: halfway between its steps on one device and on both, so that the largest are in time
-on both only, as TetriServe's."""
+"""Due times by the picture's side, as a multiple of the edit's steps on one device. The time
+outside the steps is added. None: halfway between the steps on one device and on both. The largest
+edits are then in time only on both devices, as TetriServe's are.
+"""
 _PRODUCTS = 400
 _BEFORE = ("preprocess", "encode", "prepare")
 CONFIGS: Mapping[str, dict[str, Any]] = {
@@ -73,19 +74,19 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of edits of one size, in seconds."""
+    """Seconds of the parts of an edit, for one picture size."""
 
     step: tuple[float, float]
-    """On one device and on two."""
+    """Seconds of a step on one device and on two."""
     before: float
-    """From sending to the scheduler."""
+    """Seconds from sending to the scheduler."""
     after: float
-    """From the last step to the answer."""
+    """Seconds from the last step to the answer."""
     shared: float = 0.0
-    """Of a step, whatever its rows."""
+    """The part of a step's seconds that does not depend on its rows."""
 
     def slower(self, times: float) -> Times:
-        """On a machine that takes so many times as long."""
+        """These times on a machine that takes this many times as long."""
         single_s, pair_s = self.step
         scaled = (self.before * times, self.after * times, self.shared * times)
         return Times((single_s * times, pair_s * times), *scaled)
@@ -108,7 +109,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def product_s() -> float:
-    """Seconds of products as a step has them, on as many cores at once as there are devices."""
+    """Seconds of matrix products of a step's size, on as many cores at once as there are devices.
+    """
     torch.set_num_threads(1)
     tokens, weights = torch.randn(80, 512), torch.randn(512, 2048)
     out = [torch.empty(80, 2048) for _ in range(DEVICES)]
@@ -130,7 +132,7 @@ def edits_by_side() -> dict[int, list[Edit]]:
 
 
 def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]]:
-    """Seconds until the answer, and its META; empty: the edit was refused."""
+    """Seconds until the answer, and its META. META is empty if the edit was refused."""
     begin = time.perf_counter()
     with Client(server.grpc) as client:
         try:
@@ -148,11 +150,12 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
 
 
 def profiled(model: Path, file: Path) -> dict[int, Times]:
-    """Steps of each size at each degree, all devices busy; the profile goes to `file`."""
+    """Profile steps of each size at each degree with all devices busy. The profile goes to `file`.
+    """
     args = profile_costs.parse(["--devices", str(DEVICES), "--sides", *map(str, DUE)])
     points, profile = profile_costs.profiled(args, model, args.sides)
     file.write_text(profile.text() + "\n", encoding="utf-8")
-    # Mean steps: servers' edits are as slow as the machine is, now and then.
+    # Mean steps, because the servers' edits also meet the machine's slow moments.
     took = {(p.side, p.degree): p.mean for p in points if not p.cached}
     fixed = profile.costs.compute.fixed
     return {
@@ -166,8 +169,8 @@ def profiled(model: Path, file: Path) -> dict[int, Times]:
 def measured(
     server: Server, times: Mapping[int, Times], edits: Mapping[int, Sequence[Edit]]
 ) -> dict[int, Times]:
-    """With what edits take round their steps, one at a time: medians, behind one of each that has
-    its prompt encoded.
+    """The times with the parts of an edit before and after its steps. Edits run one at a time,
+    and twice. The medians leave out the first run, which encodes the prompts.
     """
     measured_times = {}
     for side, of_side in edits.items():
@@ -192,7 +195,7 @@ def patience(side: int, times: Times) -> float:
 
 
 def sides(count: int, rng: np.random.Generator) -> list[int]:
-    """Equally many of each size, shuffled."""
+    """Picture sides in equal numbers, shuffled."""
     all_sides = np.resize(np.array(sorted(DUE)), count)
     return [int(side) for side in rng.permutation(all_sides)]
 
@@ -203,7 +206,7 @@ def real(
     arrivals: Sequence[tuple[float, int]],
     due: Mapping[int, float],
 ) -> Figures:
-    """Send edits as they arrive; which share is in time."""
+    """Send edits at their arrival times and return the share in time."""
     with ThreadPoolExecutor(len(arrivals)) as pool:
         start, calls = time.perf_counter(), []
         for number, (at, side) in enumerate(arrivals):
@@ -221,7 +224,7 @@ def simulated(
     due: Mapping[int, float],
     cores: float,
 ) -> Figures:
-    """The same in virtual time."""
+    """Simulate the same edits in virtual time."""
     edits = []
     for number, (at, side) in enumerate(arrivals):
         side_times, tokens = times[side], (side // 16) ** 2
@@ -246,7 +249,7 @@ def simulated(
 
 
 def policies() -> dict[str, SchedulingPolicy]:
-    """As servers have them; `fixed2` is no server's."""
+    """The policies of the servers, and `fixed2`, which no server uses."""
     engine = EngineConfig()
     rows, waiting = engine.max_rows, engine.max_waiting
     return {
@@ -270,12 +273,12 @@ def run(
     product: float,
     args: argparse.Namespace,
 ) -> Figures:
-    """All rounds.
+    """Run all rounds.
 
     Args:
         servers: by policy.
         times: of steps, as profiled.
-        product: `product_s` at that time.
+        product: `product_s` at the time of the profile.
         args: of the command.
     """
     edits = edits_by_side()
@@ -337,7 +340,7 @@ def run(
 
 
 def summary(points: Sequence[Figures]) -> Figures:
-    """Per load: shares in time, and how far what was measured is from what was simulated."""
+    """For each load: the shares in time, and the distance between measured and simulated shares."""
     by_load = {}
     for load in LOADS:
         of_load = [point for point in points if point["load"] == load]

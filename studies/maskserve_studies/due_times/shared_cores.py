@@ -18,47 +18,48 @@ _NOTHING_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class StagedEdit:
-    """An edit with what stands round its steps; seconds of one core to itself."""
+    """An edit with its stages before and after the steps. Seconds are for one core of its own."""
 
     ticket: Ticket
-    """Its `arrival` is that at the front; it is due at the last step's end."""
+    """Its `arrival` is the arrival at the front. It is due at the end of the last step."""
     before: float
-    """Encoding; one edit at a time."""
+    """Seconds of encoding; edits are encoded one at a time."""
     after: float
-    """Decoding; one at a time."""
+    """Seconds of decoding; edits are decoded one at a time."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """What takes cores now."""
+    """Work that uses cores at the moment."""
 
     left: float
-    """Seconds, had it them to itself."""
+    """Seconds left on a core of its own."""
     cores: int
     step: Run | None
-    """None: a stage."""
+    """The step; None: a stage."""
 
 
 class Machine:
     """Runs edits until all are answered.
 
     Args:
-        policy: of core; each decision is for one step.
-        devices: of the worker, each a core's worth of work.
-        cores: of the machine; where more is wanted, all go on in proportion. inf: nobody waits.
+        policy: from core; each decision is for one step.
+        devices: of the worker; each one uses one core.
+        cores: of the machine. If the jobs want more cores, all of them slow down in proportion.
+            inf: nobody waits.
     """
 
     def __init__(self, policy: SchedulingPolicy, devices: int, cores: float = math.inf) -> None:
         self._policy, self._devices, self._cores = policy, devices, cores
         self._left: dict[str, int] = {}
         self.answered: dict[str, float] = {}
-        """When, by the ticket's name."""
+        """Times of the answers, by the ticket's name."""
 
     def run(self, edits: Sequence[StagedEdit]) -> dict[str, float]:
-        """When each was answered.
+        """Times at which the edits were answered.
 
         Raises:
-            RuntimeError: the policy left edits lying.
+            RuntimeError: the policy left edits waiting forever.
         """
         now_s, next_decision_s = 0.0, math.inf
         arrivals = deque(sorted(edits, key=lambda edit: edit.ticket.arrival))
@@ -114,7 +115,7 @@ class Machine:
         stages: dict[str, _Job],
         steps: list[_Job],
     ) -> float:
-        """To the next moment at which something may begin."""
+        """Advance to the next moment at which a job may begin."""
         if (encoding and "encode" not in stages) or (decoding and "decode" not in stages):
             return now
         jobs: list[Any] = [*stages.values(), *steps]

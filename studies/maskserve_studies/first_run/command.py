@@ -75,25 +75,27 @@ from maskserve_studies.first_run.parts import (
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
 SERVED = (1, 8)
-"""Rows of the batches that are stepped as a worker takes them."""
+"""Numbers of rows in the batches of `time_served_steps`."""
 KINDS = ("kv", "project")
 FORMAT, DEFAULT = "int8", CacheConfig().entry_format
 MIXED = (2, 4, 8)
-"""Rows of batches in which each has another mask ratio."""
+"""Numbers of rows in batches whose rows all have different mask ratios."""
 EDITS = 4
-"""Whole edits for each that is under way at once."""
+"""Whole edits per edit in flight."""
 STEPS = 28
-"""Of an edit whose picture was never seen."""
+"""Steps of an edit whose picture is new."""
 _UNRECORDED = 2
-"""Steps of a mix before it is recorded, and with it."""
+"""Steps of a batch before and with its recording."""
 _TESTS_S = 480
 _BUFFER = 32 * 2**20
 _SENT, _WIDTH = 2**28, 3072
-"""Bytes of the loader's trial, and of each of its tokens."""
+"""Bytes that the loader's measurement sends, and bytes of each of its tokens."""
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of what decides which kernels run, and the device's driver, clocks and power limit."""
+    """Versions of the software that decides which kernels run, and the device's driver, clocks and
+    power limit.
+    """
     names = ("diffusers", "torchao", "bitsandbytes", "triton", "flash-attn-3", "flash-attn-4")
     by_name = {}
     for name in names:
@@ -115,7 +117,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def run_tests(device: torch.device) -> bool:
-    """Whether tests/gpu pass there, in time."""
+    """Whether tests/gpu pass there within the time limit."""
     command = [sys.executable, "-m", "pytest", "-q", "-ra", str(CHECKOUT / "tests" / "gpu")]
     env = {**os.environ, "MASKSERVE_GPU_TESTS": device.type}
     limit_s = _TESTS_S if device.type == "cuda" else None  # a rehearsal may take its time
@@ -127,8 +129,8 @@ def run_tests(device: torch.device) -> bool:
 
 
 def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
-    """Dense and cached steps, also with entries as they are by default; `limit_ms` is what the
-    FLOPs take at the device's published peak.
+    """Time dense and cached steps, also with entries in the default format. `limit_ms` is the time
+    of the FLOPs at the device's published peak.
     """
     rows = []
     for format, kinds, batches in ((FORMAT, KINDS, BATCHES), (DEFAULT, ("kv",), BATCHES[:1])):
@@ -146,14 +148,15 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
 
 
 def time_served_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
-    """Steps as a worker takes them (`ms`), recorded where they have few tokens, in turn with dense
-    ones: of rows that read an entry, and of such between anchors of their own, which leave their
-    text out (`NO_TEXT`). `of_limit` is the share of what their FLOPs allow against the dense step.
+    """Time steps as a worker takes them (`ms`), in turn with dense steps. Steps with few tokens are
+    recorded. The rows either read an entry, or are between refresh steps and leave their text out
+    (`NO_TEXT`). `of_limit` is the measured gain over the dense step, as a share of the gain that
+    the FLOPs allow.
 
-    A row by itself also kernel by kernel (`asked_ms`). Of rows with anchors also a step with one
-    pass more that computes all tokens, as an anchor that is foreseen does (`anchor_ms`,
-    `anchor_of_limit`); and of one such row a whole edit of `STEPS`: how many times sooner it is
-    done than a dense one (`edit_times`).
+    A single row is also timed kernel by kernel (`asked_ms`). For rows with refresh steps there is
+    also a step with one more pass over all tokens, as a lookahead takes (`anchor_ms`,
+    `anchor_of_limit`). `edit_times` is the speed-up of a whole edit of `STEPS` steps with one such
+    row over a dense edit.
     """
     weights, served = bench.weights, as_served(bench)
     bench.fill_entry("kv")
@@ -203,7 +206,9 @@ def _served_step(
 def _steady(
     timer: Timer, ways: Mapping[str, Callable[[], object]], repeat: int
 ) -> dict[str, float]:
-    """Medians of milliseconds, once what is done once has been, recording among it."""
+    """Median milliseconds. The first calls, with their one-time work and the recording, are not
+    timed.
+    """
     for _ in range(_UNRECORDED):
         for way in ways.values():
             way()
@@ -211,13 +216,13 @@ def _steady(
 
 
 def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, Any]]:
-    """Of rows that all have different masks, as edits do; one row of a UNet."""
+    """Time steps of rows that all have different masks, as edits do. A UNet has one row."""
     batches = MIXED if isinstance(bench, Bench) else (1,)
     return measure(bench, _asked(repeat, kind=("kv",), batch=batches, alike=False))
 
 
 def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int = 1) -> UnetBench:
-    """A UNet whose steps are recorded, as a worker's are."""
+    """A UNet whose steps are recorded as a worker records them."""
     bench = UnetBench(preset, dtype, device, FORMAT, steps=steps)
     bench.weights = replace(bench.weights, graphs=Graphs.on(device, dtype))
     bench.buckets = bench.weights.graphs is not None
@@ -225,7 +230,9 @@ def unet_bench(preset: str, dtype: torch.dtype, device: torch.device, steps: int
 
 
 def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
-    """Of one row of a UNet that has anchors of its own: an anchor's step, and one between two."""
+    """Time steps of one UNet row with refresh steps: a refresh step, and a step between two refresh
+    steps.
+    """
     figures, timer = [], Timer(bench.device)
     for ratio in RATIOS:
         rows = [bench.row(ratio, 0, own=RefreshSchedule(frozenset({0}), FORMAT, text=False))]
@@ -239,13 +246,13 @@ def time_own_steps(bench: UnetBench) -> list[dict[str, Any]]:
 
 
 def _asked(repeat: int, **of: Any) -> argparse.Namespace:
-    """What `measure` is asked for."""
+    """The arguments of `measure`."""
     return argparse.Namespace(mask_ratios=RATIOS, clock="wall", repeat=repeat, steps=1, **of)
 
 
 def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
-    """For how long the host asks for a steady step (`asked_ms`), of all that it takes (`ms`): as
-    long as the first is shorter, launches hold up nothing.
+    """Time that the host needs to launch a steady step (`asked_ms`), and the time of the whole step
+    (`ms`). Launches delay nothing while the first is shorter.
     """
     figures = []
     bench.fill_entry("kv")
@@ -269,7 +276,7 @@ def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
 
 
 def attention_of(device: torch.device, dtype: torch.dtype) -> str:
-    """In words, what computes attention of rows that differ."""
+    """The kernel that computes attention for rows of different lengths, in words."""
     if device.type != "cuda":
         return "one call for each row"
     missing = missing_varlen(device, dtype)
@@ -279,7 +286,7 @@ def attention_of(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
-    """What steps hold at once, and the most that the memory table counts for so many rows."""
+    """Peak memory of steps, and the most that the memory table counts for as many rows."""
     figures = []
     bench.fill_entry("kv")
     for batch in BATCHES:
@@ -296,8 +303,8 @@ def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
 
 
 def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
-    """Of entries from host memory: gathered and moved as the loader does it, and the bare link; by
-    so many bytes.
+    """Gigabytes per second of entries from host memory: gathered and whole entries as the loader
+    moves them, and the bare link. `sent` is the number of bytes.
     """
     mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
     part = encode(torch.randn(sent // _WIDTH, _WIDTH), FORMAT)
@@ -326,7 +333,7 @@ def main(
     steps: Callable[[Bench, int], list[dict[str, Any]]] = time_steps,
     sent: int = _SENT,
 ) -> int:
-    """The command; its first parts can be others, and `sent` less than the link's trial sends."""
+    """Run the command. Tests can replace the first parts, and can send less than `_SENT` bytes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -358,7 +365,7 @@ def main(
     }
 
     def keep() -> None:
-        """What was found so far stays, whatever comes after."""
+        """Save the figures found so far, so that a later failure does not lose them."""
         report["seconds"] = round(time.monotonic() - begin, 1)
         part = args.json.with_name(args.json.name + ".part")
         write_json(report, part)
@@ -366,12 +373,14 @@ def main(
         write_page(report, args.json)
 
     def find(name: str, part: Callable[[], Any]) -> Any:
-        """A part's figures; None where it fails, and why is kept, or is not asked for."""
+        """The figures of a part. None if the part is not selected, or if it fails; then the reason
+        is saved.
+        """
         if args.only is not None and name not in (*args.only, "model"):
             return None
         try:
             figures = part()
-        except Exception as error:  # whatever libraries and drivers raise
+        except Exception as error:  # libraries and drivers raise all kinds of errors
             traceback.print_exc()
             figures, report["failed"][name] = None, in_words(error)
         else:
@@ -397,7 +406,7 @@ def main(
     torch.manual_seed(0)
     few, memory_rows = BATCHES[: 2 if device.type == "cuda" else 1], None
     find("model", make_model)
-    while benches:  # its memory is the next model's
+    while benches:  # frees its memory for the next model
         bench = benches.pop()
         find("attention_ms", partial(time_attention, bench, SERVED, RATIOS))
         find("placing", partial(time_placing, bench, SERVED[-1:]))

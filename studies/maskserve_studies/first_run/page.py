@@ -1,4 +1,4 @@
-"""The page of a first run: the tables and plots of its JSON, as far as it is filled."""
+"""The page of a first run: tables and plots of the parts that its JSON has."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def write_page(report: Report, file: Path) -> None:
     """Write the page FILE.md, and beside it FILE-steps.png and FILE-memory.png.
 
     Args:
-        report: of `first_run`, of which parts may be missing.
-        file: its JSON.
+        report: the report of `first_run`; parts may be missing.
+        file: the JSON file of the report.
     """
     plots = {}
     if "steps" in report:
@@ -142,7 +142,7 @@ def _step_table(steps: Sequence[Report]) -> list[str]:
 
 
 def _mixed_table(steps: Sequence[Report]) -> list[str]:
-    rows = [  # a ratio for each row, or of all
+    rows = [  # one ratio per row, or one for all rows
         (s["batch"], f"{np.mean(s['mask_ratio']):.2f}", *_tenths(s, "ms", "dense_ms"), _times(s))
         for s in steps
     ]
@@ -252,7 +252,7 @@ def _tenths(step: Report, *keys: str) -> list[str]:
 
 
 def _plot_steps(steps: Sequence[Report], file: Path) -> Path:
-    """A panel for each number of rows: time over mask ratio, beside dense steps and the limits."""
+    """Plot one panel per number of rows: time over mask ratio, with dense steps and the limits."""
     batches = sorted({step["batch"] for step in steps})
     figure, axes = _figure(len(batches))
     for axis, batch in zip(axes, batches, strict=True):
@@ -307,7 +307,7 @@ _FACTS: dict[str, Callable[[Any], str]] = {
     "attention": "attention: {}".format,
     "gb_per_s": _rates,
 }
-"""Parts of one line each."""
+"""Parts that take one line of the page."""
 _SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "served": ("Steps as a worker takes them", _served_table),
     "attention_ms": ("Attention", _attention_table),

@@ -1,5 +1,5 @@
-"""The parts of a first run beside plain steps: kernels of a step, loads under steps, rivals, T5 and
-the VAE, and whole edits through Triton. A part that cannot run says why.
+"""The parts of a first run other than plain steps: kernels of a step, loads during steps, rivals,
+T5 and the VAE, and whole edits through Triton. A part that cannot run gives its reason.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from maskserve_engine.stages.quantise import quantise
 
 RATIO = 0.11
 WAYS = {"gathered": LinkRates(direct=0.0), "direct": LinkRates(gathered=1.0)}
-"""What has the loader take each of its ways, whatever is sooner."""
+"""Link rates that force the loader to use one of its two ways, whichever is faster."""
 RIVALS = ("eager", "compiled", "fp8, compiled")
 _KEY, _ENDLESS = "template", 2**50
 _BUFFER = 32 * 2**20
 _ROUNDS, _CALLS = 3, 20
 _LOADS = 2
-"""That rows may have at once: those of the last step and of the next."""
+"""Loads that rows may have in flight: those of the last step and of the next step."""
 _AT_ONCE = (1, 8)
 _SHM = Path("/dev/shm")
 Figures = dict[str, Any]
@@ -58,8 +58,8 @@ Quantise = Callable[[Any, Any, torch.device], None]
 
 
 def as_served(bench: Bench) -> Any:
-    """The bench's weights as a worker has them: rows that may be recorded are (`FlowRow.recorded`),
-    where there are CUDA graphs.
+    """The bench's weights as a worker has them. Where CUDA graphs exist, rows with
+    `FlowRow.recorded` are recorded.
     """
     graphs = Graphs.on(bench.device, bench.dtype)
     return (
@@ -68,9 +68,9 @@ def as_served(bench: Bench) -> Any:
 
 
 def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
-    """Steps whose entries lie on the device, steps that bring all of theirs in from files in memory
-    meanwhile, and the loads by themselves; each way of the loader that there is here. On a GPU
-    loads are cut of a reserve, and steps recorded, as in the engine.
+    """Time three things: steps whose entries are on the device, steps that load all their entries
+    from files in memory at the same time, and the loads alone. Each way of the loader that works
+    here is timed. On a GPU, loads use a reserve and steps are recorded, as in the engine.
     """
     weights, bench.weights = bench.weights, as_served(bench)
     try:
@@ -88,7 +88,7 @@ def _time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     figures = []
     with tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else None) as folder:
         tier = FolderTier("host", folder, _ENDLESS, opened=mover.register)
-        # What is kept would come from the device: it has no budget, and loads are forced.
+        # The device has no budget for entries, and loads are forced; else entries would stay there.
         reserve = open_reserve(mover, _LOADS * max(batches) * bench.entry.room)
         store = Store(MemoryTier(0), [tier], None, Loader(mover), reserve=reserve)
         try:
@@ -106,7 +106,7 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     if store.lower.locate(_KEY, [entry.anchor]) is None:
         store.put(_KEY, entry, Note(_KEY, 1, 1.0))
         store.settle()
-    store.hold(_KEY, entry.anchor)  # has the file opened, if it is not
+    store.hold(_KEY, entry.anchor)  # opens the file if it is not open
     store.settle()
     source = store.hold(_KEY, entry.anchor)
     assert source is not None
@@ -162,7 +162,7 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     handles = asked()
     nbytes = sum(handle.load.nbytes for handle in handles)
     let_go(handles)
-    del handles  # whoever has one has its memory
+    del handles  # a handle keeps its memory
     stats_before = _allocator(bench.device)
     ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
     stats_after = _allocator(bench.device)
@@ -172,8 +172,8 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
-    """What torch's allocator counts on a GPU: how often it gave memory back to the driver, for
-    which the whole device waits, how often in vain, and what it holds.
+    """The counters of torch's allocator on a GPU: how often it returned memory to the driver (the
+    whole device waits for that), how often that did not help, and the bytes that it holds.
     """
     if device.type != "cuda":
         return {}
@@ -185,7 +185,7 @@ def _allocator(device: torch.device) -> dict[str, int]:
 def in_turn(
     timer: Timer, ways: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, float]:
-    """Medians of milliseconds, after a first time of each."""
+    """Median milliseconds. A first call of each way is not timed."""
     for way in ways.values():
         way()
     took = [{name: timer.ms(way) for name, way in ways.items()} for _ in range(rounds)]
@@ -193,8 +193,8 @@ def in_turn(
 
 
 def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]) -> list[Figures]:
-    """One block's attention of rows that leave their text out, by the variable-length kernel and by
-    `scaled_dot_product_attention`, which is what alike rows take if that is cuDNN.
+    """One block's attention for rows that leave their text out, with the variable-length kernel and
+    with `scaled_dot_product_attention`. Rows of one length use the latter if cuDNN runs it.
     """
     heads, head_dim = bench.config["num_attention_heads"], bench.config["attention_head_dim"]
     keys, figures = bench.work.tokens[0] + bench.text, []
@@ -220,8 +220,8 @@ def time_attention(bench: Bench, batches: Sequence[int], ratios: Sequence[float]
 
 
 def time_placing(bench: Bench, batches: Sequence[int]) -> list[Figures]:
-    """One block's cached activations brought to their places, with none to two changes added, and
-    the bytes per second of what is read and written once.
+    """Time the placing of one block's cached activations, with none, one or two changes added.
+    `gb_per_s` counts every byte read or written once.
     """
     width, tokens = bench.weights.width, round((1.0 - RATIO) * bench.work.tokens[0])
     figures = []
@@ -250,8 +250,8 @@ def time_placing(bench: Bench, batches: Sequence[int]) -> list[Figures]:
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
-    """So many calls one after the other, of which a device runs one while the host asks for the
-    next.
+    """Make the call this many times in a row, so that the device runs one call while the host
+    launches the next.
     """
 
     def calls() -> None:
@@ -268,9 +268,9 @@ def time_rivals(
     rivals: Sequence[str] = RIVALS,
     quantised: Quantise = quantise,
 ) -> list[Figures]:
-    """Dense steps of diffusers' transformer with the same weights, as it is, with compiled blocks,
-    and with blocks in FP8, too; in turn with ours, dense and cached. One that cannot run here has
-    a reason (`why`) in place of a time.
+    """Dense steps of diffusers' transformer with the same weights: as it is, with compiled blocks,
+    and with blocks in FP8 as well. They take turns with our dense and cached steps. A rival that
+    cannot run here has a reason (`why`) in place of a time.
     """
     bench.fill_entry("kv")
     models: dict[str, Any] = {}
@@ -278,7 +278,7 @@ def time_rivals(
     for name in rivals:
         try:
             models[name] = rival_of(bench, name, quantised)
-        except Exception as error:  # whatever libraries and drivers raise
+        except Exception as error:  # libraries and drivers raise all kinds of errors
             why[name] = in_words(error)
     figures = []
     for batch in batches:
@@ -321,7 +321,7 @@ def rival_of(bench: Bench, name: str, quantised: Quantise = quantise) -> Any:
 
 
 def inputs_of(bench: Bench, batch: int) -> Figures:
-    """What diffusers' pipeline gives the transformer at one step."""
+    """The inputs that diffusers' pipeline gives the transformer at one step."""
     config, (height, width) = bench.config, bench.grid
     ids = torch.zeros(height * width, 3, device=bench.device)
     ids[:, 1] = torch.arange(height, device=bench.device).repeat_interleave(width)
@@ -349,19 +349,20 @@ def answer_of(model: Any, inputs: Figures) -> torch.Tensor:
 
 
 def in_words(error: Exception) -> str:
-    """Its first line: some print pages."""
+    """The first line of the error: some libraries print pages."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @torch.inference_mode()
 def time_stages(device: torch.device, dtype: torch.dtype, *, demo: bool) -> Figures:
-    """T5 over one prompt, and the VAE there and back of one picture; random weights.
+    """Time T5 over one prompt, and the VAE's encoding and decoding of one picture, with random
+    weights.
 
     Args:
-        device: where they are.
-        dtype: of their weights.
-        demo: of the demo model's sizes, else of FLUX.1's, 512 tokens and 1024 x 1024 pixels.
+        device: the device of the weights.
+        dtype: of the weights.
+        demo: use the demo model's sizes, else FLUX.1's with 512 tokens and 1024 x 1024 pixels.
     """
     t5_config, vae_config, tokens, side = T5Config(**T5_XXL), FLUX_VAE, 512, 1024
     if demo:
@@ -391,13 +392,13 @@ def time_edits(
     count: int,
     worker: Callable[[Path, Path], AbstractContextManager[Site]] = worker_of,
 ) -> Figures:
-    """Whole edits through a Triton of their own, with production masks of primed templates: one and
-    several at once. Where there is no Triton, why.
+    """Whole edits through their own Triton, with production masks of primed templates, one and
+    several at a time. Without Triton, the reason.
 
     Args:
         model: folder.
-        count: of edits, for each that is under way at once.
-        worker: starts one, of a model with a folder for its files.
+        count: edits per edit in flight.
+        worker: starts a worker, given a model and a folder for its files.
     """
     size = load_spec(str(model)).native_resolution
     edits = drawn_edits(size, count * max(_AT_ONCE), 4)
@@ -408,8 +409,8 @@ def time_edits(
         ):
             for image in sorted({edit.image for edit in edits}):
                 site.prime(image)
-            site.run(edits[: max(_AT_ONCE)], max(_AT_ONCE))  # what a worker does once
+            site.run(edits[: max(_AT_ONCE)], max(_AT_ONCE))  # a worker's one-time work
             runs = {str(many): site.run(edits[: count * many], many) for many in _AT_ONCE}
-    except Exception as error:  # no Triton, or whatever keeps a worker from starting
+    except Exception as error:  # no Triton, or a worker that does not start
         return {"model": model.name, "why": in_words(error)}
     return {"model": model.name, "side": size, "at_once": runs}

@@ -39,7 +39,7 @@ PARTS: Final = ("batching", "routing")
 
 
 def batching_lines(found: Figures) -> str:
-    """A table of what `one_model.by_batching` has found."""
+    """A table of the results of `one_model.by_batching`."""
     lines = [
         [
             share,
@@ -56,7 +56,7 @@ def batching_lines(found: Figures) -> str:
 
 
 def routing_lines(found: Figures) -> str:
-    """A table of what `one_model.by_policy` has found."""
+    """A table of the results of `one_model.by_policy`."""
     mask_aware_ms = found["p95_ms"]["mask_aware"]
     return table(
         ["policy", "P95 ms", "mask_aware under it"],

@@ -1,11 +1,11 @@
-"""Estimate edits on common GPUs, by model, form of the weights and attention, beside a server that
-computes all tokens. Nobody measured it.
+"""Estimate edits on common GPUs, by model, form of the weights and attention, and compare them with
+a server that computes all tokens. Nobody measured it.
 
 Counted: FLOPs, the bytes that kernels move, launches (as in `gpu_estimate`), and FLOPs of T5 and
-the VAE. Assumed: what the data sheets say and the shares of it that are reached, by card; fewer
-tokens reach less, since tiles of products do not come out even (`filled`). The dense server takes
-what others have published, or what our own dense kernels take in the faster of bfloat16 and FP8,
-whichever is less.
+the VAE. Assumed: the data sheets' peaks and the shares of them that are reached, by card. Fewer
+tokens reach less, because the tiles of products do not divide them evenly (`filled`). The dense
+server takes the lesser of two times: a published time, or the time of our own dense kernels in the
+faster of bfloat16 and FP8.
 
     python scripts/bench gpu_cards
 """
@@ -49,7 +49,7 @@ class Published(NamedTuple):
 
     ms: float
     form: str
-    """Of the weights."""
+    """Form of the weights."""
     source: str
 
 
@@ -58,20 +58,22 @@ class Card(NamedTuple):
 
     name: str
     half: float
-    """In bfloat16."""
+    """FLOP/s in bfloat16."""
     fp8: float
-    """Of GeForce cards summed in float16: twice as much."""
+    """FLOP/s in FP8. GeForce cards reach twice as much when they sum in float16."""
     single: float
-    """In float32."""
+    """FLOP/s in float32."""
     nbytes: float
-    """Of its memory, per second."""
+    """Bytes of its memory per second."""
     held: float
-    """GB."""
+    """GB of its memory."""
     multiprocessors: int
     reached: float
     """Share of the peak that a dense step's products reach."""
     attention: Mapping[str, float]
-    """Kernels that there are for it, and the share of the bfloat16 peak that each reaches."""
+    """Attention kernels that exist for the card, each with the share of the bfloat16 peak that it
+    reaches.
+    """
     published: Published | None = None
 
 
@@ -91,15 +93,16 @@ CARDS = (
     Card("RTX 5090", 209.5e12, 838e12, 104.8e12, 1.792e12, 32, 170, 0.55, {"FA2": 0.85}),
 )  # fmt: skip
 TILES = (((128, 256), 1.0), ((128, 128), 0.9), ((64, 128), 0.75))
-"""Of a product's output, that one multiprocessor computes at a time; and what it reaches by them,
-beside the best. Assumed."""
+"""Tiles of a product's output that one multiprocessor computes at a time. Each has the speed that
+it reaches, as a share of the best tile's. Assumed.
+"""
 _PRODUCTS = ((9216, 3072), (3072, 3072), (12288, 3072), (3072, 12288), (21504, 3072), (3072, 15360))
-"""Numbers out and in of FLUX.1's products."""
+"""Output and input widths of FLUX.1's products."""
 
 
 def filled(tokens: float, multiprocessors: int) -> float:
-    """Share of a card's time that products over so many tokens use: tiles go over their edges, and
-    the last round of them does not keep every multiprocessor busy.
+    """Share of a card's time that products over this many tokens use. Tiles reach beyond the edges,
+    and the last round of tiles does not keep every multiprocessor busy.
     """
     flops = seconds = 0.0
     for out, inner in _PRODUCTS:
@@ -112,21 +115,22 @@ def filled(tokens: float, multiprocessors: int) -> float:
 
 
 def _computed(tokens: float, out: int, tile: tuple[int, int], multiprocessors: int) -> float:
-    """Numbers of output that whole rounds of tiles have."""
+    """Output values that whole rounds of tiles compute."""
     tiles = math.ceil(tokens / tile[0]) * math.ceil(out / tile[1])
     rounds = math.ceil(tiles / multiprocessors)
     return float(rounds * multiprocessors * tile[0] * tile[1])
 
 
 class Form(NamedTuple):
-    """Of the weights of FLUX.1's blocks."""
+    """Form of the weights of FLUX.1's blocks."""
 
     name: str
     read: float
     """Bytes per weight that products read."""
     unpacked: float
-    """Bytes per weight that a step moves before that: of `int8` and `nf4` libraries make bfloat16
-    at each step."""
+    """Bytes per weight that a step moves before that: libraries turn `int8` and `nf4` into bfloat16
+    at each step.
+    """
     held: float
     """GB of the transformer."""
 
@@ -138,36 +142,36 @@ FORMS = (
     Form("nf4", 2, 0.6 + 2, 6.8),
 )
 BESIDE = 3.0
-"""GB beside the transformer: a decoder, a step, a template."""
+"""GB beside the transformer, for a decoder, a step and a template."""
 RATIOS = (None, 0.11, 0.35)
 STEPS = {"FLUX.1": 28, "SDXL": 50}
-"""Of an edit, as diffusers' pipelines have them."""
+"""Steps of an edit: the defaults of diffusers' pipelines."""
 STRIDES = {"FLUX.1": FLUX_STRIDES[FILL], "SDXL": UNET_STRIDES[FILL]}
-"""From one anchor of an edit's own to the next, of Fill and inpainting models."""
+"""Steps from one refresh step to the next, for Fill and inpainting models."""
 _SIDE = 1024
 _TEXT = {"FLUX.1": 512, "SDXL": 77}
 
 
 class Counted(NamedTuple):
-    """Of one step of one row."""
+    """Counted work of one step of one row."""
 
     tokens: float
-    """That products are of, text among them; 0: as many as fill any card."""
+    """Tokens of the products, with the text; 0: enough to fill any card."""
     products: float
-    """FLOPs."""
+    """FLOPs of products."""
     attention: float
-    """FLOPs."""
+    """FLOPs of attention."""
     weights: float
-    """Bytes of weights that products read, in the form that was counted."""
+    """Bytes of weights that products read, in the counted form of the weights."""
     needed: float
-    """Bytes that products and attention take and give."""
+    """Bytes that products and attention read and write."""
     others: float
     """Bytes of all other kernels."""
     launches: int
 
 
 def flux(ratio: float | None, *, fp8: bool) -> Counted:
-    """FLUX.1-dev, entries in int8 on the device."""
+    """Count a step of FLUX.1-dev with entries in int8 on the device."""
     work = flux_work(FLUX_DEV, _SIDE // 8, _SIDE // 8)
     name = ("dense, 1 row" if ratio is None else "kv int8, 1 row") + (", fp8" if fp8 else "")
     moved = moved_bytes(Case(name, (ratio,), weights="fp8" if fp8 else "bf16"))
@@ -182,9 +186,9 @@ def flux(ratio: float | None, *, fp8: bool) -> Counted:
 
 
 def flux_own(hit: Counted, ratio: float) -> Counted:
-    """A step between anchors of the edit's own, beside one that reads a template's entries: the
-    text is read, too, and each value's change is added. What products move of the text is not
-    taken off.
+    """Count a step between refresh steps, from a step that reads a template's entries. It also
+    reads the text and adds each value's change. The bytes that products move for the text are not
+    subtracted.
     """
     work, text = flux_work(FLUX_DEV, _SIDE // 8, _SIDE // 8), _TEXT["FLUX.1"]
     image = work.tokens[0]
@@ -199,9 +203,11 @@ def flux_own(hit: Counted, ratio: float) -> Counted:
 
 
 def sdxl(ratio: float | None) -> Counted:
-    """SDXL with guidance. What convolutions move is among the others: it overlaps with nothing."""
+    """Count a step of SDXL with guidance. The bytes of convolutions count as `others`: they overlap
+    with nothing.
+    """
     case = replace(SDXL_GUIDED, ratios=(ratio,))
-    plain, _ = unet_step(replace(case, recorded=False))  # whose kernels are seen one by one
+    plain, _ = unet_step(replace(case, recorded=False))  # its kernels are counted one by one
     weights = plain.nbytes[WEIGHTS]
     needed = sum(
         nbytes
@@ -214,7 +220,9 @@ def sdxl(ratio: float | None) -> Counted:
 
 
 def sdxl_own(hit: Counted, ratio: float) -> Counted:
-    """As `flux_own`; convolutions run on a tile, whose fewer bytes are not taken off."""
+    """The same as `flux_own` for SDXL. Convolutions run on a tile; the bytes that this saves are
+    not subtracted.
+    """
     work = unet_work(SDXL, _SIDE // 8, _SIDE // 8, halo=1)
     products, attention = _flops(work, ratio, _TEXT["SDXL"])
     values = work.copies * _values(work, tuple((1.0 - ratio) * n for n in work.tokens))
@@ -226,18 +234,18 @@ def sdxl_own(hit: Counted, ratio: float) -> Counted:
 
 
 _PLACED, _ADDED = 1 + 2, 1
-"""Bytes moved for a number that is placed, and besides for its change."""
+"""Bytes moved for a placed value, and the further bytes for its change."""
 _WIDTH = 3072
 
 
 def _values(work: ModelWork, idle: tuple[float, ...]) -> float:
-    """Numbers that a step reads of one pass: keys and values, and ends of stacks."""
+    """Values that a step reads for one pass: keys and values, and ends of stacks."""
     loads = block_bytes(work, [idle], EntryFormat("one byte each", 8))
     return float(loads[:, 1].sum() + end_bytes(work, loads).sum())
 
 
 def _flops(work: ModelWork, ratio: float | None, text: int) -> tuple[float, float]:
-    """Of products and convolutions, and of attention."""
+    """FLOPs of products and convolutions, and FLOPs of attention."""
     row, kind = work.row_at(ratio or 1.0, text), "dense" if ratio is None else "kv"
     totals = work.totals([row])
     of_levels = (totals.dense if ratio is None else totals.cached)[work.levels]
@@ -250,8 +258,9 @@ def _flops(work: ModelWork, ratio: float | None, text: int) -> tuple[float, floa
 def step_ms(
     card: Card, of: Counted, form: Form, attention: str, given: argparse.Namespace
 ) -> float:
-    """Products and attention take what their FLOPs or their bytes take, whichever is longer; then
-    come all other kernels. A step takes that, or what the host takes to ask for it.
+    """Milliseconds of a step. Products and attention take the time of their FLOPs or of their
+    bytes, whichever is longer. All other kernels come after them. The step takes that time, or the
+    host's time to launch it if that is longer.
     """
     in_fp8 = form.name == "fp8"
     weights, unpacked = of.weights, of.weights / form.read * form.unpacked
@@ -272,7 +281,7 @@ _DENSE_TOKENS = 4096 + 512
 
 
 def stage_flops() -> tuple[float, float]:
-    """Of T5 over 512 tokens, and of the VAE that encodes and decodes one picture."""
+    """FLOPs of T5 over 512 tokens, and of the VAE that encodes and decodes one picture."""
     with torch.device("meta"), torch.inference_mode():
         t5, vae = T5EncoderModel(T5Config(**T5_XXL)).eval(), AutoencoderKL(**FLUX_VAE).eval()
         with FlopCounterMode(display=False) as of_t5:
@@ -293,7 +302,7 @@ class Offer(NamedTuple):
 
 
 def offered(card: Card) -> Iterator[Offer]:
-    """All that the card holds."""
+    """All offers that fit into the card's memory."""
     for form in FORMS:
         if form.held + BESIDE <= card.held:
             for attention in card.attention:
@@ -302,11 +311,11 @@ def offered(card: Card) -> Iterator[Offer]:
 
 
 Way = tuple[str, float | None, bool, bool]
-"""Model, mask ratio (None: dense), FP8, and whether a step is one between anchors of its own."""
+"""Model, mask ratio (None: dense), FP8, and whether the step is between refresh steps."""
 
 
 def counted_ways() -> dict[Way, Counted]:
-    """Of all models, weights and masks; takes minutes."""
+    """Count all models, weights and masks; takes minutes."""
     of: dict[Way, Counted] = {}
     for ratio in RATIOS:
         for fp8 in (False, True):
@@ -342,12 +351,12 @@ def main() -> int:
             way = offer.model, ratio, offer.form.name == "fp8", own
             return step_ms(offer.card, of[way], offer.form, offer.attention, args)
 
-        # SDXL's VAE runs in float32; its text encoders take next to nothing.
+        # SDXL's VAE runs in float32; its text encoders take almost no time.
         rate = card.single * 0.5 if model == "SDXL" else card.half * card.reached
         stages_s = (vae if model == "SDXL" else vae + t5) / rate
         dense, share = took(offer, None), refresh_count(steps, STRIDES[model]) / steps
         hits, owns = [took(offer, m) for m in masks], [took(offer, m, own=True) for m in masks]
-        reads = 1 - 1 / steps  # beside all anchors but the first
+        reads = 1 - 1 / steps  # all refresh steps but the first also read
         means = [dense, *hits, *(share * dense + reads * item for item in owns)]
         edits = [steps * item / 1e3 + stages_s for item in means]
         rival, rival_text = _rival(offer, took)
@@ -361,8 +370,8 @@ def main() -> int:
 
 
 def _rival(offer: Offer, took: Callable[[Offer, float | None], float]) -> tuple[float, str]:
-    """The dense server's step, and how the table tells it: what others have published, or our own
-    dense kernels, whichever is faster.
+    """The dense server's step and its text in the table: the published time, or the time of our own
+    dense kernels, whichever is less.
     """
     fits = [FORMS[0]]
     if offer.model == "FLUX.1":

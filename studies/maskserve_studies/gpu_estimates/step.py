@@ -1,10 +1,10 @@
 """Estimate a step of FLUX.1-dev at 1024x1024 on an H100. Nobody measured it.
 
 Counted: FLOPs (planning/flops.py), the bytes that every kernel reads and writes, and launches
-(kernel_counts.py). Assumed: the device's published peaks and the shares of them that are
-reached. Products and attention take what their FLOPs or their bytes take, whichever is longer; all
-other kernels take what their bytes take, after them. A step takes that, or what the host takes to
-ask for it.
+(kernel_counts.py). Assumed: the device's published peaks and the shares of them that are reached.
+Products and attention take the time of their FLOPs or of their bytes, whichever is longer. All
+other kernels take the time of their bytes, after them. A step takes that time, or the host's time
+to launch it if that is longer.
 
     python scripts/bench gpu_estimate
 """
@@ -31,7 +31,7 @@ from maskserve_engine.families.flux.spec import flux_work
 from maskserve_engine.fitting.memory import peak_values
 
 PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
-"""Of an H100 SXM: bfloat16 without sparsity, and its memory."""
+"""Peaks of an H100 SXM: FLOP/s in bfloat16 without sparsity, and bytes of its memory per second."""
 
 
 class Step(NamedTuple):
@@ -39,19 +39,19 @@ class Step(NamedTuple):
 
     rows: int
     ratio: float | None
-    """Mask ratio of the rows; None: dense ones."""
+    """Mask ratio of the rows; None: dense rows."""
     flops: float
     needed: int
-    """Bytes of products and attention: their kernels move them while they compute."""
+    """Bytes of products and attention. Their kernels move these bytes while they compute."""
     others: int
-    """Bytes of all other kernels, which compute next to nothing."""
+    """Bytes of all other kernels, which compute almost nothing."""
     launches: int
     held: int
-    """Bytes that the memory table counts for so many rows, dense or not."""
+    """Bytes that the memory table counts for this many rows, dense or not."""
 
 
 def steps() -> Iterator[Step]:
-    """By rows and mask ratio; takes a minute."""
+    """Steps by rows and mask ratio; takes a minute."""
     model = build_model("flux-1024", (DOUBLE, SINGLE), torch.bfloat16, torch.device("meta"))
     (down, across), text = PRESETS["flux-1024"]["grid"], PRESETS["flux-1024"]["text"]
     work = flux_work(dict(model.config), 2 * down, 2 * across)

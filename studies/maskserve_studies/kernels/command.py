@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def summary() -> dict[str, float]:
-    """What later changes are held against."""
+    """The figures that later changes are compared with."""
     dense, cached = (
         next(case for case in CASES if case.name == name)
         for name in ("dense, 1 row", "kv int8, 1 row")
@@ -106,7 +106,7 @@ def summary() -> dict[str, float]:
 
 
 def print_bytes() -> None:
-    """Gigabytes of a step, by group."""
+    """Print the gigabytes of a step by group."""
     groups = (*GROUPS, "outside")
     print(f"| step | {' | '.join(groups)} | all | least | times least |")
     print("|---|" + "---|" * (len(groups) + 3))

@@ -1,1 +1,1 @@
-"""Edits of photographs, 512 x 512 pixels: what is asked, how it is drawn, how it is judged."""
+"""Edits of photographs, 512 x 512 pixels: wishes, drawing and judging."""

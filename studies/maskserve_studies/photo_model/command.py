@@ -28,7 +28,7 @@ from maskserve_studies.photo_model.sources import textures
 
 _TILE: Final = 256
 _PAIRS: Final = {"fill": 14, "pattern": 6, "shape": 20}
-"""Edits of the blind sheet by kind: what both models have words for."""
+"""Edits of the blind sheet by kind. Both models know the words of these kinds."""
 
 
 def main() -> int:
@@ -130,7 +130,9 @@ def vae_likeness(vae: AutoencoderKL, side: int) -> float:
 def blind_sheet(
     pipe: FluxFillPipeline, other: FluxFillPipeline, steps: int, edits: list[PhotoEdit], path: Path
 ) -> None:
-    """Write the pairs to `path`, and as JSON beside it which of each pair is the first model's."""
+    """Write the pairs to `path`. A JSON file beside it has the position of the first model in each
+    pair.
+    """
     first_pictures = run_edits(pipe, list(edits), steps, 1)
     side = int(other.vae.config.sample_size)
     small = [_reduced(edit, side) for edit in edits]

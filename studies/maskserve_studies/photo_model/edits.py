@@ -36,10 +36,10 @@ _HELD_OUT_SEED: Final = 11_000_000
 
 @dataclass(frozen=True)
 class PhotoEdit(Edit):
-    """An edit whose target is what its wish asks for."""
+    """An edit whose target shows its wish."""
 
     wish: Wish
-    """What the judge must see; of `more` the object."""
+    """The wish that the judge must see; for `more` the object."""
 
 
 def photo_edits(

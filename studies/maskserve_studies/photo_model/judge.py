@@ -41,7 +41,7 @@ def psnr(edited: Picture, target: Picture, mask: Mask) -> float:
 
 
 def shown(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> Wish:
-    """The wish whose ideal answer is nearest to what the region shows; a material that is plain is
+    """The wish whose ideal answer is nearest to the region. A material without texture counts as
     none.
     """
     height, width = mask.shape
@@ -64,7 +64,7 @@ def shown(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> W
             continue
         rgb, alpha = look_of(wish, region, stock, np.random.default_rng(0))
         spread, rough = 0.0, np.zeros(())
-        if wish.look in MATERIALS:  # where its stones lie is nobody's wish
+        if wish.look in MATERIALS:  # the places of its stones do not count
             means, deviations = _blocks(rgb, np.ones_like(region))
             spread, rough = float(means.var(axis=(0, 1)).mean()), deviations.mean(axis=(0, 1))
             rgb = np.broadcast_to(rgb.mean(axis=(0, 1)), rgb.shape)
@@ -85,7 +85,7 @@ def shown(edited: Picture, source: Picture, mask: Mask, textures: Textures) -> W
 
 
 def _roughness(picture: NDArray[np.generic], mask: Mask) -> float:
-    """Mean difference of neighbours in a row, both inside the region."""
+    """Mean difference of neighbours in a row that are both inside the region."""
     steps = np.abs(np.diff(picture.astype(np.float32), axis=1)).mean(axis=2)
     inside = mask[:, 1:] & mask[:, :-1]
     return float(steps[inside].mean()) if inside.any() else 0.0

@@ -1,7 +1,7 @@
-"""Edits on which the photo model learns and is judged: a picture, a region and the right answer.
+"""Edits for the training and judging of the photo model: a picture, a region and the right answer.
 
-As in `demo_model.scenes` the answer is nearly determined: an object stands upright in the middle
-of the region's box, as large as its smaller side allows, and behind it the picture goes on.
+As in `demo_model.scenes` the answer is nearly determined. An object stands upright in the middle of
+the region's box, as large as its smaller side allows. Behind it the picture goes on.
 
 Numpy and Pillow only.
 """
@@ -46,31 +46,33 @@ _SMALLEST: Final = 0.2  # of a picture's side: a region for an object, below whi
 _TINTS: Final = {"brick": (176, 92, 70), "grass": (92, 146, 52), "gravel": (150, 146, 140)}
 
 Textures = dict[str, Image.Image]
-"""A grey picture of each of MATERIALS that has one; the others are drawn."""
+"""A grey picture for each of MATERIALS that has one. The other materials are drawn."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """An edit and its right answer, which outside the region is the source."""
+    """An edit and its right answer. Outside the region the answer is the source."""
 
     source: Picture
     answer: Picture
     mask: Mask
     wish: Wish
-    """What is asked for."""
+    """The wish of the edit."""
     shown: Wish
-    """What the answer shows: of MORE an object."""
+    """The wish that the answer shows; for MORE an object."""
 
 
 @dataclass(frozen=True)
 class Stock:
-    """What examples are drawn from."""
+    """The photographs and textures that examples use."""
 
     photos: Sequence[Image.Image]
     textures: Textures
 
     def photo(self, rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
-        """Any photograph that a crop of `size` need not enlarge much, a large one more often."""
+        """A random photograph that a crop of `size` need not enlarge much. Large photographs come
+        more often.
+        """
         fits = [
             math.sqrt(p.width * p.height) * (min(p.width / size[1], p.height / size[0]) >= 0.8)
             for p in self.photos
@@ -80,15 +82,17 @@ class Stock:
 
 
 KINDS: Final = ("photo", "pattern", "object", "shape", "material", "ground", "more", "whole")
-"""Photograph or pattern that goes on behind the region; object, shape in a colour or a material,
-ground of a material in it; one more of several; no region at all."""
+"""`photo` and `pattern` go on behind the region. `object` paints an object, `shape` a shape in a
+colour and `material` a shape in a material. `ground` fills the region with a material. `more` adds
+one more of several objects. `whole` has no region.
+"""
 SHARES: Final = (0.34, 0.08, 0.26, 0.1, 0.05, 0.05, 0.06, 0.06)
 
 
 def draw_example(
     rng: np.random.Generator, stock: Stock, size: tuple[int, int], kind: str | None = None
 ) -> Example:
-    """An example of `size` (height, width) and of one of KINDS, any where none is given."""
+    """An example of `size` (height, width) and of one of KINDS; None: a random kind."""
     kind = kind or KINDS[int(rng.choice(len(KINDS), p=SHARES))]
     if kind == "pattern":
         return _unchanged(draw_pattern(rng, stock, size), _region(rng, size))
@@ -118,7 +122,7 @@ def _unchanged(picture: Picture, mask: Mask) -> Example:
 
 
 def draw_wish(rng: np.random.Generator, kind: str) -> Wish:
-    """Any wish of a kind of KINDS that paints something."""
+    """A random wish of one of the KINDS that paint something."""
     if kind == "object":
         return Wish(str(rng.choice(OBJECTS)))
     if kind == "shape":
@@ -131,14 +135,14 @@ def draw_wish(rng: np.random.Generator, kind: str) -> Wish:
 def paint(
     picture: Picture, mask: Mask, wish: Wish, stock: Stock, rng: np.random.Generator
 ) -> Picture:
-    """`picture` (H, W, 3) with what is wished for in the region."""
+    """`picture` (H, W, 3) with the wish painted in the region."""
     rgb, alpha = look_of(wish, mask, stock, rng)
     share = alpha * mask
     return _over(picture, rgb, share)
 
 
 def look_of(wish: Wish, mask: Mask, stock: Stock, rng: np.random.Generator) -> tuple[Float, Float]:
-    """What an edit of `mask` shows of `wish`: colours (H, W, 3) 0..255 and cover (H, W) 0..1."""
+    """The look of `wish` in an edit of `mask`: colours (H, W, 3) 0..255 and cover (H, W) 0..1."""
     size = (mask.shape[0], mask.shape[1])
     if wish.thing in (NOTHING, MORE):
         return np.zeros((*size, 3), np.float32), np.zeros(size, np.float32)
@@ -176,7 +180,7 @@ def material(rng: np.random.Generator, name: str, size: tuple[int, int], stock: 
 def photo_crop(
     rng: np.random.Generator, photo: Image.Image, size: tuple[int, int], *, jitter: bool = True
 ) -> Picture:
-    """A part of a photograph, at most three times reduced, flipped and in other light."""
+    """A part of a photograph, at most three times reduced, flipped and with changed light."""
     height, width = size
     widest = min(photo.width / width, photo.height / height)
     scale = math.exp(rng.uniform(math.log(min(0.8, widest)), math.log(min(widest, 3.0))))
@@ -201,7 +205,9 @@ def photo_crop(
 
 
 def draw_pattern(rng: np.random.Generator, stock: Stock, size: tuple[int, int]) -> Picture:
-    """Something regular that knows how to go on: a gradient, stripes, tiles, dots, a material."""
+    """A regular picture that has a clear continuation: a gradient, stripes, tiles, dots or a
+    material.
+    """
     kind = str(rng.choice(["gradient", "stripes", "noise", "tiles", "dots", "material"]))
     if kind == "material":
         return to_bytes(material(rng, str(rng.choice(MATERIALS)), size, stock))
@@ -229,7 +235,7 @@ def object_region(rng: np.random.Generator, size: tuple[int, int]) -> Mask:
 
 
 def _region(rng: np.random.Generator, size: tuple[int, int]) -> Mask:
-    """Any region: a rectangle, an ellipse, a blob, or what a brush leaves."""
+    """A random region: a rectangle, an ellipse, a blob or a brush stroke."""
     if rng.random() < 0.7:
         return make_mask(rng, size)
     image = Image.new("1", (size[1], size[0]))

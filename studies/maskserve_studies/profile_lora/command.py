@@ -36,25 +36,25 @@ from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_lora.base_layers import BaseLayers
 
 BARS = {"mean": 40.0, "worst": 30.0}
-"""dB inside the mask: of all edits, and of each."""
+"""PSNR in dB inside the mask: the mean over all edits, and the least of all edits."""
 KATZ = 0.99
 
 Picture = NDArray[np.uint8]
 
 
 class Made(NamedTuple):
-    """Edits that were made."""
+    """Finished edits."""
 
     pictures: list[Picture]
     latents: list[list[NDArray[np.float32]]]
-    """After each step, of each edit."""
+    """Latents after each step, for each edit."""
 
 
 class Profiler(Rig):
-    """A model and edits of it, which have a LoRA from some step on."""
+    """A model and its edits, with a LoRA from a given step on."""
 
     def lora(self, path: Path) -> LowRankSet:
-        """A file's part for the denoiser."""
+        """The denoiser's part of a LoRA file."""
         base = BaseLayers.of_folder(self.config.model.path)
         parts = read_lora(path, base, self.config.model.path)
         return self.adapter.low_rank(parts.get("denoiser", {}))
@@ -62,7 +62,7 @@ class Profiler(Rig):
     def made(
         self, edits: Sequence[Edit], jobs: Sequence[EditJob], lora: LowRankSet, begin: int
     ) -> Made:
-        """Dense rows that have the LoRA from step `begin` on."""
+        """Run dense rows that have the LoRA from step `begin` on."""
         rows = [self.adapter.dense_row(job) for job in jobs]
         latents = []
         for step in range(rows[0].steps):
@@ -80,7 +80,7 @@ def agree(found: Quality) -> bool:
 
 
 def likeness(ours: Made, without: Made) -> list[float]:
-    """After each step, the cosine similarity of the latents of both, mean over edits."""
+    """Cosine similarity of both runs' latents after each step, mean over edits."""
     cosines = []
     for lora_latents, plain_latents in zip(ours.latents, without.latents, strict=True):
         pairs = [(a.ravel(), b.ravel()) for a, b in zip(lora_latents, plain_latents, strict=True)]
@@ -90,12 +90,12 @@ def likeness(ours: Made, without: Made) -> list[float]:
 
 
 def steps_by_cosine(cosines: Sequence[float]) -> int:
-    """Katz's K: steps before the first whose latents are less alike than KATZ."""
+    """Katz's K: the number of steps before the first whose similarity is below KATZ."""
     return next((step for step, alike in enumerate(cosines) if alike < KATZ), len(cosines))
 
 
 def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str, Any]:
-    """K and its sigma, Katz's K beside, and how far pictures were off at each K that was tried."""
+    """K and its sigma, Katz's K, and the PSNR of the pictures at each K that was tried."""
     lora, jobs = profiler.lora(path), profiler.jobs(edits)
     exact = profiler.made(edits, jobs, lora, 0)
     steps = len(exact.latents)
@@ -132,12 +132,12 @@ def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str,
 
 
 def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """A column for each LoRA, over sigma as an edit goes through it: how alike latents are with and
-    without the LoRA, and how near finished pictures are that had it from there on.
+    """Draw a column for each LoRA over the sigmas of an edit: the similarity of latents with and
+    without the LoRA, and the PSNR of finished pictures that have the LoRA from that sigma on.
 
     Args:
-        report: of each LoRA by name, as `profiled` answers.
-        path: of a PNG.
+        report: the result of `profiled` for each LoRA by name.
+        path: the PNG file to write.
     """
     import matplotlib
 
@@ -149,7 +149,7 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     )
     for (name, profile), (above, below) in zip(report.items(), panels.T, strict=True):
         sigmas, tried = profile["sigmas"], profile["psnr_in_mask"]
-        # What is alike after a step is what the next one begins with.
+        # The latents after a step are those that the next step begins with.
         above.plot(
             sigmas[1:], profile["cosines"][:-1], ".-", color="tab:blue", label="latents alike"
         )
@@ -179,7 +179,7 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def keep(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write the file that `[adapters] profiles` reads; what it says of other LoRAs stays."""
+    """Write the file that `[adapters] profiles` reads. Entries of other LoRAs stay."""
     profiles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     profiles = {name: sigma for name, sigma in profiles.items() if name not in report}
     profiles |= {name: profile["sigma"] for name, profile in report.items() if profile["k"]}

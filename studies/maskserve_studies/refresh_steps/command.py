@@ -3,26 +3,30 @@ cost.
 
     python scripts/bench own_anchors --json own.json
 
-`summary` has, against our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the mask):
+`summary` compares them with our dense rows (`--n` edits of each of 12 classes, 20 steps, dB in the
+mask):
 
-- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three anchors, as
-  served; `base_mean`, … of `--base`, a folder with Inpaint semantics (`train_inpaint_model`), with
-  four, and `unet_mean`, … of the demo UNet, with three.
-- `hit_loss_db`: what edits lose that read a template and leave their text and ring out between
-  three, beside those that compute a ring of one at each step; `hit_first_anchor_mean`,
-  `hit_first_anchor_under_30`: of the same whose first step is dense and lifts the entries, of which
-  there is one for every seven steps. `hits` has them with their ring computed (`hit_text`), and
-  with wider ones (`mask_ring`), too.
+- `fill_mean`, `fill_worst_class`, `fill_under_30`: edits of the demo model with three refresh
+  steps, as served. `base_mean` and its companions: edits of `--base`, a folder with Inpaint
+  semantics (`train_inpaint_model`), with four refresh steps. `unet_mean` and its companions: edits
+  of the demo UNet with three.
+- `hit_loss_db`: the loss of edits that read a template and leave their text and ring out between
+  three refresh steps, compared with edits that compute a ring of one token at each step.
+- `hit_first_anchor_mean`, `hit_first_anchor_under_30`: the same edits with a dense first step that
+  corrects the entries. The template has an entry for every seven steps.
+- `hits` also has these edits with their ring computed (`hit_text`) and with wider rings
+  (`mask_ring`).
 
-And of FLUX.1's width at 1024 pixels, random weights, on a CPU of one double and one single block:
+Further figures are for FLUX.1's width at 1024 pixels with random weights; on a CPU with one double
+and one single block:
 
-- `no_text_of_limit`: a dense step over one that computes the active tokens alone, over what the
-  FLOPs say; the least of the mask ratios .05 to .35.
-- `first_edit_11`, `first_edit_35`: 28 dense steps over the three anchors and 27 steps of an
-  edit whose picture nobody has sent before.
+- `no_text_of_limit`: the speed-up of a step that computes only the computed tokens over a dense
+  step, as a share of the speed-up that the FLOPs allow; the least of the mask ratios .05 to .35.
+- `first_edit_11`, `first_edit_35`: the time of 28 dense steps over the time of an edit whose
+  picture is new, with three refresh steps among its 28 steps.
 
-`loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight:
-with anchors of their own over dense, which is how such edits ran before.
+`loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight,
+with refresh steps over dense edits. Such edits were dense before.
 """
 
 from __future__ import annotations
@@ -72,10 +76,10 @@ def fidelity(
     straight: bool = False,
     hits: bool = False,
 ) -> dict[str, Any]:
-    """Figures over all classes: of own anchors, so many or as many as the model has by default,
-    with such a ring where steps compute any, and lines that do not bend if they are to be straight;
-    or of edits that read a template: computing their text, leaving it out, and so with a first
-    anchor.
+    """Figures over all classes, of one of two sorts of edits. The first sort has refresh steps:
+    `count` of them, or the model's default number, with this ring where steps compute one; with
+    `straight` the lines between them do not bend. The second sort (`hits`) reads a template: with
+    the text computed, with the text left out, and also with a dense first step.
     """
     rig = Rig(folder, 20)
     [job] = rig.jobs(edits_of(next(iter(CLASSES)), 1))
@@ -119,7 +123,7 @@ def fidelity(
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Of steps; medians of rounds in turn."""
+    """Time steps: medians of rounds in turn."""
     device = torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     blocks = (1, 1) if device.type == "cpu" else None  # a GPU would wait for the host
@@ -130,14 +134,14 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     dense, rows = bench.row(None, 0), [bench.anchored_row(m, i) for i, m in enumerate(RATIOS)]
     for row in rows:
         row.recorded = True
-    # One of its own: `rows` stay between their anchors.
+    # A row of its own, because `rows` stay between their refresh steps.
     walker, walking = bench.anchored_row(RATIOS[1], len(RATIOS)), count()
     calls: list[Callable[[], object]] = [
         kept(bench, 1, partial(bench.step, [dense], "kv")),
         lambda: bench.at_anchor(walker, 2 * (next(walking) % 2)),
         *[kept(bench, 1, stepping(bench, [row], NO_TEXT)) for row in rows],
     ]
-    for call in calls * 2:  # what is recorded is at the second time
+    for call in calls * 2:  # recording happens at the second call
         call()
     whole, anchor, *times = timer.in_turn(calls, args.repeat)
     result: dict[str, Any] = {"dense_ms": round(whole, 2), "anchor_ms": round(anchor, 2)}
@@ -145,7 +149,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     for ratio, ms in zip(RATIOS, times, strict=True):
         limit = bench.limit([ratio], NO_TEXT)
         of_limit[ratio] = whole / ms / limit
-        # All anchors but the first are computed beside a step that reads.
+        # All refresh steps but the first also take a step that reads.
         edit = _STEPS * whole / (_ANCHORS * anchor + (_STEPS - 1) * ms)
         result[f"at_{ratio}"] = {"ms": round(ms, 2), "limit": round(limit, 2)}
         result[f"first_edit_{round(100 * ratio)}"] = round(edit, 3)
@@ -154,7 +158,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def loras(args: argparse.Namespace) -> dict[str, float]:
-    """Eight edits of eight pictures, each with another LoRA: with own anchors, and dense."""
+    """Time eight edits of eight pictures, each with another LoRA: with refresh steps, and dense."""
     with tempfile.TemporaryDirectory() as folder:
         names = write_loras(Path(folder))
         config = config_of(
@@ -209,7 +213,7 @@ def main() -> int:
     folders = {"fill": DEMO_MODEL, "base": args.base, "unet": DEMO_UNET}
     for name, folder in folders.items():
         if name in args.only and folder is not None:
-            # A small base model has no guidance, and so is taken for one of few steps.
+            # A small base model has no guidance, so it counts as a model of few steps.
             options = {"count": args.anchors, "ring": args.ring, "straight": args.straight}
             options = options if name == "base" else {}
             details[name] = fidelity(folder, args.n, **options)["own"]

@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 
 
 class Silent:
-    """An `Exchange` that exchanges nothing: what it says came from others is zeros."""
+    """An `Exchange` that exchanges nothing: the values of other ranks are zeros."""
 
     deals = False
 
@@ -60,7 +60,7 @@ class _Rank:
 
     def __init__(self, args: argparse.Namespace, rank: int, store: str) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(0)  # the same weights and rows on each
+        torch.manual_seed(0)  # the same weights and rows on each rank
         dtype = getattr(torch, args.dtype)
         self.bench = Bench(args.preset, args.blocks, dtype, _CPU, args.format)
         self.bench.fill_entry("kv")
@@ -73,7 +73,7 @@ class _Rank:
         self._alone = rank == 0 and args.alone
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Seconds per round of each sort of step, and the bytes of one."""
+        """Seconds per round of each sort of step, and the bytes of one step."""
         steps: dict[str, Callable[[], None]] = {}
         sent_bytes = {}
         for kind, row in self.rows.items():
@@ -107,7 +107,7 @@ class _Rank:
 
         def step() -> None:
             with torch.inference_mode():
-                row.step = row.step % (row.steps - 1) or 1  # never the one that makes the vectors
+                row.step = row.step % (row.steps - 1) or 1  # never the step that makes the vectors
                 batches[:] = [FluxBatch.of([row], batches[0] if batches else None)]
                 batches[0].step(self.bench.weights, kinds, exchange)
 
@@ -119,8 +119,8 @@ def _run(args: argparse.Namespace, rank: int, store: str, out: Any) -> None:
 
 
 def counted(bench: Bench, row: FlowRow, rank: int, ranks: int, value_bytes: int) -> dict[str, int]:
-    """Bytes of a step in the blocks, as core counts them for shares that are alike, and of the
-    model's answer.
+    """Bytes of a step in the blocks, as core counts them for equal shares, and bytes of the model's
+    answer.
     """
     tokens, channels = row.latents.shape
     blocks = sent_bytes(
@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for kind, ratio in (("dense", None), ("kv", args.ratio)):
 
         def rounds(way: str, clock: int, kind: str = kind) -> list[float]:
-            """Of each, the slowest rank's seconds."""
+            """Seconds of the slowest rank in each round."""
             times = [
                 [sample[clock] for sample in rank_report["times"][f"{kind} {way}"]]
                 for rank_report in rank_reports
