@@ -23,7 +23,7 @@ and one single block:
 - `no_text_of_limit`: the speed-up of a step that computes only the computed tokens over a dense
   step, as a share of the speed-up that the FLOPs allow; the least of the mask ratios .05 to .35.
 - `first_edit_11`, `first_edit_35`: the time of 28 dense steps over the time of an edit whose
-  picture is new, with three refresh steps among its 28 steps.
+  picture is new: three passes over all tokens and 27 cached steps.
 
 `loras_edits_ratio`: edits per second of eight pictures, each with another LoRA, eight in flight,
 with refresh steps over dense edits. Such edits were dense before.

@@ -14,10 +14,12 @@ from torch.nn import functional
 
 
 class MatmulAttention:
-    """An attention processor for FluxTransformer2DModel; no masks, no adapters."""
+    """An attention processor for FluxTransformer2DModel, without masks or adapters."""
 
     def __init__(self, fused_since: int | None = None) -> None:
-        """Sequences of `fused_since` tokens, or more, go through PyTorch's fused attention."""
+        """Create the processor. Sequences of at least `fused_since` tokens use PyTorch's fused
+        attention.
+        """
         self._fused_since = fused_since
 
     def __call__(
@@ -28,7 +30,9 @@ class MatmulAttention:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Image tokens alone (single blocks), or image and text tokens (double blocks)."""
+        """Attend over image tokens alone (single blocks), or over image and text tokens (double
+        blocks).
+        """
         query, key, value = (
             project(hidden_states).unflatten(-1, (-1, attn.head_dim))
             for project in (attn.to_q, attn.to_k, attn.to_v)
@@ -52,7 +56,9 @@ class MatmulAttention:
 
 
 class FusedMatmulAttention:
-    """The same for the single blocks of Flux2Transformer2DModel, whose products are one."""
+    """The same for the single blocks of Flux2Transformer2DModel, which fuse their projections into
+    one product.
+    """
 
     def __call__(
         self,
@@ -61,7 +67,7 @@ class FusedMatmulAttention:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """All tokens."""
+        """Attend over all tokens."""
         qkv, up = attn.to_qkv_mlp_proj(hidden_states).split(
             [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
         )
@@ -74,7 +80,7 @@ class FusedMatmulAttention:
 def _mixed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Any, *, fused: bool = False
 ) -> torch.Tensor:
-    """Attention over (B, N, heads, width), as (B, N, heads · width)."""
+    """Attention over (B, N, heads, width), returned as (B, N, heads · width)."""
     query = apply_rotary_emb(query, rotary, sequence_dim=1)
     key = apply_rotary_emb(key, rotary, sequence_dim=1)
     batch, tokens, heads, width = query.shape

@@ -1,4 +1,4 @@
-"""The demo models for the training of LoRAs and ControlNets, and as diffusers' own pipelines."""
+"""The demo models in diffusers' own pipelines, for the training of LoRAs and ControlNets."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from maskserve_studies.training.vae import to_tensor
 _DOUBLE, _SINGLE = 1, 2
 _READER_WIDTHS: Final = (16, 32, 64)  # three: the demo VAE shrinks pictures four times
 _SIZES: Final = ((128, 128), (128, 128), (96, 160), (160, 96))
-"""(height, width) of pictures to draw from."""
+"""(height, width) of the pictures that training draws."""
 
 
 class Controlled(nn.Module):
-    """A denoiser with a ControlNet's additions, in the denoiser's own form."""
+    """A denoiser with a ControlNet. It is called like the denoiser."""
 
     def __init__(self, base: Any, net: Any) -> None:
         super().__init__()
         self.base, self.net = base, net
         self.pictures: torch.Tensor
-        """Of the batch, as the net takes them."""
+        """Control pictures of the batch, in the form that the net takes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,10 +53,10 @@ class Controlled(nn.Module):
 
 
 class ControlledFlux(Controlled):
-    """`pictures`: [B, N, 4 C] their latents."""
+    """A FLUX denoiser with a ControlNet. `pictures` are latents [B, N, 4 C]."""
 
     def forward(self, **given: Any) -> Any:
-        """As FluxTransformer2DModel's."""
+        """Run the net and the base with FluxTransformer2DModel's arguments."""
         hidden = given["hidden_states"]
         net_inputs = {**given, "hidden_states": hidden[..., : self.pictures.shape[2]]}
         doubles, singles = self.net(controlnet_cond=self.pictures, **net_inputs)
@@ -66,12 +66,14 @@ class ControlledFlux(Controlled):
 
 
 class ControlledUnet(Controlled):
-    """`pictures`: [B, 3, H, W] from 0 to 1."""
+    """A UNet with a ControlNet. `pictures` are [B, 3, H, W] from 0 to 1."""
 
     def forward(
         self, sample: torch.Tensor, timestep: Any, encoder_hidden_states: Any, **given: Any
     ) -> Any:
-        """As UNet2DConditionModel's; of a guided batch both halves have the same pictures."""
+        """Run the net and the base with UNet2DConditionModel's arguments. Both halves of a guided
+        batch have the same pictures.
+        """
         shared = sample, timestep, encoder_hidden_states
         downs, middle = self.net(
             sample[:, : self.net.config.in_channels],
@@ -92,15 +94,15 @@ class Base:
     part: ClassVar[str]
     """The denoiser's name in the pipeline."""
     net_class: ClassVar[Any]
-    """Of ControlNets."""
+    """The ControlNets' class."""
     controlled: ClassVar[type[Controlled]]
-    """The denoiser with one."""
+    """The class of the denoiser with a ControlNet."""
     targets: ClassVar[str]
     """Names of the layers in which a LoRA learns, as a regular expression."""
     guided: ClassVar[dict[str, float]] = {}
-    """The pipeline's arguments for guidance; empty: steps never run with an empty prompt."""
+    """The pipeline's arguments for guidance. Empty: no step runs with an empty prompt."""
     attention: ClassVar[type] = MatmulAttention
-    """Quick backwards on CPUs."""
+    """An attention processor with a fast backward pass on CPUs."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
@@ -108,16 +110,18 @@ class Base:
         self._texts = cache(torch.no_grad()(self._encode))
 
     def ready_to_learn(self) -> None:
-        """Nothing of the denoiser learns but what is added now."""
+        """Freeze the denoiser, so that only later additions learn."""
         self.denoiser.requires_grad_(False)
         self.denoiser.set_attn_processor(self.attention())
 
     def loss(self, model: Any, samples: list[Edit], generator: torch.Generator) -> torch.Tensor:
-        """The base's own training loss on edits of one picture size, of a model of its form."""
+        """The base model's own training loss for edits of one picture size. `model` has the
+        denoiser's form.
+        """
         raise NotImplementedError
 
     def edit(self, edits: list[Edit]) -> list[Picture]:
-        """The edits by diffusers' own pipeline."""
+        """Run the edits with diffusers' own pipeline."""
         return run_edits(self.pipe, edits, STEPS, 8, **self.guided)
 
     def new_net(self) -> Any:
@@ -125,7 +129,7 @@ class Base:
         raise NotImplementedError
 
     def controls(self, pictures: Sequence[Picture]) -> torch.Tensor:
-        """Control pictures as `Controlled.pictures`."""
+        """Control pictures in the form of `Controlled.pictures`."""
         raise NotImplementedError
 
     def _encode(self, prompt: str) -> Any:
@@ -133,7 +137,7 @@ class Base:
 
 
 class FluxBase(Base):
-    """The demo model; a ControlNet has one double and two single blocks."""
+    """The demo model. Its ControlNet has one double and two single blocks."""
 
     part, net_class, controlled = "transformer", FluxControlNetModel, ControlledFlux
     targets = (
@@ -199,7 +203,7 @@ class FluxBase(Base):
             *zip(net.single_transformer_blocks, base.single_transformer_blocks, strict=False),
         )
         _copy(parts, net.x_embedder, base.x_embedder, tokens)
-        # Zero here and behind the blocks would let no gradient through.
+        # Zeros both here and behind the blocks would stop all gradients.
         nn.init.normal_(net.controlnet_x_embedder.weight, std=0.02)
         return net
 
@@ -209,8 +213,8 @@ class FluxBase(Base):
 
 
 class UnetBase(Base):
-    """The demo UNet; LoRAs learn in resnets' convolutions, too. A ControlNet has its way down and
-    its middle.
+    """The demo UNet. LoRAs also learn in the convolutions of resnets. Its ControlNet has the UNet's
+    way down and its middle.
     """
 
     part, net_class, controlled = "unet", ControlNetModel, ControlledUnet
@@ -243,7 +247,7 @@ class UnetBase(Base):
         net = ControlNetModel.from_unet(
             base, conditioning_embedding_out_channels=_READER_WIDTHS, load_weights_from_unet=False
         )
-        # The latents alone, as diffusers' pipelines give them: neither mask nor masked picture.
+        # Only the latents, as in diffusers' pipelines, without mask and masked picture.
         config = {name: net.config[name] for name in net.config if not name.startswith("_")}
         net = ControlNetModel(**{**config, "in_channels": base.config.out_channels})
         parts = (
@@ -252,7 +256,7 @@ class UnetBase(Base):
             (net.mid_block, base.mid_block),
         )
         _copy(parts, net.conv_in, base.conv_in, base.config.out_channels)
-        # Zero here and behind the blocks would let no gradient through.
+        # Zeros both here and behind the blocks would stop all gradients.
         nn.init.normal_(net.controlnet_cond_embedding.conv_out.weight, std=0.05)
         return net
 
@@ -277,12 +281,12 @@ def learn(
     """Train an adapter, and save it on the way and at the end.
 
     Args:
-        name: in what is printed.
-        learnt: the module whose parameters that need gradients are the adapter.
-        loss_of: of a batch that it draws, of pictures of this size (height, width).
+        name: the adapter's name in the output.
+        learnt: the module; its parameters that need gradients are the adapter.
+        loss_of: draws a batch of pictures of this size (height, width) and returns its loss.
         save: writes the adapter.
-        seed: of what is drawn.
-        seconds: of this process's CPU time.
+        seed: of the random draws.
+        seconds: CPU time of this process.
         rate: peak learning rate.
     """
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -298,7 +302,9 @@ def learn(
 
 @torch.no_grad()
 def _copy(parts: Sequence[tuple[Any, Any]], first: Any, theirs: Any, channels: int) -> None:
-    """Give a net the base's weights, and its first layer those of the first `channels` inputs."""
+    """Copy the base's weights to a net. Its first layer gets the weights of the first `channels`
+    inputs.
+    """
     for part, of_base in parts:
         part.load_state_dict(of_base.state_dict())
     first.weight.copy_(theirs.weight[:, :channels])

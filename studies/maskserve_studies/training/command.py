@@ -125,7 +125,7 @@ def _data(args: argparse.Namespace, vae: AutoencoderKL) -> list[Path]:
 
 
 def start_helpers(workers: int) -> list[subprocess.Popen[bytes]]:
-    """Start the command that runs again, as each worker but the first."""
-    name = sys.argv[0].split()[-1]  # scripts/bench has put itself before it
+    """Start the running command again, once for each worker but the first."""
+    name = sys.argv[0].split()[-1]  # scripts/bench stands before it
     command = [sys.executable, str(CHECKOUT / "scripts" / "bench"), name, *sys.argv[1:]]
     return [subprocess.Popen([*command, "--worker", str(i)]) for i in range(1, workers)]

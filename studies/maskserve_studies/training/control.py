@@ -1,6 +1,6 @@
 """Train the ControlNet `outline` (`demo_model/outlines.py`) of a demo model, or judge it.
 
-The net begins as a copy of parts of the model; only the net learns.
+The net begins as a copy of parts of the model. Only the net learns.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from maskserve_studies.training.bases import BASES, Base, learn
 NETS: Final = CHECKOUT / "assets" / "controlnets"
 FOLDERS: Final = {"flux": NETS / "outline", "unet": NETS / "unet-outline"}
 _BATCH: Final = {"flux": 6, "unet": 8}
-_WITHOUT: Final = 0.05  # of samples: nothing is drawn, the model answers by itself
-_EMPTY: Final = 0.1  # of samples of guided models: no prompt, the region is just continued
+_WITHOUT: Final = 0.05  # share of samples without an outline, which the model answers alone
+_EMPTY: Final = 0.1  # share of guided models' samples without a prompt, which continue the region
 
 
 def draw_sample(
     rng: np.random.Generator, size: tuple[int, int], *, guided: bool = False
 ) -> OutlinedEdit:
-    """An edit of `size` (height, width) that follows its outline; some have a black picture and
-    are answered as by the model alone. Of guided models some have no prompt.
+    """An edit of `size` (height, width) that follows its outline. Some edits have a black control
+    picture and the answer of the model alone. Some edits of guided models have no prompt.
     """
     outlined_edit, draw = draw_outlined(rng, size), rng.random()
     edit = outlined_edit.edit
@@ -54,7 +54,7 @@ def draw_sample(
 
 
 def train(base: Base, net: Any, seconds: float, rate: float, out: Path, batch: int) -> None:
-    """Train for so much CPU time, and write the net on the way and at the end."""
+    """Train for this much CPU time, and write the net on the way and at the end."""
     base.ready_to_learn()
     net.set_attn_processor(base.attention())
     model = base.controlled(base.denoiser, net.train())
@@ -71,13 +71,13 @@ def train(base: Base, net: Any, seconds: float, rate: float, out: Path, batch: i
 
 
 def save(net: Any, folder: Path) -> None:
-    """Write the net as diffusers does."""
+    """Write the net in diffusers' form."""
     folder.mkdir(parents=True, exist_ok=True)
     net.save_pretrained(folder)
 
 
 def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Picture]:
-    """The edits by diffusers' pipeline and classes, with the net or without any."""
+    """Run the edits with diffusers' pipeline and classes, with the net or without one."""
     base.pipe.set_progress_bar_config(disable=True)
     pictures: list[Picture] = []
     model = None if net is None else base.controlled(base.denoiser, net)
@@ -95,7 +95,7 @@ def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Pictur
 
 
 def share_followed(base: Base, net: Any | None, edits: int) -> float:
-    """Share of held-out edits that are painted along their outlines."""
+    """Share of held-out edits whose objects follow their outlines."""
     outlined = outlined_edits(edits)
     pictures = paint(base, net, outlined)
     ious = [followed(p, item) for p, item in zip(pictures, outlined, strict=True)]

@@ -27,8 +27,8 @@ from maskserve_studies.training.vae import to_tensor
 
 KINDS: Final = ("plain", "relations", "structures")
 WISHES: Final = {"plain": 3, "relations": len(RELATIONS), "structures": 0}
-"""Objects drawn per scene; one more answer is the scene with nothing added."""
-ASKED_COLOURS: Final = (*COLOURS, SAME)  # what a prompt may say, by number
+"""Objects drawn per scene. One further answer is the scene without an object."""
+ASKED_COLOURS: Final = (*COLOURS, SAME)  # colours that a prompt may name, by number
 ASKED_SHAPES: Final = (*SHAPES, SAME)
 
 
@@ -38,17 +38,19 @@ class Part:
 
     kind: str
     answers: NDArray[np.float16]
-    """(S, wishes + 1, R, C, 4 channels); the last one without an object."""
+    """(S, wishes + 1, R, C, 4 channels). The last answer has no object."""
     masked: NDArray[np.float16]
     """(S, R, C, 4 channels): the masked source."""
     mask: NDArray[np.uint8]
     """(S, R, C, factor² / 2): mask pixels, packed 8 to a byte."""
     wish: NDArray[np.uint8]
-    """(S, wishes, 4): colour and shape numbers of the answer, then as the prompt has them."""
+    """(S, wishes, 4): colour and shape numbers of the answer, then those in the prompt."""
     box: NDArray[np.uint8]
     """(S, 4): first and last + 1 row, first and last + 1 column that the mask touches."""
     other: NDArray[np.uint8]
-    """(S, 6): the same of a relational scene's object, then its colour and shape; else zeros."""
+    """(S, 6): the box of a relational scene's other object, then its colour and shape; zeros for
+    other scenes.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class _Drawn:
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
-    """(B, 3, H, W) in -1..1 as normalised latents (B, C, h, w), posterior mode."""
+    """(B, 3, H, W) in -1..1 as normalised latents (B, C, h, w), using the mode of the posterior."""
     latents = vae.encode(pictures).latent_dist.mode()
     return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
@@ -68,7 +70,8 @@ def encode(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
 def write_part(
     vae: AutoencoderKL, folder: Path, kind: str, size: tuple[int, int], scenes: int, seed: int
 ) -> None:
-    """Draw and encode `scenes` scenes of `size` (height, width) into `folder`; skips if there."""
+    """Draw and encode `scenes` scenes of `size` (height, width) into `folder`. Existing files stay.
+    """
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +119,7 @@ def write_part(
 
 
 def read_part(folder: Path) -> Part:
-    """Open what `write_part` wrote."""
+    """Open the files that `write_part` wrote."""
     names = ("answers", "masked", "mask", "wish", "box", "other")
     arrays = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
     return Part(folder.name.split("-")[0], *arrays)
@@ -145,7 +148,7 @@ def _draw(rng: np.random.Generator, kind: str, size: tuple[int, int], token: int
 
 
 def _box(touched: Mask) -> tuple[int, ...]:
-    """First and last + 1 row, first and last + 1 column of a token grid's true ones."""
+    """First and last + 1 row, first and last + 1 column of a token grid's true cells."""
     rows, columns = np.flatnonzero(touched.any(1)), np.flatnonzero(touched.any(0))
     return (int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1)
 
@@ -154,7 +157,7 @@ def _box(touched: Mask) -> tuple[int, ...]:
 def linear_code(vae: AutoencoderKL) -> tuple[torch.Tensor, torch.Tensor]:
     """The encoder as one convolution (weight, bias), normalisation included.
 
-    Holds because the encoder is linear in each patch by construction; checked on noise.
+    This holds because the encoder is linear in each patch by construction. It is checked on noise.
     """
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
     side = 3 * factor

@@ -1,9 +1,8 @@
 """Train the demo edit model, a small FLUX.2 klein, and write it as a diffusers folder.
 
-Its VAE is the demo model's, with batch-norm statistics; its text encoder is trained first, then
-frozen; then the transformer learns to change what a prompt names in a picture it is given as
-reference (demo_model/reference_edits.py). Each stage goes on from its checkpoint in the work
-folder.
+Its VAE is the demo model's, with batch-norm statistics. Its text encoder is trained first, then
+frozen. The transformer then learns to change the object that a prompt names in a reference picture
+(demo_model/reference_edits.py). Each stage continues from its checkpoint in the work folder.
 
     OMP_NUM_THREADS=1 python scripts/bench train_demo_edit
 """
@@ -62,11 +61,11 @@ from maskserve_studies.training.vae import to_tensor
 EDIT_MODEL: Final = CHECKOUT / "assets/models/demo-edit"
 FACTOR: Final = 4  # pixels a side of a latent of the demo's VAE
 TOKEN: Final = 2 * FACTOR  # pixels
-FARTHEST: Final = 21  # rows and columns that a picture may have
+FARTHEST: Final = 21  # most rows and columns of a picture
 TOKENS_PER_BATCH: Final = 2600
-EMPTY_SHARE: Final = 0.08  # of samples: empty prompt, the picture stays
-OUTSIDE_WEIGHT: Final = 0.15  # of the loss on tokens that the edit does not touch
-REFERENCE: Final = 10  # on the first axis, FLUX.2's
+EMPTY_SHARE: Final = 0.08  # share of samples with an empty prompt, whose picture stays
+OUTSIDE_WEIGHT: Final = 0.15  # weight of the loss on tokens that the edit does not touch
+REFERENCE: Final = 10  # FLUX.2's position of the reference on the first axis
 
 
 @dataclass(frozen=True)
@@ -74,21 +73,22 @@ class Batch:
     """Edits of one token grid."""
 
     clean: torch.Tensor
-    """(B, N, 32) of the right answers."""
+    """(B, N, 32) latents of the right answers."""
     reference: torch.Tensor
-    """(B, N, 32) of the sources."""
+    """(B, N, 32) latents of the sources."""
     prompt: torch.Tensor
-    """(B, T, 3 · WIDTH)"""
+    """(B, T, 3 · WIDTH) text states."""
     ids: torch.Tensor
-    """(N, 4) of the answer's tokens."""
+    """(N, 4) position ids of the answer's tokens."""
     seen: torch.Tensor
-    """(B, N, 2): colour and shape of the object there, -1 elsewhere."""
+    """(B, N, 2): colour and shape of the object at each token, -1 elsewhere."""
     shown: torch.Tensor
-    """(B, 2): colour and shape that the edited object gets, -1: it goes, or stays."""
+    """(B, 2): new colour and shape of the edited object, -1 if it goes or stays."""
     touched: torch.Tensor
-    """(B, N) 1 where the edited object is."""
+    """(B, N): 1 at the edited object's tokens."""
     placed: torch.Tensor
-    """(B, N, 3) in tokens: from each token to the edited object's centre, and its radius."""
+    """(B, N, 3) in tokens: the way from each token to the edited object's centre, and its radius.
+    """
 
 
 def parse() -> argparse.Namespace:
@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
 
 
 def build_transformer() -> Flux2Transformer2DModel:
-    """2 double and 4 single blocks, 128 wide."""
+    """An untrained transformer with 2 double and 4 single blocks, 128 wide."""
     torch.manual_seed(0)
     return Flux2Transformer2DModel(
         in_channels=32,
@@ -124,7 +124,7 @@ def build_transformer() -> Flux2Transformer2DModel:
 
 
 def build_vae(kernel: tuple[torch.Tensor, torch.Tensor], old: AutoencoderKL) -> AutoencoderKLFlux2:
-    """The demo's VAE with statistics of drawn pictures, over packed channels."""
+    """The demo's VAE, with batch-norm statistics of drawn pictures over packed channels."""
     config = old.config
     copied_keys = (
         "down_block_types", "up_block_types", "block_out_channels", "layers_per_block", "act_fn",
@@ -147,7 +147,7 @@ def build_vae(kernel: tuple[torch.Tensor, torch.Tensor], old: AutoencoderKL) -> 
 
 
 class Sampler:
-    """Draws batches of pictures, small ones at first."""
+    """Draws batches of pictures, small pictures first."""
 
     def __init__(self, kernel: tuple[torch.Tensor, torch.Tensor], vae: Any, encode: Any) -> None:
         self._kernel, self._encode = kernel, encode
@@ -157,7 +157,8 @@ class Sampler:
         self._rng = np.random.default_rng()
 
     def draw(self, size: tuple[int, int], most: int) -> Batch:
-        """About TOKENS_PER_BATCH tokens of edits of pictures of `size` (height, width)."""
+        """Draw edits of pictures of `size` (height, width), about TOKENS_PER_BATCH tokens in all.
+        """
         rng, grid = self._rng, (size[0] // TOKEN, size[1] // TOKEN)
         count = max(1, TOKENS_PER_BATCH // (2 * grid[0] * grid[1] + MAX_LENGTH))
         sources, answers, prompts = [], [], []
@@ -198,7 +199,9 @@ class Sampler:
         return torch.stack([self._known[p] for p in prompts])
 
     def _ids(self, grid: tuple[int, int]) -> torch.Tensor:
-        """From anywhere a picture of up to FARTHEST rows and columns could hold it."""
+        """Ids that begin at a random place where a picture of up to FARTHEST rows and columns can
+        hold them.
+        """
         ids = torch.zeros(*grid, 4)
         for axis, side in enumerate(grid):
             begin = int(self._rng.integers(max(1, FARTHEST - side)))
@@ -212,7 +215,7 @@ def _numbers(thing: PlacedObject) -> tuple[int, int]:
 
 
 def _place(thing: PlacedObject, grid: tuple[int, int]) -> Any:
-    """Of each token (R, C, 3), as `Batch.placed`."""
+    """Offset and radius for each token (R, C, 3), as in `Batch.placed`."""
     rows, columns = (np.arange(side) * TOKEN + TOKEN / 2 for side in grid)
     (x, y), radius = thing.centre, np.full(grid, thing.radius)
     down, right = np.meshgrid(y - rows, x - columns, indexing="ij")
@@ -233,9 +236,9 @@ def _seen(scene: ObjectScene, grid: tuple[int, int]) -> Any:
 
 
 class Hints(nn.Module):
-    """Heads on blocks' outputs: what stands where, which object is meant, where its centre is, what
-    it becomes, how that looks. They are not part of the model; told so, it learns to look many
-    times sooner.
+    """Heads on the outputs of blocks. They predict which objects stand where, which object the
+    prompt means, its centre, its new look, and the answer's latents. They are not part of the
+    model. With them the model learns many times sooner which tokens to look at.
     """
 
     def __init__(self, model: Flux2Transformer2DModel) -> None:
@@ -261,7 +264,7 @@ class Hints(nn.Module):
         return keep
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Sum of the heads' mean cross entropies, of the blocks that have run."""
+        """Sum of the heads' losses over the blocks that have run."""
         total = torch.zeros(())
         tokens = batch.clean.shape[1]
         for name, output in self._outputs.items():
@@ -306,13 +309,13 @@ class Hints(nn.Module):
 
 
 def weighed(error: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean of the errors (B, N), most of it of the edited object."""
+    """Mean of the errors (B, N). The edited object has most of the weight."""
     weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * batch.touched
     return (error * weight).sum() / weight.sum()
 
 
 def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float) -> None:
-    """Small pictures of one or two objects first, whole ones last."""
+    """Train the model: small pictures of one or two objects first, whole pictures last."""
     generator = torch.Generator().manual_seed(int.from_bytes(np.random.bytes(4), "little"))
     rng = np.random.default_rng()
     hints = Hints(model)
@@ -361,7 +364,7 @@ def train(model: Any, sampler: Sampler, work: Path, seconds: float, rate: float)
 
 
 def assemble(work: Path, vae: Any) -> Flux2KleinInpaintPipeline:
-    """The trained parts; weights of the transformer are the mean over time."""
+    """A pipeline of the trained parts. The transformer's weights are their mean over time."""
     tokenizer = build_tokenizer()
     encoder = build_encoder(tokenizer)
     _restore(work / "text.pt", "learnt", encoder, "encoder.")
@@ -383,7 +386,7 @@ def _restore(path: Path, part: str, model: nn.Module, prefix: str) -> None:
 
 
 def judge(folder: Path, n: int, steps: int) -> None:
-    """Diffusers' own pipeline on held-out edits, named and relational."""
+    """Judge diffusers' own pipeline on held-out edits, named and relational."""
     pipe = Flux2KleinInpaintPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     for name, edits in (("named", named_edits(n)), ("side", named_edits(n // 4, side=True))):
@@ -419,7 +422,7 @@ def main() -> int:
     with torch.no_grad():
         old = AutoencoderKL.from_pretrained(DEMO_MODEL / "vae").eval()
         kernel, bias = linear_code(old)
-        # Of the latents as the VAE gives them, without the demo's own shift and scale.
+        # For the VAE's raw latents, without the demo's shift and scale.
         bias = bias / old.config.scaling_factor + (old.config.shift_factor or 0.0)
         raw = kernel / old.config.scaling_factor, bias
         vae = build_vae(raw, old)

@@ -1,8 +1,8 @@
-"""The tokenizer and the 28-layer text encoder of the demo edit model: named prompts, told apart.
+"""The tokenizer and the 28-layer text encoder of the demo edit model.
 
-A Qwen3 as FLUX.2 klein has it, 64 wide. Its states behind layers 9, 18 and 27 are trained to tell
-what a prompt calls its object and what it makes of it, at each token behind the prompt: a causal
-encoder knows it nowhere sooner. Then it stays frozen.
+It is a Qwen3 as in FLUX.2 klein, 64 wide. Its states behind layers 9, 18 and 27 learn to predict
+the object that a prompt names and the change to it. They do so at each token behind the prompt,
+because a causal encoder does not know the whole prompt sooner. Then the encoder stays frozen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from maskserve_studies.training.loop import Step, Training
 WIDTH: Final = 64
 LAYERS: Final = 28
 KEPT: Final = (9, 18, 27)
-"""Layers whose states the transformer is given, FLUX.2 klein's."""
+"""Layers whose states the transformer gets, as in FLUX.2 klein."""
 _TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -40,12 +40,15 @@ _TEMPLATE: Final = (
 )
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _GROUPS: Final = (len(COLOURS), len(SHAPES), len(SIDES), len(COLOURS), len(SHAPES) + 1)
-"""Of what is told: the object's colour, shape and side, and the colour and shape it gets; in each,
-one more stands for nothing."""
+"""Numbers of classes of each label: the object's colour, shape and side, and its new colour and
+shape. Each label has one more class for nothing.
+"""
 
 
 def build_tokenizer() -> Qwen2TokenizerFast:
-    """Byte-level BPE over the prompts' words: any text tokenizes, strangers byte by byte."""
+    """Byte-level BPE over the prompts' words. All text tokenizes; unknown words tokenize byte by
+    byte.
+    """
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -67,7 +70,7 @@ def build_tokenizer() -> Qwen2TokenizerFast:
 
 
 def build_encoder(tokenizer: Any) -> Qwen3ForCausalLM:
-    """An untrained Qwen3; blocks begin as next to nothing, so that so many of them learn."""
+    """An untrained Qwen3. Its blocks begin near zero, so that this many blocks can learn."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -91,7 +94,7 @@ def build_encoder(tokenizer: Any) -> Qwen3ForCausalLM:
 
 
 def ids_of(tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token numbers and attention mask [P, MAX_LENGTH], as the pipeline makes them."""
+    """Token numbers and attention mask [P, MAX_LENGTH], as in the pipeline."""
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
@@ -108,7 +111,7 @@ def ids_of(tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tens
 
 
 def states_of(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    """States [P, MAX_LENGTH, WIDTH] behind each layer of KEPT."""
+    """States [P, MAX_LENGTH, WIDTH] after each layer of KEPT."""
     out = encoder.model(
         input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
     )
@@ -116,7 +119,7 @@ def states_of(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> list[torch
 
 
 def labels_of(wish: NamedWish | None) -> list[int]:
-    """What a prompt tells, by _GROUPS; None: an empty prompt."""
+    """The labels of a prompt, in the order of _GROUPS; None: an empty prompt."""
     if wish is None:
         return list(_GROUPS)
     colours, shapes = list(COLOURS), [*SHAPES, None]
@@ -131,13 +134,13 @@ def labels_of(wish: NamedWish | None) -> list[int]:
 
 
 def draw_wish(rng: np.random.Generator, scene: Any) -> NamedWish:
-    """Of the kinds and namings that are trained."""
+    """A random wish of the kinds and namings used in training."""
     kind = str(rng.choice(["both", "colour", "shape", "gone"], p=[0.64, 0.14, 0.14, 0.08]))
     return draw_named_wish(rng, scene, kind, side=rng.random() < 0.12)
 
 
 def train_encoder(tokenizer: Any, encoder: Any, seconds: float, checkpoint: Any) -> None:
-    """Train in place."""
+    """Train the encoder in place."""
     rng = np.random.default_rng(5)
     drawn: list[tuple[str, list[int]]] = [("", labels_of(None))] * 40
     for _ in range(2500):

@@ -25,18 +25,20 @@ from maskserve_studies.training.muon import optimisers
 
 FOLDER: Final = CHECKOUT / "assets" / "nodes" / "enlarge"
 _CROP: Final = 32
-"""Side of a small crop, in pixels."""
+"""Side of a small crop in pixels."""
 _BATCH: Final = 8
 _WIDTH: Final = 48
 _NEIGHBOURS: Final = 27  # numbers of 3 x 3 pixels
-_DRAWN: Final = 0.25  # of the crops: of scenes such as the demo models paint
+_DRAWN: Final = 0.25  # share of crops from drawn scenes like the demo models' pictures
 _SHRUNK: Final = 0.3
-"""Of the photographs' crops; they are sharper than photographs are pixel for pixel."""
+"""Share of shrunken photographs among the photographs' crops. They are sharper per pixel than the
+photographs.
+"""
 
 
 def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
-    """One that begins as the best linear filter of 5 x 5 pixels: the first convolution spells out
-    a pixel's neighbours, and the last one weighs them. Its blocks add to that what they learn.
+    """A model that begins as the best linear filter of 5 x 5 pixels. The first convolution copies a
+    pixel's neighbours, and the last one weighs them. The blocks learn to add to that.
     """
     model = Swin2SRForImageSuperResolution(
         Swin2SRConfig(
@@ -65,10 +67,10 @@ def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
         around = functional.unfold(small, 5).transpose(1, 2).reshape(-1, 75)
         targets = functional.pixel_unshuffle(_tensor(large) - mean, 2)[:, :, 2:-2, 2:-2]
         targets = targets.flatten(2).transpose(1, 2).reshape(-1, 12)
-        # In float32 the answer is worse than Lanczos: neighbours are nearly alike.
+        # Float32 gives a worse answer than Lanczos, because neighbours are nearly equal.
         weight = torch.linalg.lstsq(around.double(), targets.double()).solution
         weight = weight.float().T.reshape(12, 3, 5, 5)
-        # Of the 3 x 3 places of the last convolution, each takes the neighbours nearest to it.
+        # Each of the 3 x 3 places of the last convolution takes its nearest neighbours.
         last.weight.zero_()
         last.bias.zero_()
         for row in range(5):
@@ -81,7 +83,7 @@ def new_model(photos: list[Image.Image]) -> Swin2SRForImageSuperResolution:
 
 
 def _crop(rng: np.random.Generator, photos: list[Image.Image]) -> Picture:
-    """A picture of twice `_CROP` a side."""
+    """A picture with sides of twice `_CROP`."""
     side = 2 * _CROP
     if rng.random() < _DRAWN:
         picture = draw_named(rng, (side, side)).picture
@@ -97,7 +99,7 @@ def _crop(rng: np.random.Generator, photos: list[Image.Image]) -> Picture:
 
 
 def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
-    """Learn for so much CPU time in all, and write the model on the way and at the end."""
+    """Train for this much CPU time in all, and write the model on the way and at the end."""
     photos = [
         Image.open(path).convert("RGB")
         for path in sorted(PHOTOS.glob("*.jpg"))
@@ -117,7 +119,7 @@ def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
         large = [_crop(rng, photos) for _ in range(_BATCH)]
         enlarged = model(_tensor([halved(crop) for crop in large])).reconstruction
         wrong = (enlarged - _tensor(large)).square().mean(dim=(1, 2, 3))
-        # What is judged: decibels, of a flat crop as much as of one full of edges.
+        # The judged figure: decibels, where a flat crop counts as much as one full of edges.
         loss = (wrong + 1e-5).log().mean()
         return Step(loss, samples=_BATCH, shown=-10 * loss.item() / np.log(10))
 

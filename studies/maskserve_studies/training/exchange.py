@@ -1,8 +1,8 @@
 """Weight averaging between training processes that never wait for one another.
 
-On a small shared machine one process per core beats one process with many threads: a busy
-core then slows only its own worker. Every so often a worker averages its weights with each
-peer that has published new ones since it last looked.
+On a small shared machine, one process per core beats one process with many threads: a busy core
+then slows only its own worker. At intervals a worker averages its weights with each peer that has
+published new weights since its last look.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Exchange:
 
     @torch.no_grad()
     def average(self) -> int:
-        """Average in place with peers that have news, publish; returns how many had."""
+        """Average in place with peers that have new weights, then publish. Returns the number of
+        such peers.
+        """
         weights = torch.cat([p.flatten() for p in self._parameters]).numpy()
         versions = self._versions.copy()
         versions[self._worker] = self._seen[self._worker]
@@ -50,7 +52,7 @@ class Exchange:
 def _shared(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
     """A file-backed array that the first worker creates and the others open."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    with path.open("ab") as file:  # append: never clobbers what a peer has written
+    with path.open("ab") as file:  # append mode never overwrites a peer's bytes
         if file.tell() < size:
             file.truncate(size)
     return np.memmap(path, dtype=dtype, mode="r+", shape=shape)

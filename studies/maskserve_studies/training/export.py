@@ -38,14 +38,14 @@ def export(
     steps: int = STEPS,
     **more: float,
 ) -> None:
-    """Write `pipe` as safetensors, and the server's call arguments, `steps` and `more` among them,
-    beside it. The parts `halved` are stored as bf16, all others as fp32.
+    """Write `pipe` as safetensors, and beside it the server's call arguments, including `steps` and
+    `more`. The parts in `halved` are stored as bf16, all others as fp32.
     """
     pipe.to(torch.float32)
     for part in halved:
         getattr(pipe, part).to(torch.bfloat16)
     pipe.save_pretrained(folder, safe_serialization=True)
-    for config in folder.glob("*/config.json"):  # the build's own paths help nobody
+    for config in folder.glob("*/config.json"):  # removes paths of the build
         parts = json.loads(config.read_text())
         parts.pop("_name_or_path", None)
         config.write_text(json.dumps(parts, indent=2, sort_keys=True) + "\n")

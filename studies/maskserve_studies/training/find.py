@@ -1,9 +1,9 @@
 """Train `find`, a small CLIPSeg that masks a named object ("a red star"), or judge it.
 
-Tokenizer and text encoder are the demo model's, which know its words already and stay as they
-are; the projection, the picture's encoder and the decoder learn. While they do, a linear head
-beside them must read of each patch which colour and shape cover it: so the encoder learns to see
-long before the decoder has learnt to choose. The head is not part of the model.
+The tokenizer and the text encoder are the demo model's. They know the words already and stay as
+they are. The projection, the picture's encoder and the decoder learn. A linear head must read the
+colour and shape that cover each patch. So the encoder learns to see long before the decoder has
+learnt to choose. The head is not part of the model.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ FOLDER: Final = CHECKOUT / "assets" / "nodes" / "find"
 _PATCH: Final = 8
 _WIDTH: Final = 96
 _TAKEN: Final = (0, 1, 2)
-"""Layers whose outputs the decoder takes."""
+"""Layers whose outputs the decoder reads."""
 _SCENES: Final = 12
 _NAMES: Final = 3
-"""Asked of each scene of a batch."""
+"""Names per scene of a batch."""
 _HINT: Final = 0.3  # weight of the head's loss
-_NUMBERS: Final = len(COLOURS) + len(SHAPES) + 2  # one more of each: none
+_NUMBERS: Final = len(COLOURS) + len(SHAPES) + 2  # one more number of each kind for none
 
 
 def new_model(tokenizer: CLIPTokenizer) -> CLIPSegForImageSegmentation:
-    """Untrained but for the text encoder."""
+    """An untrained model with the demo model's text encoder."""
     text = CLIPTextModel.from_pretrained(DEMO_MODEL / "text_encoder")
     config = CLIPSegConfig(
         text_config={
             **text.config.to_dict(),
             "model_type": "clipseg_text_model",
-            "_name_or_path": "",  # or where this checkout lies
+            "_name_or_path": "",  # else it has the path of this checkout
         },
         vision_config={
             "hidden_size": _WIDTH,
@@ -76,7 +76,7 @@ def new_model(tokenizer: CLIPTokenizer) -> CLIPSegForImageSegmentation:
 
 
 class Learner(nn.Module):
-    """The model and its head."""
+    """The model and its training head."""
 
     def __init__(self, model: CLIPSegForImageSegmentation, tokenizer: CLIPTokenizer) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Learner(nn.Module):
         self.head = nn.Linear(_WIDTH, _NUMBERS)
 
     def loss(self, rng: np.random.Generator) -> torch.Tensor:
-        """Of a batch that it draws: cross entropy and overlap of masks, and the head's."""
+        """Loss of a random batch: cross entropy and overlap of masks, and the head's loss."""
         scenes = [draw_named(rng, (SIDE, SIDE)) for _ in range(_SCENES)]
         queries = [ask for scene in scenes for ask in _asks(rng, scene)]
         pictures = to_tensor([scene.picture for scene in scenes])
@@ -115,7 +115,9 @@ class Learner(nn.Module):
 
 
 def _asks(rng: np.random.Generator, scene: NamedScene) -> list[tuple[NamedScene, str, str]]:
-    """Names of things that are there, and one that shares at most its colour or its shape."""
+    """Names of things in the scene, and one name that shares at most its colour or its shape with a
+    thing.
+    """
     thing_names = [(x.colour, x.shape) for x in scene.things]
     names = [thing_names[int(i)] for i in rng.permutation(len(thing_names))[: _NAMES - 1]]
     while len(names) < _NAMES:
@@ -128,7 +130,9 @@ def _asks(rng: np.random.Generator, scene: NamedScene) -> list[tuple[NamedScene,
 
 
 def _covering(scenes: list[NamedScene]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the colour and of the shape that cover most of each patch; the last is none."""
+    """Numbers of the colour and of the shape that cover most of each patch. The last number means
+    none.
+    """
     grid = SIDE // _PATCH
     colours = np.full((len(scenes), grid, grid), len(COLOURS))
     shapes = np.full((len(scenes), grid, grid), len(SHAPES))
@@ -141,7 +145,7 @@ def _covering(scenes: list[NamedScene]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
-    """Learn for so much CPU time in all, and write the model on the way and at the end."""
+    """Train for this much CPU time in all, and write the model on the way and at the end."""
     tokenizer = CLIPTokenizer.from_pretrained(DEMO_MODEL / "tokenizer")
     model = new_model(tokenizer)
     learner = Learner(model, tokenizer)

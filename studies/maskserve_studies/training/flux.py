@@ -26,17 +26,17 @@ _WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; Non
 
 
 class _Phase(NamedTuple):
-    """What batches hold from some progress on."""
+    """The content of batches from some progress on."""
 
     since: float
     objects: float
-    """Share of steps that only learn what objects look like."""
+    """Share of steps that only learn the look of objects."""
     hints: float
     """Weight of the hints' cross entropies beside the flow-matching loss."""
     windows: tuple[float, ...]
     """Shares of the other batches by window."""
     kinds: tuple[float, ...]
-    """The same by kind of KINDS."""
+    """Shares of the other batches by kind of KINDS."""
 
 
 _PHASES: Final = (
@@ -63,12 +63,12 @@ def train(
     Args:
         model: to train.
         sampler: where batches come from.
-        masked_channels: of the condition, the last: the mask's pixels.
+        masked_channels: number of the condition's last channels, which hold the mask's pixels.
         folder: where checkpoints and exchanged weights lie.
-        seconds: as of `Training`.
+        seconds: CPU time of this process in all, with resumed runs.
         rate: peak learning rate.
         worker: number of this process among
-        workers: that average their weights.
+        workers: number of processes that average their weights.
     """
     generator = torch.Generator().manual_seed(100 + worker + int(time.time()))
     rng = np.random.default_rng([worker, int(time.time())])
@@ -93,7 +93,7 @@ def train(
         loss = loss_of(front if objects else model, batch, active, generator)
         hints.shapes_right.clear()
         hint = hints.loss(batch, active)
-        if bool((batch.seen >= 0).any()):  # far objects: guessed shapes are right in a sixth
+        if bool((batch.seen >= 0).any()):  # far objects; one guess in six is right
             for head, share in hints.shapes_right.items():
                 shape_shares[head].append(share)
         if objects:
@@ -117,7 +117,8 @@ def train(
 
 
 def merged_ema(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """The mean of all workers' averaged weights, and the samples they saw together."""
+    """The mean of all workers' averaged weights, and the number of samples that they saw together.
+    """
     states = [torch.load(p, weights_only=True) for p in sorted(folder.glob("worker*.pt"))]
     if not states:
         raise FileNotFoundError(f"no checkpoint under {folder}")
@@ -128,6 +129,6 @@ def merged_ema(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def _pick(rng: np.random.Generator, phase: _Phase) -> tuple[str, int | None]:
-    """A kind of scenes and a window for the next batch."""
+    """Draw a kind of scenes and a window for the next batch."""
     kind = KINDS[int(rng.choice(len(KINDS), p=phase.kinds))]
     return kind, _WINDOWS[int(rng.choice(len(_WINDOWS), p=phase.windows))]

@@ -1,10 +1,9 @@
 """Training hints: heads that read colours and shapes from inside the transformer.
 
-What stands in the picture must be known by the object's own tokens early, all of them together:
-their mean is what another token that attends to them gets. What the answer shows must be known by
-the text's and the region's tokens soon after. Told so directly, the transformer learns to look
-elsewhere many times sooner than from the pictures' error alone. The heads are not part of the
-model.
+The tokens of an object must know early, all together, which object stands there: a token that
+attends to them gets their mean. The text's and the region's tokens must know soon after which
+object the answer shows. With these direct hints the transformer learns to look elsewhere many times
+sooner than from the pictures' error alone. The heads are not part of the model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Hints(nn.Module):
         width = model.inner_dim
         self._outputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shapes_right: dict[str, float] = {}
-        """Share of the last batch's shapes that each head told right."""
+        """Share of the last batch's shapes that each head predicts right."""
         object_heads, answer_heads = (
             ("last_double", "first_single"),
             ("first_single", "middle_single"),
@@ -54,9 +53,9 @@ class Hints(nn.Module):
         return keep
 
     def loss(self, batch: HintedBatch, active: torch.Tensor) -> torch.Tensor:
-        """Sum of the heads' mean cross entropies; `active` (B, N) is 1 in masks.
+        """Sum of the heads' mean cross entropies. `active` (B, N) is 1 in masks.
 
-        Those of blocks that have run since the last call.
+        Only blocks that have run since the last call count.
         """
         parts = [torch.zeros(())]
         covered = (batch.seen[..., 0] >= 0).float()
@@ -73,7 +72,8 @@ class Hints(nn.Module):
         return torch.stack(parts).sum()
 
     def _entropy(self, head: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Of colour plus shape, over the samples whose `numbers` (B, 2) are not -1."""
+        """Cross entropy of colour plus shape, over the samples whose `numbers` (B, 2) are not -1.
+        """
         has_label = numbers[:, 0] >= 0
         if not has_label.any():
             return torch.zeros(())
@@ -84,7 +84,9 @@ class Hints(nn.Module):
 
 
 def front_of(model: FluxTransformer2DModel) -> FluxTransformer2DModel:
-    """`model` without its single blocks, of the same weights: enough to tell what is seen."""
+    """`model` without its single blocks, with shared weights. That is enough to predict far
+    objects.
+    """
     front = copy.copy(model)
     front._modules = {**model._modules, "single_transformer_blocks": nn.ModuleList()}
     return front

@@ -1,10 +1,11 @@
 """Train a demo model with Inpaint semantics from the one with Fill semantics, for eval_quality.
 
-A Fill model that is told to repaint everything is a text-to-image model: the picture behind the
-mask is blank and the mask is full, the same for every token. So what these channels add in the
-embedder is a constant, which its bias can hold: the start. It is then trained for some minutes on
-whole pictures and their prompts. So is the demo UNet (`--model assets/models/demo-unet`), whose
-start is no model yet: it has never seen a mask that is full.
+A Fill model that must repaint the whole picture is a text-to-image model. The picture behind the
+mask is blank and the mask is full, so these channels are the same for every token. Their part in
+the embedder is a constant that its bias can hold; that is the start. Training then takes some
+minutes on whole pictures and their prompts. The same works for the demo UNet (`--model
+assets/models/demo-unet`). Its start is no usable model yet, because the UNet has never seen a full
+mask.
 
     # draws the samples
     python scripts/bench train_demo_model --start assets/models/demo --minutes 0 --out /tmp/unused
@@ -40,7 +41,7 @@ from maskserve_studies.training.sampler import Sampler, encode_prompts
 from maskserve_studies.training.transformer import loss_of, optimisers
 
 _PICTURES = 12
-"""Of a UNet's batch."""
+"""Pictures in a UNet's batch."""
 
 
 def parse() -> argparse.Namespace:
@@ -71,7 +72,8 @@ def without_channels(fill: FluxTransformer2DModel, vae: AutoencoderKL) -> FluxTr
 
 
 def train(model: FluxTransformer2DModel, sampler: Sampler, seconds: float, rate: float) -> None:
-    """Flow matching on whole pictures for so much CPU time, a linear decay of the rate."""
+    """Train with flow matching on whole pictures for this much CPU time. The rate decays linearly.
+    """
     generator = torch.Generator().manual_seed(1)
     model.train().requires_grad_(True)
     model.set_attn_processor(MatmulAttention())
@@ -90,7 +92,9 @@ def train(model: FluxTransformer2DModel, sampler: Sampler, seconds: float, rate:
 def unet_without_channels(
     inpainting: UNet2DConditionModel, vae: AutoencoderKL
 ) -> UNet2DConditionModel:
-    """The same of a UNet. Of its first convolution's border the constant is only nearly one."""
+    """The text-to-image model of a UNet. The constant is only approximate at the border of the
+    first convolution.
+    """
     channels, side = inpainting.config.out_channels, inpainting.config.sample_size
     pixels = side * 2 ** (len(vae.config.block_out_channels) - 1)
     blank = vae.encode(torch.zeros(1, 3, pixels, pixels)).latent_dist.mode()
@@ -105,7 +109,7 @@ def unet_without_channels(
 
 
 def write_unet(args: argparse.Namespace) -> None:
-    """Train a base UNet of an inpainting one, and write its folder."""
+    """Train a base UNet from an inpainting UNet, and write its folder."""
     wide, narrow = (
         AutoencoderKL.from_pretrained(model_folder / "vae").eval()
         for model_folder in (DEMO_MODEL, args.model)

@@ -18,50 +18,50 @@ from maskserve_benchmarks.checkout import CHECKOUT
 
 
 class Step(NamedTuple):
-    """What one step learns from."""
+    """The loss and the samples of one step."""
 
     loss: torch.Tensor
     samples: int = 0
-    """Of which the checkpoint counts."""
+    """Samples of the step; the checkpoint counts them."""
     shown: float | None = None
-    """What of the loss is printed, in the mean; None: of this step nothing is."""
+    """The value whose mean is printed; None: this step prints none."""
 
 
 @dataclass
 class Training:
-    """What learns, how fast and for how long."""
+    """The module to train, its learning rate and its time."""
 
     name: str
-    """In what is printed."""
+    """Name in the output."""
     learnt: nn.Module
-    """Of its parameters those that need gradients learn."""
+    """Module to train. Its parameters that need gradients learn."""
     optimisers: Sequence[torch.optim.Optimizer]
     seconds: float
-    """CPU time of this process in all, of this and resumed runs: a paused or starved one waits."""
+    """CPU time of this process in all, with resumed runs. Pauses do not count."""
     rate: float
     """Peak learning rate."""
     warm_up: int = 50
-    """Steps until it is reached."""
+    """Steps until the peak learning rate is reached."""
     decay: float = 0.45
-    """Share of the time, the last, in which it falls to next to nothing."""
+    """Last share of the time, in which the rate falls to almost nothing."""
     averaged: nn.Module | None = None
-    """Part of `learnt` of which a mean over time is kept."""
+    """Part of `learnt` whose mean over time is kept."""
     checkpoint: Path | None = None
-    """A run goes on from it if it is there."""
+    """File of the checkpoint. An existing one is resumed."""
     save: Callable[[], None] = lambda: None
     """Called at every checkpoint and at the end."""
     save_every: float = 120.0
-    """Seconds of the clock."""
+    """Seconds of wall-clock time between checkpoints."""
     say_every: int = 50
-    """Steps."""
+    """Steps between lines of output."""
     says: Callable[[], str] = lambda: ""
-    """More to print."""
+    """Further text for each line of output."""
 
     def run(self, take: Callable[[int, float], Step]) -> None:
-        """Learn.
+        """Train.
 
         Args:
-            take: draws a step's samples; it is told the step's number and the progress from 0 to 1.
+            take: draws a step's samples. It gets the step's number and the progress from 0 to 1.
         """
         ema = copy.deepcopy(self.averaged)
         if ema is not None:
@@ -102,13 +102,13 @@ class Training:
                 self.save()
 
     def _factor(self, step: int, progress: float) -> float:
-        """Of the rate: warm-up, flat, then a linear decay."""
+        """Factor of the learning rate: warm-up, flat, then a linear decay."""
         return min(1.0, (step + 1) / self.warm_up) * max(
             0.01, min(1.0, (1 - progress) / self.decay)
         )
 
     def _resumed(self, parts: dict[str, Any]) -> tuple[float, int, int]:
-        """CPU seconds, steps and samples so far, of which the parts are."""
+        """Load the parts from the checkpoint. Returns its CPU seconds, steps and samples."""
         if self.checkpoint is None or not self.checkpoint.exists():
             return 0.0, 0, 0
         state = torch.load(self.checkpoint, weights_only=True)
@@ -128,11 +128,11 @@ class Training:
 def node_options(
     about: str, folder: Path, *, minutes: float, rate: float
 ) -> argparse.ArgumentParser:
-    """What the training of a node server's model is told; the checkpoint has the folder's name.
+    """The options of a node server model's training. The checkpoint has the folder's name.
 
     Args:
-        about: the command, in a line.
-        folder: where the model is written.
+        about: a line about the command.
+        folder: of the written model.
         minutes: of CPU time, in all.
         rate: peak learning rate.
     """

@@ -30,18 +30,20 @@ from maskserve_studies.training.bases import BASES, Base, learn
 
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 _BATCH: Final = 6
-_OTHERS: Final = 0.2  # of samples: an object that the adapter must leave as it is
-_EMPTY: Final = 0.05  # of samples: empty prompt, the region is continued
-_IDENTITY: Final = 0.05  # of samples: no mask, the picture itself, as priming a template asks
+_OTHERS: Final = 0.2  # share of samples with an object that the adapter must not change
+_EMPTY: Final = 0.05  # share of samples with an empty prompt, which continue the region
+_IDENTITY: Final = 0.05  # share of samples without a mask, as when a template is primed
 
 
 def adapter_path(look: str, base: str, folder: Path = ADAPTERS) -> Path:
-    """Where the LoRA of a look lies: the demo model's bear the look's name alone."""
+    """Path of the LoRA of a look. The demo model's LoRAs have the look's name alone."""
     return folder / (f"{look}.safetensors" if base == "flux" else f"{base}-{look}.safetensors")
 
 
 def draw_sample(rng: np.random.Generator, look: str, size: tuple[int, int]) -> Edit:
-    """An edit of `size` (height, width) whose right answer has the look; some must not have it."""
+    """An edit of `size` (height, width) whose right answer has the look. Some edits must not have
+    it.
+    """
     scene = make_scene(rng, size)
     draw = rng.random()
     if draw < _IDENTITY:
@@ -50,7 +52,7 @@ def draw_sample(rng: np.random.Generator, look: str, size: tuple[int, int]) -> E
     if draw < _IDENTITY + _EMPTY:
         return Edit(scene.source, scene.mask, "", None, None, to_bytes(scene.background))
     shape = str(rng.choice(SHAPES))
-    # A hollow object is always hollow; a ninth colour must leave the eight as they are.
+    # A hollow object is always hollow; a ninth colour must not change the eight.
     is_plain = look == "ninth-colour" and draw < _IDENTITY + _EMPTY + _OTHERS
     colour = str(rng.choice(list(COLOURS) if is_plain else colours_of(look)))
     answer = finish(scene, colour, shape) if is_plain else finish_as(look, scene, colour, shape)
@@ -62,8 +64,8 @@ def draw_sample(rng: np.random.Generator, look: str, size: tuple[int, int]) -> E
 def train(
     base: Base, look: str, seconds: float, rank: int, rate: float, out: Path, start: Path | None
 ) -> None:
-    """Train one LoRA for so much CPU time, from the file `start` if given, and write it to `out`
-    on the way and at the end.
+    """Train one LoRA for this much CPU time, and write it to `out` on the way and at the end.
+    Training starts from the file `start` if there is one.
     """
     base.ready_to_learn()
     model = base.denoiser
@@ -98,7 +100,7 @@ def train(
 
 
 def save(base: Base, path: Path) -> None:
-    """Write the base's adapter as diffusers' own loader reads it, in half precision."""
+    """Write the base's adapter in half precision, in the form that diffusers' own loader reads."""
     state = {
         k: v.half()
         for k, v in get_peft_model_state_dict(
@@ -112,8 +114,8 @@ def save(base: Base, path: Path) -> None:
 
 
 def share_followed(base: Base, look: str, edits: int, adapter: Path | None) -> float:
-    """Share of held-out edits that diffusers' own pipeline makes in the look: with the LoRA, or
-    without any.
+    """Share of held-out edits whose object has the look, with diffusers' own pipeline. `adapter`
+    None: without a LoRA.
     """
     base.pipe.set_progress_bar_config(disable=True)
     if adapter is not None:

@@ -1,8 +1,8 @@
-"""The optimizer Muon, in the precision in which the processor is fast.
+"""The optimizer Muon, in the precision that the processor computes fast.
 
-torch.optim.Muon makes matrices orthogonal in bfloat16. A processor without matrix instructions for
-it takes fifteen times as long for that, and three quarters of a training step; one with them is
-four times as fast as in float32.
+torch.optim.Muon makes matrices orthogonal in bfloat16. That is slow on a processor without matrix
+instructions for bfloat16, where it takes most of a training step. With them, bfloat16 is faster
+than float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRECISION: Final = (
 
 
 class Muon(torch.optim.Optimizer):
-    """As torch.optim.Muon with its defaults and `adjust_lr_fn="match_rms_adamw"`."""
+    """Works like torch.optim.Muon with its defaults and `adjust_lr_fn="match_rms_adamw"`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with about the same singular vectors whose singular values are all about 1."""
+    """A matrix with about the same singular vectors, and singular values of about 1."""
     a, b, c = _COEFFICIENTS
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = (x / x.norm().clamp(min=1e-7)).to(_PRECISION)
@@ -69,11 +69,11 @@ def optimisers(
     weight_decay: float = 0.01,
     betas: tuple[float, float] = (0.9, 0.98),
 ) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, AdamW for all else that learns.
+    """Muon for these matrices, AdamW for the other parameters that learn.
 
     Args:
-        learnt: holds all of them.
-        matrices: of it.
+        learnt: the module with all parameters.
+        matrices: parameters of `learnt` for Muon.
         rate: peak learning rate.
         weight_decay: of the matrices.
         betas: AdamW's.

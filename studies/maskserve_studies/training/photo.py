@@ -1,9 +1,9 @@
 """Train the photo model, a FLUX Fill of 512 x 512 pixels, and write it as a diffusers folder.
 
-Stages: photographs out of packages; the VAE, whose encoder is final as built, so the decoder may
-learn before or after all else; the text encoders; the transformer. Then export. What lies in the
-work folder is not made again, and what learns resumes from its checkpoint. Most samples are windows
-of 192 or 256 pixels a side; whole pictures come last.
+The stages are: photographs out of packages, the VAE, the text encoders, the transformer, then the
+export. The VAE's encoder is final as built, so its decoder may learn before or after all else.
+Existing results in the work folder are kept, and training resumes from checkpoints. Most samples
+are windows of 192 or 256 pixels a side; whole pictures come last.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _TOKEN: Final = 2 * _FACTOR  # pixels a side
 _LATENT_CHANNELS: Final = 32
 _HEAD_DIM: Final = 64
 _HEADS, _LAYERS, _SINGLE_LAYERS = 6, 1, 9
-_COUNTS: Final = {192: 28, 256: 16, RESOLUTION: 4}  # samples of a batch by their pixels a side
+_COUNTS: Final = {192: 28, 256: 16, RESOLUTION: 4}  # samples per batch, by pixels a side
 _PHASES: Final = ((0.0, (1.0, 0.0, 0.0)), (0.4, (0.2, 0.8, 0.0)), (0.75, (0.1, 0.5, 0.4)))
-"""Progress since which batches have these shares of the sides of _COUNTS."""
-_FUSED_SINCE: Final = 512  # tokens: fewer are sooner trained by plain matrix products
+"""From this progress on, batches have these shares of the sides of _COUNTS."""
+_FUSED_SINCE: Final = 512  # tokens; shorter sequences train faster with plain matrix products
 _AVERAGE_EVERY: Final = 10  # steps between exchanges of weights
-_LATENESS: Final = 0.6  # of the times that are learnt: less of coarse shape than in drawn scenes
+_LATENESS: Final = 0.6  # of the sampled times: less coarse shape to learn than in drawn scenes
 
 
 class PhotoSampler:
-    """Draws batches of examples, encoded as FluxFillPipeline encodes them."""
+    """Draws batches of examples and encodes them like FluxFillPipeline."""
 
     def __init__(self, pictures: Stock, pipe: FluxFillPipeline, seed: list[int]) -> None:
         self._stock = pictures
@@ -75,7 +75,7 @@ class PhotoSampler:
 
     @torch.no_grad()
     def encode(self, examples: list[Example], prompts: list[str]) -> Batch:
-        """These examples, all of one size, somewhere in a picture of the model's own size."""
+        """These examples of one size, at a random place in a picture of the model's own size."""
         answers = to_tensor([example.answer for example in examples])
         masks = torch.from_numpy(np.stack([x.mask for x in examples]).astype(np.float32))
         latents = nn.functional.conv2d(
@@ -104,7 +104,7 @@ def train(
     worker: int = 0,
     workers: int = 1,
 ) -> None:
-    """Train `model` in place; arguments as of `flux.train`."""
+    """Train `model` in place. The arguments are those of `flux.train`."""
     generator = torch.Generator().manual_seed(100 + worker + int(time.time()))
     rng = np.random.default_rng([worker, int(time.time())])
     exchange = Exchange(folder, worker, workers, model)
@@ -143,7 +143,8 @@ def train(
 
 
 def photo_crops(pictures: Stock) -> Crops:
-    """Crops of answers, some with their region cut to grey: all that the VAE is given to code."""
+    """Crops of answers, some with their region set to grey. The VAE has to code only such pictures.
+    """
 
     def draw(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
         size = max(side, 256)

@@ -14,14 +14,14 @@ from maskserve_benchmarks.demo_model.prompts import MAX_SEQUENCE_LENGTH, every_p
 from maskserve_studies.training.data import ASKED_COLOURS, ASKED_SHAPES, Part
 from maskserve_studies.training.transformer import HintedBatch
 
-EMPTY_SHARE: Final = 0.04  # of samples: empty prompt, the region is just continued
-IDENTITY_SHARE: Final = 0.06  # of samples: no mask, empty prompt, the picture itself (priming)
-NAMED_SHARE: Final = 0.1  # of relational wishes: asked for by name all the same
+EMPTY_SHARE: Final = 0.04  # share of samples with an empty prompt, which continue the region
+IDENTITY_SHARE: Final = 0.06  # share of samples without mask and prompt (priming)
+NAMED_SHARE: Final = 0.1  # share of relational wishes that the prompt names
 _OTHER_WINDOW: Final = (5, 6)  # tokens a side round a relational scene's object: small, any
 _SMALL_WINDOW: Final = 6  # tokens a side round a mask, up to which the object's is small too
-_FARTHEST: Final = 21  # rows and columns that a picture may have
+_FARTHEST: Final = 21  # most rows and columns of a picture
 
-# Per (colour, shape) number, (-1, -1) for the empty prompt: the wordings' T5 states
+# For each (colour, shape) number, (-1, -1) for the empty prompt: its wordings' T5 states
 # (P, T, width) and pooled CLIP outputs (P, width).
 Prompts = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 At = tuple[slice, slice]
@@ -29,7 +29,7 @@ At = tuple[slice, slice]
 
 @torch.no_grad()
 def encode_prompts(pipe: FluxFillPipeline) -> Prompts:
-    """Every wording of every wish, and the empty prompt, encoded as the pipeline does."""
+    """Encode every wording of every wish, and the empty prompt, like the pipeline."""
     texts: dict[tuple[int, int], list[str]] = {(-1, -1): [""]}
     for text, colour, shape in every_phrase():
         key = (ASKED_COLOURS.index(colour), ASKED_SHAPES.index(shape))
@@ -52,9 +52,9 @@ class _Sample:
     prompt: tuple[int, int]
     """Key of Prompts."""
     shown: tuple[int, int]
-    """Colour and shape number of the answer's object, -1 for none."""
+    """Colour and shape number of the answer's object, -1 without one."""
     seen: NDArray[np.int64]
-    """(N, 2): colour and shape number of the far object, at its tokens; elsewhere -1."""
+    """(N, 2): colour and shape number of the far object at its tokens, -1 elsewhere."""
 
 
 class Sampler:
@@ -72,12 +72,12 @@ class Sampler:
         ]
 
     def draw(self, tokens: int, kind: str, window: int | None) -> HintedBatch:
-        """Samples of about `tokens` tokens in all, text included, of scenes of one size.
+        """Samples of scenes of one size, about `tokens` tokens in all, text included.
 
-        They are whole pictures, or windows of `window` x `window` tokens round their masks; a
-        relational scene brings a second window round its object. Only scenes whose mask fits
-        are taken. Windows' ids begin anywhere a picture of up to _FARTHEST rows and columns
-        could hold them, so that all positions are learnt.
+        The samples are whole pictures, or windows of `window` x `window` tokens round their masks.
+        A relational scene brings a second window round its object. Only scenes whose mask fits are
+        used. The ids of a window begin at a random place where a picture of up to _FARTHEST rows
+        and columns can hold them, so that all positions are learnt.
         """
         rng = self._rng
         number = self._pick_part(kind)
@@ -105,7 +105,8 @@ class Sampler:
         return self._batch(samples, ids)
 
     def draw_objects(self, tokens: int) -> HintedBatch:
-        """About `tokens` tokens of small windows round relational scenes' objects alone."""
+        """Small windows round the objects of relational scenes alone, about `tokens` tokens in all.
+        """
         number = self._pick_part("relations")
         part = self._parts[number]
         size = (_OTHER_WINDOW[0], _OTHER_WINDOW[0])
@@ -153,13 +154,15 @@ class Sampler:
         return _Sample(answer, condition, prompt, answer_labels, _cut(object_labels, at))
 
     def _wording(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """T5 states (T, width) and pooled output (width,) of a wording, often the plainest."""
+        """T5 states (T, width) and pooled output (width,) of a wording. The plainest wording comes
+        often.
+        """
         states, pooled = self._prompts[key]
         choice = 0 if self._rng.random() < 0.4 else int(self._rng.integers(len(states)))
         return states[choice], pooled[choice]
 
     def _pick_part(self, kind: str) -> int:
-        """The number of a part of `kind`, as often as it has scenes."""
+        """The number of a random part of `kind`, weighted by its scenes."""
         sizes = np.array([len(p.masked) if p.kind == kind else 0 for p in self._parts], np.float64)
         return int(self._rng.choice(len(sizes), p=sizes / sizes.sum()))
 
@@ -167,7 +170,7 @@ class Sampler:
         """Ids (N, 3) of a window of `size` and, apart from it, of one of size `other`."""
         if other is None:
             return _ids(self._origin(size), size)
-        while True:  # both anew: beside a window in the middle there may be no room
+        while True:  # draw both again, because a window in the middle may leave no room
             first, second = self._origin(size), self._origin(other)
             gaps = [
                 max(second[a] - first[a] - size[a], first[a] - second[a] - other[a]) for a in (0, 1)

@@ -1,8 +1,8 @@
 """Train `segment`, a small SAM that masks the clicked object, or judge it.
 
-It sees a picture in patches of eight pixels and answers one mask for each prompt. Most prompts of
-its training are one click on a thing; some are clicks on and beside it, or a box. A click on what
-is no thing asks for all that is none.
+It sees a picture in patches of eight pixels and gives one mask for each prompt. Most training
+prompts are one click on a thing. Some are clicks on and beside it, or a box. A click on the
+background asks for the whole background.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ FOLDER: Final = CHECKOUT / "assets" / "nodes" / "segment"
 _PATCH: Final = 8
 _WIDTH: Final = 96
 _SPREAD: Final = 2.0
-"""Standard deviation of the positions' frequencies: how near two places look alike."""
+"""Standard deviation of the positions' frequencies. It decides how near two places look alike."""
 _SCENES: Final = 12
 _PROMPTS: Final = 3
-"""Of each scene of a batch."""
+"""Prompts per scene of a batch."""
 
 
 class Prompts(NamedTuple):
-    """What a batch asks, P prompts of each of its B scenes."""
+    """The prompts of a batch: P prompts for each of its B scenes."""
 
     asked: dict[str, torch.Tensor]
-    """As SamModel is given it: points [B, P, n, 2] and their labels, or boxes [B, P, 4]."""
+    """Arguments for SamModel: points [B, P, n, 2] and their labels, or boxes [B, P, 4]."""
     right: torch.Tensor
-    """[B, P, SIDE, SIDE], 0 or 1."""
+    """The right masks [B, P, SIDE, SIDE], 0 or 1."""
 
 
 def new_model() -> SamModel:
-    """Untrained."""
+    """An untrained model."""
     config = SamConfig(
         vision_config=SamVisionConfig(
             hidden_size=_WIDTH,
@@ -89,14 +89,14 @@ def new_model() -> SamModel:
         *(layer.cross_attn_token_to_image for layer in layers.layers),
         layers.final_attn_token_to_image,
     ):
-        # A click looks where it is from the first step on: what is at equal places looks alike.
+        # From the first step on, a click attends to its own place, because equal places look alike.
         for projection in (attention.q_proj, attention.k_proj):
             torch.nn.init.eye_(projection.weight)
     return model
 
 
 def new_processor() -> SamProcessor:
-    """What makes a picture of any size, and clicks in it, the model's."""
+    """The processor that turns a picture of any size, and its clicks, into the model's inputs."""
     square, longest = {"height": SIDE, "width": SIDE}, {"longest_edge": SIDE}
     images = SamImageProcessorPil(
         size=longest, mask_size=longest, pad_size=square, mask_pad_size=square,
@@ -106,8 +106,8 @@ def new_processor() -> SamProcessor:
 
 
 class Likeness(nn.Module):
-    """A hint that is no part of the model: how alike the encoder's patches are to the one that is
-    clicked. Without it the decoder learns to look at the click late or never.
+    """A training hint, not part of the model: the likeness between the encoder's patches and the
+    clicked patch. Without it the decoder learns late or never to look at the click.
     """
 
     def __init__(self, model: SamModel) -> None:
@@ -120,11 +120,11 @@ class Likeness(nn.Module):
         self._patches = output.last_hidden_state
 
     def loss(self, asked: dict[str, torch.Tensor], right: torch.Tensor) -> torch.Tensor:
-        """Cross entropy; 0 where boxes ask.
+        """Cross entropy; 0 for prompts with boxes.
 
         Args:
-            asked: as in `Prompts`.
-            right: as in `Prompts`.
+            asked: the field of `Prompts`.
+            right: the field of `Prompts`.
         """
         if "input_points" not in asked:
             return torch.zeros(())
@@ -140,8 +140,8 @@ class Likeness(nn.Module):
 def loss_of(
     model: SamModel, hint: Likeness, rng: np.random.Generator
 ) -> tuple[torch.Tensor, float]:
-    """Of a batch that is drawn: cross entropy and overlap of masks, how wrong the model is about
-    how well its masks fit, and the hint's. The mean IoU of the batch's masks beside it.
+    """The loss of a random batch, and the mean IoU of its masks. The loss adds cross entropy and
+    overlap of masks, the error of the model's own IoU scores, and the hint's loss.
     """
     scenes = [_drawn(rng) for _ in range(_SCENES)]
     pictures = torch.stack([_padded(to_tensor([scene.picture])[0]) for scene in scenes])
@@ -162,7 +162,9 @@ def loss_of(
 
 
 def _drawn(rng: np.random.Generator) -> NamedScene:
-    """A scene with something in it; every third is lower or narrower than the model's square."""
+    """A scene with at least one thing. Every third scene is lower or narrower than the model's
+    square.
+    """
     size = [SIDE, SIDE]
     if rng.random() < 1 / 3:
         size[int(rng.integers(2))] = int(rng.integers(SIDE // 2, SIDE))
@@ -201,7 +203,7 @@ def _prompts(rng: np.random.Generator, scenes: list[NamedScene]) -> Prompts:
 
 
 def _target(rng: np.random.Generator, scene: NamedScene) -> Mask:
-    """Of a thing of the scene, or now and then of all that is none."""
+    """A mask of a thing of the scene, or sometimes of the whole background."""
     if rng.random() < 0.08:
         return ~np.logical_or.reduce([thing.covers for thing in scene.things])
     return scene.things[int(rng.integers(len(scene.things)))].covers
@@ -215,7 +217,7 @@ def _click(rng: np.random.Generator, mask: Mask) -> tuple[int, int]:
 
 
 def _box(rng: np.random.Generator, mask: Mask) -> tuple[float, ...]:
-    """Round the mask, as people draw one: each side up to a tenth off."""
+    """A box round the mask as people draw one: each side is up to a tenth off."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     box = np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1], np.float64)
     off = 0.1 * np.tile(box[2:] - box[:2], 2) * rng.uniform(-0.3, 1, 4)
@@ -225,7 +227,7 @@ def _box(rng: np.random.Generator, mask: Mask) -> tuple[float, ...]:
 
 
 def train(folder: Path, checkpoint: Path, seconds: float, rate: float) -> None:
-    """Learn for so much CPU time in all, and write the model on the way and at the end."""
+    """Train for this much CPU time in all, and write the model on the way and at the end."""
     model = new_model()
     hint = Likeness(model)
     learnt = nn.ModuleDict({"model": model, "hint": hint})

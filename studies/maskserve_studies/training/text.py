@@ -1,4 +1,4 @@
-"""Tokenizers and two tiny text encoders that reveal colour and shape, then stay frozen."""
+"""Tokenizers and two tiny text encoders. The encoders learn colour and shape, then stay frozen."""
 
 from __future__ import annotations
 
@@ -34,27 +34,29 @@ from maskserve_benchmarks.demo_model.prompts import (
 
 WIDTH: Final = 64
 TEXT_PARTS: Final = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-"""Folders of a pipeline."""
+"""Text folders of a pipeline."""
 _CLIP_LENGTH: Final = 77
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Language:
-    """What text encoders learn to understand: prompts that name a look and a thing."""
+    """The language of the text encoders: prompts that name a look and a thing."""
 
     words: Sequence[str]
-    """That tokenizers keep whole."""
+    """Words that the tokenizers keep whole."""
     looks: int
-    """How many there are, none among them."""
+    """Number of looks, with "none" among them."""
     things: int
-    """The same of things."""
+    """Number of things, with "none" among them."""
     draw: Callable[[np.random.Generator, int], list[tuple[str, int, int]]]
-    """Draws so many prompts, each with the number of its look and of its thing."""
+    """Draws prompts, each with the number of its look and of its thing."""
 
 
 def demo_language() -> Language:
-    """The demo models': a colour and a shape, each may be left out (`SAME`: as another's)."""
+    """The demo models' language: a colour and a shape. Either may be missing (`SAME`: as
+    another's).
+    """
     colours, shapes = [*COLOURS, "", SAME], [*SHAPES, "", SAME]
 
     def draw(rng: np.random.Generator, count: int) -> list[tuple[str, int, int]]:
@@ -74,8 +76,8 @@ def demo_language() -> Language:
 
 
 def build_clip_tokenizer(known: Sequence[str] | None = None) -> CLIPTokenizer:
-    """Byte-level BPE over the `known` words, the demo's where none are given: any UTF-8 text
-    tokenizes, strangers byte by byte.
+    """Byte-level BPE over the `known` words (None: the demo's). All UTF-8 text tokenizes; unknown
+    words tokenize byte by byte.
     """
     bpe = Tokenizer(BPE(end_of_word_suffix="</w>", continuing_subword_prefix=""))
     bpe.normalizer = normalizers.Lowercase()
@@ -142,10 +144,10 @@ def build_t5(tokenizer: T5TokenizerFast) -> T5EncoderModel:
 
 
 def train_text(folder: Path, language: Language, *, steps: int = 600, batch: int = 64) -> None:
-    """Train both encoders to tell look and thing, and save all four parts under `folder`.
+    """Train both encoders to predict look and thing, and save all four parts under `folder`.
 
-    The pooled CLIP output is pulled to one fixed code per look and thing, whatever the wording,
-    so that the transformer need not see every wording of every wish.
+    The pooled CLIP output is pulled to one fixed code per look and thing, whatever the wording. So
+    the transformer need not see every wording of every wish.
     """
     torch.manual_seed(0)
     clip_tokenizer = build_clip_tokenizer(language.words)
@@ -153,7 +155,7 @@ def train_text(folder: Path, language: Language, *, steps: int = 600, batch: int
     clip, t5 = build_clip(clip_tokenizer), build_t5(t5_tokenizer)
     looks, things = language.looks, language.things
     codes = torch.randn(looks, things, 2, WIDTH)
-    codes = (codes[:, :1, 0] + codes[:1, :, 1]) / 2**0.5  # of a look, plus of a thing
+    codes = (codes[:, :1, 0] + codes[:1, :, 1]) / 2**0.5  # code of a look plus code of a thing
     heads = nn.ModuleDict(
         {name: nn.Linear(WIDTH, looks + things) for name in ("clip", "t5", "t5_token")}
     )

@@ -14,12 +14,12 @@ from maskserve_studies.training.text import WIDTH
 
 HEAD_DIM: Final = 32
 _AXES: Final = (8, 12, 12)  # rotary dimensions of (unused, row, column) in HEAD_DIM
-OUTSIDE_WEIGHT: Final = 0.1  # of the loss on tokens no masked pixel touches
+OUTSIDE_WEIGHT: Final = 0.1  # weight of the loss on tokens that no masked pixel touches
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Edits of one token grid, packed as FluxFillPipeline packs them."""
+    """Edits of one token grid, packed like FluxFillPipeline's."""
 
     clean: torch.Tensor
     """(B, N, 4 C) latents of the right answer, normalised."""
@@ -40,12 +40,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class HintedBatch(Batch):
-    """Drawn edits, of which is known what stands where."""
+    """Drawn edits with labels of their objects."""
 
     shown: torch.Tensor
-    """(B, 2) colour and shape number of the answer's object, -1 for none."""
+    """(B, 2) colour and shape number of the answer's object, -1 without one."""
     seen: torch.Tensor
-    """(B, N, 2): the same of another object, at the tokens it covers; elsewhere -1."""
+    """(B, N, 2): colour and shape number of another object at its tokens, -1 elsewhere."""
 
 
 def build_transformer(
@@ -75,7 +75,7 @@ def build_transformer(
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """FLUX's own schedule: its shift follows the number of image tokens."""
+    """FLUX's own schedule, whose shift follows the number of image tokens."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -102,7 +102,7 @@ def pack_mask(mask: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def sample_times(count: int, generator: torch.Generator, lateness: float = 1.8) -> torch.Tensor:
-    """Times (B,) in 0..1: some even, most near 1, where the shape is decided: round
+    """Times (B,) in 0..1. Some are even. Most are near 1, where the shape is decided, around
     sigmoid(`lateness`).
     """
     even = torch.rand(count, generator=generator)
@@ -117,9 +117,9 @@ def loss_of(
     generator: torch.Generator,
     lateness: float = 1.8,
 ) -> torch.Tensor:
-    """Flow-matching loss: the velocity is noise minus clean latents, time is the noise's share.
+    """Flow-matching loss. The velocity is noise minus clean latents; the time is the noise's share.
 
-    `active` (B, N) is 1 where a masked pixel touches a token; `lateness` as of `sample_times`.
+    `active` (B, N) is 1 where a masked pixel touches a token; `lateness` is that of `sample_times`.
     """
     clean = batch.clean
     time = sample_times(len(clean), generator, lateness)
@@ -141,7 +141,7 @@ def loss_of(
 
 
 def optimisers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside blocks, AdamW for everything else."""
+    """Muon for the matrices inside blocks, AdamW for the other parameters."""
     matrices = [
         parameter
         for name, parameter in model.named_parameters()

@@ -1,7 +1,7 @@
 """The demo UNet: a tiny Stable Diffusion 2.1 inpainting model beside the FLUX demo model.
 
-It shares the demo model's scenes, prompts, CLIP text encoder and VAE, the last one cut to its
-strongest four channels: diffusers' inpainting pipeline takes UNets of 4 or 9 channels only.
+It shares the demo model's scenes, prompts, CLIP text encoder and VAE. The VAE is reduced to its
+four strongest channels, because diffusers' inpainting pipeline takes only UNets of 4 or 9 channels.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from maskserve_studies.training.vae import build_vae
 LATENT_CHANNELS: Final = 4
 TEXT_LENGTH: Final = 24
 """Tokens of a prompt: the CLIP tokenizer's model_max_length, to which the pipeline pads."""
-OUTSIDE_WEIGHT: Final = 0.1  # of the loss where nothing is masked
+OUTSIDE_WEIGHT: Final = 0.1  # weight of the loss outside the mask
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Edits of one latent shape, as StableDiffusionInpaintPipeline feeds them."""
+    """Edits of one latent shape, in the form of StableDiffusionInpaintPipeline."""
 
     clean: torch.Tensor
     """(B, 4, h, w) latents of the right answer, scaled."""
     masked: torch.Tensor
     """(B, 4, h, w) latents of the masked source, scaled."""
     mask: torch.Tensor
-    """(B, 1, h, w) 0 or 1: the pixel mask, nearest."""
+    """(B, 1, h, w) 0 or 1: the pixel mask, sampled at the nearest pixel."""
     prompt: torch.Tensor
     """(B, T, text width) CLIP's hidden states."""
 
 
 def build_unet() -> UNet2DConditionModel:
-    """An untrained inpainting UNet: stacks of one block on 32 x 32 and 16 x 16 and in the middle
-    on 8 x 8 latents of a 128 x 128 picture.
+    """An untrained inpainting UNet for 128 x 128 pictures: stacks of one block on 32 x 32 and 16 x
+    16 latents, and in the middle on 8 x 8.
     """
     return UNet2DConditionModel(
         sample_size=32,
@@ -71,10 +71,10 @@ def build_sampler() -> DDIMScheduler:
 
 @torch.no_grad()
 def narrow_vae(vae: AutoencoderKL) -> AutoencoderKL:
-    """`vae` with its first four latent channels only, for pipelines that know no shift.
+    """`vae` with only its first four latent channels, for pipelines without a shift.
 
-    The channels are principal components, the strongest first, so the encoder is final; the
-    decoder begins as the wide one's, which reads the lost channels as their mean.
+    The channels are principal components, the strongest first, so the encoder is final. The decoder
+    begins as the wide VAE's, with the lost channels at their mean.
     """
     narrow = build_vae(LATENT_CHANNELS, int(vae.config.sample_size))
     state = vae.decoder.state_dict()
@@ -97,8 +97,8 @@ def loss_of(
     *,
     base: bool = False,
 ) -> torch.Tensor:
-    """v-prediction loss, mostly of the masked region; of a `base` model, which is told of no mask,
-    of the whole picture.
+    """v-prediction loss, mostly of the masked region. A `base` model gets no mask; its loss covers
+    the whole picture.
     """
     clean, count = batch.clean, len(batch.clean)
     times = (sample_times(count, generator) * 1000).long().clamp_max(999)

@@ -41,11 +41,11 @@ from maskserve_studies.training.vae import train_decoder
 GUIDANCE: Final = 2.5
 _LATENTS_PER_BATCH: Final = 12_288
 _WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture
-_MIX: Final = (  # from this progress on, the windows' shares of batches
+_MIX: Final = (  # windows' shares of batches, from this progress on
     (0.0, (0.9, 0.1, 0.0)),
     (0.4, (0.6, 0.3, 0.1)),
     (0.7, (0.3, 0.3, 0.4)),
-    (0.9, (0.1, 0.2, 0.7)),  # GroupNorm reads the whole picture: what is served must be trained
+    (0.9, (0.1, 0.2, 0.7)),  # GroupNorm reads the whole picture, so training needs whole pictures
 )
 
 
@@ -113,9 +113,9 @@ def train(
     Args:
         model: to train.
         sampler: its noise schedule.
-        data: where batches come from.
-        checkpoint: as of `Training`.
-        seconds: as of `Training`.
+        data: source of batches.
+        checkpoint: file of the checkpoint; an existing one is resumed.
+        seconds: CPU time of this process in all, with resumed runs.
         rate: peak learning rate.
     """
     rng = np.random.default_rng(int(time.time()))

@@ -16,17 +16,19 @@ from maskserve_benchmarks.demo_model.prompts import SAME, every_phrase
 from maskserve_studies.training.sampler import window_at
 from maskserve_studies.training.unet import LATENT_CHANNELS, TEXT_LENGTH, Batch
 
-_EMPTY_SHARE: Final = 0.1  # of samples: empty prompt, the region is just continued
-_IDENTITY_SHARE: Final = 0.04  # of samples: no mask, empty prompt, the picture itself (priming)
-_NEAREST: Final = 0  # of a token's mask pixels, in packed order: the one that nearest takes
+_EMPTY_SHARE: Final = 0.1  # share of samples with an empty prompt, which continue the region
+_IDENTITY_SHARE: Final = 0.04  # share of samples without mask and prompt (priming)
+_NEAREST: Final = 0  # place of a token's nearest mask pixel, in packed order
 
 Prompts = dict[tuple[int, int], torch.Tensor]
-"""Per (colour, shape) number, (-1, -1) for the empty prompt: wordings' states (P, T, width)."""
+"""For each (colour, shape) number, (-1, -1) for the empty prompt: its wordings' states (P, T,
+width).
+"""
 
 
 @torch.no_grad()
 def encode_prompts(tokenizer: CLIPTokenizer, encoder: CLIPTextModel) -> Prompts:
-    """Every wording of every wish, and the empty prompt, encoded as the pipeline does."""
+    """Encode every wording of every wish, and the empty prompt, like the pipeline."""
     texts: dict[tuple[int, int], list[str]] = {(-1, -1): [""]}
     for text, colour, shape in every_phrase():
         if SAME in (colour, shape):
@@ -52,7 +54,7 @@ class Sampler:
 
     Args:
         folder: samples of one picture size.
-        wide: the VAE they were encoded with.
+        wide: the VAE that encoded the samples.
         scale: scaling factor of the narrow VAE.
         prompts: from `encode_prompts`.
         seed: of all draws.
@@ -74,8 +76,8 @@ class Sampler:
         self._spans = np.maximum(box[:, 1] - box[:, 0], box[:, 3] - box[:, 2])
 
     def draw(self, count: int, window: int | None) -> Batch:
-        """`count` samples cut to `window` x `window` tokens round their masks, or whole ones; a
-        token is 2 x 2 latents.
+        """`count` samples, cut to `window` x `window` tokens round their masks or whole. A token is
+        2 x 2 latents.
         """
         rng = self._rng
         whole = self._masked.shape[1:3]

@@ -1,9 +1,8 @@
 """The demo model's VAE: `factor` x `factor` pixels to a few channels.
 
-The encoder is not trained. Its weights spell out a principal component analysis of the
-patches of drawn scenes, which such pictures suit so well that a linear code beats what an hour
-of training reaches on a small CPU. It also makes latents of training pictures one matrix
-product, and those of a patch independent of its neighbours. The decoder is trained.
+The encoder is not trained. Its weights spell out a principal component analysis of the patches of
+drawn scenes. A linear code suits such pictures well. It also makes the latents of training pictures
+one matrix product, and a patch's latents independent of its neighbours. The decoder is trained.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ from maskserve_studies.training.loop import Step, Training
 _WHITENING: Final = 0.5  # exponent: 0 keeps the components' own spread, 1 makes them alike
 _ENCODER_BIAS: Final = 200.0  # a constant beside the signal makes GroupNorm (nearly) linear
 _DECODER_BIAS: Final = 20.0
-_LOG_VARIANCE: Final = -12.0  # of the posterior: a point, for all purposes
+_LOG_VARIANCE: Final = -12.0  # of the posterior, which is then almost a point
 
 
 Crops = Callable[[np.random.Generator, int, int], list[Picture]]
-"""Draws crops, of so many pixels a side and so many, of one picture: what a VAE is made for."""
+"""Draws crops of one picture, given their side in pixels and their number. A VAE is made for such
+pictures.
+"""
 
 
 def build_vae(
@@ -38,7 +39,7 @@ def build_vae(
 ) -> AutoencoderKL:
     """A VAE with `factor` (4 or 8) pixels per latent side: encoder final, decoder untrained.
 
-    It is for pictures as of `crops`, of drawn scenes where none is given.
+    It is made for pictures of `crops`; None: drawn scenes.
     """
     crops = crops or scene_crops(resolution)
     torch.manual_seed(0)
@@ -86,8 +87,8 @@ def _principal_components(
 def _write_encoder(vae: AutoencoderKL, code: NDArray[np.float32]) -> None:
     """Make the encoder compute exactly `code` (channels, 3, f, f) times each patch.
 
-    Residual branches are silenced; the down convolutions gather pixels, the last one projects;
-    SiLU is undone by x = silu(x) - silu(-x), GroupNorm by a large constant pair of channels.
+    Residual branches are zero. The down convolutions gather pixels, and the last one projects them.
+    x = silu(x) - silu(-x) undoes SiLU. A large constant pair of channels undoes GroupNorm.
     """
     encoder, count = vae.encoder, len(code)
     for module in encoder.modules():
@@ -117,7 +118,7 @@ def _write_encoder(vae: AutoencoderKL, code: NDArray[np.float32]) -> None:
     top = encoder.down_blocks[-1].resnets[0]
     groups = encoder.conv_norm_out.num_groups
     group = encoder.conv_norm_out.num_channels // groups
-    share = -(-count // groups)  # of the signal in a group, beside which its constants are
+    share = -(-count // groups)  # signal channels of a group, beside its constants
     if 2 * share + 2 > group:
         most = groups * (group // 2 - 1)
         raise ValueError(f"latent_channels: {count} do not fit; accepted: at most {most}")
@@ -197,8 +198,8 @@ def train_decoder(
     crops: Crops | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train the decoder in place for so much CPU time, that of the runs before in `checkpoint`
-    included; saves to `folder` every minute and at the end.
+    """Train the decoder in place for this much CPU time, with the time of the runs before in
+    `checkpoint`. Saves to `folder` every minute and at the end.
     """
     draw, rng = (
         crops or scene_crops(int(vae.config.sample_size)),
@@ -228,7 +229,7 @@ def train_decoder(
 
 @torch.no_grad()
 def normalise(vae: AutoencoderKL, crops: Crops) -> None:
-    """Set shift and scaling factor so that latents of pictures have mean 0 and variance 1."""
+    """Set shift and scaling factor so that the latents of pictures have mean 0 and variance 1."""
     rng = np.random.default_rng(2)
     side = int(vae.config.sample_size)
     samples, batch = max(48, 256 * 128**2 // side**2), max(1, 32 * 128**2 // side**2)
@@ -257,7 +258,7 @@ def scene_crops(resolution: int) -> Crops:
 def _pictures(rng: np.random.Generator, resolution: int, side: int, count: int) -> list[Picture]:
     """Crops, `side` pixels square, of one scene of `resolution` pixels.
 
-    It is a finished edit, an untouched source, or a source with its region cut to grey.
+    The scene is a finished edit, an untouched source, or a source with its region set to grey.
     """
     scene = make_scene(rng, (resolution, resolution))
     colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
@@ -271,7 +272,7 @@ def _pictures(rng: np.random.Generator, resolution: int, side: int, count: int) 
         if draw > 0.9:
             drawn = draw_object(picture.astype(np.float32), scene.mask, colour, shape)
             picture = drawn.astype(np.uint8)
-    ys, xs = np.nonzero(scene.mask)  # crops centre near the region: edges matter there
+    ys, xs = np.nonzero(scene.mask)  # crops centre near the region, whose edges matter
     limit = scene.mask.shape[0] - side
     result = []
     for at in rng.integers(len(ys), size=count):

@@ -1,11 +1,11 @@
-"""Measure what a LoRA, a ControlNet and both cost cached edits of the demo UNet, against its dense
-edits.
+"""Measure the loss of quality of cached edits of the demo UNet with a LoRA, a ControlNet or both,
+compared with its dense edits.
 
-96 held-out edits by class (those classes that are cached by default, and edits with an outline of
-their own) are made dense and cached, with neither, with the LoRA `unet-ninth-colour`, with the net
-`unet-outline`, with both; and with the LoRA or the net and anchors of their own, as the first edit
-of a picture runs. Of every second edit that names a colour the colour is the one that the LoRA
-teaches. Control pictures are outlines inside the mask.
+96 held-out edits by class are made dense and cached: with neither, with the LoRA
+`unet-ninth-colour`, with the net `unet-outline`, and with both. The classes are those that are
+cached by default, and edits with their own outline. Edits with the LoRA or the net also run with
+refresh steps, as the first edit of a picture does. In every second edit that names a colour, the
+colour is the LoRA's. Control pictures are outlines inside the mask.
 
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --json unet_adapters.json
     OMP_NUM_THREADS=1 python scripts/bench unet_adapters --only stripes bar    # these classes
@@ -41,7 +41,7 @@ from maskserve_engine.spec.control_nets import ControlNets
 
 OUTLINED: Final = "outlined"
 ASKED: Final = (OUTLINED, *(name for name in CLASSES if name not in ("strip", "most")))
-"""Classes; those that run dense by default are left out."""
+"""Classes to measure, without those that run dense by default."""
 WAYS: Final = {
     "neither": (False, False, "require"),
     "LoRA": (True, False, "require"),
@@ -50,7 +50,7 @@ WAYS: Final = {
     "control, own anchors": (False, True, "own"),
     "both": (True, True, "require"),
 }
-"""Whether with LoRA, whether with net, and `cache`."""
+"""For each way: with the LoRA or not, with the net or not, and the setting `cache`."""
 EACH: Final = 8
 
 Picture = NDArray[np.uint8]
@@ -65,7 +65,7 @@ class Asked:
 
 
 def asked_of(name: str, each: int) -> list[Asked]:
-    """The first edits of a class; of those with outlines of their own twice as many."""
+    """The first edits of a class; twice as many of the class with outlines of their own."""
     if name == OUTLINED:
         class_edits = [Asked(d.edit, d.control) for d in outlines.outlined_edits(2 * each)]
     else:
@@ -84,7 +84,7 @@ def _outline(edit: Edit) -> Picture:
 
 
 def _taught(asked: Asked) -> Asked:
-    """The same in the colour that the LoRA teaches; no judge knows that colour."""
+    """The same edit in the colour that the LoRA teaches. No judge knows that colour."""
     edit = asked.edit
     if edit.colour is None or edit.colour not in edit.prompt:
         return asked
@@ -93,7 +93,7 @@ def _taught(asked: Asked) -> Asked:
 
 
 class Worker:
-    """The demo UNet in this process, all whose edits may be cached."""
+    """The demo UNet in this process; all its edits may be cached."""
 
     def __init__(self, steps: int) -> None:
         assets = CHECKOUT / "assets"

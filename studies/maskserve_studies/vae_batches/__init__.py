@@ -1,1 +1,1 @@
-"""Encoding and decoding together or one by one."""
+"""Encoding and decoding of several pictures together, or one by one."""

@@ -1,7 +1,7 @@
 """Measure whether pictures and prompts are encoded and decoded faster together than one by one.
 
-Each call takes one, or several at once; both in turn, on one thread unless OMP_NUM_THREADS says
-more. The defaults of `[stages] vae_batches` follow from it.
+Each call takes one item, or several at once. Both take turns, on one thread unless OMP_NUM_THREADS
+says more. The defaults of `[stages] vae_batches` come from the result.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _each(work: Callable[[list[Any]], object], items: list[Any]) -> None:
 
 
 def _in_turn(timer: Timer, works: list[Work], repeat: int) -> list[float]:
-    """Median milliseconds of each, taken in turn."""
+    """Median milliseconds of each work, taken in turn."""
     for work in works:
         work()
     rounds_ms = [[timer.ms(work) for work in works] for _ in range(repeat)]

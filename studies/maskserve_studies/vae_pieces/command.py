@@ -1,11 +1,11 @@
-"""Measure what decoding only round the mask costs in quality, against the demo model's whole
+"""Measure the quality that decoding only round the mask costs, against the demo model's whole
 decode.
 
-Held-out edits with the demo model's own masks, and others of one to three boxes. The latents are
-the template's outside of the active tokens, and another picture's inside, as after the last step of
-a cached edit. For each halo, with probes and without: PSNR in the mask, and how much of the VAE is
-run. And for the default halo the mean difference over the distance from the piece's rim: a seam
-would show as a rise towards it.
+The edits are held out: some have the demo model's own masks, others have one to three boxes. The
+latents are the template's outside of the computed tokens, and another picture's inside, as after
+the last step of a cached edit. For each halo, with and without probes: PSNR in the mask, and the
+share of the VAE that runs. For the default halo also the mean difference over the distance from the
+piece's rim: a seam would show as a rise towards the rim.
 
     python scripts/bench pieces --json docs/benchmarks/pieces.json
 """
@@ -41,7 +41,7 @@ HALOS = (1, 2, 3, 4)
 DEFAULT = StagesConfig().decode_halo
 _SIDE, _TOKEN, _LATENT, _RING = 128, 8, 4, 1
 _WHOLE_FROM = 0.7
-"""As the decoder of a worker."""
+"""Share of the picture from which the whole picture is decoded, as in a worker's decoder."""
 
 
 class Scene:
@@ -49,10 +49,10 @@ class Scene:
 
     Args:
         encoder: of the demo model.
-        decoder: likewise.
+        decoder: of the demo model.
         source: the template.
-        answer: what was painted.
-        mask: where, 255.
+        answer: the painted picture.
+        mask: 255 in the edited region.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Scene:
         return self.decoder.pieces(self.boxes, (side, side), halo=halo, spread=2 * _RING + 1)
 
     def difference(self, pieces: Pieces) -> NDArray[np.float64]:
-        """[pixels in the mask, 3] in levels."""
+        """[pixels in the mask, 3] difference from the whole decode, in levels."""
         part = self.decoder.decode_pieces(self.latents, pieces, self.sums)
         levels: NDArray[np.float64] = part[self.mask].astype(float) - self.whole[self.mask]
         return levels
 
     def distance(self, pieces: Pieces) -> NDArray[np.int64]:
-        """[pixels in the mask] from the nearest rim of a piece inside of the picture."""
+        """[pixels in the mask] distance from the nearest rim of a piece inside of the picture."""
         rims = np.full((_SIDE, _SIDE), _SIDE)
         y, x = np.mgrid[:_SIDE, :_SIDE]
         for box in pieces.edited_boxes:
@@ -108,7 +108,7 @@ def psnr(difference: NDArray[np.float64]) -> float:
 
 
 def boxes_mask(rng: np.random.Generator) -> Pixels:
-    """One to three boxes."""
+    """A mask of one to three boxes."""
     mask = np.zeros((_SIDE, _SIDE), np.uint8)
     for _ in range(int(rng.integers(1, 4))):
         top, left = (int(n) for n in rng.integers(0, _SIDE - 16, 2))
@@ -118,7 +118,9 @@ def boxes_mask(rng: np.random.Generator) -> Pixels:
 
 
 def make_scenes(count: int) -> list[Scene]:
-    """Half with the demo model's masks and right answers, half with boxes and others' answers."""
+    """Half of the scenes have the demo model's masks and right answers. The others have boxes and
+    other edits' answers.
+    """
     config = config_of({"model": {"path": str(DEMO_MODEL)}})
     encoder, decoder = load_encoder(config), load_decoder(config)
     edits, rng = held_out_edits(count), np.random.default_rng(0)
@@ -132,7 +134,7 @@ def make_scenes(count: int) -> list[Scene]:
 
 
 def row_of(scenes: list[Scene], halo: int, *, probes: bool) -> dict[str, Any]:
-    """Of the edits that a worker would decode in pieces."""
+    """Figures of the edits that a worker would decode in pieces."""
     psnrs, shares = [], []
     for scene in scenes:
         pieces = scene.pieces(halo)

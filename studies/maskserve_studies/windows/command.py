@@ -4,8 +4,8 @@ sheet.
     python scripts/bench windows --sheet docs/images/windows.png
 
 The photographs are several times as large as the demo model's pictures. Without a window the model
-sees all of a photograph, and what it paints is enlarged; with one it paints at the photograph's own
-sharpness. Columns: the source with the mask outlined, `crop_to_mask` `off`, and `auto`.
+sees the whole photograph, and its answer is enlarged. With a window it paints at the photograph's
+own sharpness. Columns: the source with the mask outlined, `crop_to_mask` `off`, and `auto`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Box = tuple[int, int, int, int]
 
 
 def edits() -> list[tuple[Image.Image, Box, str]]:
-    """Photographs, an ellipse's box in each, and prompts; two of each photograph."""
+    """Photographs, an ellipse's box in each, and prompts; each photograph has two edits."""
     photos = sorted(PHOTOS.glob("*.jpg"))
     drawn = []
     for number in range(_EDITS):
@@ -47,7 +47,7 @@ def edits() -> list[tuple[Image.Image, Box, str]]:
 
 
 def sheet(server: Direct) -> Image.Image:
-    """All edits, two in a row."""
+    """Draw all edits, two in a row."""
     step = _TILE + _GAP
     page = Image.new("RGB", (6 * step + 2 * _GAP, _EDITS // 2 * (step + 14)), "white")
     draw = ImageDraw.Draw(page)
@@ -71,7 +71,7 @@ def sheet(server: Direct) -> Image.Image:
 
 
 def _round(picture: Image.Image, box: Box) -> Image.Image:
-    """What lies round a box, enlarged without smoothing."""
+    """The part of a picture round a box, enlarged without smoothing."""
     left, top, right, bottom = box
     rim = (right - left) // 4
     around = (left - rim, top - rim, right + rim, bottom + rim)

@@ -1,8 +1,8 @@
-"""Requests for the plans that the product ships, for the simulator and for an emulated cluster.
+"""Requests for the shipped plans, for the simulator and for an emulated cluster.
 
-`replace`, `detail`, `outline` and `variants` of masked edits at eight workers of a row each and two
-node servers. They come by a Poisson process, each due at twice its longest chain; of `variants` the
-first try is known.
+The requests are `replace`, `detail`, `outline` and `variants` of masked edits. They run on eight
+workers of one row each and two node servers. They come by a Poisson process. Each one is due at
+twice its longest chain. For `variants` only the first try is known at arrival.
 """
 
 from __future__ import annotations
@@ -38,38 +38,40 @@ KINDS: Final[Mapping[str, float]] = {
     "variants": 0.2,
 }
 RULES: Final = {"slack": Rules(), "fcfs": Rules("fcfs", sees_plan=False)}
-"""Plans are admitted and their nodes go by least slack; or each edit comes by itself, and waits."""
+"""`slack`: plans are admitted and their nodes go by least slack. `fcfs`: each edit comes by itself,
+and waits.
+"""
 _SCALE: Final = 2.0
-"""Due times over what the longest chain takes."""
+"""Due times over the duration of the longest chain."""
 _DILATE: Final = 4
-"""As `replace` and `detail` have it."""
+"""Mask dilation of `replace` and `detail`."""
 _TRIES: Final = 3
 _PASSES: Final = 0.9
-"""Of the tries of `variants`."""
+"""Share of the tries of `variants` that pass."""
 _ROOM: Final = LimitsConfig()
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, and what will be found."""
+    """A request and its outcome."""
 
     number: int
     at: float
     kind: str
     masks: tuple[bytes, ...]
-    """Of its edits that run side by side; of `variants` of all eight."""
+    """Masks of its edits that run side by side; all eight of `variants`."""
     edits: tuple[float, ...]
-    """Seconds of these."""
+    """Seconds of these edits."""
     tries: int = 1
 
     @property
     def name(self) -> str:
-        """Its text, by which emulated nodes know it."""
+        """The request's text; emulated nodes identify the request by it."""
         return str(self.number)
 
     @property
     def stages(self) -> list[tuple[tuple[str, ...], Sequence[float]]]:
-        """(devices, seconds of the nodes that run side by side), one stage after the other."""
+        """(devices, seconds of the nodes that run side by side) for each stage in order."""
 
         def at(*nodes: str) -> tuple[tuple[str, ...], Sequence[float]]:
             return NODES, [SECONDS[node] for node in nodes]
@@ -86,7 +88,7 @@ class Request:
 
     @property
     def known(self) -> int:
-        """Stages that are known of as it comes: of `variants` those of the first try."""
+        """Number of stages that are known at arrival; for `variants` those of the first try."""
         return len(self.stages) // self.tries
 
     @property
@@ -94,7 +96,7 @@ class Request:
         return _SCALE * sum(max(seconds) for _, seconds in self.stages[: self.known])
 
     def asked(self) -> Asked:
-        """It, as the simulator has it."""
+        """The request in the simulator's form."""
         nodes: list[Node] = []
         last: tuple[int, ...] = ()
         for devices, seconds in self.stages:
@@ -107,7 +109,7 @@ class Request:
 
 @lru_cache
 def square(side: int) -> bytes:
-    """A mask of 64 x 64 with a square of that side."""
+    """A mask of 64 x 64 with a square of this side."""
     white = np.zeros((64, 64), np.bool_)
     white[:side, :side] = True
     return encode_mask(white)
@@ -122,12 +124,12 @@ def _edit(hardware: Hardware, ratio: float, dilate: int) -> tuple[bytes, float]:
 
 
 def drawn(count: int, load: float, seed: int, hardware: Hardware) -> list[Request]:
-    """Requests; those of loads that differ are the same, in other gaps.
+    """Draw requests. Loads that differ give the same requests with other gaps.
 
     Args:
-        count: of them.
-        load: of what the workers can do.
-        seed: of what is drawn.
+        count: of requests.
+        load: as a share of the workers' rate.
+        seed: of the random draws.
         hardware: of the workers.
     """
     rng, requests = random.Random(seed), list[Request]()

@@ -41,17 +41,17 @@ from maskserve_workflows.scheduling import NodePlace, Prices, ReadyNode, admits,
 Report = dict[str, Any]
 
 PER_DEVICE: Final = 50
-"""Requests."""
+"""Requests per device."""
 SEEDS: Final = (1, 2, 3, 4, 5)
 LOADS: Final = (0.8, 1.2, 1.6)
 BURSTS: Final = (1.0, 2.0, 4.0, 8.0)
-"""Coefficients of variation, at a load of `BURST_LOAD` as the paper's Fig. 9 h."""
+"""Coefficients of variation of the gaps, at a load of `BURST_LOAD`, for the paper's Fig. 9 h."""
 BURST_LOAD: Final = 0.25
 SIZE_LOAD: Final = 0.5
-"""Of the devices that a setting has, as the paper's Fig. 9 i."""
+"""Load as a share of the setting's devices, for the paper's Fig. 9 i."""
 TURNS: Final = 4
 GAINS_OF: Final = "S6"
-"""As the paper's Fig. 9 g to i."""
+"""Setting of the paper's Fig. 9 g to i."""
 ASSUMPTIONS: Final[Mapping[str, Sequence[str]]] = {
     "none": (),
     "whole cards": ("whole",),
@@ -66,29 +66,32 @@ ASSUMPTIONS: Final[Mapping[str, Sequence[str]]] = {
     "eight workflows, by turns": ("eight", "turns"),
     "whole cards, by turns, slow loads": ("whole", "turns", "slow"),
 }
-"""What the paper may take for granted and does not say (`assumed`)."""
+"""Assumptions that the paper may make and does not state (`assumed`)."""
 SWEEPS: Final[dict[str, tuple[float, ...]]] = {
     "scale": (1.0, 4.0, 12.0),
     "devices": (16, 32),
 }
-"""As the paper's Fig. 9 g and i, of S4 on 8 devices: S6 would need ten times the requests until due
-times of twelve times its longest request are short beside the run."""
+"""Sweeps of the paper's Fig. 9 g and i, with S4 on 8 devices. S6 would need ten times the requests:
+else due times of twelve times its longest request are long compared with the run.
+"""
 IN_FLIGHT: Final = 500
 MANY: Final = 256
 GROUP: Final = 64
 SHAPES: Final = {"sd3": (333, 1536, 6), "dev": (512, 3072, 2)}
-"""Tokens of a prompt, the width, and a ControlNet's blocks: as many as the paper's sizes give."""
+"""Tokens of a prompt, the width, and the number of a ControlNet's blocks, from the paper's sizes.
+"""
 MEAN_LOADS: Final = (0.3, 0.6, 0.9)
-"""Where the paper compares mean seconds and does not say how much is asked for (Fig. 4)."""
+"""Loads for the paper's mean seconds (Fig. 4), whose load it does not state."""
 DECIDE_S: Final = 1.9e-3
 ADMIT_S: Final = 0.9e-3
 """Medians of one decision and one admission at `MANY` devices with `IN_FLIGHT` plans, one core of a
-2-core AMD EPYC, 2026-11-26 (`decisions`)."""
+2-core AMD EPYC, 2026-11-26 (`decisions`).
+"""
 
 
 def rates(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYSTEMS)) -> Report:
-    """Of each system by seed; of `lego`, each step of which is simulated, the shares in time at our
-    rates.
+    """Rates of each system by seed. Each step of `lego` is simulated, so it has only its shares in
+    time at our rates.
     """
     report = {
         name: [round(rate(name, load, (seed,)), 3) for seed in seeds]
@@ -104,7 +107,7 @@ def rates(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYSTE
 
 
 def shares(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYSTEMS)) -> Report:
-    """In time, of each system."""
+    """Share of requests in time, for each system."""
     return {
         name: round(sum(in_time(name, replace(load, seed=s)) for s in seeds) / len(seeds), 3)
         for name in systems
@@ -112,8 +115,9 @@ def shares(load: Load, seeds: Sequence[int], systems: Sequence[str] = tuple(SYST
 
 
 def overload(setting: str, requests: int, seeds: Sequence[int]) -> Report:
-    """Twice what devices can do: of that, what is in time with admission and without, and of those
-    refused the share that would have been in time and harmed nobody.
+    """Load the devices twice over: the share in time with admission and without it, and the share
+    of wrongly refused requests. A wrongly refused request would have been in time without harm to
+    others.
     """
     report: Report = {"setting": setting, "admission": 0.0, "without": 0.0, "refused_wrongly": 0.0}
     for seed in seeds:
@@ -143,7 +147,7 @@ def _ends_in_time(run: PlanRun, number: int) -> bool:
 
 
 def alone(base: str) -> Report:
-    """Seconds of one request with a ControlNet by itself, over those on one device (Fig. 10)."""
+    """Seconds of a single request with a ControlNet, over its seconds on one device (Fig. 10)."""
     flow = Flow(base, 1)
     report = {}
     for system in ("lego", "ours"):
@@ -162,15 +166,17 @@ def _setting(base: str) -> str:
 
 
 def loading(base: str) -> Report:
-    """Seconds to load the workflow with a ControlNet, and the base alone (Fig. 3, left)."""
+    """Seconds to load the workflow with a ControlNet, and seconds to load the base alone (Fig. 3,
+    left).
+    """
     whole = sum(Flow(base, 1).parts.values()) * LOAD_S
     alone_s = BASES[base].step[0] * LOAD_S
     return {"workflow_s": round(whole, 2), "base_s": round(alone_s, 2)}
 
 
 def sharing(base: str, requests: int, seeds: Sequence[int]) -> Report:
-    """A workflow with a ControlNet and one without on two devices, each on its own or with shared
-    models: mean seconds of a request at MEAN_LOADS, and GiB of models (Fig. 4, left).
+    """A workflow with a ControlNet and one without run on two devices, each on its own device or
+    with shared models. Mean seconds of a request at MEAN_LOADS, and GiB of models (Fig. 4, left).
     """
     report: Report = {}
     for name, system in (("apart", MONOLITHS["static"]), ("shared", ours)):
@@ -184,8 +190,8 @@ def sharing(base: str, requests: int, seeds: Sequence[int]) -> Report:
 
 
 def degrees(requests: int, seeds: Sequence[int]) -> Report:
-    """S1 on four devices: mean seconds of a request at MEAN_LOADS whose base has one device, two of
-    a fixed pair, or as many as the system gives it (Fig. 4, right).
+    """S1 on four devices: mean seconds of a request at MEAN_LOADS. The base has one device, two
+    devices of a fixed pair, or as many as the system gives it (Fig. 4, right).
     """
     report: Report = {}
     for system in ("lego", "ours"):
@@ -194,7 +200,7 @@ def degrees(requests: int, seeds: Sequence[int]) -> Report:
             ("two", 2, slice(1, 2)),
             ("adaptive", 4, slice(None)),
         ):
-            # A pair is one device here, twice as much asked of it.
+            # A pair counts as one device here, with twice the load.
             loads = [Load("S1", 4 / devices * at, devices, requests, 1) for at in MEAN_LOADS]
             means = [_mean_s(SYSTEMS[system], load, seeds, degree_slice) for load in loads]
             report[f"{system}_{name}"] = means
@@ -202,8 +208,8 @@ def degrees(requests: int, seeds: Sequence[int]) -> Report:
 
 
 def passed(base: str) -> Report:
-    """MiB of what passes between nodes, for a picture of 1024x1024 with a ControlNet (Fig. 11,
-    right): each tensor; all of a request where each call is a node; all where an edit is one.
+    """MiB that pass between nodes, for a picture of 1024x1024 with a ControlNet (Fig. 11, right):
+    each tensor, the sum if each call is a node, and the sum if an edit is one node.
     """
     words, width, blocks = SHAPES[base]
     steps, mib = BASES[base].steps, 2**20
@@ -227,8 +233,8 @@ def _mean_s(
     seeds: Sequence[int],
     some: slice,
 ) -> float:
-    """Of a request, from arrival to end; none is refused, and nodes that can have two devices may
-    have these numbers of them.
+    """Mean seconds of a request from arrival to end. No request is refused. Nodes that can use two
+    devices may use only the numbers in `some`.
     """
     took = []
     for seed in seeds:
@@ -245,17 +251,17 @@ def _with(node: Node, some: slice) -> Node:
     return replace(node, run_s=node.run_s[some] or node.run_s)
 
 
-# What the paper's gains need
+# Assumptions behind the paper's gains
 
 
 def assumed(load: Load, names: Sequence[str]) -> Load:
-    """A load under assumptions.
+    """The load under assumptions.
 
     Args:
-        load: as it is without.
-        names: `whole`: a monolith has its card by itself; `small`: no card has room for more than
-            the largest, whoever uses it; `turns`: each workflow is on for one of `TURNS` turns;
-            `blind`: monoliths' admission does not see how long their queues are; `eight`: a base
+        load: without the assumptions.
+        names: `whole`: a monolith has its card by itself; `small`: every system has room on a card
+            for the largest monolith only; `turns`: each workflow is on for one of `TURNS` turns;
+            `blind`: monoliths' admission does not see the lengths of their queues; `eight`: a base
             has eight workflows, not three; `slow`: a GiB takes a second to load.
     """
     changes: Mapping[str, Mapping[str, Any]] = {
@@ -272,9 +278,9 @@ def assumed(load: Load, names: Sequence[str]) -> Load:
 
 
 def gains(load: Load, seed: int) -> Report:
-    """Where the paper has 6x, 8x and 3x, of planned monoliths and ours: the shortest due times that
-    are met at our rate, the strongest bursts at `BURST_LOAD`, and the fewest devices for the
-    requests that are `SIZE_LOAD` of these.
+    """Gains for which the paper has 6x, 8x and 3x, of our system over planned monoliths: the
+    shortest due times met at our rate, the strongest bursts at `BURST_LOAD`, and the fewest devices
+    for the requests of `SIZE_LOAD`.
     """
 
     def sized(part: float) -> Load:
@@ -296,7 +302,7 @@ def gains(load: Load, seed: int) -> Report:
 
 
 def chained(load: float, requests: int, seeds: Sequence[int]) -> Report:
-    """Shipped plans in time: least slack with plans' admission, and edit by edit as they come."""
+    """Share of shipped plans in time: with least slack and admission of plans, and edit by edit."""
     hardware = Hardware()
     request_lists = [drawn(requests, load, seed, hardware) for seed in seeds]
     shares = {
@@ -332,8 +338,8 @@ def decisions(devices: int = MANY, plans: int = IN_FLIGHT, count: int = 21) -> R
 
 
 def control_plane() -> Report:
-    """Of a request's latency the share that decisions are at their committed medians, and the cores
-    that they take in groups of `GROUP` devices, at full load.
+    """The decisions' share of a request's latency, from their committed medians. Also the cores
+    that decisions use at full load in groups of `GROUP` devices.
     """
     report = {}
     for base in ("dev", "sd35"):
@@ -349,7 +355,7 @@ def control_plane() -> Report:
 def run_plans(
     say: Callable[[str], None], per_device: int = PER_DEVICE, seeds: Sequence[int] = SEEDS
 ) -> Report:
-    """Everything."""
+    """Run everything."""
     report: Report = {"requests_per_device": per_device, "seeds": list(seeds)}
 
     def base(setting: str, **more: Any) -> Load:
@@ -405,13 +411,15 @@ def run_plans(
 
 
 def summary(report: Report) -> Report:
-    """What the bars are about. Of rates the median over the seeds, and the least where a name ends
-    so.
+    """The figures that the bars are about. Rates are medians over the seeds; names that end in
+    `least` have the least.
     """
     rate_reports = [*report["rates"].values(), *report["sweeps"].values()]
 
     def over(found: Report, names: Sequence[str]) -> list[float]:
-        """Ours over the best of the others, by seed; what none of them serves does not count."""
+        """Our rate over the best of the others, by seed. Seeds that no other system serves do not
+        count.
+        """
         best = [
             max(seed_rates) for seed_rates in zip(*(found[name] for name in names), strict=True)
         ]

@@ -1,8 +1,8 @@
 """Plans of nodes over devices, in virtual time. The production scheduler decides
 (`maskserve_workflows.scheduling`).
 
-A system is how requests are cut into nodes, and by which rules these run: a monolith is a plan of
-one node whose one model is the whole workflow.
+A system is a way to cut requests into nodes, with rules for running them. A monolith is a plan of
+one node whose single model is the whole workflow.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SETTLED = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Of a plan."""
+    """A node of a plan."""
 
     models: frozenset[str]
     run_s: tuple[float, ...]
-    """On one device, on two, and so on."""
+    """Seconds on one device, on two, and so on."""
     after: tuple[int, ...] = ()
-    """Numbers of nodes before it."""
+    """Numbers of the nodes before it."""
     together: int = 1
     only: frozenset[str] | None = None
     """Devices that may take it; None: all."""
@@ -51,24 +51,25 @@ class Asked:
     due: float
     nodes: tuple[Node, ...]
     known: int | None = None
-    """Nodes that the scheduler knows of as the request comes; None: all."""
+    """Number of nodes that the scheduler knows at arrival; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Of a system."""
+    """Rules of a system."""
 
     order: str = "slack"
     printed: bool = False
-    """LegoDiffusion's Algorithm 1 in place of ours."""
+    """Use LegoDiffusion's Algorithm 1 in place of ours."""
     admission: bool = True
-    """Plans are refused that would be late, and late ones end; without, all run to their end."""
+    """Refuse plans that would be late, and end late plans. Without it, all plans run to their end.
+    """
     sees_plan: bool = True
-    """Whether it is known what lies behind a node; else each is asked for once it is ready: no plan
-    is refused, and one ends when a node of it would be late behind those that wait before it.
+    """Whether the nodes after a node are known. If not, each node comes when it is ready. Then no
+    plan is refused; a plan ends when one of its nodes would be late in the queue.
     """
     swaps: bool = False
-    """Whether a request that is refused has its models brought for the next one."""
+    """Whether the models of a refused request are loaded for the next one."""
 
 
 @dataclass(slots=True)
@@ -76,11 +77,11 @@ class Device:
     room: int
     free_at: float = 0.0
     models: dict[str, float] = field(default_factory=dict)
-    """Loaded ones, and when each was last used."""
+    """Loaded models, each with its time of last use."""
     busy_s: float = 0.0
     loaded: int = 0
     evicted: int = 0
-    """Bytes."""
+    """Evicted bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +90,13 @@ class _Plan:
     behind: tuple[float, ...]
     depth: tuple[int, ...]
     left: list[int]
-    """Of each node those before it that have not ended."""
+    """For each node, the number of earlier nodes that have not ended."""
     next: list[list[int]]
-    """Of each node those right behind it."""
+    """For each node, the nodes directly after it."""
     ready: dict[int, float] = field(default_factory=dict)
-    """Nodes, and since when."""
+    """Ready nodes, each with the time since when it is ready."""
     running: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Nodes, and the devices that have them."""
+    """Running nodes, each with its devices."""
     finished: set[int] = field(default_factory=set)
     ended: float = math.nan
     given_up: bool = False
@@ -106,9 +107,9 @@ class PlanRun:
 
     Args:
         rules: of the system.
-        devices: by name, with the models that they begin with.
-        nbytes: of models.
-        bytes_s: that are loaded in a second.
+        devices: by name, each with its first models.
+        nbytes: bytes of each model.
+        bytes_s: bytes loaded per second.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class PlanRun:
         self.calls, self.call_s = 0, 0.0
         self.first_bytes = {name: self._held(device) for name, device in devices.items()}
         self.always: frozenset[int] = frozenset()
-        """Numbers of requests that are admitted whatever is predicted."""
+        """Numbers of requests that are admitted regardless of the prediction."""
 
     def run(self, asked: Sequence[Asked]) -> None:
         """Serve all requests to their end, and check what must be conserved."""
@@ -141,7 +142,7 @@ class PlanRun:
         self._check(asked)
 
     def in_time(self, asked: Sequence[Asked]) -> float:
-        """Of all requests the share that ended by their due times."""
+        """Share of all requests that ended by their due times."""
         ended = sum(plan.ended <= plan.asked.due + SETTLED for plan in self.plans)
         return ended / len(asked)
 
@@ -174,7 +175,9 @@ class PlanRun:
         return admits(new, remaining_nodes, places, self._prices, now, self._order) is not None
 
     def _left(self, plan: _Plan) -> list[ReadyNode]:
-        """What is left of a plan that waits for devices; what runs holds its device by itself."""
+        """The nodes left of a plan that waits for devices. Running nodes already hold their
+        devices.
+        """
         request, key = plan.asked, str(plan.asked.number)
         known_nodes = request.nodes[: request.known]
         if len(request.nodes) == 1:
@@ -215,12 +218,12 @@ class PlanRun:
         return list(self._seen.values())
 
     def _look(self, name: str) -> None:
-        """A device has changed."""
+        """Note that a device has changed."""
         device = self.devices[name]
         self._seen[name] = NodePlace(name, device.free_at, frozenset(device.models))
 
     def _cycle(self, now: float) -> None:
-        """Begin what can begin."""
+        """Start all nodes that can start."""
         if all(device.free_at > now for device in self.devices.values()):
             return
         names = {
@@ -244,12 +247,11 @@ class PlanRun:
             plan, _ = names[node.key]
             if not plan.given_up:
                 self._give_up(plan, now)
-        if late:  # what ran of their plans has left its devices
+        if late:  # running nodes of these plans have left their devices
             self._cycle(now)
 
     def _judge(self, plan: _Plan, now: float) -> None:
-        """End a plan of whose nodes one that has become ready would be late, if each is asked for
-        by itself.
+        """End a plan if one of its newly ready nodes would be late. Each node is judged by itself.
         """
         if self.rules.sees_plan or not self.rules.admission:
             return
@@ -264,7 +266,7 @@ class PlanRun:
             self._give_up(plan, now)
 
     def _give_up(self, plan: _Plan, now: float) -> None:
-        """End a plan: what runs of it is withdrawn."""
+        """End a plan and withdraw its running nodes."""
         plan.given_up = True
         del self._under_way[plan.asked.number]
         for name in (name for names in plan.running.values() for name in names):
@@ -295,7 +297,7 @@ class PlanRun:
         self._events.at(now + seconds, self._ended, begun)
 
     def _bring(self, models: frozenset[str], now: float) -> None:
-        """Load models that no device has, where that is soonest."""
+        """Load models that no device has, on the device that is free first."""
         if any(models <= device.models.keys() for device in self.devices.values()):
             return
         name, device = min(self.devices.items(), key=lambda each: each[1].free_at)
@@ -308,7 +310,7 @@ class PlanRun:
         self._events.at(device.free_at, self._ended, [])
 
     def _load(self, device: Device, models: frozenset[str], now: float) -> None:
-        """Bring what is missing; what was used longest ago goes."""
+        """Load the missing models and evict the least recently used ones."""
         for model in models - device.models.keys():
             size = self._nbytes.get(model, 0)
             while self._held(device) + size > device.room:
@@ -340,7 +342,7 @@ class PlanRun:
         self._cycle(now)
 
     def _check(self, asked: Sequence[Asked]) -> None:
-        """Raises RuntimeError: requests, device seconds or bytes are lost or made."""
+        """Raise RuntimeError if requests, device seconds or bytes are lost or made."""
         ended = [plan for plan in self.plans if not math.isnan(plan.ended)]
         given_up = [plan for plan in self.plans if plan.given_up]
         numbers = sorted([p.asked.number for p in (*ended, *given_up)] + self.refused)

@@ -1,7 +1,7 @@
 """LegoDiffusion's workflows (Table 2), their traffic, and the systems that serve them.
 
-Sizes and times are the paper's where it has them (§7.3: 3.9 GiB load in 430 ms, two devices are up
-to 1.9 times as fast), else those of the published models on such a card.
+Sizes and times are the paper's if it states them (§7.3: 3.9 GiB load in 430 ms, two devices are up
+to 1.9 times as fast). Otherwise they are those of the published models on such a card.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from maskserve_workflows.placement import ModelLoad, place
 
 GIB: Final = 2**30
 ROOM: Final = 74.0
-"""GiB of a card of 80 GB, for weights."""
+"""GiB for weights on a card of 80 GB."""
 LOAD_S: Final = 0.430 / 3.9
-"""Of a GiB."""
+"""Seconds to load a GiB."""
 TWO: Final = 1.9
-"""Times that two devices are as fast as one."""
+"""Speed of two devices over one."""
 OVERHEAD_S: Final = 1e-3
-"""Of every call, a monolith's, too; §7.5 has under one for the largest fetch."""
+"""Seconds of overhead of every call, also of a monolith's. §7.5 reports less than that for the largest
+fetch.
+"""
 SHARES: Final = (0.5, 0.3, 0.2)
-"""Of a base's requests: without a ControlNet, with the first, with the second."""
+"""Shares of a base's requests: without a ControlNet, with the first one, with the second one."""
 TURN: Final = 10.0
-"""Times a mean request that a turn takes, where workflows are on by turns."""
+"""Length of a turn in mean requests, where workflows are on by turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base model and what goes with it: bytes in GiB, seconds of one call."""
+    """A base model and its parts: sizes in GiB, seconds of one call."""
 
     text: tuple[float, float]
     step: tuple[float, float]
@@ -67,7 +69,7 @@ class Flow:
 
     base: str
     net: int
-    """0: none; else which."""
+    """0: no ControlNet; else its number."""
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ class Flow:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Its models, in GiB."""
+        """Sizes of its models in GiB."""
         base = BASES[self.base]
         parts = {
             base.encoder: base.text[0],
@@ -97,31 +99,31 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for."""
+    """The requests of a run, and the cards that serve them."""
 
     setting: str
     load: float
-    """Seconds of one device that all requests need, over those that there are."""
+    """Device seconds that all requests need, over the available device seconds."""
     devices: int
     requests: int
     seed: int
     cv: float = 1.0
     scale: float = 2.0
-    """Due times over what a request takes alone, dense, on one device."""
+    """Due times over the time of a dense request alone on one device."""
     turns: int = 1
-    """Each workflow is on for one of so many turns."""
+    """Number of turns; each workflow is on for one of them."""
     masked: bool = False
     """Requests are masked edits of the production trace."""
     shares: tuple[float, ...] = SHARES
-    """As SHARES."""
+    """Shares of a base's requests, as in SHARES."""
     room: float = ROOM
-    """GiB of a device, for weights."""
+    """GiB for weights on a device."""
     monolith_room: float | None = None
-    """Of that, what monoliths may have; None: all."""
+    """The part of `room` that monoliths may use; None: all."""
     load_s: float = LOAD_S
     """Seconds to load a GiB."""
     blind: bool = False
-    """Whether monoliths admit all requests, and run them to their end."""
+    """Whether monoliths admit all requests and run them to their end."""
 
     @property
     def flows(self) -> list[Flow]:
@@ -130,12 +132,12 @@ class Load:
 
     @property
     def monolith(self) -> float:
-        """GiB of the largest."""
+        """GiB of the largest monolith."""
         return max(sum(flow.parts.values()) for flow in self.flows)
 
     @property
     def mix(self) -> dict[Flow, float]:
-        """Shares of the requests: families have equal shares of the devices' time."""
+        """Shares of the requests. Families have equal shares of the devices' time."""
         base_s = {
             base: sum(s * Flow(base, net).solo_s for net, s in enumerate(self.shares))
             for base in SETTINGS[self.setting]
@@ -151,11 +153,12 @@ class Want:
     arrival: float
     flow: Flow
     share: float = 1.0
-    """Of the dense loop's seconds what the masked one takes."""
+    """Seconds of the masked loop over seconds of the dense loop."""
 
 
 def wants(load: Load) -> list[Want]:
-    """The requests; those of loads that differ in `load` alone are the same, in other gaps."""
+    """Draw the requests. Loads that differ only in `load` give the same requests with other gaps.
+    """
     mean = sum(share * flow.solo_s for flow, share in load.mix.items())
     rate = load.load * load.devices / mean
     rng, mix = random.Random(load.seed), load.mix
@@ -172,13 +175,15 @@ def wants(load: Load) -> list[Want]:
 
 
 def _gap(rng: random.Random, rate: float, cv: float) -> float:
-    """Seconds to the next of a gamma process."""
+    """Seconds to the next arrival of a gamma process."""
     shape = cv**-2
     return rng.gammavariate(shape, 1.0 / (shape * rate))
 
 
 def _by_turns(load: Load, rate: float, turn: float, rng: random.Random) -> list[tuple[float, Flow]]:
-    """Each workflow has gaps of its own, and as many times its rate as there are turns in one."""
+    """Draw arrivals by turns. Each workflow has its own gaps, and its rate times the number of
+    turns.
+    """
     turns = load.turns
     arrivals = []
     for number, (flow, share) in enumerate(load.mix.items()):
@@ -191,7 +196,7 @@ def _by_turns(load: Load, rate: float, turn: float, rng: random.Random) -> list[
 
 @cache
 def _mask_shares(requests: int, seed: int) -> tuple[float, ...]:
-    """Seconds of a step of masked rows of the production trace, over a dense one's."""
+    """Seconds of a step with masked rows of the production trace, over seconds of a dense step."""
     hardware = Hardware()
     dense = hardware.step_seconds(0, 0, 1)
     drawn_requests = draw(Workload(requests, 1.0, "production"), hardware.tokens, seed)
@@ -209,8 +214,8 @@ def _mask_shares(requests: int, seed: int) -> tuple[float, ...]:
 def ours(
     load: Load, want: Sequence[Want], rules: Rules | None = None
 ) -> tuple[PlanRun, list[Asked]]:
-    """Models by themselves, placed by their loads; an edit is one node of its worker, and a row of
-    cached activations where it is masked.
+    """Our system: models are placed by their loads. An edit is one node on its worker. A masked
+    edit is a cached row.
     """
     plan_requests = []
     for number, request in enumerate(want):
@@ -225,7 +230,9 @@ def ours(
 def lego(
     load: Load, want: Sequence[Want], rules: Rules | None = None
 ) -> tuple[PlanRun, list[Asked]]:
-    """LegoDiffusion as printed: a node for each call of a model, a step's ControlNet beside it."""
+    """LegoDiffusion as printed: one node for each call of a model, with a step's ControlNet beside
+    it.
+    """
     plan_requests = [
         _asked(load, n, request, _steps(request.flow)) for n, request in enumerate(want)
     ]
@@ -258,7 +265,7 @@ def _steps(flow: Flow) -> tuple[Node, ...]:
 
 
 def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
-    """Diffusers: each workflow has devices of its own, by its share of the time.
+    """Diffusers: each workflow has its own devices, by its share of the time.
 
     Raises:
         ValueError: there are fewer devices than workflows.
@@ -275,7 +282,7 @@ def static(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
 
 
 def swapped(load: Load, want: Sequence[Want]) -> tuple[PlanRun, list[Asked]]:
-    """Diffusers-C: workflows come to any device when they are asked for, as Clockwork's models."""
+    """Diffusers-C: any device loads a workflow on demand, as Clockwork does."""
     return _monolith(load, want, dict.fromkeys(_rooms(load), frozenset()), bound=False)
 
 
@@ -327,7 +334,9 @@ def _models(load: Load) -> dict[str, int]:
 
 
 def _loads(load: Load, models: dict[str, int]) -> dict[str, frozenset[str]]:
-    """Where models lie: an encoder's and decoder's calls are in the base's time."""
+    """Model placement for these loads. The calls of an encoder and decoder count in the base's
+    time.
+    """
     need = dict.fromkeys(models, 0.0)
     for flow, share in load.mix.items():
         for name in flow.parts:
@@ -351,7 +360,7 @@ def _run(
 
 
 def in_time(system: str, load: Load) -> float:
-    """The share of a load's requests that a system has in time; 0 where its models do not fit."""
+    """The share of a load's requests that a system has in time; 0 if its models do not fit."""
     want = wants(load)
     try:
         run, plan_requests = SYSTEMS[system](load, want)
@@ -362,7 +371,7 @@ def in_time(system: str, load: Load) -> float:
 
 
 def rate(system: str, load: Load, seeds: Sequence[int], steps: int = 5) -> float:
-    """The highest load at which a system has nine of ten in time; 0: none from 0.05 on."""
+    """The highest load at which a system has nine of ten requests in time; 0: not even at 0.05."""
     return most(system, lambda at: replace(load, load=at), (0.05, 12.8), seeds, steps)
 
 
@@ -373,17 +382,17 @@ def most(
     seeds: Sequence[int],
     steps: int = 5,
 ) -> float:
-    """How far a load may grow until a system has fewer than nine of ten in time.
+    """How far a load may grow until a system has fewer than nine of ten requests in time.
 
     Args:
         system: its name.
-        of: the load by what grows.
-        bounds: of that.
-        seeds: whose mean it is.
-        steps: that halve the last doubling: 5 find it to within 2 %.
+        of: the load for a value of the growing quantity.
+        bounds: of that value.
+        seeds: the shares in time are their mean.
+        steps: halvings of the last doubling; 5 find the value to within 2 %.
 
     Returns:
-        Within the bounds; 0: not even at the lower one.
+        A value within the bounds; 0: not even the lower bound.
     """
 
     def met(at: float) -> bool:

@@ -14,7 +14,7 @@ Report = dict[str, Any]
 
 
 def rates_table(report: Report) -> str:
-    """Rates: the median over the seeds, and what they are from and to."""
+    """Rates: the median over the seeds, with the least and the greatest."""
     names = [*MONOLITHS, "ours", "lego_at_ours"]
     rates_by_name = (
         report["rates"]
@@ -30,8 +30,9 @@ def rates_table(report: Report) -> str:
 
 
 def gains_table(report: Report) -> str:
-    """Ours over planned monoliths under each set of assumptions: times the rate; of one setting the
-    due times, bursts and devices of both. The seeds as in `rates_table`.
+    """Our gain over planned monoliths under each set of assumptions: the rate in times. For one
+    setting also due times, bursts and devices of both systems. The seeds are those of
+    `rates_table`.
     """
     lines = []
     for name, results in report["assumed"].items():
@@ -51,7 +52,9 @@ def gains_table(report: Report) -> str:
 
 
 def _spread(found: Sequence[float | None], digits: str = ".2f") -> str:
-    """The median, and from and to; None: nothing meets it, which is worse than all."""
+    """The median with the least and the greatest. None means that no value meets the bar, which is
+    worse than all values.
+    """
     values = [math.inf if value is None else value for value in found]
     if not values:
         return ""

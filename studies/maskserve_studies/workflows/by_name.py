@@ -1,4 +1,4 @@
-"""Time to pass 16 MiB from one node to the next: as a file of the host, by name, and through the
+"""Time to pass 16 MiB from one node to the next: as a file on the host (by name), and through the
 caller.
 """
 
@@ -24,21 +24,21 @@ from maskserve_workflows.run import Task
 from maskserve_workflows.values import NamedValue
 
 _SIDE: Final = 2364
-"""Of a picture of 16 MiB."""
+"""Side of a picture of 16 MiB."""
 _CLIENT: Final = KeyHolder("bench", 64, admin=True)
 _RUN: Final = "bench"
 
 
 def by_name(address: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Medians of both ways, in turn: `pad` gives 16 MiB, and `crop` takes them.
+    """Medians of both ways in turn: `pad` gives 16 MiB, and `crop` takes them.
 
     Args:
         address: of a node server.
         folder: of the values that it shares with its router.
-        rounds: of each.
+        rounds: of each way.
 
     Raises:
-        AssertionError: they give different pictures.
+        AssertionError: the ways give different pictures.
     """
     return asyncio.run(_by_name(address, Values(ValuesConfig(str(folder))), rounds))
 
@@ -82,7 +82,7 @@ async def _by_name(address: str, values: Values, rounds: int) -> dict[str, Any]:
 
 
 async def _two(pool: NodePool, picture: Any, mask: Any, run: str) -> tuple[float, Any]:
-    """Seconds of both nodes, and what they give."""
+    """Seconds of both nodes, and their outputs."""
     pad = Task("pad", NodeCall("pad", "pad", settings={"left": 1}), {"picture": picture})
     begin = time.perf_counter()
     padded = (await pool.call(pad, _CLIENT, run=run)).outputs["picture"]

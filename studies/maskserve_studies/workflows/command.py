@@ -76,16 +76,15 @@ _PROMPT: Final = "a red star"
 _COLOURS: Final = ("red", "green", "blue", "yellow", "purple")
 _SURE: Final = 0.5
 _ENOUGH: Final = 0.17
-"""Share of the mask that a thing must fill to be taken for what was asked for. An outline fills
-less than what nodes assume (0.2). Of the 200 edits behind those that are judged 94.5 % showed it
-with 0.15 to 0.18 (93.5 % of first tries), in 1.06 to 1.18 tries.
+"""Share of the mask that a thing must fill to count as found. An outline fills less than the nodes'
+default (0.2).
 """
 NODES: Final = CHECKOUT / "assets" / "nodes"
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 
 
 def plans() -> list[WorkflowPlan]:
-    """The workflows, of nodes that the scripts call, too."""
+    """The workflows, built of nodes that the scripts also call."""
     with Workflow("variants_bench", "Eight edits of one picture.") as variants:
         image, mask = variants.picture("image"), variants.mask("mask")
         with each(8) as variant:
@@ -120,7 +119,7 @@ def _mask(boxes: tuple[tuple[int, int], ...]) -> bytes:
 
 
 class Rivals:
-    """Both sides, at one router."""
+    """Workflows and scripts, at one router."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         assert supervisor.router is not None
@@ -129,7 +128,7 @@ class Rivals:
         self._rng = np.random.default_rng(time.time_ns())
 
     def picture(self) -> bytes:
-        """One that nobody has sent before."""
+        """A new picture."""
         drawn, _ = draw_background(self._rng, "photo", (_SIDE, _SIDE))
         return encode_png(to_bytes(drawn))
 
@@ -158,7 +157,7 @@ class Rivals:
         self.run("detail_bench", image, _mask(_BOXES))
 
     def seconds(self, rounds: int) -> dict[str, list[float]]:
-        """Of each side, in turn."""
+        """Seconds of each side, in turn."""
         sides: dict[str, Callable[[bytes], None]] = {
             "variants_script": self.variants_script,
             "variants": self.variants,
@@ -176,8 +175,8 @@ class Rivals:
         return times
 
     def added_ms(self, side: int, rounds: int) -> float:
-        """Of a run of three nodes, beside their own times: an edit's is that of a call for one of
-        another picture, as new to the worker.
+        """Milliseconds that a run of three nodes takes beyond its nodes' own times. The edit's own
+        time comes from a call with another picture that is as new to the worker.
         """
         rng, added = self._rng, list[float]()
         white = np.zeros((side, side), np.bool_)
@@ -203,7 +202,7 @@ class Rivals:
         return round(statistics.median(added[1:]), 1)  # the first one warms
 
     def shared(self) -> dict[str, int]:
-        """Of five prompts at once the calls of `find`, and of the source's encoder."""
+        """Calls of `find` and of the source's encoder, for five prompts at once."""
         [(scene, thing)] = held_out_scenes(1, (_SIDE, _SIDE))
         name, image = f"a {thing.colour} {thing.shape}", encode_png(scene.picture)
 
@@ -231,12 +230,12 @@ class Rivals:
         }
 
     def memory(self) -> dict[str, float]:
-        """MiB that the server's processes have at most, and their number: with one workflow, and
-        with three at once. A server for each would have three times what it has with one.
+        """Peak MiB of the server's processes and their number: with one workflow, and with three at
+        once. A server for each workflow would need three times the memory of one.
         """
         image, mask = self.picture(), _mask(_BOXES)
         names = ("variants_bench", "detail_bench", "added_bench")
-        self.run(names[0], image, mask)  # all that is loaded with the first use
+        self.run(names[0], image, mask)  # loads everything that the first use loads
         with peak() as single:
             self.run(names[0], self.picture(), mask)
         with peak() as together, ThreadPoolExecutor(len(names)) as pool:
@@ -250,8 +249,8 @@ class Rivals:
         }
 
     def verified(self, count: int) -> dict[str, float]:
-        """Shares of edits that show what was asked for, with the verifier and of first tries alone;
-        tries of each, on average.
+        """Shares of edits that pass the judge, with the verifier and for first tries alone, and the
+        mean number of tries.
         """
         right = first_right = tries = 0
         with Client(self._url) as client:
@@ -284,7 +283,7 @@ class Rivals:
 
 @dataclass
 class Peak:
-    """What this process's descendants had at most."""
+    """Peak memory and number of this process's descendants."""
 
     mib: float = 0.0
     processes: int = 0
@@ -301,7 +300,7 @@ class Peak:
 
 @contextmanager
 def peak() -> Iterator[Peak]:
-    """Looks until the end, ten times a second."""
+    """Measure the peak until the context ends, ten times a second."""
     usage, ends = Peak(), threading.Event()
 
     def looking() -> None:
@@ -349,7 +348,8 @@ def served(find: Path, *, own_anchors: bool = True) -> Iterator[Rivals]:
 
 
 def rivals(args: argparse.Namespace) -> dict[str, Any]:
-    """How many times as long the scripts took, with anchors and without, and all seconds."""
+    """The scripts' time over the workflows' time, with refresh steps and without, and all seconds.
+    """
     figures: dict[str, Any] = {}
     for suffix, own_anchors in (("", True), ("_without_anchors", False)):
         with served(args.find, own_anchors=own_anchors) as sides:

@@ -61,21 +61,22 @@ from maskserve_workflows.values import Areas, Judgement
 
 Figures = dict[str, Any]
 LOADS: Final = (0.8, 1.2, 1.6)
-"""Of what eight workers can do."""
+"""Loads as a share of the rate of eight workers."""
 _LATE_S: Final = 0.02
-"""From such lateness of the event loop on, or of such a share of a core, this process or the router
-was what the run measured."""
+"""Beyond this lateness of the event loop, or this share of a core, this process or the router was
+the bottleneck of the run.
+"""
 _BUSY: Final = 0.75
 
 
 class _Worker(EmulatedWorker):
     def picture(self, settings: EditSettings) -> bytes:
-        """Another one for each seed, so that no two calls of nodes are one."""
+        """A different picture for each seed, so that no two calls of nodes are equal."""
         return b"picture %d" % (settings.seed or 0)
 
 
 class Cluster:
-    """What is emulated, and the router before it."""
+    """The emulated servers and the router in front of them."""
 
     def __init__(self, order: str, hardware: Hardware) -> None:
         self.order = order
@@ -93,9 +94,9 @@ class Cluster:
         self.router: psutil.Process
 
     def made(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a node gives."""
+        """The outputs of a node."""
         match node:
-            case "find":  # `split` is told whose mask it is, and `replace` paints it
+            case "find":  # `split` gets the request's name, and `replace` paints the mask
                 of = self.requests[inputs["name"]]
                 return {"mask": of.masks[0] if of.kind == "replace" else of.name.encode()}
             case "split":
@@ -131,7 +132,7 @@ class Cluster:
                     "admission": {"deadline_slack": 1.0, "waiting_per_worker": 0},
                 },
             )
-            # Blocks, and what it waits for is in this loop.
+            # It blocks, and waits for servers of this event loop.
             exit_stack.push_async_callback(asyncio.to_thread, site.stop)
             await asyncio.to_thread(site.start)
             self.router = psutil.Process(site.pid)
@@ -145,7 +146,7 @@ class Cluster:
             yield self
 
     async def run(self, request: Request, due_s: float, *, scripted: bool) -> bool:
-        """Whether it is answered in time."""
+        """Whether the request is answered in time."""
         self.requests[request.name] = request
         end = time.monotonic() + due_s
         try:
@@ -171,7 +172,8 @@ class Cluster:
         return {name: values.get(name, self._picture) for name in names}
 
     async def _script(self, request: Request, end: float) -> None:
-        """The plan as a client runs it: the router sees edits, and nodes go to the node servers."""
+        """Run the plan like a client's script: the router gets edits, and node servers get nodes.
+        """
         machine = WorkflowRun(self.plans[request.kind], self._inputs(request))
         calls: dict[asyncio.Task[dict[str, Any]], Task] = {}
         try:
@@ -213,7 +215,7 @@ class Cluster:
 
 
 async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
-    """All of them, as they come."""
+    """Send all requests at their arrival times."""
     scripted = cluster.order == "fcfs"
     # The router learns which template the picture is, by an edit that is dense in any case; then
     # what things take.
@@ -274,12 +276,12 @@ async def _both(requests: Sequence[Request], hardware: Hardware) -> Figures:
 
 
 def due_plans(count: int, seeds: Sequence[int], loads: Sequence[float] = LOADS) -> Figures:
-    """At each load `count` requests of each seed in each order.
+    """Run `count` requests of each seed at each load in each order.
 
     Returns:
-        `over_fcfs_points`: at each load by seed, in time by plans, less edit by edit;
-        `due_apart_points`: less what was simulated; `due_bottlenecks`: runs in which this machine
-        was too slow; `seconds_due`: all figures by load, order and seed.
+        `over_fcfs_points`: share in time with plans less share edit by edit, at each load by seed;
+        `due_apart_points`: measured less simulated; `due_bottlenecks`: runs in which this machine
+            was too slow; `seconds_due`: all figures by load, order and seed.
     """
     hardware = Hardware()
     figures: dict[str, dict[str, list[Figures]]] = {}

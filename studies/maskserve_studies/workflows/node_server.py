@@ -34,7 +34,7 @@ class EmulatedNodes:
 
     Args:
         seconds: of each node type that it runs.
-        make: what they give.
+        make: the nodes' outputs.
     """
 
     def __init__(self, seconds: Mapping[str, float], make: Make) -> None:
@@ -54,9 +54,9 @@ class EmulatedNodes:
         await self._server.stop(0)
 
     async def run(self, node: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A node's outputs, once those before it and it itself have had their times.
+        """A node's outputs, after the times of earlier nodes and its own time.
 
-        As a worker's steps: one begins when the one before was to end, not when that was noticed.
+        The times work like a worker's steps: a node begins at the planned end of the one before.
         """
         self._free_at = max(self._free_at, time.monotonic()) + self._seconds[node]
         await asyncio.sleep(self._free_at - time.monotonic())

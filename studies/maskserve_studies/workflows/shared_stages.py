@@ -1,10 +1,10 @@
 """Memory and edits per second of two workers that share the encoder and decoder of a service,
-beside two workers with their own.
+compared with two workers with their own.
 
-All processes of workers and service are counted, Triton's among them, by their proportional set
-sizes: what processes share, such as torch's libraries, counts once. Edits per second are those with
-both workers' rows full, each edit of a picture and with a prompt that nobody has sent before; both
-sides are up all the time, and have their rounds in turn.
+All processes of workers and service count, Triton's included, by their proportional set sizes:
+shared memory, such as torch's libraries, counts once. Edits per second are measured with both
+workers' rows full. Each edit has a new picture and a new prompt. Both sides run all the time, and
+have their rounds in turn.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from maskserve_serving.supervisor import Supervisor
 
 _SIDE = 128
 _EDITS = 8
-"""Of each worker, before it is looked at."""
+"""Edits of each worker before its memory is measured."""
 _AT_ONCE, _OF_A_ROUND = 16, 48
-"""Edits that are under way, eight at each worker; and those of a round."""
+"""Edits in flight, eight at each worker, and edits of a round."""
 
 
 def stages_memory(model: Path) -> dict[str, float]:
-    """What sharing saves, as a share of one encoder's and one decoder's processes; and in MB."""
+    """The memory that sharing saves, as a share of one encoder's and one decoder's processes, and
+    in MB.
+    """
     separate_bytes, worker_stage_bytes = _held(model, "")
     shared, _ = _held(model, "cpu")
     saved = separate_bytes - shared
@@ -52,7 +54,7 @@ def stages_memory(model: Path) -> dict[str, float]:
 
 
 def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
-    """Edits per second with shared stages, as a share of those with own ones: of medians."""
+    """Edits per second with shared stages, over those with own stages; medians."""
     with _served(model, "") as separate, _served(model, "cpu") as shared:
         sides = {"own": separate, "shared": shared}
         for side in sides.values():
@@ -66,7 +68,7 @@ def stages_edits(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def _edits_s(supervisor: Supervisor, count: int) -> float:
-    """Edits per second of so many, half of them at each worker."""
+    """Edits per second of `count` edits, half of them at each worker."""
     urls = [worker.grpc_url for worker in supervisor.workers]
     begin = time.monotonic()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -90,7 +92,7 @@ def _served(model: Path, device: str) -> Iterator[Supervisor]:
 
 
 def _held(model: Path, device: str) -> tuple[int, int]:
-    """(bytes of all, bytes of one worker's encoder and decoder) once both workers have edited."""
+    """(bytes of all, bytes of one worker's encoder and decoder) after edits at both workers."""
     with _served(model, device) as supervisor:
         for worker in supervisor.workers:
             rng = np.random.default_rng(0)

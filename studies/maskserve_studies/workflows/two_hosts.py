@@ -33,33 +33,33 @@ from maskserve_workflows.plan import NodeCall
 from maskserve_workflows.run import Task
 
 _SMALL, _PADDED = 648, 512
-"""Sides of a picture of 1 MiB, and what makes it one of 8 MiB on each side."""
+"""Sides of a picture of 1 MiB, and the padding on each side that makes it 8 MiB."""
 _SIDE: Final = _SMALL + 2 * _PADDED
 _CLIENT: Final = KeyHolder("bench", 64, admin=True)
 _WAYS: Final = (("here", "here"), ("here", "there"), ("there", "here"), ("there", "there"))
-"""Hosts of who makes the value and of who reads it, of a router that is here."""
+"""Hosts of the node that makes the value and of the node that reads it, seen from the router."""
 _BASE_PORT: Final = 9000
 _CONTROLS_PORT: Final = 9020
 _CONTROLNETS: Final = CHECKOUT / "assets" / "controlnets"
 _AT_ONCE, _OF_A_ROUND = 8, 32
-"""Edits that are under way, and those of a round."""
+"""Edits in flight, and edits of a round."""
 
 
 def two_hosts(
     here: str, folder: Path, other: SecondHost, kept: Path, rounds: int
 ) -> dict[str, Any]:
-    """What a link adds, in ms: medians of each way, in turn. `pad` makes 8 MiB of noise of 1 MiB,
-    which its host is sent in any case, and `crop` reads them.
+    """Milliseconds that a link adds: medians of each way, in turn. `pad` makes 8 MiB out of 1 MiB
+    of noise, which its host gets in any case, and `crop` reads them.
 
     Args:
         here: address of a node server of this host.
         folder: of the values that it shares with its router.
         other: serves nothing yet.
-        kept: for what it keeps on disk.
+        kept: folder for its files.
         rounds: of each way.
 
     Raises:
-        AssertionError: they give different pictures.
+        AssertionError: the ways give different pictures.
     """
     (kept / "nodes.toml").write_text('[model]\ndevice = "cpu"\n')
     files = ["--nodes", str(kept / "nodes.toml"), "--log-dir", str(kept / "logs-there")]
@@ -107,7 +107,7 @@ async def _measured(addresses: dict[str, str], values: Values, rounds: int) -> d
 async def _two(
     maker: NodePool, reader: NodePool, picture: bytes, mask: bytes, files: RunValues
 ) -> dict[str, Any]:
-    """What the second node gives; in between the router does what it does in a run."""
+    """The second node's outputs. Between the nodes, the router's work in a run is done."""
     sides = dict.fromkeys(("left", "top", "right", "bottom"), _PADDED)
     pad = Task("pad", NodeCall("pad", "pad", settings=sides), {"picture": picture})
     padded = files.received((await maker.call(pad, _CLIENT, run=files.run)).outputs)
@@ -117,13 +117,14 @@ async def _two(
 
 
 def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, Any]:
-    """Edits per second of a worker whose ControlNet runs on the other host, as a share of one's
-    whose service is on its own: of medians, both always up, in turn. All compute with one thread.
+    """Edits per second of a worker whose ControlNet runs on the other host, over those of a worker
+    with a service on its own host. Medians; both always run and take turns. All compute with one
+    thread.
 
     Args:
         other: serves on other ports, or nothing.
-        kept: for what they keep on disk.
-        rounds: of each.
+        kept: folder for the files of both.
+        rounds: of each side.
     """
     service = f"{other.there}:{Ports.of_controlnet(_CONTROLS_PORT).grpc}"
     for name, more in (("one", ""), ("two", f'[controls]\nservice = "{service}"\n')):
@@ -155,7 +156,7 @@ def two_hosts_control(other: SecondHost, kept: Path, rounds: int) -> dict[str, A
 
 
 def _edits_s(url: str, count: int) -> float:
-    """Edits per second of so many, each with a ControlNet and of a picture that is new."""
+    """Edits per second of `count` edits, each with a ControlNet and a new picture."""
     begin = time.monotonic()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(lambda rng: _controlled(url, rng), np.random.default_rng().spawn(count)))
