@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it is sent: OTLP over HTTP, JSON or protobuf."""
+"""An OpenTelemetry collector that keeps its spans: OTLP over HTTP, JSON or protobuf."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Span:
     resource: dict[str, Any]
     events: tuple[str, ...]
     error: str | None
-    """What is said of it; None if there is none."""
+    """The span's error message; None without an error."""
 
 
 class Collector:
@@ -46,7 +46,7 @@ class Collector:
                 self._spans += [_span(span, about) for span in scope["spans"]]
 
     def trace(self, trace_id: str) -> list[Span]:
-        """Its spans so far, by start."""
+        """The trace's spans so far, by start."""
         spans = [span for span in self._spans if span.trace_id == trace_id]
         return sorted(spans, key=lambda span: span.start_ns)
 
@@ -83,7 +83,7 @@ def collector() -> Iterator[Collector]:
 
 
 def draw(spans: list[Span]) -> str:
-    """A trace as an indented list, for people: offset and length in milliseconds."""
+    """A trace as an indented list for people: offset and length in milliseconds."""
     span_ids = {span.span_id for span in spans}
     lines: list[str] = []
 
@@ -126,5 +126,5 @@ def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hex(identity: str) -> str:
-    """An id of 16 or 8 bytes as hexadecimal digits, from those or from base64."""
+    """An id of 16 or 8 bytes as hexadecimal digits; the input is hexadecimal or base64."""
     return identity if len(identity) in (0, 16, 32) else base64.b64decode(identity).hex()

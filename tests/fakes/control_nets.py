@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from diffusers import ControlNetModel, FluxControlNetModel
 
 CHANNELS = 16
-"""Of a latents' token."""
+"""Channels of a token of latents."""
 
 
 def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxControlNetModel:
-    """Of the tiny models' size; nothing in it is zero."""
+    """A random ControlNet of the tiny models' size; none of its additions is zero."""
     import torch
     from diffusers import FluxControlNetModel
 
@@ -40,7 +40,9 @@ def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxContr
 
 @cache
 def made_nets() -> dict[str, FluxControlNetModel]:
-    """As deep as one another: of several, diffusers drops what only the deeper one has."""
+    """ControlNets of equal depth. diffusers drops the outputs that only the deeper of several nets
+    has.
+    """
     return {
         "plain": random_net(11, 1, 1),
         "union": random_net(12, 1, 1, num_mode=3),
@@ -49,8 +51,8 @@ def made_nets() -> dict[str, FluxControlNetModel]:
 
 
 def random_unet_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
-    """Of a UNet's sizes; nothing in it is zero. The tiny VAE shrinks 4 times, not 8: so does the
-    part that reads pictures.
+    """A random ControlNet of a UNet's sizes; none of its additions is zero. The tiny VAE shrinks
+    pictures 4 times, not 8, and so does the net's part that reads pictures.
     """
     import torch
     from diffusers import ControlNetModel

@@ -1,4 +1,4 @@
-"""Device memory that another opens, in host memory of one process."""
+"""Device memory shared between processes, faked in host memory of one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from maskserve_engine.control_link.device_memory import LentBlock, OpenedBlock
 
 
 class FakeIpc:
-    """In place of CUDA's. What was read counts as copied once somebody has waited for it; a place
-    that goes before is a mistake, which `mistakes` has.
+    """Replaces CUDA's IPC. Reads count as copied once somebody has waited for them. A place that is
+    freed earlier is an error and goes to `mistakes`.
 
     Args:
         monkeypatch: pytest's.
@@ -29,9 +29,9 @@ class FakeIpc:
         self._unread: set[int] = set()
         self.reads = 0
         self.refuses = ""
-        """Why no block is opened."""
+        """Reason for refusing to open blocks; empty: blocks open."""
         self.wrong = False
-        """Whether something else is read there."""
+        """Whether reads return wrong data."""
         self.mistakes: list[str] = []
         monkeypatch.setattr(device_memory, "_lend", self._lend)
         monkeypatch.setattr(device_memory, "_open", self._open)
@@ -59,7 +59,7 @@ class FakeIpc:
         monkeypatch.setattr(LentBlock, "_give", gives)
 
     def catch_up(self) -> None:
-        """All that was read is copied."""
+        """Finish the copies of all reads."""
         with self._door:
             self._unread.clear()
 
@@ -77,7 +77,7 @@ class FakeIpc:
 
 class _Event:
     def record(self) -> None:
-        """All is done at once."""
+        """Record an event; all work is done at once."""
 
     def synchronize(self) -> None:
-        """Likewise."""
+        """Wait for the event; all work is done at once."""

@@ -1,4 +1,4 @@
-"""What of the CUDA runtime registers memory: ranges are written down, and wrong calls raise."""
+"""The CUDA runtime's calls that register memory. It records ranges, and wrong calls raise."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Runtime:
-    """Of a device that reads what is registered, and nothing else that it was not given pinned.
+    """The runtime of a device that reads registered memory, and no other memory that is not pinned.
 
     Args:
-        refuses: error that every registration is answered with; 0: none.
+        refuses: error code of every registration; 0: none.
     """
 
     def __init__(self, refuses: int = 0) -> None:
         self.refuses, self.asked = refuses, 0
         self.ranges: dict[int, int] = {}
-        """Address → bytes of what is registered now."""
+        """Address → bytes of each registered range."""
         self.total = 0
-        """Ranges that were ever registered."""
+        """Number of registrations so far."""
         self._lock = threading.Lock()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
@@ -43,14 +43,14 @@ class Runtime:
             return 0
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether all of it is registered."""
+        """Whether all of the tensor is registered."""
         begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         with self._lock:
             return any(at <= begin and begin + size <= at + n for at, n in self.ranges.items())
 
 
 class Passed:
-    """An event that has passed, or passes when it is told to."""
+    """An event that has passed, or passes when the test says so."""
 
     def __init__(self, *, passed: bool = True) -> None:
         self.passes = threading.Event()

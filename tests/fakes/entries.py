@@ -24,7 +24,7 @@ def random_entry(
     dtype: torch.dtype = torch.float32,
     parts: tuple[str, ...] = ("h", "kv", "end"),
 ) -> AnchorEntry:
-    """One anchor's entry, equal for equal seeds."""
+    """One anchor's entry; equal seeds give equal entries."""
     rng = np.random.default_rng(seed)
 
     def coded() -> Coded:

@@ -1,4 +1,4 @@
-"""What tests without a model folder are told of the model."""
+"""The model spec for tests without a model folder."""
 
 from __future__ import annotations
 

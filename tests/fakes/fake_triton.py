@@ -1,7 +1,7 @@
-"""A program that the supervisor takes for tritonserver: it answers over HTTP and keeps a record.
+"""A program that stands for tritonserver: it answers over HTTP and keeps a record.
 
-No model runs, so a start takes a moment. It goes deaf when a file says so, and has a child that
-outlives it, like the process of a model.
+No model runs, so a start takes a moment. It stops answering when a file says so. It has a child
+that outlives it, like a model's process.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
 
 
 def fake_triton(folder: Path, lingers_s: float = 0.0) -> Path:
-    """The program, made in `folder`; while `folder/deaf` exists it answers nobody, and it says
-    at its start what `folder/says` has.
+    """Write the program to `folder`. While `folder/deaf` exists it answers nobody. At its start it
+    prints the content of `folder/says`.
     """
     program = folder / "tritonserver"
     program.write_text(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FORMS = ("Q8_0", "Q4_0", "Q5_1", "BF16", "F16")
-"""Of products, in turn; vectors stay in F32, as files have them."""
+"""Formats of the matrices, used in turn. Vectors stay in F32, as in published files."""
 
 
 def write_gguf(
@@ -15,14 +15,14 @@ def write_gguf(
     forms: tuple[str, ...] = FORMS,
     published: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Path:
-    """The transformer of a model folder as a GGUF file.
+    """Write the transformer of a model folder as a GGUF file.
 
     Args:
         folder: of the model.
         file: to write.
-        forms: of products, in turn.
-        published: names of its first publisher and the layers that each is, if the file has those;
-            of several names of a layer the first.
+        forms: formats of the matrices, used in turn.
+        published: the first publisher's names, each with its layers, if the file uses them. A layer
+            with several names gets the first one.
     """
     import gguf
     import torch

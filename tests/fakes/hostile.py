@@ -27,14 +27,14 @@ class HostileCase:
 
     name: str
     inputs: dict[str, bytes]
-    """IMAGE, MASK, PROMPT, SETTINGS."""
+    """Bytes of IMAGE, MASK, PROMPT and SETTINGS."""
     code: str
     field: str
-    """What the message must name, right after the code."""
+    """The name in the message, right after the code."""
 
 
 def good_inputs() -> dict[str, bytes]:
-    """A request that works."""
+    """A valid request."""
     return {
         "IMAGE": encode(scene(*SIZE)),
         "MASK": encode(blob_mask(*SIZE)),
@@ -44,7 +44,7 @@ def good_inputs() -> dict[str, bytes]:
 
 
 def hostile_cases() -> Iterator[HostileCase]:
-    """All cases. They assume default limits and say nothing of a model's abilities."""
+    """All cases. They assume default limits and test nothing about a model's abilities."""
     for name, data in bad_images().items():
         for field in ("IMAGE", "MASK"):
             if name == "empty" and field == "MASK":
@@ -66,7 +66,7 @@ def hostile_cases() -> Iterator[HostileCase]:
 
 
 def bad_images() -> dict[str, bytes]:
-    """Bytes that are no usable picture."""
+    """Bytes that are not a usable picture."""
     picture = scene(*SIZE)
     png, jpeg = encode(picture), encode(picture, "JPEG")
     webp = encode(picture, "WEBP", lossless=True)
@@ -125,7 +125,7 @@ def _bad_prompts() -> dict[str, bytes]:
 
 
 def _bad_settings() -> dict[str, tuple[bytes, str]]:
-    """Name → (SETTINGS, field named)."""
+    """Name → (SETTINGS, field in the error)."""
     values: dict[str, tuple[object, str]] = {
         "boolean steps": ({"num_inference_steps": True}, "SETTINGS.num_inference_steps"),
         "0 steps": ({"num_inference_steps": 0}, "SETTINGS.num_inference_steps"),

@@ -32,7 +32,7 @@ class Case:
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
-    """The configuration of a model folder, sections laid over it."""
+    """The configuration of a model folder, with `sections` laid over it."""
     return config_file.config_of(laid_over({"model": {"path": str(folder)}}, sections))
 
 
@@ -63,7 +63,7 @@ def guided(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def unet_case(rng: np.random.Generator, **settings: Any) -> Case:
-    """A random edit, with classifier-free guidance and a negative prompt every other time."""
+    """A random edit; every other edit has classifier-free guidance and a negative prompt."""
     asked: dict[str, Any] = {
         "strength": float(rng.choice([1.0, 0.8, 0.55, 0.3])),
         "num_inference_steps": int(rng.integers(4, 9)),
@@ -81,5 +81,5 @@ def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
 
 
 def tolerance(expected: NDArray[np.float32]) -> float:
-    """Design §8: how far "equal" latents may be apart."""
+    """The allowed distance between "equal" latents (design §8)."""
     return 1e-4 * max(1.0, float(np.abs(expected).max()))

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray[Any]]
 
 WIDTH = 128
-"""Of the demo model's tokens."""
+"""Width of the demo model's tokens."""
 LAYERS: Mapping[str, tuple[int, int]] = {
     "transformer_blocks.0.attn.to_q": (WIDTH, WIDTH),
     "transformer_blocks.1.ff.net.2": (4 * WIDTH, WIDTH),
     "single_transformer_blocks.0.attn.to_k": (WIDTH, WIDTH),
 }
-"""Some of the demo model's layers: inputs and outputs."""
+"""Some of the demo model's layers, with their input and output widths."""
 OTHER_MODEL: Mapping[str, tuple[int, int]] = {"down_blocks.0.attentions.0.proj_in": (8, 8)}
-"""A layer that it has not."""
+"""A layer that the demo model lacks."""
 
 
 def lora(
@@ -32,7 +32,7 @@ def lora(
     forms: tuple[str, str] = ("lora_A", "lora_B"),
     seed: int | None = None,
 ) -> Arrays:
-    """Tensors of a LoRA, under names of PEFT's form or another (`forms`)."""
+    """Tensors of a LoRA, with names in PEFT's form or another (`forms`)."""
     rng = np.random.default_rng(seed)
     tensors: Arrays = {}
     for name, (inputs, outputs) in layers.items():
@@ -43,7 +43,7 @@ def lora(
 
 
 def write(path: Path, tensors: Arrays | None = None, **metadata: str) -> bytes:
-    """A file of these tensors, by default of a LoRA of the demo model; returns its bytes."""
+    """Write a file of these tensors (default: a LoRA of the demo model) and return its bytes."""
     raw: bytes = safetensors.numpy.save(lora() if tensors is None else tensors, metadata or None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(raw)
@@ -53,13 +53,13 @@ def write(path: Path, tensors: Arrays | None = None, **metadata: str) -> bytes:
 def of_model(
     net: Any, seed: int, form: str = "transformer.{}.lora_A.weight"
 ) -> dict[str, NDArray[np.float32]]:
-    """A random LoRA of every layer of a model that multiplies, by diffusers' own account of it.
+    """A random LoRA of every layer of a model that multiplies, as diffusers lists them.
 
     Args:
         net: diffusers' module.
         seed: of the numbers.
-        form: of the first factor's name: lora_A, or lora_down, which has its alpha beside it; with
-            kohya's prefix names have underscores.
+        form: of the first factor's name: lora_A, or lora_down with its alpha beside it. Names with
+            kohya's prefix have underscores.
     """
     from torch import nn
 
@@ -68,7 +68,7 @@ def of_model(
         if not isinstance(layer, nn.Linear | nn.Conv2d) or ".lora_" in name:
             continue
         out, *inner = layer.weight.shape
-        name = name.removesuffix(".base_layer")  # where the module has had a LoRA
+        name = name.removesuffix(".base_layer")  # left by an earlier LoRA of the module
         first = form.format(name.replace(".", "_") if form.startswith("lora_unet") else name)
         second = first.replace("lora_A", "lora_B").replace("lora_down", "lora_up")
         down = rng.standard_normal((2, *inner)) / np.prod(inner)

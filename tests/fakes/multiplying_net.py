@@ -1,4 +1,4 @@
-"""A ControlNet that adds multiples of what it is given (`service_process.Family`)."""
+"""A ControlNet that adds multiples of its inputs (`service_process.Family`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACES = 5
 
 
 def residual(sample: Tensor, place: int) -> Tensor:
-    """What it adds at a place: eight times as wide as the sample."""
+    """The residual at a place: eight times as wide as the sample."""
     return torch.cat([sample * (place + part + 1) for part in range(8)], dim=-1)
 
 

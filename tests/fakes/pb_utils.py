@@ -1,7 +1,7 @@
 """A small stand-in for triton_python_backend_utils, strict where Triton is.
 
-Triton crashes when a request is asked whether it was cancelled after its final response; here
-that, and every other misuse, is written down in `violations`, which tests look at.
+Triton crashes when a request is asked for its cancellation after its final response. Here that and
+every other misuse goes to `violations`, which tests check.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class InferenceResponse:
         return self._error
 
     def text(self, name: str) -> bytes:
-        """One BYTES output; for tests."""
+        """One BYTES output, for tests."""
         return bytes(next(t for t in self._tensors if t.name() == name).as_numpy()[0])
 
 
@@ -92,7 +92,7 @@ class Sender:
         return self.cancel.is_set()
 
     def wait(self, timeout: float = 60.0) -> InferenceResponse:
-        """The final response; for tests."""
+        """Wait for the final response, for tests."""
         assert self.finished.wait(timeout), "no final response"
         return self.sent[-1]
 
@@ -106,14 +106,14 @@ class Trace:
 
 
 class Request:
-    """A request as a model's `execute` gets it."""
+    """A request as a model's `execute` receives it."""
 
     def __init__(self, triton: FakeTriton, parameters: str = "", **tensors: Any) -> None:
         self.tensors = {name: as_tensor(name, value) for name, value in tensors.items()}
         self.sender = Sender(triton.violations)
         self._parameters = parameters
         self.trace_context: str | None = None
-        """JSON with `traceparent`; None as for a request that is not traced."""
+        """JSON with `traceparent`; None for a request without a trace."""
         self.timeout_us = 0
 
     def get_response_sender(self) -> Sender:
@@ -151,7 +151,7 @@ class Call:
         self._triton = triton
 
     def exec(self, decoupled: bool = False) -> Any:
-        """Responses of a decoupled model, or the one response of another."""
+        """The responses of a decoupled model, or the single response of another model."""
         response = CONTRACTS.get(self.model)  # an operator's model answers once
         assert decoupled == (response is not None and response.decoupled), (
             "Triton refuses the other way"
@@ -168,7 +168,7 @@ class Call:
 
 
 class Metric:
-    """Calls that do not fit its kind fail, as Triton's do."""
+    """A metric. Calls that do not fit its kind fail, as in Triton."""
 
     def __init__(self, kind: int, labels: dict[str, str], buckets: list[float] | None) -> None:
         assert (kind == HISTOGRAM) == bool(buckets), "histograms have buckets, others have none"
@@ -191,7 +191,7 @@ class Metric:
 
 
 class FakeTriton:
-    """One process's API. Pass it as `api`, or put it in sys.modules for a `model.py`."""
+    """The API of one process. Pass it as `api`, or put it in sys.modules for a `model.py`."""
 
     TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     Tensor = Tensor
@@ -210,7 +210,7 @@ class FakeTriton:
             GAUGE, COUNTER, HISTOGRAM = GAUGE, COUNTER, HISTOGRAM
 
             def __init__(self, name: str, description: str, kind: int) -> None:
-                # Triton gives those who register a name again the same family.
+                # Triton returns the same family when a name is registered again.
                 self._kind = triton.kinds.setdefault(name, kind)
                 assert self._kind == kind, f"{name} is of another kind"
                 self._list = triton.metrics.setdefault(name, [])
@@ -243,7 +243,7 @@ class FakeTriton:
 
 
 def as_tensor(name: str, value: Any) -> Tensor:
-    """A tensor of an array, or of one bytes element."""
+    """A tensor from an array, or from one bytes element."""
     if isinstance(value, bytes):
         cell = np.empty(1, np.object_)
         cell[0] = value

@@ -1,4 +1,4 @@
-"""Encoded pictures for tests: ordinary ones, and the odd ones that must work all the same."""
+"""Encoded pictures for tests: ordinary ones, and odd ones that must also work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bytes3D = npt.NDArray[np.uint8]
 
 
 def scene(height: int, width: int, seed: int = 0) -> Bytes3D:
-    """RGB [H, W, 3]: smooth ramps with noise, so that no two rows or columns are alike."""
+    """RGB [H, W, 3]: smooth ramps with noise, so that all rows and columns differ."""
     rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[:height, :width]
     ramps = np.stack([rows * 3 + columns, rows + columns * 5, rows * 2 - columns], axis=2)
@@ -59,7 +59,7 @@ class OddImage:
 
 
 def odd_images(height: int = 45, width: int = 61) -> Iterator[OddImage]:
-    """Every kind of source that must work; lossy ones are expected as Pillow decodes them."""
+    """Every kind of source that must work. The expected pixels of lossy ones are Pillow's."""
     rgb = scene(height, width)
     picture = Image.fromarray(rgb)
     grey = np.asarray(picture.convert("L"))
@@ -127,11 +127,11 @@ def odd_images(height: int = 45, width: int = 61) -> Iterator[OddImage]:
 
 
 def as_pillow_reads(encoded: bytes) -> Bytes3D:
-    """RGB [H, W, 3] of any picture, by Pillow alone: turned as its EXIF says, 16-bit grey cut to
-    the high byte.
+    """RGB [H, W, 3] of any picture, read by Pillow alone. It is turned by its EXIF tag; 16-bit grey
+    keeps the high byte.
     """
     with warnings.catch_warnings(), Image.open(io.BytesIO(encoded)) as opened:
-        warnings.simplefilter("ignore")  # of damaged metadata
+        warnings.simplefilter("ignore")  # about damaged metadata
         turned = ImageOps.exif_transpose(opened)
         if turned.mode.startswith("I"):
             turned = Image.fromarray((np.asarray(turned).astype(np.uint32) >> 8).astype(np.uint8))
@@ -143,11 +143,11 @@ def _l(grey: npt.NDArray[np.uint8]) -> Image.Image:
 
 
 def grey_pixels(grey: npt.NDArray[np.uint8]) -> Bytes3D:
-    """RGB [H, W, 3] of luminance [H, W]."""
+    """RGB [H, W, 3] from luminance [H, W]."""
     return np.repeat(grey[:, :, None], 3, axis=2)
 
 
-# What an orientation tag asks of the stored pixels, written out apart from the code under test.
+# The turns of an orientation tag, written independently of the code under test.
 _APPLY: dict[int, Any] = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],

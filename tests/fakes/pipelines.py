@@ -1,5 +1,5 @@
-"""diffusers' own pipelines, asked for what our edits ask. Torch is imported by who runs one: not
-every process that collects tests does.
+"""diffusers' own pipelines with the arguments of our edits. Only the functions that run a pipeline
+import torch, because not every process that collects tests needs it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def diffusers_edit(
 ) -> Any:
     """`images` of an inpainting pipeline, at the picture's own size.
 
-    `asked` are further arguments of the pipeline, such as `output_type`.
+    `asked` holds further arguments of the pipeline, such as `output_type`.
     """
     import torch
 
     height, width = mask.shape
     if settings.negative_prompt is not None:
-        # For SDXL no negative prompt is another thing than an empty one; with us they are the same.
+        # SDXL treats a missing negative prompt unlike an empty one; our server treats them alike.
         zeros = pipeline.config.get("force_zeros_for_empty_prompt", False)
         asked["negative_prompt"] = (
             (settings.negative_prompt or None) if zeros else (settings.negative_prompt)
@@ -70,14 +70,14 @@ def blended_edit(
     seed: int,
     **asked: Any,
 ) -> Any:
-    """The same of Flux2KleinKVPipeline, which knows no mask: blended after each step as
-    Flux2KleinInpaintPipeline has it.
+    """`images` of Flux2KleinKVPipeline, which has no mask. They are blended after each step, as in
+    Flux2KleinInpaintPipeline.
     """
     import torch
     import torch.nn.functional as F
     from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-    pipeline.image_processor.check_image_input = lambda image: None  # of pictures of 32 pixels
+    pipeline.image_processor.check_image_input = lambda image: None  # refuses 32 pixels
     source, (height, width) = Image.fromarray(pixels), mask.shape
     given = pipeline.image_processor.preprocess(source, height=height, width=width)
     with torch.no_grad():
@@ -112,8 +112,9 @@ def blended_edit(
 
 
 def qwen_edit_pipeline(folder: Path) -> Any:
-    """Of a Qwen-Image-Edit's folder the inpainting pipeline, of a -2509's, -2511's or 2.1's the one
-    that knows no mask. Their processor asks for torchvision, so it is put together here.
+    """The inpainting pipeline of a Qwen-Image-Edit folder, or the pipeline without a mask of a
+    -2509, -2511 or 2.1 folder. It is put together here because diffusers' processor needs
+    torchvision.
     """
     from diffusers import DiffusionPipeline, QwenImageEditInpaintPipeline
     from transformers import (
@@ -146,7 +147,7 @@ def qwen_edit(
     seed: int,
     **asked: Any,
 ) -> Any:
-    """`images` of such a pipeline, whose area of 1024x1024 is the picture's own here."""
+    """`images` of such a pipeline. Its area of 1024x1024 is the picture's own area here."""
     module = importlib.import_module(type(pipeline).__module__)
     real, size = module.calculate_dimensions, mask.shape[::-1]
 
@@ -183,8 +184,9 @@ def _blended_start(
     settings: EditSettings,
     seed: int,
 ) -> tuple[torch.Tensor, Callable[..., Any], Callable[..., Any]]:
-    """Of QwenImageEditPlusPipeline or QwenImage21Pipeline, by QwenImageEditInpaintPipeline's rule:
-    what it begins with, what it does after each step, and its steps.
+    """Start, blending and sampler steps for QwenImageEditPlusPipeline or QwenImage21Pipeline, by
+    QwenImageEditInpaintPipeline's rule. Returns the first latents, the callback after each step,
+    and a replacement for `retrieve_timesteps`.
     """
     import torch
     import torch.nn.functional as F
@@ -229,9 +231,9 @@ def _blended_start(
 
 
 def diffusers_latents(pipeline: Any, case: Case, **asked: Any) -> NDArray[np.float32]:
-    """[C, h, w] of the tiny model's Flux pipeline, before they are decoded."""
+    """[C, h, w] latents of the tiny model's Flux pipeline, before decoding."""
     if type(pipeline).__name__.startswith("FluxKontext"):
-        asked["_auto_resize"] = False  # sizes of pictures are the server's
+        asked["_auto_resize"] = False  # the server sets the sizes of pictures
     tokens = diffusers_edit(
         pipeline,
         case.pixels,

@@ -41,7 +41,7 @@ def grey_profile(gamma: float) -> bytes:
 
 
 def one_way_profile() -> bytes:
-    """A scanner's: RGB → Lab by a table, and no way back."""
+    """A scanner's profile: RGB → Lab by a table, and no way back."""
     grid = np.linspace(0, 1, 3)
     table = [
         (int(65280 * (r + g + b) / 3), int(32768 + 9000 * (r - g)), int(32768 + 9000 * (g - b)))
@@ -51,7 +51,7 @@ def one_way_profile() -> bytes:
 
 
 def cmyk_profile() -> bytes:
-    """A press: CMYK → Lab by a table, with inks that are duller than a screen's."""
+    """A press profile: CMYK → Lab by a table, with inks that are duller than a screen's colours."""
     table = []
     for c, m, y, k in product((0.0, 1.0), repeat=4):
         light = (1 - 0.45 * c) * (1 - 0.5 * m) * (1 - 0.1 * y) * (1 - 0.85 * k)
@@ -62,7 +62,7 @@ def cmyk_profile() -> bytes:
 
 
 def _table(channels: int, points: int, entries: Sequence[tuple[int, int, int]]) -> bytes:
-    """lut16Type with straight curves round a grid."""
+    """A lut16Type tag with straight curves round a grid."""
     straight = struct.pack(">HH", 0, 65535)
     head = b"mft2\0\0\0\0" + bytes([channels, 3, points, 0])
     head += b"".join(_fixed(v) for v in np.eye(3).flat) + struct.pack(">HH", 2, 2)

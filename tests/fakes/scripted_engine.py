@@ -1,4 +1,4 @@
-"""An engine that a test plays by hand, and an edit as the denoiser is given it."""
+"""An engine that a test drives by hand, and an edit in the form that the denoiser receives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EDIT = EditRequest(
 
 
 class ScriptedEngine:
-    """Keeps what is submitted; the test sends the events."""
+    """Keeps the submitted edits; the test sends the events."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[EditJob, Sink]] = []
@@ -57,7 +57,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 def tensors() -> dict[str, Any]:
-    """EDIT as the models before the denoiser hand it on."""
+    """EDIT as the models before the denoiser send it."""
     return {
         "REQUEST": EDIT.to_json(),
         "EDIT_MASK": np.full((64, 48), 255, np.uint8),

@@ -1,4 +1,4 @@
-"""A process that reads headers, as `HeaderProcess` starts it, and has bad luck with some."""
+"""A process that reads headers like `HeaderProcess` and fails or hangs on some of them."""
 
 from __future__ import annotations
 

@@ -42,11 +42,13 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 }
 
 DENSE = ("sd3-medium",)
-"""Served without a cache."""
+"""Models that are served without a cache."""
 
 
 def build_all(folder: Path) -> None:
-    """Write all, for pictures of 128 pixels a side: enough tokens for masks of many sizes."""
+    """Write all folders for pictures of 128 pixels a side, with enough tokens for masks of many
+    sizes.
+    """
     for name, build in FAMILIES.items():
         file = build(folder / name) / "maskserve.toml"
         text = file.read_text("utf-8").replace("[model]\n", "[model]\nnative_resolution = 128\n")

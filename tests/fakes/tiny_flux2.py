@@ -18,8 +18,8 @@ _TEMPLATE = (
 
 
 def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = False) -> Path:
-    """Write the model to `folder` and return it; not `distilled`: a base model; `exact`: of klein
-    9B-KV's pipeline.
+    """Write the model to `folder` and return it. `distilled` False: a base model; `exact`: a model
+    for klein 9B-KV's pipeline.
     """
     import torch
     from diffusers import (
@@ -75,8 +75,8 @@ def build_tiny_flux2(folder: Path, *, distilled: bool = True, exact: bool = Fals
 
 
 def chat_tokenizer(texts: Sequence[str] = (), more: Sequence[str] = ()) -> Any:
-    """A byte-level tokenizer with a chat template; each word of `texts` is one token, and each of
-    `more` is one that no text is cut across.
+    """A byte-level tokenizer with a chat template. Each word of `texts` is one token. Each item of
+    `more` is one token that is never split.
     """
     from tokenizers import Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE

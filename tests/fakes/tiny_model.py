@@ -1,7 +1,7 @@
 """A FLUX model of toy size with random weights, in diffusers format.
 
-Every part is the real diffusers or transformers class, so whatever loads the real model loads
-this one; only the sizes are small (some 100 thousand parameters, 64x64 pixels, 4-pixel latents).
+Every part is the real diffusers or transformers class, so code that loads the real model also loads
+this one. Only the sizes are small (some 100 thousand parameters, 64x64 pixels, 4-pixel latents).
 The tokenizers are built here, so nothing is downloaded.
 """
 
@@ -55,7 +55,8 @@ def build_tiny_model(folder: Path, semantics: str = "fill", seed: int = 0) -> Pa
 
 
 def with_heads(model: Path, folder: Path, heads: int, width: int = 32) -> Path:
-    """Write a tiny model to `folder` again with so many heads of this width, and return it."""
+    """Write a tiny model to `folder` again with this number of heads of this width, and return it.
+    """
     import torch
     from diffusers import FluxTransformer2DModel
 
@@ -149,7 +150,7 @@ def clip_tokenizer() -> Any:
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
-    # Sorted: ByteLevel.alphabet() comes in another order in every process.
+    # Sorted, because the order of ByteLevel.alphabet() differs between processes.
     letters = sorted(ByteLevel.alphabet())
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(

@@ -1,4 +1,4 @@
-"""Tiny models of nodes, of random weights: real classes, as transformers saves them."""
+"""Tiny node models with random weights. The classes are real, saved as transformers saves them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from maskserve_studies.training.text import build_clip_tokenizer
 
 
 def build_find(folder: Path) -> None:
-    """A CLIPSeg that finds something or other."""
+    """A CLIPSeg that finds arbitrary regions."""
     torch.manual_seed(3)
     tokenizer = build_clip_tokenizer()
     config = CLIPSegConfig(
@@ -65,7 +65,7 @@ def build_find(folder: Path) -> None:
 
 
 def build_likeness(folder: Path) -> None:
-    """A CLIP that likens something or other."""
+    """A CLIP that gives arbitrary likenesses."""
     torch.manual_seed(5)
     tokenizer = build_clip_tokenizer()
     config = CLIPConfig(
@@ -86,7 +86,8 @@ def build_likeness(folder: Path) -> None:
 
 
 def build_grounded(find: Path, segment: Path) -> None:
-    """A GroundingDINO that finds boxes somewhere, and a SAM that finds something in them."""
+    """A GroundingDINO that finds arbitrary boxes, and a SAM that finds arbitrary regions in them.
+    """
     torch.manual_seed(6)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", "red", "star", "heart"]
     (find.parent / "vocab.txt").write_text("\n".join(words))
@@ -133,7 +134,7 @@ def build_grounded(find: Path, segment: Path) -> None:
 
 
 def build_enlarge(folder: Path) -> None:
-    """A Swin2SR that doubles sides."""
+    """A Swin2SR that doubles a picture's sides."""
     torch.manual_seed(4)
     config = Swin2SRConfig(
         image_size=16, embed_dim=12, depths=[1], num_heads=[2], window_size=4, drop_path_rate=0.0,
@@ -143,7 +144,7 @@ def build_enlarge(folder: Path) -> None:
 
 
 def build_segment(folder: Path) -> None:
-    """A SAM that takes clicks for something or other."""
+    """A SAM that answers clicks with arbitrary regions."""
     torch.manual_seed(5)
     prompt = {"hidden_size": 16, "image_size": 64, "patch_size": 16, "mask_input_channels": 4}
     decoder = {
@@ -164,11 +165,11 @@ def build_segment(folder: Path) -> None:
 
 
 def build_segment_2(folder: Path, films: bool = False) -> None:
-    """A SAM 2 that takes clicks for something or other.
+    """A SAM 2 that answers clicks with arbitrary regions.
 
     Args:
         folder: of the model.
-        films: it lies there as the hub's do, for films.
+        films: save it as the hub's models for films are saved.
     """
     torch.manual_seed(7)
     backbone = {
@@ -201,7 +202,7 @@ def build_segment_2(folder: Path, films: bool = False) -> None:
         Sam2VideoModel(Sam2VideoConfig(**parts, **memory)).save_pretrained(folder)
     else:
         Sam2Model(Sam2Config(**parts)).save_pretrained(folder)
-    # As the hub has them: what would write them asks for torchvision.
+    # The hub's files, written by hand because the class that writes them needs torchvision.
     pictures = {
         "image_processor_type": "Sam2ImageProcessorFast",
         "size": {"height": 64, "width": 64},

@@ -16,20 +16,20 @@ SPOKEN = (
     "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
     "<|im_start|>user\n"
 )
-"""What stands before every prompt: 34 tokens, which the pipeline drops."""
+"""The text before every prompt: 34 tokens, which the pipeline drops."""
 SPOKEN_OF_EDITS = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
     "texture, objects, background), then explain how the user's text instruction should alter or "
     "modify the image. Generate a new image that meets the user's requirements while maintaining "
     "consistency with the original input where appropriate.<|im_end|>\n<|im_start|>user\n"
 )
-"""The same of edit models: 64 tokens."""
+"""The text before every prompt of edit models: 64 tokens."""
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 EDIT, PLUS, PLUS_2511 = "QwenImageEditPipeline", "QwenImageEditPlusPipeline", "2511"
 
 
 def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
-    """Write the model to `folder` and return it; `edits`: one of the edit models."""
+    """Write the model to `folder` and return it; `edits`: the name of an edit model."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage,
@@ -102,8 +102,9 @@ def build_tiny_qwen_image(folder: Path, edits: str = "") -> Path:
 
 
 def _as_edit_model(folder: Path, pipeline: str, tokenizer: Any) -> None:
-    """Name the pipeline, and add what reads its pictures: of Qwen-Image-Edit in a file of its own,
-    as the models are published, else beside the rest, as transformers saves processors since 5.
+    """Name the pipeline, and add the processor of pictures. For Qwen-Image-Edit it is a file of its
+    own, as in the published model. For the others it is beside the rest, as transformers saves
+    processors since version 5.
     """
     from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 

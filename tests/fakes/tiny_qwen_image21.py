@@ -19,7 +19,7 @@ _TEMPLATE = (
 
 
 def build_tiny_qwen_image21(folder: Path, sigmas: list[float] | None = None) -> Path:
-    """Write the model to `folder` and return it; with `sigmas`, one that is distilled to them."""
+    """Write the model to `folder` and return it; with `sigmas`, a model distilled to them."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage21,

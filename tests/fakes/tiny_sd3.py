@@ -9,12 +9,12 @@ from typing import Any
 
 from tests.fakes.tiny_model import CONFIG, NATIVE, clip_tokenizer, t5_tokenizer
 
-_LATENTS, _WIDTH = 16, 32  # its pipeline asks for 16
+_LATENTS, _WIDTH = 16, 32  # its pipeline needs 16
 
 
 def build_tiny_sd3(folder: Path, *, medium: bool = False) -> Path:
-    """Write the model to `folder` and return it; `medium`: with second attentions, as the smaller
-    of the two published ones.
+    """Write the model to `folder` and return it. `medium`: with second attentions, like the smaller
+    of the two published models.
     """
     import torch
     from diffusers import (

@@ -1,7 +1,7 @@
 """Stable Diffusion models of toy size with random weights, in diffusers format.
 
-Every part is the real diffusers or transformers class, as in `tiny_model`. Levels, depths and
-which levels attend differ, as they do in SDXL and SD 2.1.
+Every part is the real diffusers or transformers class, as in `tiny_model`. The levels differ in
+depth and in attention, as they do in SDXL and SD 2.1.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ max_steps = 1000
 """
 
 VARIANTS = ("sd-base", "sd-fill", "sdxl-base", "sdxl-fill")
-"""Names of the models that tests use; what follows the hyphen is `fill` or not."""
+"""Names of the models that tests use. The part after the hyphen is `fill` or `base`."""
 
 EACH_SORT = [
     name if name in ("sd-base", "sdxl-fill") else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
 ]
-"""Parameters of a test: of SD and SDXL and of either semantics one, the others where slow tests
-run, too.
+"""Parameters of a test: one model each of SD and SDXL and of both semantics. The other models run
+with slow tests.
 """
 
 CHANNELS = 4
@@ -66,7 +66,7 @@ def build_tiny_unet(folder: Path, *, xl: bool, fill: bool, seed: int = 0) -> Pat
 
 
 def samplers() -> dict[str, Any]:
-    """A sampler of every sort that is served, by name."""
+    """A sampler of every served sort, by name."""
     from diffusers import (
         DDIMScheduler,
         DPMSolverMultistepScheduler,

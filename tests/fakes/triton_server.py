@@ -1,8 +1,8 @@
 """A gRPC server that speaks like a maskserve worker, with a painter in place of the model.
 
-It runs in the test's process on a free port of 127.0.0.1. Requests are checked and answered by
-the real pre- and postprocessing; the model is a colour. What it should do wrong is set on
-`FakeWorker`; what happened to it is recorded there.
+It runs in the test's process on a free port of 127.0.0.1. The real pre- and postprocessing checks
+and answers requests; the model paints one colour. Tests set faults on `FakeWorker`, which also
+records the calls.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CONFIG = Config(model=ModelConfig(path="demo", num_inference_steps=4), worker="f
 
 @dataclass
 class FakeWorker:
-    """How the worker behaves, and what it saw."""
+    """The worker's behaviour, and a record of its calls."""
 
     step_s: float = 0.0
-    """How long a step takes."""
+    """Seconds of a step."""
     error: str = ""
-    """Answer edits with this text instead."""
+    """An error text that answers edits in place of a picture."""
     error_status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     """Status of that answer when it is unary."""
     error_at_step: int = 0
@@ -51,20 +51,20 @@ class FakeWorker:
     trailing_empty: bool = False
     """End streams by an empty message, as Triton does on request."""
     garble: bool = False
-    """Send a final answer whose image is none."""
+    """Send a final answer whose image is not a picture."""
     url: str = ""
     seen: list[dict[str, bytes]] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     started: threading.Event = field(default_factory=threading.Event)
     withdrawn: threading.Event = field(default_factory=threading.Event)
-    """Set when a call ended before it was answered."""
+    """Set when a call ended before its answer."""
     finished: threading.Event = field(default_factory=threading.Event)
-    """Set when a call was answered and ended as usual."""
+    """Set when a call got its answer and ended as usual."""
     templates: dict[str, bytes] = field(default_factory=dict)
     cached_only: list[str] = field(default_factory=list)
-    """Templates that were seen in edits and never registered."""
+    """Templates in edits that were never registered."""
     adapters: AdapterOperations | None = None
-    """What it does about adapters; None: it knows none."""
+    """Its operations for adapters; None: it has none."""
 
     def get(self, template_id: str, scope: str = "") -> bytes | None:
         return self.templates.get(template_id)
@@ -123,7 +123,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 return
 
     def _watch(self, context: grpc.ServicerContext) -> threading.Event:
-        """An event to set once the call is answered; if it ends before, it was withdrawn."""
+        """An event to set after the answer. A call that ends before it counts as withdrawn."""
         answered = threading.Event()
 
         def ended() -> None:
@@ -141,7 +141,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         edit = prepare_edit(
             inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG, self.worker.get
         )
-        # Not before: an interrupt that comes meanwhile would hide why an edit is refused.
+        # Not earlier: an interrupt in between would hide the reason for refusing an edit.
         self.worker.started.set()
         asked = edit.request.settings
         steps = asked.num_inference_steps
@@ -151,7 +151,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             if self.worker.error and step > self.worker.error_at_step:
                 raise _Fault(self.worker.error)
             if step == steps:
-                break  # as a worker: the picture says it
+                break  # as in a worker: the picture shows it
             told = {"step": step, "steps": steps, "request_id": edit.request.request_id}
             if asked.progress:
                 yield {"event": "progress", **told, "image": b""}
@@ -235,7 +235,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
 
 class _Fault(Exception):
-    """An error text as it is to reach the client."""
+    """An error text for the client."""
 
 
 STATUS = {

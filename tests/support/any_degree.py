@@ -1,4 +1,4 @@
-"""A policy that no due time asks for: at each step an edit has whatever devices are idle."""
+"""A gang policy for tests: at each step an edit may use any number of idle devices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def gangs_of(devices: int) -> list[tuple[int, ...]]:
 
 
 class AnyDegree:
-    """Gangs drawn anew for each step: a `GangPolicy`."""
+    """A `GangPolicy` that draws new gangs for each step."""
 
     def __init__(self, devices: int) -> None:
         self._rng, self._devices = random.Random(5), devices
         self.drawn: set[tuple[int, ...]] = set()
         self.always: tuple[int, ...] = ()
-        """What every step is given; empty: anything."""
+        """The gang of every step; empty: a random gang."""
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         busy = sum(work.gang for work in works if work.until is not None)
@@ -35,7 +35,7 @@ class AnyDegree:
         runs = []
         for _ in range(self._devices):
             if busy and self._rng.random() < 0.5:
-                break  # what is busy now may be shared soon
+                break  # leaves devices for a larger gang later
             free = [
                 gang
                 for gang in gangs_of(self._devices)
@@ -43,7 +43,7 @@ class AnyDegree:
             ]
             if idle and free:
                 new = [gang for gang in free if gang not in self.drawn]
-                gang = self._rng.choice(new or free)  # each comes, however few steps there are
+                gang = self._rng.choice(new or free)  # every gang comes, even with few steps
                 busy |= sum(1 << device for device in gang)
                 runs.append(Run((idle.pop().ticket,), gang))
                 self.drawn.add(gang)

@@ -1,4 +1,4 @@
-"""Beside bad requests: an edit that is repeated, and processes that must live on."""
+"""A repeated edit, and the worker's processes, which must survive bad requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Beside:
         assert not self._thread.is_alive(), "the edit beside is not answered"
 
     def check(self) -> None:
-        """Every edit came back, and with the same pixels."""
+        """Check that every edit came back with the same pixels."""
         assert not self._errors, self._errors[:3]
         assert len(self._pictures) >= 3
         expected = pixels(self._expected).astype(int)
@@ -54,7 +54,7 @@ class Beside:
 
 
 class Processes:
-    """The worker's processes and its two logs, from one moment on."""
+    """The worker's processes and its two logs, starting now."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
@@ -62,10 +62,12 @@ class Processes:
         self._triton, self._ours = Log(worker.spec.log), Log(Path(worker.config.log.file))
 
     def check(self) -> None:
-        """The same processes are alive, and none of them met an exception nobody foresaw."""
+        """Check that the same processes are alive and that none of them had an unexpected
+        exception.
+        """
         assert self._worker.restarts == 0
         assert self._living() == self._ids
-        # Triton's own has what no code of ours caught, and the JSON lines what was caught.
+        # Triton's log has exceptions that our code did not catch; the JSON lines have the others.
         said = self._triton.said()
         at = said.find(b"Traceback")
         assert at < 0, said[max(0, at - 500) :][:3000].decode()
@@ -82,7 +84,7 @@ class Processes:
 
 
 class Log:
-    """A file that is appended to, from one moment on."""
+    """A file that grows. Only text after this moment counts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

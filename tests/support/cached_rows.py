@@ -1,6 +1,6 @@
 """Templates primed and cached rows run without an engine, for the adapter of any family.
 
-What must hold whatever the family is here; what a family's own tests know of its rows is not.
+These checks hold for every family. A family's own tests check its own rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANY_COSTS = estimate(cpu_rates())
 
 
 class Primed:
-    """A template's entries, and the row, of the family's own type, that made them."""
+    """A template's entries, and the row of the family's type that made them."""
 
     def __init__(
         self, adapter: Adapter, encoder: Encoder, job: EditJob, kind: str = "both",
@@ -38,7 +38,7 @@ class Primed:
         anchors = adapter.anchors(adapter.tokens(job).total, 4, stride)
         _, height, width = job.moments.shape
         work, fmt = adapter.work(height, width), FORMATS["float32"]
-        kind = "kv" if adapter.spec.encoder_picture else kind  # such models keep nothing else
+        kind = "kv" if adapter.spec.encoder_picture else kind  # such models have no other entries
         kinds = choose_kinds(kind, work, fmt, _ANY_COSTS, 12.0)
         prompt = job.conditioning if adapter.spec.encoder_picture else encoder.priming_prompt()
         self.row: Any = adapter.priming_row(job, anchors, prompt, NOISE_SEED, kinds, format)
@@ -49,7 +49,7 @@ class Primed:
 
 
 def cached(replay: Replay, job: EditJob, primed: Primed) -> EditRow:
-    """A cached row that reads, at each step, the entry nearest in sigma."""
+    """A cached row. At each step it reads the entry nearest in sigma."""
     entries = [
         min(primed.entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
         for sigma, _ in replay.adapter.sigmas(job)
@@ -58,24 +58,24 @@ def cached(replay: Replay, job: EditJob, primed: Primed) -> EditRow:
 
 
 def run(replay: Replay, rows: Sequence[EditRow], kind: str) -> None:
-    """All steps of rows, together."""
+    """Take all steps of the rows together."""
     while live := [row for row in rows if row.step < row.steps]:
         replay.step(live, (kind,) * replay.adapter.blocks)
 
 
 def result(replay: Replay, row: EditRow, kind: str = "dense") -> NDArray[np.float32]:
-    """Of a row run alone."""
+    """Latents of a row that runs alone."""
     run(replay, [row], kind)
     return row.result().array()
 
 
 def assert_equal(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    """Within the tolerance of design §8."""
+    """Check that latents agree within the tolerance of design §8."""
     assert np.abs(found - expected).max() <= tolerance(expected)
 
 
 def check_all_active(replay: Replay, encoder: Encoder, job: EditJob, kind: str) -> None:
-    """With all tokens active, cached equals dense."""
+    """Check that a cached row equals the dense row if all tokens are computed."""
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     row = cached(replay, job, Primed(replay.adapter, encoder, job))
     dense = replay.adapter.dense_row(job)
@@ -83,8 +83,8 @@ def check_all_active(replay: Replay, encoder: Encoder, job: EditJob, kind: str) 
 
 
 def check_ring_over_all(replay: Replay, encoder: Encoder, job: EditJob, kind: str) -> None:
-    """A ring's tokens take the inputs of the dense row, whose mask is the small one. The job's
-    ring reaches over the whole picture from a corner.
+    """Check that a ring's tokens take the dense row's inputs, whose mask is the small one. The
+    job's ring reaches from a corner over the whole picture.
     """
     job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
     job.edit_mask[-3:, :5] = 255
@@ -94,7 +94,7 @@ def check_ring_over_all(replay: Replay, encoder: Encoder, job: EditJob, kind: st
 
 
 def check_entries_unwritten(replay: Replay, encoder: Encoder, job: EditJob) -> None:
-    """Rows read entries and never write them."""
+    """Check that rows read entries and never write them."""
     primed = Primed(replay.adapter, encoder, job)
     kept = [coded.data for entry in primed.entries for block in entry.blocks for part in PARTS
             for coded in block.part(part)]  # fmt: skip
@@ -107,7 +107,8 @@ def check_entries_unwritten(replay: Replay, encoder: Encoder, job: EditJob) -> N
 def check_mixed_batch(
     replay: Replay, encoder: Encoder, jobs: Sequence[EditJob], kind: str, stride: int = 1
 ) -> None:
-    """Dense and cached rows that join, leave and are cancelled change nothing of one another."""
+    """Check that dense and cached rows that join, leave and are cancelled do not change each other.
+    """
     primed = [Primed(replay.adapter, encoder, job, stride=stride) for job in jobs]
 
     def rows() -> list[EditRow]:
@@ -119,7 +120,7 @@ def check_mixed_batch(
     alone, together = rows(), rows()
     for row in alone:
         run(replay, [row], kind)
-    run(replay, together[:2], kind)  # leave before the others join
+    run(replay, together[:2], kind)  # these rows leave before the others join
     rest = together[2:]
     replay.step(rest[:2], (kind,) * replay.adapter.blocks)
     rest.pop(1)  # cancelled mid-flight
@@ -132,7 +133,9 @@ def check_mixed_batch(
 
 
 def check_step_without_anchor(replay: Replay, encoder: Encoder, job: EditJob) -> None:
-    """It equals the all-dense plan: both compute inactive tokens from the template's inputs."""
+    """Check that a step without an anchor equals the all-dense plan. Both compute the cached tokens
+    from the template's inputs.
+    """
     primed = Primed(replay.adapter, encoder, job)
     with_plan, without = cached(replay, job, primed), cached(replay, job, primed)
     replay.reads(without, [None] * without.steps)

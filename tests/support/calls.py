@@ -1,4 +1,4 @@
-"""Calls to a worker as any Triton client makes them, without maskserve's own client."""
+"""Calls to a worker from a plain Triton client, without maskserve's own client."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def edit_inputs(
 ) -> dict[str, bytes]:
     """The four tensors of an edit; arrays are encoded as PNG.
 
-    Two edits of a picture prime its template, and what runs cached then is an approximation: the
-    cache is off unless a test turns it on, so that equal edits give equal pictures.
+    The second edit of a picture primes its template, and cached edits are approximate. So the cache
+    is off unless a test turns it on, and equal edits give equal pictures.
     """
     settings = {"num_inference_steps": 2, "seed": 1, "cache": "off", **settings}
     return {

@@ -1,4 +1,4 @@
-"""A certificate that C2PA manifests may be signed with, of an authority that nobody trusts."""
+"""A certificate for signing C2PA manifests, from an authority that nobody trusts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _USES = (
 
 
 def write_signer(folder: Path) -> tuple[Path, Path]:
-    """PEM files of a chain and of the key of its first certificate (es256)."""
+    """Write PEM files of a chain and of the key of its first certificate (es256)."""
     authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     top = _certificate("authority", authority, authority, ["key_cert_sign"], ca=True)
     certificate = _certificate("signer", key, authority, ["digital_signature"], ca=False)

@@ -1,4 +1,4 @@
-"""What a clone has after `make demo`, serving as the README says."""
+"""A clone after `make demo` that serves as the README says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks(document: str) -> list[Block]:
 
 
 [SERVE] = [code for _, code in blocks("README.md") if "maskserve serve" in code]
-"""What all examples ask."""
+"""The server that all examples call."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Clone:
 
     folder: Path
     router: int
-    """Its HTTP port; gRPC is behind it."""
+    """HTTP port of the router. The gRPC port is the next one."""
     try_command: str
-    """What `maskserve serve` says to try next."""
+    """The command that `maskserve serve` suggests."""
 
     @property
     def adapters(self) -> Path:
-        """The folder of LoRAs, which may be written to."""
+        """The folder of LoRAs. Tests may write to it."""
         return self.folder / "assets" / "adapters"
 
     def shell(self, code: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +58,7 @@ class Clone:
 
 
 def environment() -> dict[str, str]:
-    """Of a fresh shell: without the virtual environment and without what pytest added."""
+    """The environment of a fresh shell, without the virtual environment and pytest's additions."""
     parent = str(Path(sys.executable).parent)
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part != parent]
     names = ("PYTHONPATH", "VIRTUAL_ENV")
@@ -68,12 +68,12 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def serving_clone(folder: Path, devices: int = 1) -> Iterator[Clone]:
-    """The README's server, on free ports, in an environment with the packages that `make demo`
-    installs; new LoRAs are found at once.
+    """The README's server on free ports, in an environment with the packages that `make demo`
+    installs. New LoRAs are found at once.
     """
     (folder / "assets").mkdir()
     for path in (CHECKOUT / "assets").iterdir():
-        if path.name in ("adapters", "workflows"):  # which examples write
+        if path.name in ("adapters", "workflows"):  # examples write here
             shutil.copytree(path, folder / "assets" / path.name)
         else:
             (folder / "assets" / path.name).symlink_to(path)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def missing() -> str:
-    """What this machine lacks to run containers; empty if nothing."""
+    """The missing requirement for running containers on this machine; empty if there is none."""
     if shutil.which("docker") is None:
         return "docker is not installed"
     result = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
@@ -32,12 +32,12 @@ def free_port() -> int:
 
 
 class Compose:
-    """A profile of docker-compose.yml, brought up beside whatever else runs here.
+    """A profile of docker-compose.yml, started beside everything else on this machine.
 
     Args:
-        project: the name of all that is made.
+        project: prefix of all names.
         profile: of docker-compose.yml.
-        env: variables for it, before those of `.env`.
+        env: variables for it; they override those of `.env`.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Compose:
         }
 
     def change(self, file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-        """Run what the profile is rendered to, with a change, from here on.
+        """Use a changed rendering of the profile from here on.
 
         Args:
-            file: where it is written.
-            change: made to its services, by name.
+            file: file for the changed rendering.
+            change: changes the profile's services, by name.
         """
         rendered = yaml.safe_load(self.run("config"))
         change(rendered["services"])
@@ -87,7 +87,7 @@ class Compose:
         return result.stdout
 
     def container(self, service: str) -> dict[str, Any]:
-        """What the engine knows of a service's container."""
+        """The engine's description of a service's container."""
         name = self.run("ps", "-q", service).split()[0]
         result = subprocess.run(
             ["docker", "inspect", name], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""A ControlNet service in this process, asked through its Triton front and its socket."""
+"""A ControlNet service in this process, called through its Triton front and its socket."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class DirectCalls:
         return document
 
     def close(self) -> None:
-        """It has nothing of its own."""
+        """Close nothing: there are no resources."""
 
 
 def over_tcp(attached: Attached) -> Messages:
-    """As a denoiser of another host connects."""
+    """Connect like a denoiser on another host."""
     return NetworkMessages("127.0.0.1", attached)
 
 
 class Service:
-    """Random ControlNets in a folder, and a service of them.
+    """Random ControlNets in a folder, and a service for them.
 
     Args:
         model: folder of the base.
-        folder: empty; for ControlNets and slots.
+        folder: an empty folder for ControlNets and slots.
         nets: by name.
     """
 
@@ -84,7 +84,7 @@ class Service:
         patience_s: float = 10.0,
         connect: Callable[[Attached], Messages] = SocketMessages,
     ) -> ControlService:
-        """Another one's, that has had all ControlNets loaded."""
+        """A new denoiser's session that has loaded all ControlNets."""
         calls = DirectCalls(self.front, self.triton)
         control_service = ControlService(calls, torch.device("cpu"), "float32", patience_s, connect)
         for name in self.versions:

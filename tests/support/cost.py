@@ -1,4 +1,4 @@
-"""What code costs, counted and not timed: a busy machine changes nothing."""
+"""The cost of code, counted and not timed, so that a busy machine changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """How many lines of Python `call()` runs, in all functions, on this thread."""
+    """Number of Python lines that `call()` runs, in all functions, on this thread."""
     count = 0
 
     def trace(_frame: FrameType, event: str, _value: Any) -> Any:

@@ -1,13 +1,14 @@
-"""Which cases of parametrised tests each run takes; the others are slow ones.
+"""Select the cases of parametrised tests for each run; the other cases count as slow.
 
-A test, or a module by `pytestmark`, says by a marker what its cases have to cover; a test's own
-goes before its module's:
+A marker on a test, or on a module by `pytestmark`, names the requirement. A test's own marker goes
+before its module's:
 
-- `each_pair`: each pair of values that two of its parameters have together, in some case;
-- `each_value`: each value of each parameter, in some case;
-- `spread(NAME, …, sort=…)`: the same, but each value of a parameter that is named here in a case of
-  some test of the module, and each sort of its values in a case of each test. For suites that ask
-  the same of each model: each test asks one of each sort, and each model is asked something.
+- `each_pair`: some case has each pair of values of two parameters;
+- `each_value`: some case has each value of each parameter;
+- `spread(NAME, …, sort=…)`: like `each_value`, except for the parameters named here. Some test of
+  the module has each value of such a parameter, and each test has each sort of its values. This
+  suits suites that run the same tests for each model: each test runs for each sort of model, and
+  each model runs some test.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ MARKERS = ("each_pair", "each_value", "spread")
 
 
 def is_unet(model: str) -> bool:
-    """Of the names that tests give tiny models: a sort that has code of its own."""
+    """Whether a tiny model is a UNet, by its name. UNets are a sort with their own code."""
     return "sd" in model
 
 
 def covering(cases: Sequence[frozenset[Hashable]]) -> set[int]:
-    """Places of cases that have among them each feature that any has: greedily, and where several
-    bring as many new ones, that whose features were taken least.
+    """Places of cases that together have every feature of all cases. The choice is greedy; a tie
+    goes to the case whose features were chosen least.
 
-    The same for the same cases: processes that share the tests choose alike.
+    Equal cases give an equal choice, so that processes which share the tests agree.
     """
     union = set[Hashable]().union(*cases)
     used = Counter[Hashable]()
@@ -48,15 +49,15 @@ def covering(cases: Sequence[frozenset[Hashable]]) -> set[int]:
 
 
 def _marker(item: Any) -> pytest.Mark | None:
-    """The closest one, of a case that is not slow anyway."""
+    """The closest marker of a case that is not slow already."""
     if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
         return None
     return next((mark for mark in item.iter_markers() if mark.name in MARKERS), None)
 
 
 def _features(item: Any, mark: pytest.Mark) -> frozenset[Hashable]:
-    """What a case covers. A value is the same where it is the same object: at worst a case too many
-    is taken.
+    """The features that a case covers. Values are equal if they are the same object. At worst, one
+    case too many is chosen.
     """
     test, params = item.nodeid.partition("[")[0], item.callspec.params
     values = {name: (name, id(params[name])) for name in sorted(params)}
@@ -74,7 +75,7 @@ def _features(item: Any, mark: pytest.Mark) -> frozenset[Hashable]:
 
 
 def leave_some_to_slow_runs(items: Iterable[Any]) -> None:
-    """Mark those cases slow that cover nothing that others do not."""
+    """Mark the cases slow whose features other cases cover."""
     modules: dict[Any, list[tuple[Any, frozenset[Hashable]]]] = {}
     for item in items:
         if mark := _marker(item):

@@ -2,13 +2,13 @@
 
     python -m tests.support.diffusers_parallel RANK RANKS FOLDER
 
-FOLDER has `model` (a FluxFillPipeline) and `case` (a pickled `Case`); rank 0 leaves the latents in
+FOLDER has `model` (a FluxFillPipeline) and `case` (a pickled `Case`). Rank 0 writes the latents to
 `latents.npy`.
 
-diffusers 0.42 refuses machines without an accelerator, and nothing but that: for the rank's device
-`_resolve_parallel_config` divides by `torch.accelerator.device_count()`, which is 0. Nothing can be
-given instead (a mesh of one's own comes after that line), so here the count is 1. Attention by
-torch (`native`) takes CPU tensors and gloo as they are.
+diffusers 0.42 fails on machines without an accelerator, at one place only:
+`_resolve_parallel_config` divides by `torch.accelerator.device_count()`, which is 0, to get the
+rank's device. A caller's own mesh does not help, because it is used after that line. So the count
+is 1 here. Attention by torch (`native`) takes CPU tensors and gloo as they are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     counted = torch.accelerator.device_count
     torch.accelerator.device_count = lambda: 1
     pipeline.transformer.enable_parallelism(
-        # Any number of tokens and heads: else both have to divide.
+        # This allows any number of tokens and heads; else the ranks must divide both.
         config=ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=True)
     )
     torch.accelerator.device_count = counted

@@ -1,11 +1,11 @@
-"""The one seed of a run, and all that tests draw by it.
+"""The seed of a run, and all random draws of tests.
 
-`--seed` sets it, and pytest's header and each run that failed print it. A test draws by the seed,
-its own name and how often it has drawn, so it draws the same by itself as among all others. What
-is drawn in a fixture of wider scope follows from the fixture's name instead. Hypothesis and the
-global generators of Python, numpy and torch have the seed, too (`tests/conftest.py`).
+`--seed` sets it. pytest's header and each failed run print it. A draw depends on the seed, the
+test's name and the number of its earlier draws. So a test draws the same values alone and among all
+others. Draws in a fixture of wider scope depend on the fixture's name instead. Hypothesis and the
+global generators of Python, numpy and torch also have the seed (`tests/conftest.py`).
 
-A number in a test, such as `default_rng(3)`, is an example that was chosen, and no draw.
+A number in a test, such as `default_rng(3)`, is a chosen example and not a draw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import numpy as np
 
 SEED_VARIABLE = "MASKSERVE_TEST_SEED"
-"""The seed in the environment: processes that tests start draw by it."""
+"""The environment variable with the seed, for processes that tests start."""
 
 _place = ""
 _draws: Counter[str] = Counter()
@@ -33,10 +33,10 @@ def run_seed() -> int:
 
 
 def fresh_seed(name: str = "") -> int:
-    """A seed below 2³¹, another at each call of a test.
+    """A seed below 2³¹ that differs at each call of a test.
 
     Args:
-        name: of what draws, where that is no test and no fixture, such as a module.
+        name: of the drawing module or the like, outside of tests and fixtures.
     """
     place = name or _place
     _draws[place] += 1
@@ -55,12 +55,12 @@ def fresh_random(name: str = "") -> random.Random:
 
 @contextmanager
 def drawing(place: str) -> Iterator[None]:
-    """Begins the draws of a test or fixture, and goes back to what drew before.
+    """Begin the draws of a test or fixture. At the end the outer draws continue.
 
-    The global generators of Python, numpy and, where it is imported, torch get a seed, too.
+    The global generators of Python, numpy and, if imported, torch also get a seed.
 
     Args:
-        place: the name of the test or fixture, unlike all others'.
+        place: the unique name of the test or fixture.
     """
     global _place
     before, _place = _place, place

@@ -1,4 +1,4 @@
-"""Engines of a tiny model whose activations are cached, and edits for them."""
+"""Engines of a tiny model with a cache, and edits for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_engine(
         "entry_format": "model",
         "own_format": "model",  # a row in a batch differs in last digits, which rounding enlarges
         "stride": 1,
-        "own_anchors": 0.0,  # so that a miss is dense
+        "own_anchors": 0.0,  # makes a miss dense
         "dense_above_ratio": 1.0,
         "plan": "fixed",
         "budget_bytes": 2**28,
@@ -54,7 +54,7 @@ def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
 
 
 def accept(engine: Engine, each: EditJob, sink: Sink) -> None:
-    """On the engine's thread, in one turn with whatever else is asked of it there."""
+    """Accept an edit on the engine's thread, in one turn with other calls there."""
     engine.manager.accept(RequestState.of(each, sink, engine.adapter))
 
 
@@ -65,8 +65,8 @@ def edit(engine: Engine, each: EditJob) -> FinalEvent:
 
 
 def priced_by_flops(engine: Engine, asked: EditJob, steps: int) -> Pricing:
-    """What a router is told of an engine's edits that are made with so many steps: nothing but
-    their FLOPs, a nanosecond each.
+    """A router's pricing of an engine's edits with this number of steps. It prices FLOPs only, at a
+    nanosecond each.
     """
     config, adapter = engine.config, engine.adapter
     return pricing_of(

@@ -1,7 +1,7 @@
-"""A virtual environment that has the packages of some extras, and no other that is installed here.
+"""A virtual environment with the packages of some extras, and no other installed package.
 
-Nothing is fetched or copied: its site-packages links to what the running interpreter has. So it
-shows in a second what an import would lack after `pip install -e '.[EXTRAS]'`.
+Nothing is fetched or copied: its site-packages links to the running interpreter's packages. So it
+shows in a second which imports would fail after `pip install -e '.[EXTRAS]'`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 
 def extras_of(stamp: str) -> list[str]:
-    """The extras that the Makefile installs for a stamp, such as `SERVING`."""
+    """The extras that the Makefile installs for a stamp such as `SERVING`."""
     makefile = (CHECKOUT / "Makefile").read_text("utf-8")
     match = re.search(
         rf"^\$\({stamp}\):.*?-e '\.\[([a-z,]+)\]'", makefile, re.DOTALL | re.MULTILINE
@@ -37,11 +37,11 @@ def extras_of(stamp: str) -> list[str]:
 
 
 def required(extras: Iterable[str]) -> dict[str, Distribution]:
-    """The installed distributions that maskserve with these extras brings, by name; what the extras
-    are, pyproject.toml says.
+    """The installed distributions that maskserve needs with these extras, by name. pyproject.toml
+    lists the extras.
 
     Raises:
-        KeyError: one of them is not installed.
+        KeyError: a distribution is not installed.
     """
     installed = {
         canonicalize_name(distribution.metadata["Name"]): distribution
@@ -68,7 +68,7 @@ def required(extras: Iterable[str]) -> dict[str, Distribution]:
 
 
 def make_environment(folder: Path, extras: Iterable[str]) -> None:
-    """Makes the environment in `folder`, with the commands of its packages in `bin`."""
+    """Make the environment in `folder`, with the commands of its packages in `bin`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [site] = folder.glob("lib/python*/site-packages")
     kept = required(extras)
@@ -87,7 +87,9 @@ def make_environment(folder: Path, extras: Iterable[str]) -> None:
 def _link(
     path: PurePosixPath, site: Path, owners: dict[PurePosixPath, set[str]], kept: set[str]
 ) -> None:
-    """Links what belongs to kept distributions alone; folders that others share are gone into."""
+    """Link the paths that belong only to kept distributions. Folders that others share are made
+    and entered.
+    """
     if path != PurePosixPath(".") and owners[path] <= kept:
         (site / path).symlink_to(SITE / path)
     elif (SITE / path).is_dir() and owners[path] & kept:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does."""
+"""Wait for an effect of another thread or process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""How many examples Hypothesis draws: some in `make test` and CI, all of them in `make test-full`.
+"""The number of examples that Hypothesis draws: some in `make test` and CI, all in `make
+test-full`.
 
-They are drawn by the run's seed (tests/support/draws.py).
+The run's seed decides the examples (tests/support/draws.py).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _LEAST = 10
 
 
 def number(whole: int, least: int = _LEAST) -> int:
-    """Of `whole` examples, those that this run draws."""
+    """The number of examples that this run draws out of `whole`."""
     return whole if WHOLE else min(whole, max(least, whole // _SHORT))
 
 
 def examples(whole: int = 100, **more: Any) -> settings:
-    """Settings of a test that draws `whole` examples where all are drawn."""
+    """Settings of a test that draws `whole` examples in a full run."""
     return settings(max_examples=number(whole), **more)

@@ -1,4 +1,4 @@
-"""FLOPs as torch counts them: what counted work is held against."""
+"""FLOPs as torch counts them, for comparison with counted work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def counted(run: Callable[[], Any]) -> int:
-    """What torch counts; the math kernel, because the CPU's fused one is not in its registry, nor
-    are products that are added in place.
+    """Torch's count. It uses the math kernel, because torch's registry lacks the CPU's fused
+    kernel. In-place products are added for the same reason.
     """
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product})
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
@@ -21,5 +21,5 @@ def counted(run: Callable[[], Any]) -> int:
 
 
 def _product(into: tuple[int, int], a: tuple[int, int], b: tuple[int, int], **_: Any) -> int:
-    """Of the shapes of what is multiplied."""
+    """FLOPs of a product, from the shapes of its factors."""
     return 2 * a[0] * a[1] * b[1]

@@ -1,5 +1,5 @@
-"""diffusers' FLUX pipelines whose tokens outside of a mask lie on the line through two dense calls,
-the slow way: all tokens are computed, and what was not to be computed is put aside.
+"""diffusers' FLUX pipelines with refresh steps, implemented the slow way. All tokens are computed.
+The cached tokens are then replaced by values on the line through two dense calls.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from maskserve_engine.families.mmdit.rows import FlowRow
 
 
 class Foretold:
-    """An attention processor of a FluxTransformer2DModel: at anchors it remembers keys and values
-    of all tokens; at other steps it puts in the place of those that are not computed what lies on
-    the line through the last two anchors, or as far from it as the plan has it bend.
+    """An attention processor of a FluxTransformer2DModel. At refresh steps it remembers the keys
+    and values of all tokens. At other steps it replaces those of the cached tokens by values on the
+    line through the last two refresh steps. If the schedule bends lines, the values leave the line
+    accordingly.
     """
 
     def __init__(self, state: State) -> None:
@@ -69,7 +70,7 @@ class Foretold:
 
 
 class State:
-    """What the processors are told of the step."""
+    """The step's data for the processors."""
 
     sigma = 0.0
     anchor = True
@@ -79,21 +80,21 @@ class State:
         self.power, self.bends = power, bends
 
     def times(self, before: float, last: float) -> float:
-        """How many times the change between two anchors has come since."""
+        """The way since the last refresh step, as a multiple of the way between the last two."""
         a, b, now = (sigma**self.power for sigma in (before, last, self.sigma))
         return 0.0 if a == b else (b - now) / (a - b)
 
     def parabola(self, through: Sequence[tuple[float, Tensor]]) -> tuple[Tensor, float]:
-        """What lies now on the one through three points, each with its sigma; and as of
-        `parabola`.
+        """The value now on the parabola through three points, each with its sigma, and the second
+        result of `parabola`.
         """
         each = [(sigma**self.power, x) for sigma, x in through]
         return parabola(self.sigma**self.power, each)
 
 
 def parabola(now: float, through: Sequence[tuple[float, Tensor]]) -> tuple[Tensor, float]:
-    """What lies at `now` on the one through three points; and how many times as long the way
-    between the first two is as that between the last.
+    """The value at `now` on the parabola through three points. The second result is the way between
+    the first two points over the way between the last two.
     """
     at = [own for own, _ in through]
     shares = [
@@ -104,7 +105,7 @@ def parabola(now: float, through: Sequence[tuple[float, Tensor]]) -> tuple[Tenso
 
 
 def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) -> Tensor:
-    """[1, N, in_channels] what the model is given at an anchor ahead, of what it is given now."""
+    """[1, N, in_channels] the model's input at a lookahead, made from its input now."""
     assert row.inactive is not None
     outside: Any = row.inactive.outside
     index = row.inactive.index[: len(outside.clean)]
@@ -120,15 +121,15 @@ def ahead(row: FlowRow, given: Tensor, change: float, moved: Tensor, at: int) ->
 
 
 class ForetoldFlux:
-    """Has a pipeline, and its ControlNet if it has one, compute all tokens at each step; what those
-    that are not to be computed would have been is put aside: in attention and, as velocity, behind
-    the model. An anchor that is foreseen is a further call of each, ahead of the step's.
+    """Make a pipeline, and its ControlNet if it has one, compute all tokens at each step. The
+    results of the cached tokens are replaced in attention and, as velocity, after the model. A
+    lookahead is a further call of each model before the step's call.
 
     Args:
         pipeline: for one edit.
-        adapter: the model here.
+        adapter: the model in our engine.
         job: the edit.
-        own: its anchors.
+        own: its refresh schedule.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ForetoldFlux:
             self.whole_net, self.net.forward = self.net.forward, self.controlled
 
     def controlled(self, **given: Any) -> Any:
-        """Of the ControlNet, which is called before the model."""
+        """Replaces the ControlNet's forward, which runs before the model's."""
         idle = self._begin(given)
         lookahead = self._foreseen(given, idle)
         if lookahead is not None:
@@ -163,7 +164,7 @@ class ForetoldFlux:
         return self.whole_net(**given)
 
     def forward(self, **given: Any) -> Any:
-        """Of the model."""
+        """Replaces the model's forward."""
         idle = self._begin(given) if self.net is None else self._idle(given)
         lookahead = self._foreseen(given, idle)
         if lookahead is not None:
@@ -195,7 +196,7 @@ class ForetoldFlux:
         self.state.sigma, self.state.anchor = self.sigmas[self.step], self.step in self.own.dense
 
     def _foreseen(self, given: dict[str, Any], idle: Tensor) -> dict[str, Tensor] | None:
-        """What is given instead where an anchor is computed ahead."""
+        """Inputs of the lookahead call; None: this step has no lookahead."""
         step, at = self.step, self.own.refresh_before(self.step)
         if not (self.own.looks_ahead and step and step in self.own.computed_at and at is not None):
             return None

@@ -1,6 +1,6 @@
-"""diffusers' UNet whose tokens and maps outside of a mask lie on the line through two dense calls,
-or whose tokens bend from it, the slow way: all of everything is computed, and what was not to be
-computed is put aside.
+"""diffusers' UNet with refresh steps, implemented the slow way. All tokens and maps are computed.
+The cached ones are then replaced by values on the line through two dense calls, or on a curve that
+bends from it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Ahead:
     """Calls of a pipeline's UNet at the latents and timesteps of later steps.
 
     Args:
-        scheduler: the pipeline's; the noised images that it makes are seen.
-        steps: step → the later step of which it computes an anchor first.
+        scheduler: the pipeline's scheduler. Its noised images are recorded.
+        steps: step → the later step whose lookahead it computes first.
         guidance: guidance_scale.
         inside: [h, w] bool, where latents are the edit's; None: everywhere.
     """
@@ -43,13 +43,13 @@ class Ahead:
     def sample(
         self, to: int, last: Tensor, answer: Tensor, timestep: float
     ) -> tuple[Tensor, float]:
-        """A model input of a later step, and its timestep: by one step of DDIM.
+        """The model input of a later step, and its timestep, by one step of DDIM.
 
         Args:
-            to: that step.
+            to: the later step.
             last: [passes, in_channels, h, w] the last model input.
-            answer: [passes, C, h, w] to that.
-            timestep: of that.
+            answer: [passes, C, h, w] the model's answer to `last`.
+            timestep: the timestep of `last`.
         """
         then = float(self._scheduler.timesteps[to])
         (signal, share), (new, rest) = (self._levels(at) for at in (timestep, then))
@@ -81,11 +81,11 @@ class ForetoldUnet:
     Args:
         model: the UNet.
         active: level → ids of the tokens that are computed at each step.
-        dense: steps that compute all.
-        halo: positions round the box of the active tokens that are convolved at each step.
+        dense: steps that compute all tokens.
+        halo: positions round the box of the computed tokens that are convolved at each step.
         shape: (height, width) of the latents.
-        ahead: calls that are dense besides, and computed first; None: none.
-        bends: whether tokens leave the line as three calls show.
+        ahead: lookahead calls, which are also dense and run first; None: none.
+        bends: whether tokens follow a curve through three calls instead of the line.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ForetoldUnet:
         self.ahead, self.looks = ahead, False
         self.last: tuple[Tensor, Tensor, float] | None = None
         self.residuals: dict[str, Any] = {}
-        """What a ControlNet says of the call ahead."""
+        """A ControlNet's residuals for the lookahead call."""
         self.seen: dict[str, list[tuple[float, Tensor]]] = {}
         self.idle: dict[int, Tensor] = {}
         self.boxes: dict[tuple[int, int], Tensor] = {}
@@ -125,8 +125,9 @@ class ForetoldUnet:
         return self.looks or self.step in self.dense
 
     def line(self, name: str, now: Tensor, *, bends: bool = False) -> Tensor:
-        """What stands for a tensor: at an anchor itself, else what the last two foretell, or three
-        where it bends.
+        """The value that replaces a tensor. At a refresh step it is the tensor itself. Else it is
+        the value on the line through the last two, or on the curve through the last three with
+        `bends`.
         """
         setdefault = self.seen.setdefault(name, [])
         if self.anchor:
@@ -164,7 +165,7 @@ class ForetoldUnet:
         return torch.where(box, answer, self.line("answer", answer))
 
     def look(self, *args: Any, **named: Any) -> Any:
-        """A call ahead, with a step's other arguments."""
+        """Make a lookahead call with the step's other arguments."""
         assert self.ahead is not None
         assert self.last is not None
         self.looks = True
@@ -200,7 +201,9 @@ class ForetoldUnet:
         return hook
 
     def _norm(self, name: str) -> Any:
-        """By the means and variances of the box and of what is foretold of those outside."""
+        """A hook that normalises with the means and variances of the box, and with the predicted
+        ones outside of it.
+        """
 
         def hook(norm: nn.GroupNorm, args: Any, out: Tensor) -> Tensor:
             x: Any = args[0]
@@ -235,12 +238,15 @@ class ForetoldUnet:
 
 
 class ForetoldNet(ForetoldUnet):
-    """The same of its ControlNet, which is called before it and convolves the whole picture.
+    """The same hooks for the UNet's ControlNet. It is called before the UNet and convolves the
+    whole picture.
 
     Args:
         net: the ControlNet.
-        base: of the UNet.
-        active: as of `ForetoldUnet`, and so are the others.
+        base: hooks of the UNet.
+        active: level → ids of the tokens that are computed at each step.
+        dense: steps that compute all tokens.
+        shape: (height, width) of the latents.
     """
 
     def __init__(

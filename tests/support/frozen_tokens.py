@@ -1,8 +1,8 @@
-"""diffusers' nets whose inactive tokens stay what a template made of them: hooks freeze them.
+"""diffusers' nets whose cached tokens keep a template's values: hooks freeze them.
 
-An oracle for cached rows with adapters. The template's forward is recorded without any adapter;
-in the edit's, PEFT's layers see and change all tokens, and hooks put the template's values back
-where the plan reads them: a block's input for `project`, keys and values for `kv`.
+This is the oracle for cached rows with adapters. The template's forward pass is recorded without
+any adapter. In the edit's pass, PEFT's layers see and change all tokens. Hooks put the template's
+values back where the plan reads them: a block's input for `project`, keys and values for `kv`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 Site: TypeAlias = tuple[str, int]
-"""What is frozen, and of which block: `h`, its input; `k` (after its norm) and `v`; `end`, what
-leaves the stack that ends with it."""
+"""A part of a block that is frozen, with the block's number. `h`: its input; `k`: keys after their
+norm; `v`: values; `end`: the output of a stack that ends with this block.
+"""
 Freeze: TypeAlias = Callable[[Site, Tensor], Tensor]
-"""Is shown [1, tokens, …] of the image tokens at a site; answers what is to stand there."""
+"""Takes the image tokens [1, tokens, …] at a site, and returns the tokens that replace them."""
 
 
 class Recorded(dict[Site, Tensor]):
-    """Keeps what it is shown."""
+    """Records the tokens of each site."""
 
     def __call__(self, site: Site, seen: Tensor) -> Tensor:
         self[site] = seen.clone()
@@ -30,13 +31,13 @@ class Recorded(dict[Site, Tensor]):
 
 
 class Frozen:
-    """Puts back what was recorded.
+    """Puts the recorded tokens back.
 
     Args:
-        recorded: of the template.
-        inactive: tokens in a picture → ids of the inactive ones.
+        recorded: tokens of the template.
+        inactive: tokens in a picture → ids of the cached ones.
         kind: of the plan.
-        at_hand: blocks whose inactive tokens are computed before them: `project` reads these.
+        at_hand: blocks whose cached tokens are computed before them; `project` reads these.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Frozen:
 
 @contextmanager
 def flux_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
-    """On a FluxTransformer2DModel."""
+    """Hook a FluxTransformer2DModel."""
     with _hooks() as hooked:
         model: Any = net
         doubles = len(model.transformer_blocks)
@@ -92,7 +93,7 @@ def flux_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
 
 @contextmanager
 def unet_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
-    """On a UNet2DConditionModel."""
+    """Hook a UNet2DConditionModel."""
     with _hooks() as hooked:
         for number, (block, last) in enumerate(_blocks_of_unet(net)):
 
@@ -111,13 +112,13 @@ def unet_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
 
 
 def first_blocks(net: nn.Module) -> frozenset[int]:
-    """Of a UNet's stacks."""
+    """Numbers of the first blocks of a UNet's stacks."""
     ends = [last for _, last in _blocks_of_unet(net)]
     return frozenset({0, *[number + 1 for number, last in enumerate(ends[:-1]) if last]})
 
 
 def _blocks_of_unet(net: Any) -> list[tuple[Any, bool]]:
-    """In the order they run, each with whether it is its stack's last one."""
+    """Blocks in their running order, each with whether it is the last of its stack."""
     stages = [*net.down_blocks, net.mid_block, *net.up_blocks]
     stacks = [stack.transformer_blocks for stage in stages
               for stack in getattr(stage, "attentions", None) or ()]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Headers of LoRA files read in the test's own process: another one takes a second to start."""
+"""Headers of LoRA files, read in the test's own process. A separate process takes a second to
+start.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class HeadersHere:
         return described(head, nbytes, config, self._bounds, self._base)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Close nothing: there is no process."""
 
 
 @pytest.fixture(autouse=True)

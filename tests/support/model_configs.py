@@ -1,4 +1,4 @@
-"""Small configs of the shape of published ones, and a published one that no benchmark needs."""
+"""Small configs with the shape of published ones, and a published one that no benchmark uses."""
 
 from __future__ import annotations
 

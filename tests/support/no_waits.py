@@ -1,4 +1,4 @@
-"""Code on a CUDA device that must not make the host wait for it."""
+"""Check that code on a CUDA device does not make the host wait."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @contextmanager
 def nothing_waits(device: torch.device) -> Iterator[None]:
-    """An operation inside that makes the host wait for the device is an error."""
+    """Turn operations inside that make the host wait for the device into errors."""
     if device.type != "cuda":
         yield
         return
     torch.cuda.synchronize(device)
     try:
-        with warnings.catch_warnings():  # that the mode is a prototype
+        with warnings.catch_warnings():  # warns that the mode is a prototype
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         yield

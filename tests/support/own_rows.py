@@ -1,4 +1,4 @@
-"""Rows with anchors of their own run without an engine, for the adapter of any family."""
+"""Rows with refresh steps, run without an engine, for the adapter of any family."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row_of(adapter: Adapter, job: EditJob, own: RefreshSchedule | None) -> Any:
 
 
 def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[RefreshSchedule | None]) -> None:
-    """All steps of rows, together; those without a plan are dense."""
+    """Take all steps of the rows together. Rows without a schedule are dense."""
     readers = [own and StepCacheReader(row, adapter.entry_blocks)
                for row, own in zip(rows, plans, strict=True)]  # fmt: skip
     kinds = plan_of_kinds(("kv",) * adapter.blocks)
@@ -53,16 +53,16 @@ def run(adapter: Adapter, rows: Sequence[Any], plans: Sequence[RefreshSchedule |
 def assert_as_alone(
     rows: Sequence[Any], plans: Sequence[RefreshSchedule | None], alone: Callable[[int, Any], Any]
 ) -> None:
-    """Rows that have run together are what each is alone.
+    """Check that rows that ran together equal rows that run alone.
 
-    Of a format that rounds, a value that lies on an edge goes to either side for a difference in
-    its last digit. Few values do, so such a row differs by less than the format makes of it; one
-    that reads what is not its own differs by eight times that and more.
+    In a format that rounds, a difference in the last digit can move a value on an edge to either
+    side. Few values do that, so such a row differs by less than the format's own error. A row that
+    reads another row's values differs by at least eight times that.
 
     Args:
-        rows: at their ends.
-        plans: theirs.
-        alone: [C, h, w] latents of the row of a number, run alone with a plan.
+        rows: after their last step.
+        plans: the refresh schedules of the rows.
+        alone: [C, h, w] latents of the row of a number, run alone with a schedule.
     """
     for number, (row, own) in enumerate(zip(rows, plans, strict=True)):
         expected = alone(number, own)
@@ -74,14 +74,15 @@ def assert_as_alone(
 
 
 class Straight(StepCache):
-    """Keeps all that every anchor shows as it is, and draws each line when it is read: through the
-    two anchors that a step lies between, or behind the last one through the last two.
+    """A step cache that keeps the exact values of every refresh step, and draws each line when it
+    is read. The line goes through the refresh steps before and after the step, or through the last
+    two.
     """
 
     def __init__(self, plan: RefreshSchedule) -> None:
         super().__init__(plan)
         self._shown: dict[int, dict[float, list[Tensor]]] = {}
-        """By block, then by the anchor's sigma: [tokens, width] of keys and of values."""
+        """By block, then by the refresh step's sigma: [tokens, width] of keys and of values."""
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
         super().keys_values(block, keys, values)
@@ -104,7 +105,7 @@ class Straight(StepCache):
         return float(sigma**self.plan.power)
 
     def _ends(self, anchors: Iterable[float], sigma: float) -> tuple[float, float]:
-        """Places of the later anchor and of the one before it."""
+        """Places of the later refresh step and of the one before it."""
         places, now = sorted(map(self._along, anchors)), self._along(sigma)
         behind = [place for place in places if place > now]  # noise falls
         if len(places) > len(behind) > 0:
@@ -113,13 +114,13 @@ class Straight(StepCache):
 
 
 def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> None:
-    """A row whose every step is an anchor is a dense one; one with fewer is the row that draws its
-    lines itself, and near the dense one.
+    """Check that a row whose every step is a refresh step equals the dense row. A row with fewer
+    refresh steps must equal a row that draws its own lines, and be near the dense row.
 
     Args:
         adapter: of a family whose tokens are 2x2 latents.
         job: of six steps.
-        text: whether the steps between leave the text out.
+        text: whether steps between refresh steps leave the text out.
     """
     dense = result(adapter, job, None)
     every = plan(*range(6), text=text)
@@ -146,7 +147,7 @@ def check_dense_anchors(adapter: Any, job: EditJob, *, text: bool = True) -> Non
 
 
 def result(adapter: Adapter, job: EditJob, own: RefreshSchedule | None) -> Any:
-    """[C, h, w] latents of a row run alone."""
+    """[C, h, w] latents of a row that runs alone."""
     row = row_of(adapter, job, own)
     run(adapter, [row], [own])
     return row.result().array()

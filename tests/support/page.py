@@ -1,4 +1,4 @@
-"""The page of `maskserve web` in a real browser, as people use it."""
+"""The page of `maskserve web` in a real browser, used as people use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.eventually import eventually
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="page: there is no chromium")
 FLAGS = ["--no-sandbox"]
-"""Chromium as root, in a container, without a GPU."""
+"""Flags for Chromium as root, in a container, without a GPU."""
 expect.set_options(timeout=60_000)
 
 
@@ -37,7 +37,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def served(server: str, pictures: Path, *more: str) -> Iterator[str]:
-    """The page of a worker or router, with the pictures of a folder."""
+    """Serve the page of a worker or router, with the pictures of a folder."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     program = Path(sys.executable).with_name("maskserve")
@@ -59,7 +59,7 @@ def answers(port: int) -> bool:
 
 @contextmanager
 def opened(browser: Browser, address: str) -> Iterator[Page]:
-    """The page in a tab, which asks nobody but its server."""
+    """Open the page in a tab. It may contact only its own server."""
     page = browser.new_page(viewport={"width": 1500, "height": 1100})
     page.set_default_timeout(60_000)
     elsewhere: list[str] = []
@@ -73,13 +73,14 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
 
 
 def pick(page: Page, width: int, height: int) -> None:
-    """Take the first picture, which is of this size, and wait until it can be painted on."""
+    """Take the first picture, which has this size, and wait until painting works."""
     page.locator("#pictures .thumbnail-item").first.click()
     expect(page.locator("#editor .said")).to_contain_text(f"{width} × {height}")
 
 
 def paint(page: Page, stroke: list[tuple[int, int]]) -> list[tuple[float, float]]:
-    """A stroke, or a click if it has one place; where it went, in pixels of the picture."""
+    """Paint a stroke, or a click if it has one place. Returns its places in pixels of the picture.
+    """
     canvas = page.locator("#editor .paint")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -95,7 +96,7 @@ def paint(page: Page, stroke: list[tuple[int, int]]) -> list[tuple[float, float]
 
 
 def sent_mask(request: Request) -> NDArray[np.bool_]:
-    """The mask that the page gave with an edit."""
+    """The mask that the page sent with an edit."""
     document = json.loads(request.post_data_json["data"][0])
     bits = np.frombuffer(base64.b64decode(document["mask"]), np.uint8)
     return np.unpackbits(bits).reshape(document["height"], document["width"]).astype(bool)

@@ -1,4 +1,4 @@
-"""A tritonserver of a worker's models without our supervisor, as docs/deploy.md says."""
+"""A tritonserver with a worker's models and without our supervisor, as in docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.eventually import eventually
 
 @dataclass(frozen=True)
 class PlainWorker:
-    """Where it listens."""
+    """The addresses of the worker."""
 
     model: Path
     ports: Ports
@@ -42,10 +42,12 @@ class PlainWorker:
 
 @contextmanager
 def plain_triton(model: Path, tables: str, folder: Path) -> Iterator[PlainWorker]:
-    """Args:
-    model: folder of it.
-    tables: more of its configuration.
-    folder: empty; for its files.
+    """Start tritonserver with a worker's models.
+
+    Args:
+        model: folder of the model.
+        tables: further tables of its configuration.
+        folder: an empty folder for its files.
     """
     config, log = folder / "worker.toml", folder / "triton.log"
     config.write_text(f'runtime_dir = "{folder / "run"}"\n\n[model]\npath = "{model}"\n{tables}')

@@ -1,4 +1,4 @@
-"""What the planner's tests share: random costs and a slow simulation."""
+"""Helpers for the planner's tests: random costs and a slow simulation."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def costs_of(
 
 @st.composite
 def random_costs(draw: st.DrawFn, most: int = 5) -> StepCosts:
-    """Costs with ties, missing entries, stack ends, fixed work, alike or unlike blocks, and any
-    budget; whole numbers, so that all sums are exact.
+    """Costs with ties, missing entries, stack ends, fixed work, equal or unequal blocks, and any
+    budget. All are whole numbers, so that sums are exact.
     """
     n = draw(st.integers(1, most))
     number = st.integers(0, 9)
@@ -69,10 +69,10 @@ def random_costs(draw: st.DrawFn, most: int = 5) -> StepCosts:
 def simulate(
     steps: Sequence[tuple[int, int, int]], after: int, ahead: float, count: int
 ) -> list[int]:
-    """Ends of `count` steps, by moving two streams one tick at a time.
+    """End times of `count` steps, by moving two streams one tick at a time.
 
-    Written apart from the recursion: the load stream works whenever less than `ahead` is loaded
-    for blocks that have not begun, or the compute stream stands waiting for a block.
+    This is written independently of the recursion. The load stream works while less than `ahead` is
+    loaded for blocks that have not begun, or while the compute stream waits for a block.
 
     Args:
         steps: `(before, load, compute)` per block, whole ticks.
@@ -102,7 +102,7 @@ def simulate(
 def flux_costs(
     gbytes: float, fmt: str = "bfloat16", masks: tuple[float, ...] = (0.11,), **more: float
 ) -> StepCosts:
-    """FLUX.1 at 1024 x 1024 over a link of so many GB/s, one row per mask ratio."""
+    """Costs of FLUX.1 at 1024 x 1024 over a link of this many GB/s, one row per mask ratio."""
     work = flux_work(FLUX_DEV, 128, 128)
     model = CostModel("x", estimate(H100).compute, {"host": Line(0.0, 1e-9 / gbytes)}, "estimate")
     rows = [work.row_at(m, 512) for m in masks]

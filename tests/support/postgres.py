@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the machine's own, where it has one (Debian: `apt install postgresql`)."""
+"""The machine's own PostgreSQL server, if it is installed (Debian: `apt install postgresql`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NOBODY = "postgres"
-"""As whom it runs if this process is root, which it refuses to be."""
+"""The user that runs it if this process is root, which PostgreSQL refuses."""
 
 
 def find_postgres() -> Path | None:
@@ -24,7 +24,9 @@ def find_postgres() -> Path | None:
 
 @contextmanager
 def postgres(programs: Path) -> Iterator[str]:
-    """A server with an empty database; gives its URL. It listens at a socket of its own folder."""
+    """Run a server with an empty database and give its URL. It listens at a socket in its own
+    folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix="maskserve-postgres-", dir="/tmp"))
     user = _NOBODY if os.geteuid() == 0 else None
     if user is not None:
@@ -47,12 +49,12 @@ def postgres(programs: Path) -> Iterator[str]:
 
 
 def stop(programs: Path, url: str) -> None:
-    """End a server as a lost host would."""
+    """Stop a server as abruptly as a lost host would."""
     _control(programs, url, "-m", "immediate", "stop")
 
 
 def start(programs: Path, url: str) -> None:
-    """Start one again that was stopped, with what it had."""
+    """Start a stopped server again with its data."""
     folder = url.rpartition("=")[2]
     settings = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
     _control(programs, url, "-l", f"{folder}/log", "-o", settings, "start")

@@ -1,4 +1,4 @@
-"""Ranks that take steps together: threads over real gloo groups, each with a batch of its own."""
+"""Ranks that take steps together: threads over real gloo groups, each with its own batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Rank:
-    """One of several over the same weights."""
+    """One of several ranks over the same weights."""
 
     def __init__(self, adapter: Adapter, rank: int, count: int, store: Any, *, deals: bool) -> None:
         self.rank, self._count, self._store, self._deals = rank, count, store, deals
@@ -32,7 +32,7 @@ class Rank:
         self._gangs: dict[range, GangExchange] = {}
 
     def gang(self, of: range) -> GangExchange | None:
-        """With these ranks; None: it is alone."""
+        """The exchange with these ranks; None: the rank is alone."""
         if len(of) == 1:
             return None
         if of not in self._gangs:
@@ -47,14 +47,14 @@ class Rank:
         return self.gang(range(self._count))
 
     def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
-        """All steps of rows, together; their latents."""
+        """Take all steps of the rows together, and return their latents."""
         while live := [row for row in rows if row.step < row.steps]:
             self.replay.step(live, kinds, self.all)
         return [row.result().array() for row in rows]
 
 
 def check_ranks(adapter: Adapter, encoder: Encoder, jobs: Sequence[EditJob], kind: str) -> None:
-    """Two ranks answer what one does, of cached rows and a dense one."""
+    """Check that two ranks give the results of one, for cached rows and a dense row."""
     primed = [Primed(adapter, encoder, job) for job in jobs]
 
     def run(rank: Rank) -> list[Any]:
@@ -70,7 +70,7 @@ def check_ranks(adapter: Adapter, encoder: Encoder, jobs: Sequence[EditJob], kin
 def by_ranks(
     adapter: Adapter, count: int, run: Callable[[Rank], T], *, deals: bool = False
 ) -> list[T]:
-    """What each of so many ranks returns."""
+    """The result of each rank."""
     store = HashStore()
     ranks = [Rank(adapter, rank, count, store, deals=deals) for rank in range(count)]
     with ThreadPoolExecutor(count) as pool:

@@ -1,6 +1,4 @@
-"""CUDA graphs on a CPU: operations are written down as they are done, and done again on the same
-memory.
-"""
+"""CUDA graphs on a CPU: operations are recorded, and run again on the same memory."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.support.cached_rows import Primed, cached
 
 
 class _Piece(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations, each with what it was given and what it made."""
+    """Operations, each with its inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,8 +46,8 @@ class _Piece(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Replayed:
-    """`graphs.GraphCapture`. What a recording has computed is spoiled behind it, so that a step
-    reads what its own operations have written.
+    """Stands for `graphs.GraphCapture`. The outputs of a recording are overwritten after it, so
+    that a step must read the outputs of its own replay.
     """
 
     checks = True
@@ -79,7 +77,7 @@ class Replayed:
 
 
 class HalfReplayed(Replayed):
-    """Whose recordings lack the later half of what was done, and so answer otherwise."""
+    """Loses the later half of each recording, so that its answers are wrong."""
 
     def end(self) -> _Piece:
         piece = super().end()
@@ -90,14 +88,14 @@ class HalfReplayed(Replayed):
 def finish_behind_a_lost_entry(
     adapter: Any, job: EditJob, primed: Primed, rest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """The row of a cached edit, at its end, whose fourth step lost its entry in the middle and was
-    taken again.
+    """Run a cached edit to its end. Its fourth step loses its entry in the middle and runs again.
+    Returns the row.
 
     Args:
         adapter: of recorded steps.
         job: the edit.
         primed: its template.
-        rest: class of a cached row's inactive tokens, which reads entries.
+        rest: class of a cached row's cached tokens; it reads entries.
         monkeypatch: of the test.
     """
     replay, kinds, source = Replay(adapter), ("kv",) * adapter.blocks, rest.source

@@ -1,4 +1,4 @@
-"""A whole router over emulated workers: real sockets, and workers that answer, fail or die."""
+"""A whole router over emulated workers, with real sockets. The workers answer, fail or die."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAST = Hardware(dense_seconds=0.01)
 
 
 class Faulty(EmulatedWorker):
-    """Fails the first so many edits, in a way that the test chooses."""
+    """A worker that fails its first edits in a way that the test chooses."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -35,30 +35,31 @@ class Faulty(EmulatedWorker):
         self.status = grpc.StatusCode.INTERNAL
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
         self.lacks: str | None = None
-        """A template that it does not have."""
+        """A template that the worker lacks."""
         self.instead: bytes | None = None
-        """What it answers edits with in place of a picture."""
+        """Bytes that it answers edits with in place of a picture."""
         self.silent = False
-        """Answers no status, as if it were down."""
+        """Whether it answers no status requests, as if it were down."""
         self.templates: dict[str, dict[str, Any]] = {}
         """Registrations by template."""
         self.adapters: dict[str, Any] = {"adapters": []}
-        """What it says of its LoRAs."""
+        """Its report about LoRAs."""
         self.holds_registrations = asyncio.Event()
-        """They wait until it is set."""
+        """Registrations wait until this is set."""
         self.holds_registrations.set()
         self.registering = 0
-        """Registrations that have come."""
+        """Number of registrations so far."""
         self.refuses: grpc.StatusCode | None = None
-        """How it fails registrations."""
+        """Status code with which registrations fail."""
         self.progress = 0
-        """Events that it sends before the answer of a stream, or before it fails it."""
+        """Number of events that it sends before the answer or the error of a stream."""
         self.hangs_up = 0
-        """Streams that it ends without an error in place of the answer."""
+        """Number of streams that it ends without an answer and without an error."""
         self.fails_answered = False
-        """Ends streams by an error behind their answer."""
+        """Whether it ends streams with an error after their answer."""
         self.keeps_ids = False
-        """Takes no id a second time, as a worker that has not yet let go of what was withdrawn."""
+        """Whether it refuses an id a second time, like a worker that still holds a withdrawn edit.
+        """
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []
         self._awake = asyncio.Event()
@@ -67,14 +68,14 @@ class Faulty(EmulatedWorker):
         self._working.set()
 
     def hold(self) -> None:
-        """Take edits and go on with none of them until `let_go`."""
+        """Accept edits and let none of them advance until `let_go`."""
         self._working.clear()
 
     def let_go(self) -> None:
         self._working.set()
 
     def freeze(self) -> None:
-        """Answer nothing until `thaw`, as a stopped process does."""
+        """Answer nothing until `thaw`, like a stopped process."""
         self._awake.clear()
 
     def thaw(self) -> None:
@@ -210,7 +211,7 @@ async def until(what: str, holds: Any) -> None:
 
 
 def picture(content: str) -> str:
-    """Text that begins as a PNG does, which is all that a router looks at."""
+    """Text that begins like a PNG. A router checks no more."""
     return base64.b64encode(PNG_SIGNATURE + content.encode()).decode()
 
 
@@ -224,7 +225,7 @@ def control_request(op: str, **fields: str) -> bytes:
 
 
 def http_edit(path: str = "/v2/models/edit/infer", version: str = "1.1") -> bytes:
-    """An edit as an HTTP client sends it."""
+    """The HTTP request of an edit."""
     message = pb.ModelInferRequest.FromString(edit())
     inputs = [
         {

@@ -1,4 +1,4 @@
-"""Requests to a router, and masks that say their tokens by themselves."""
+"""Requests to a router, and masks with a known number of tokens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def edit_request(image: bytes, mask: bytes, **settings: object) -> bytes:
 
 
 def parsed(message: pb.ModelInferRequest) -> ModelRequest:
-    """A message as the router has it."""
+    """A message in the router's form."""
     return ModelRequest.parse(message.SerializeToString())
 
 
 @lru_cache(maxsize=4096)
 def mask_of(active: int, side: int) -> bytes:
-    """A mask of `side` by `side` pixels that selects so many of them."""
+    """A mask of `side` by `side` pixels that selects this many of them."""
     flat = np.zeros(side * side, np.uint8)
     flat[:active] = 255
     return _png(flat.reshape(side, side))

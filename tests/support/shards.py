@@ -1,7 +1,7 @@
-"""Slow cases in shards, each a run of its own: `--slow-shard 2/6` is the second of six.
+"""Slow cases in shards, each in its own run: `--slow-shard 2/6` is the second of six.
 
-A file that starts servers (tests/e2e) is in one shard whole. The cases of all others are dealt out
-one by one, as what is slow lies in few files.
+A file that starts servers (tests/e2e) stays in one shard. The cases of all other files are dealt
+out one by one, because the slow ones are in few files.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """Number and count of shards that `2/6` names.
+    """Number and count of shards from a text like `2/6`.
 
     Raises:
-        pytest.UsageError: it names none.
+        pytest.UsageError: the text is not of this form.
     """
     fullmatch = re.fullmatch(r"(\d+)/(\d+)", text)
     number, count = (int(fullmatch[1]), int(fullmatch[2])) if fullmatch else (0, 0)
@@ -34,7 +34,7 @@ def split(items: Sequence[Any], number: int, count: int, e2e: Path) -> tuple[lis
         items: all cases, in an order that is the same in each run.
         number: of the shard, from 1.
         count: of shards.
-        e2e: the folder whose files are dealt out whole.
+        e2e: the folder whose files are not divided.
     """
     chosen: list[Any] = []
     files: dict[Path, int] = {}

@@ -1,4 +1,4 @@
-"""What becomes of one edit in an engine."""
+"""The events of one edit in an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sink:
     def wait(self) -> FinalEvent | Failed:
         assert self.done.wait(240), (
             "no final answer"
-        )  # ranks that start anew take long on a busy machine
+        )  # restarted ranks take long on a busy machine
         last = self.events[-1]
         assert isinstance(last, FinalEvent | Failed)
         return last

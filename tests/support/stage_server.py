@@ -1,6 +1,6 @@
-"""A stage service in this process: the stages themselves behind KServe's gRPC, as Triton runs them.
+"""A stage service in this process: the real stages behind KServe's gRPC, as Triton runs them.
 
-Requests of a model that wait are given to its `execute` together, up to eight, by one thread.
+One thread per model passes waiting requests to `execute` together, up to eight at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StageServer:
     """Use it as a context manager.
 
     Args:
-        api: what the stages were given.
+        api: the Triton API of the stages.
         stages: by name.
         port: 0 for a free one.
     """
@@ -51,7 +51,7 @@ class StageServer:
         self.kill()
 
     def kill(self) -> None:
-        """End it, with all that it was asked."""
+        """End the server with all its requests."""
         self._server.stop(0).wait()
         for model in self.models.values():
             model.end()
@@ -62,7 +62,7 @@ class _Model:
 
     def __init__(self, stage: Any) -> None:
         self.idle = threading.Event()
-        """Cleared: it is busy, and what comes waits."""
+        """Cleared while the model is busy; requests then wait."""
         self.idle.set()
         self.waiting: queue.Queue[Request | None] = queue.Queue()
         self.came = False
@@ -109,7 +109,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 array = np.empty(1, np.object_)
                 array[0] = bytes(bytes_tensor.only(raw))
             else:
-                array = np.frombuffer(bytearray(raw), _DTYPES[each.datatype])  # may be written
+                array = np.frombuffer(bytearray(raw), _DTYPES[each.datatype])  # makes it writable
             tensors[each.name] = array.reshape(tuple(each.shape))
         asked = self._server.api.request(json.dumps(given), **tensors)
         model.waiting.put(asked)

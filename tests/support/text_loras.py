@@ -1,4 +1,4 @@
-"""LoRAs of text encoders: small ones, and a worker that has them."""
+"""Small LoRAs of text encoders, and a worker that has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maskserve_lora.store import AdapterStore
 from tests.fakes.loras import Arrays, lora, write
 
 INNER = 32
-"""Of the tiny CLIPs' feed-forward parts."""
+"""Width of the feed-forward parts of the tiny CLIPs."""
 LAYER = "text_model.encoder.layers.0."
 
 
@@ -37,7 +37,8 @@ def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Conf
 
 
 def of_text(*parts: str, rank: int = 4, width: int = 32) -> Arrays:
-    """A LoRA of these text encoders, of the size of their own weights; `width` of their tokens."""
+    """A LoRA of these text encoders, in the size of their weights; `width` is their tokens' width.
+    """
     attention = {f"{LAYER}self_attn.{name}": (width, width) for name in ("q_proj", "out_proj")}
     drawn: Arrays = {}
     for part in parts:

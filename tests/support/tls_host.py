@@ -1,4 +1,4 @@
-"""A host of the internet, as far as a router is concerned: TLS, a name, and answers as told."""
+"""A stand-in for an internet host: TLS, a name, and given answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 @dataclass
 class Host:
-    """A TLS server on this machine, which answers each request with `answer`."""
+    """A TLS server on this machine that answers each request with `answer`."""
 
     port: int
     authority: trustme.CA
@@ -25,10 +25,11 @@ class Host:
     """Heads of requests."""
     bodies: list[bytes] = field(default_factory=list)
     then: list[bytes] = field(default_factory=list)
-    """Further answers, before `answer` is the one to all."""
+    """Answers that come first, before `answer` is the answer to all requests."""
     silent: bool = False
     drips: bytes = b""
-    """What it sends again and again, ten times a second, behind one of `then` if there is any."""
+    """Bytes that it sends again and again, ten times a second, after one of `then` if there is any.
+    """
 
 
 @asynccontextmanager
@@ -67,7 +68,7 @@ async def serving(name: str = "pictures.example") -> AsyncIterator[Host]:
 
 
 def trusted_by(host: Host) -> ssl.SSLContext:
-    """Certificates that whoever asks the host has to trust."""
+    """An SSL context that trusts the host's authority."""
     trusted = ssl.create_default_context()
     host.authority.configure_trust(trusted)
     return trusted

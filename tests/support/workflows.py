@@ -1,5 +1,5 @@
-"""A plain interpreter of plans: one node after the other, as a reader would. The oracle of runs;
-and random plans.
+"""A plain interpreter of plans, the oracle of runs. It runs one node after the other. Also random
+plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maskserve_workflows.ports import WorkflowError
 from maskserve_workflows.values import Areas, changed
 
 DRAWN = 30
-"""Plans that `drawn_plans` gives."""
+"""Number of plans of `drawn_plans`."""
 Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 """Key, node and inputs → outputs."""
 
@@ -41,7 +41,7 @@ Node = Callable[[str, NodeCall, Mapping[str, Any]], Mapping[str, Any]]
 def run_one(
     nodes: Nodes, node: str, inputs: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What one call gives, its pictures as files; raises what it refuses."""
+    """The outputs of one call, with pictures as files. Raises the node's error."""
     (made,) = nodes.run([NodeRequest(node, inputs, settings)])
     if isinstance(made, Exception):
         raise made
@@ -53,7 +53,7 @@ def run_one(
 
 
 def interpret(plan: WorkflowPlan, inputs: Mapping[str, Any], node: Node) -> dict[str, Any]:
-    """What the plan gives."""
+    """The plan's outputs."""
     values = {f"inputs.{name}": value for name, value in inputs.items()}
     _steps(plan.steps, values, "", node)
     return {name: values[ref] for name, ref in plan.outputs.items()}
@@ -122,13 +122,13 @@ def _repeat(step: Repeat, values: Mapping[str, Any], key: str, node: Node) -> di
 
 @st.composite
 def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = False) -> WorkflowPlan:
-    """A definition of random nodes and loops that are wired as their kinds allow.
+    """A definition with random nodes and loops that are wired as their kinds allow.
 
     Args:
         draw: hypothesis's.
-        deep: loops in one another.
-        rounds: of a loop without regions, at most.
-        sized: all pictures stay as large as masks are.
+        deep: depth of nested loops.
+        rounds: most rounds of a loop without regions.
+        sized: all pictures keep the size of the masks.
     """
 
     def pick(values: Sequence[Any]) -> Any:
@@ -184,7 +184,7 @@ def plans(draw: st.DrawFn, deep: int = 2, rounds: int = 3, *, sized: bool = Fals
 
 
 def plans_of_every_kind() -> list[WorkflowPlan]:
-    """Workflows of every kind of node and loop."""
+    """Workflows that together have every kind of node and loop."""
     with Workflow("regions", "Each region by itself.") as regions:
         image, prompt = regions.picture("image"), regions.text("prompt")
         with each(split(regions.mask("mask")), most=4, carry=image) as one:
@@ -209,7 +209,7 @@ def plans_of_every_kind() -> list[WorkflowPlan]:
 
 
 def drawn_plans() -> list[WorkflowPlan]:
-    """Random ones, with all passes but `prime`: cached rows differ from dense ones."""
+    """Random plans with all passes but `prime`, because cached rows differ from dense ones."""
     workflow_plans: list[WorkflowPlan] = []
 
     @hypothesis.settings(

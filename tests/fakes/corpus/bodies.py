@@ -11,7 +11,7 @@ from tests.fakes.corpus.tensors import CHANGES, Change, cell
 from tests.fakes.hostile import good_inputs
 
 UNREADABLE = (400, 500)
-"""Triton 2.51 answers 500 to JSON that it cannot read, later ones 400."""
+"""Triton 2.51 answers 500 to unreadable JSON, later versions answer 400."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HttpCase:
     """Inference-Header-Content-Length; None leaves it out."""
     statuses: tuple[int, ...]
     says: str
-    """What the error must name."""
+    """A part of the expected error message."""
     path: str = "/v2/models/edit/infer"
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ def _odd_documents() -> Iterator[HttpCase]:
 
 
 def _odd_headers() -> Iterator[HttpCase]:
-    """A document and its tensors, cut at the wrong place."""
+    """Cases with a document and its tensors, cut at the wrong place."""
     document, data = _document({})
     text = json.dumps(document).encode()
     for length in ("0", "-1", "99999999", "abc", "", "18446744073709551616", "5"):
@@ -122,7 +122,7 @@ def _odd_headers() -> Iterator[HttpCase]:
 
 
 def _document(changes: dict[str, Change], without: str = "") -> tuple[dict[str, Any], bytes]:
-    """JSON and the tensors' bytes behind it."""
+    """JSON and the bytes of the tensors after it."""
     inputs, data = [], b""
     for name, value in good_inputs().items():
         if name == without:

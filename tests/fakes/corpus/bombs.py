@@ -1,4 +1,4 @@
-"""Requests that are cheap to send and dear to work on, if they were worked on."""
+"""Requests that are cheap to send and would be expensive to process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.fakes.hostile import SIZE, good_inputs
 from tests.fakes.pictures import encode, scene
 
 MEGABYTE = 2**20
-# (width, height), each beyond the side or the pixels that are allowed by default.
+# (width, height), each beyond the default limit of sides or pixels.
 HUGE = ((60_000, 60_000), (16_385, 1), (1, 16_385), (16_000, 4_000), (2**31 - 1, 2**31 - 1))
 
 
@@ -63,7 +63,7 @@ def _bombs() -> dict[str, Callable[[], bytes]]:
             (b"IDAT", zlib.compress(bytes(MEGABYTE))),
             (b"IEND", b""),
         ),
-        # Within the limits, and of another size than the other picture.
+        # Within the limits, but with another size than the other picture.
         "PNG of 7000x7000 that is cut short": lambda: png_file(7000, 7000, 8, RGB, bytes(5000)),
         "JPEG of 100,000 segments": lambda: (
             b"\xff\xd8" + segment(0xFE, b"") * 100_000 + b"\xff\xd9\0\0"

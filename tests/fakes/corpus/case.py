@@ -1,4 +1,4 @@
-"""One case of the corpus: a request and the answer that it must get."""
+"""One case of the corpus: a request and its expected answer."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ class Works:
     """A final edit."""
 
     source: Pixels
-    """RGB [H, W, 3]: what the source decodes to."""
+    """RGB [H, W, 3]: the decoded source."""
     kept: Bools
-    """[H, W]: where the answer must be the source, bit for bit; nowhere if it is lossy."""
+    """[H, W]: pixels that the answer must copy from the source, bit for bit; none for lossy
+    sources.
+    """
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A file with damage that a decoder may overlook: refused by its field's name, or edited as
-    Pillow alone reads what is left of it.
+    """A damaged file whose damage a decoder may overlook. The request is refused with its field's
+    name, or edited with the pixels that Pillow alone reads from the file.
     """
 
     field: str
@@ -56,10 +58,10 @@ Expected: TypeAlias = Refused | Works | Damaged
 @dataclass(frozen=True)
 class Case:
     sort: str
-    """What is odd about it: `image`, `bomb`, `mask`, `settings`, `prompt`, `mutation`."""
+    """The odd part: `image`, `bomb`, `mask`, `settings`, `prompt`, `mutation`."""
     name: str
     make: Callable[[], dict[str, bytes]]
-    """IMAGE, MASK, PROMPT, SETTINGS; made when asked for, because some are large."""
+    """Makes IMAGE, MASK, PROMPT and SETTINGS. They are made on demand, because some are large."""
     expected: Expected
 
     @property
@@ -71,12 +73,12 @@ class Case:
 
 
 def refused(sort: str, name: str, field: str, **changed: bytes) -> Case:
-    """The good request with `changed` tensors, to be refused."""
+    """The good request with `changed` tensors, which must be refused."""
     return Case(sort, name, lambda: {**good_inputs(), **changed}, Refused(field))
 
 
 def works(sort: str, name: str, source: Pixels, kept: Bools, **changed: bytes) -> Case:
-    """The good request with `changed` tensors, to be edited."""
+    """The good request with `changed` tensors, which must be edited."""
     return Case(sort, name, lambda: {**good_inputs(), **changed}, Works(source, kept))
 
 

@@ -41,9 +41,9 @@ def is_sampled(index: int, count: int, wanted: int) -> bool:
 
 
 def sample(per_group: int = 7) -> set[str]:
-    """Names of the cases that a short run takes: some of each sort and expectation.
+    """Names of the cases of a short run: some of each sort and expectation.
 
-    Those written by hand as the worst of their kind are all taken.
+    All cases written by hand as the worst of their kind are included.
     """
     groups: dict[tuple[str, type], list[str]] = {}
     for case in edit_cases():

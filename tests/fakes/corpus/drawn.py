@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def drawn(strategy: SearchStrategy[T], count: int) -> list[T]:
-    """`count` values of `strategy`, where all are drawn: each process that shares the tests draws
-    them as it collects.
+    """`count` values of `strategy` in a full run, fewer in others. Each process that shares the
+    tests draws them at collection.
     """
     count = number(count)
     values: list[T] = []

@@ -1,4 +1,4 @@
-"""Encoded pictures as no ordinary program writes them: PNGs by hand, JPEGs and WebPs in parts."""
+"""Encoded pictures that no ordinary program writes: PNGs by hand, JPEGs and WebPs in parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Chunks = tuple[tuple[bytes, bytes], ...]
 def header(
     width: int, height: int, depth: int = 8, colour: int = RGB, *rest: int
 ) -> tuple[bytes, bytes]:
-    """IHDR; `rest` is compression, filter and interlace."""
+    """The IHDR chunk; `rest` is compression, filter and interlace."""
     return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, *(rest or (0, 0, 0)))
 
 
@@ -111,6 +111,6 @@ def webp_of(*chunks: bytes) -> bytes:
 
 
 def webp_canvas(width: int, height: int, flags: int = 0x10) -> bytes:
-    """VP8X: what an extended WebP says of its size."""
+    """The VP8X chunk, which states the size of an extended WebP."""
     extent = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     return webp_chunk(b"VP8X", bytes([flags, 0, 0, 0]) + extent)

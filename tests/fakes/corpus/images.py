@@ -51,7 +51,7 @@ def image_cases() -> Iterator[Case]:
         name = f"{size[1]}x{size[0]} pixels"
         inputs = {"IMAGE": encode(picture), "MASK": encode(mask)}
         yield works("image", name, picture, mask == 0, **inputs)
-    # Pillow takes missing rows for black ones.
+    # Pillow reads missing rows as black.
     short = png_of(header(*SIZE[::-1]), (b"IDAT", zlib.compress(bytes(507))), (b"IEND", b""))
     yield damaged("image", "PNG of too few rows", "IMAGE", short)
     for name, encoded in _broken().items():

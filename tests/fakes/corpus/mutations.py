@@ -1,4 +1,4 @@
-"""Valid files, damaged at random: edited or refused, nothing else."""
+"""Valid files with random damage. They must be edited or refused, nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mutation_cases() -> Iterator[Case]:
 
 
 def damaged_files() -> st.SearchStrategy[tuple[str, str, bytes]]:
-    """(IMAGE or MASK, what was done, the damaged file)."""
+    """(IMAGE or MASK, the sort of damage, the damaged file)."""
     seeds = [(field, kind) for field in ("IMAGE", "MASK") for kind in _KINDS]
 
     def damage(seed: tuple[str, str]) -> st.SearchStrategy[tuple[str, str, bytes]]:
@@ -85,13 +85,13 @@ def _overwritten(whole: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _spliced(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A part is left out, or is there twice."""
+    """Leave a part out, or repeat it."""
     places = st.integers(0, len(whole))
     return st.builds(lambda a, b: whole[:a] + whole[b:], places, places)
 
 
 def _joined(whole: bytes) -> st.SearchStrategy[bytes]:
-    """The head of one file and the tail of another."""
+    """Join the head of one file and the tail of another."""
     sampled_from = st.sampled_from([_file("IMAGE", kind) for kind in _KINDS])
     at = st.integers(1, len(whole))
     return st.builds(lambda other, n: whole[:n] + other[n:], sampled_from, at)
@@ -108,14 +108,14 @@ _WAYS: dict[str, Callable[[bytes], st.SearchStrategy[bytes]]] = {
 
 
 def _swapped(whole: bytes) -> st.SearchStrategy[bytes]:
-    """Whole chunks with right checksums, in another order, some twice, some not at all."""
+    """Whole chunks with right checksums in another order; some are repeated, some are missing."""
     chunks = chunks_of(whole)
     places = st.lists(st.integers(0, len(chunks) - 1), min_size=1, max_size=len(chunks) + 2)
     return places.map(lambda order: png_of(*(chunks[i] for i in order)))
 
 
 def _headed(whole: bytes) -> st.SearchStrategy[bytes]:
-    """Another header before the same pixels, its checksum right."""
+    """Another header before the same pixels, with a right checksum."""
     chunks = chunks_of(whole)
     small = st.integers(0, 300)
     number = st.one_of(small, small, st.integers(0, 2**32 - 1))
@@ -134,7 +134,7 @@ def _headed(whole: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _chunk_rewritten(whole: bytes) -> st.SearchStrategy[bytes]:
-    """One chunk's content replaced, its checksum right."""
+    """A file in which one chunk's content is replaced, with a right checksum."""
     chunks = chunks_of(whole)
     return st.builds(
         lambda at, junk: png_of(*chunks[:at], (chunks[at][0], junk), *chunks[at + 1 :]),

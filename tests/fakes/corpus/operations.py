@@ -1,4 +1,4 @@
-"""OP of `control`: operations that are refused."""
+"""OP of `control`: operations that must be refused."""
 
 from __future__ import annotations
 

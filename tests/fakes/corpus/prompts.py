@@ -1,4 +1,4 @@
-"""PROMPT: any text of any script, and bytes that are none."""
+"""PROMPT: any text of any script, and bytes that are not text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SETTINGS: every key with every wrong type, at and beyond its bounds, and JSON that is none."""
+"""SETTINGS: every key with every wrong type, at and beyond its bounds, and invalid JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.fakes.pictures import blob_mask, scene
 
 DRAWN_GOOD, DRAWN_BAD = 20, 50
 
-# Key → (values that work, values of the right type that do not). What the served model cannot do
-# counts as the latter: the cases are for FLUX.1 Fill.
+# Key → (values that work, values of the right type that do not). The cases are for FLUX.1 Fill:
+# abilities that it lacks count as the latter.
 _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "model": ((), ("", "no-such-model", "x" * 257, "\ud800", "../..", "a\nb")),
     "seed": ((0, 1, 2**32, 2**63 - 1), (-1, 2**63, 10**30, 10**4000)),
@@ -104,7 +104,7 @@ def settings_cases() -> Iterator[Case]:
 
 
 def good_settings() -> st.SearchStrategy[dict[str, Any]]:
-    """Settings that work, several keys at a time."""
+    """Valid settings, several keys at a time."""
     keys = [key for key, (good, _) in _VALUES.items() if good]
     pick = {key: st.sampled_from(_VALUES[key][0]) | st.none() for key in keys}
     pick["seed"] |= st.integers(0, 2**63 - 1)
@@ -115,7 +115,7 @@ def good_settings() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def bad_settings() -> st.SearchStrategy[tuple[dict[str, Any], str]]:
-    """Settings of which exactly one does not work, and that one's key."""
+    """Settings with exactly one invalid key, and that key."""
     return st.sampled_from(KEYS).flatmap(
         lambda key: st.tuples(
             st.builds(
@@ -143,7 +143,7 @@ def _json_that_works() -> dict[str, bytes]:
 
 
 def _broken_json() -> dict[str, tuple[bytes, str]]:
-    """Name → (SETTINGS, field that is named)."""
+    """Name → (SETTINGS, field in the error)."""
     not_json = {
         "blanks": b"  \n",
         "byte order mark": b"\xef\xbb\xbf{}",
@@ -236,7 +236,7 @@ def _edited(name: str, asked: dict[str, Any]) -> Case:
 
 
 def _worked(name: str, text: bytes, asked: dict[str, Any] | None = None) -> Case:
-    """Nothing is said of the pixels if the settings move the mask's border."""
+    """A case that works. The pixels are not checked if the settings move the mask's border."""
     mask = blob_mask(*SIZE)
     moved = (asked or {}).get("mask_dilate") or (asked or {}).get("mask_feather")
     return works("settings", name, scene(*SIZE), (mask == 0) & (not moved), SETTINGS=text)

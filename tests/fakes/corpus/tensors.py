@@ -1,4 +1,4 @@
-"""What can be wrong with a tensor, in either protocol."""
+"""Faults of a tensor in either protocol."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """What is wrong with one tensor; None leaves a part as it should be."""
+    """A fault of one tensor; None leaves a part as it should be."""
 
     data: bytes | None = None
     shape: list[int] | None = None
     datatype: str | None = None
     name: str | None = None
     says: str | None = None
-    """What is named, if not the tensor."""
+    """The name in the error; None: the tensor's."""
 
 
 def cell(value: bytes) -> bytes:

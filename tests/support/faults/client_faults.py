@@ -1,4 +1,4 @@
-"""Clients that leave: how soon their rows are free."""
+"""Clients that leave, and the time until their rows are free."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ time.sleep(600)
 
 @dataclass(frozen=True, slots=True)
 class ClientFault:
-    """A way for a client to leave: starts an edit, yields, and leaves when asked to go on."""
+    """A way for a client to leave."""
 
     name: str
     leave: Callable[[Site, str, ExitStack], Callable[[], object]]
-    """Starts the edit of this name and returns what makes the client leave it."""
+    """Starts the edit of this name, and returns a call that makes its client leave."""
 
 
 def client_faults() -> list[ClientFault]:
-    """Every way that Triton lets a server see."""
+    """Every way to leave that Triton shows to a server."""
     return [
         ClientFault("gRPC call cancelled", _cancel_unary),
         ClientFault("gRPC deadline passes", _deadline),
@@ -58,7 +58,7 @@ def client_faults() -> list[ClientFault]:
 
 @contextmanager
 def full_batch(site: Site, rows: int) -> Iterator[None]:
-    """`rows` long edits beside, so that a step is a step of a full batch."""
+    """Run `rows` long edits at the same time, so that a step is a step of a full batch."""
     with closing(Grpc(site.worker.grpc_url)) as client:
         names = [f"beside-{i}-{time.monotonic_ns()}" for i in range(rows)]
         edits = [client.begin(site.inputs(name)) for name in names]
@@ -70,10 +70,11 @@ def full_batch(site: Site, rows: int) -> Iterator[None]:
 
 
 def freed_s(site: Site, fault: ClientFault) -> float:
-    """Start an edit, have its client leave, and follow its row in the record until it is free.
+    """Start an edit, make its client leave, and watch the status record until the row is free.
+    Returns the seconds.
 
     Raises:
-        LookupError: the edit ended by itself, so nothing was seen of what its client did.
+        LookupError: the edit ended by itself, before the client's leaving had an effect.
         TimeoutError: its row did not come, or was not freed.
     """
     name = f"left-{time.monotonic_ns()}"
@@ -140,7 +141,7 @@ def _kill_stream(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
 
 
 def _child(site: Site, name: str, stack: ExitStack, front: str) -> Callable[[], None]:
-    """A client in a process of its own, to be killed."""
+    """Start a client in its own process, and return a call that kills it."""
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD], cwd=_BENCHMARKS, stdin=subprocess.PIPE, text=True
     )
@@ -156,7 +157,7 @@ def _close_events(site: Site, name: str, stack: ExitStack) -> Callable[[], None]
     host = site.worker.http_url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=_PATIENCE_S)
     stack.callback(connection.close)
-    # Triton looks at the connection when it writes to it: without progress it would see nothing.
+    # Triton checks the connection only when it writes to it, so the edit sends progress.
     body = json.dumps(texts(site.inputs(name, progress=True)))
     connection.request("POST", "/v2/models/edit_stream/generate_stream", body)
     return connection.close

@@ -1,4 +1,4 @@
-"""Harm to a cluster under load: two real workers behind a router, every answer judged."""
+"""Faults in a cluster under load: two real workers behind a router, every answer judged."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.support.faults.judged_load import (
 
 CLIENTS = 4
 LOAD_S = 3.0
-"""How long the load goes on after the harm has been done."""
+"""Seconds of load after the fault."""
 _BACK_S = 240.0
-"""A worker that is not back by then will not come."""
+"""Seconds until a missing worker counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What harm is done to."""
+    """The cluster under test."""
 
     supervisor: Supervisor
     site: RouterSite
@@ -48,7 +48,7 @@ class Cluster:
         return self.supervisor.workers[0]
 
     def process(self, model: str) -> psutil.Process:
-        """The victim's process that serves `model`, or its server itself."""
+        """The victim's process that serves `model`, or its tritonserver."""
         if model == "tritonserver":
             return psutil.Process(self.victim.pid)
         for name, pid in signed_in(self.victim.spec.files.runtime):
@@ -57,7 +57,7 @@ class Cluster:
         raise LookupError(f"no process serves {model}")
 
     def ready_workers(self) -> int:
-        """As the router says."""
+        """The number of ready workers, by the router."""
         with suppress(OSError, ValueError):
             page = self.site.read("/metrics").decode()
             lines = [
@@ -71,12 +71,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of harm."""
+    """One kind of fault."""
 
     name: str
     harm: Callable[[Cluster], Awaitable[None]]
     leaving: float = 0.0
-    """Share of edits whose clients do not wait for them."""
+    """Share of edits whose clients leave early."""
 
 
 async def _kill_denoiser(cluster: Cluster) -> None:
@@ -94,7 +94,7 @@ async def _kill_router(cluster: Cluster) -> None:
 
 
 async def _freeze(cluster: Cluster) -> None:
-    """Stop the whole server for a while, or until somebody gives it up."""
+    """Stop the whole server for a while, or until it is given up."""
     server = cluster.process("tritonserver")
     server.suspend()
     await asyncio.sleep(8.0)
@@ -116,7 +116,7 @@ async def _nothing(cluster: Cluster) -> None:
 
 
 async def _slow_and_large(cluster: Cluster) -> None:
-    """Clients that send headers a byte at a time, and bodies over the bound."""
+    """Clients that send headers a byte at a time, and bodies over the limit."""
     head = b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\n"
     slow = [_connect(cluster.site.http_url) for _ in range(20)]
     large = [_connect(cluster.site.http_url) for _ in range(5)]
@@ -145,7 +145,6 @@ def _connect(url: str) -> socket.socket:
 
 
 def faults() -> list[Fault]:
-    """All of them."""
     return [
         Fault("denoiser killed", _kill_denoiser),
         Fault("tritonserver killed", _kill_triton),
@@ -159,7 +158,7 @@ def faults() -> list[Fault]:
 
 
 async def try_fault(cluster: Cluster, fault: Fault) -> Tally:
-    """One harm under load: how the edits ended, once both workers serve again."""
+    """Cause one fault under load. Returns how the edits ended, once both workers serve again."""
     await _both_ready(cluster)
     site = cluster.site
     tally = Tally()

@@ -1,4 +1,4 @@
-"""Edits whose answers are known, sent to a router: right, wrong, an error, or no answer at all."""
+"""Edits with known answers, sent to a router. An answer is right, wrong, an error, or missing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from maskserve_benchmarks.soaking.visitor import DONE, Unexpected
 
 Pixels = npt.NDArray[np.uint8]
 PATIENCE_S = 60.0
-"""An edit without an answer by then is lost."""
+"""Seconds after which an edit without an answer is lost."""
 _AGAIN_S = 0.2
-"""What a client waits after an error."""
+"""Seconds that a client waits after an error."""
 WRONG, LOST, LEFT = "wrong", "lost", "left"
 _PROMPTS = ("a red star", "a blue circle", "a green square")
 
@@ -46,7 +46,7 @@ class Known:
 
 @dataclass(slots=True)
 class Tally:
-    """How edits ended; clients report here from their threads."""
+    """The outcomes of edits. Clients report them from their threads."""
 
     ends: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -60,13 +60,13 @@ class Tally:
 
     @property
     def errors(self) -> dict[str, int]:
-        """By what their clients were told."""
+        """Numbers of errors by their messages to clients."""
         known = (DONE, WRONG, LOST, LEFT)
         return {end: number for end, number in self.ends.items() if end not in known}
 
 
 def known_edits(urls: Sequence[str], side: int, steps: int, count: int = 6) -> list[Known]:
-    """Reproducible edits and their answers, the same from every worker.
+    """Reproducible edits and their answers, which are the same from every worker.
 
     Args:
         urls: gRPC ports of the workers themselves.
@@ -117,7 +117,7 @@ def _png(pixels: Pixels) -> bytes:
 
 @dataclass(slots=True)
 class Customer:
-    """A client of a router that sends known edits, and connects anew after an error."""
+    """A client of a router that sends known edits. It connects anew after an error."""
 
     rng: random.Random
     edits: Sequence[Known]
@@ -136,29 +136,29 @@ class Customer:
         self.grpc.close()
 
     def edit(self, asked: Callable[[Known], Answer]) -> str:
-        """One edit; how it ended, by the picture that came back or by what was raised.
+        """Run one edit and return its outcome, by the picture or by the error.
 
         Raises:
-            Unexpected: the picture is another than it should be.
+            Unexpected: the picture differs from the known answer.
         """
         edit = self.rng.choice(self.edits)
         try:
             image, _ = asked(edit)
         except Exception as error:
-            # A new connection after each error, as a client that starts anew has.
+            # A new connection after each error, as a restarted client has.
             self.close()
             time.sleep(_AGAIN_S)
             self.open()
             why = reason(error)
             return {CLIENT_CANCELLED: LEFT, CLIENT_TIMEOUT: LOST}.get(why, _short(why))
         off = _levels(decode(image), edit.answer)
-        if off:  # reproducible edits: their pixels are equal, not near
+        if off:  # reproducible edits have equal pixels, not similar ones
             raise Unexpected(f"an answer is off by {off} levels")
         return DONE
 
 
 def stay(customer: Customer) -> str:
-    """An edit that its client waits for."""
+    """Run an edit whose client waits for the answer."""
 
     def asked(edit: Known) -> Answer:
         if customer.use_http:
@@ -169,7 +169,7 @@ def stay(customer: Customer) -> str:
 
 
 def leave(customer: Customer) -> str:
-    """An edit whose client goes away, unless the answer is there before."""
+    """Run an edit whose client leaves, unless the answer comes first."""
     patience_s = customer.rng.uniform(0.02, 0.5)
 
     def asked(edit: Known) -> Answer:
@@ -186,5 +186,5 @@ def leave(customer: Customer) -> str:
 
 
 def _short(text: str) -> str:
-    """An error's kind: texts of the transport name ports."""
+    """The kind of an error. Texts of the transport contain ports, which are removed."""
     return text.split(":", 1)[0][:60]

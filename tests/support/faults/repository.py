@@ -11,7 +11,7 @@ _INSTALL = "\n\nimport sabotage\n\nsabotage.install(TritonPythonModel)\n"
 
 
 def sabotaged_repository(folder: Path) -> tuple[Path, Path]:
-    """Both of Triton's repositories, the first copied into `folder`; for ServeOptions."""
+    """Both of Triton's repositories for ServeOptions. The first one is copied into `folder`."""
     copy = folder / "model_repository"
     shutil.copytree(MODELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for model in ("denoiser", "decoder"):

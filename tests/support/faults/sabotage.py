@@ -1,8 +1,8 @@
-"""What is put beside model.py of the denoiser and the decoder to make them fail on command.
+"""A module beside model.py of the denoiser and the decoder that makes them fail on command.
 
-The file `sabotage` in the runtime folder says how the engine fails: `raise` makes every further
-step raise, `hang` makes the next one never end. While there is a file `sabotage-previews` the
-decoder raises at each. It runs inside Triton; `repository.py` puts it there.
+The file `sabotage` in the runtime folder selects the engine's failure: with `raise` every further
+step raises, with `hang` the next step never ends. While a file `sabotage-previews` exists, the
+decoder raises at each preview. The module runs inside Triton; `repository.py` copies it there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK_S = 0.02
 
 
 def install(model: Any) -> None:
-    """Have instances of the denoiser's or the decoder's TritonPythonModel obey."""
+    """Make instances of the denoiser's or the decoder's TritonPythonModel obey."""
     if model.name == "decoder":
         _install_in_decoder()
     else:

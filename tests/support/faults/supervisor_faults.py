@@ -1,4 +1,4 @@
-"""The supervisor is killed and started again at once: how soon a worker serves again."""
+"""The supervisor is killed and restarted at once; the test measures when a worker serves again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def running_files(base_port: int) -> list[WorkerFiles]:
 
 
 class _Serving:
-    """`maskserve serve` with one worker, as a process of its own."""
+    """`maskserve serve` with one worker, in its own process."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
@@ -52,7 +52,7 @@ class _Serving:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> float:
-        """Start it and wait until it is ready; what the worker took to load."""
+        """Start it and wait until it is ready. Returns the seconds that the worker took to load."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -62,7 +62,7 @@ class _Serving:
         raise TimeoutError("maskserve serve ended without being ready")
 
     def site(self, side: int, steps: int) -> Site:
-        """Its worker, seen from here."""
+        """The site of its worker."""
         options = self._options
         [own] = running_files(options.base_port)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
@@ -104,5 +104,5 @@ def try_supervisor_kill(model: str, log_dir: Path, side: int, steps: int) -> Wor
         seen=tuple(sorted({message for _, message in ends})),
         serves_s=serves - began,
         load_s=load_s,
-        as_told=True,  # nobody of ours is left to tell them
+        as_told=True,  # no process of ours is left to answer clients
     )

@@ -1,4 +1,6 @@
-"""A worker's process dies, stops or fails under load: who is told what, and when it is back."""
+"""A worker's process dies, stops or fails under load. The tests measure the clients' messages and
+the time until it serves again.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +22,44 @@ from tests.support.faults.worker_site import Site, until
 
 CLIENTS = 5
 RETURN_BAR_S = 15.0
-"""Beyond the worker's load time."""
+"""Seconds that a worker may take to return beyond its load time."""
 PATIENCE_S = 60.0
 LOAD_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFault:
-    """Harm to one process of a worker."""
+    """A fault in one process of a worker."""
 
     name: str
     inject: Callable[[Site], None]
     code: str = "[ENGINE_FAILED]"
-    """What clients' messages hold; empty where nobody of ours is left to answer."""
+    """A part of the clients' messages; empty if no process of ours is left to answer."""
     answer_bar_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTrial:
-    """What came of a fault. Seconds from the fault."""
+    """The result of a fault. Times are seconds from the fault."""
 
     seen: tuple[str, ...]
-    """Different messages that clients got."""
+    """Distinct messages that clients got."""
     serves_s: float
-    """Until an edit was done again."""
+    """Seconds until an edit succeeded again."""
     load_s: float
-    """What the restarted worker took to load."""
+    """Seconds that the restarted worker took to load."""
     as_told: bool
-    """Whether every client was told what the fault's clients are to be told, in time."""
+    """Whether every client got the fault's message in time."""
 
 
 def worker_faults() -> list[WorkerFault]:
-    """Every fault that is tried."""
+    """Every fault that the tests try."""
     kill, stop = signal.SIGKILL, signal.SIGSTOP
     return [
         WorkerFault("denoiser killed", _signal("denoiser", kill)),
         WorkerFault("denoiser stopped", _signal("denoiser", stop)),
         WorkerFault("engine raises at every step", _sabotage("raise")),
-        # Nothing but patience tells a step that hangs from one that takes long.
+        # Only a timeout tells a hanging step from a slow one.
         WorkerFault("engine hangs in a step", _sabotage("hang"), answer_bar_s=12.0),
         WorkerFault("encoder killed", _signal("encoder", kill)),
         WorkerFault("encoder stopped", _signal("encoder", stop)),
@@ -71,13 +73,13 @@ def worker_faults() -> list[WorkerFault]:
         WorkerFault("tritonserver killed", _signal("tritonserver", kill), code=""),
         WorkerFault("tritonserver stopped", _signal("tritonserver", stop), code=""),
         WorkerFault("the supervisor surprised, denoiser killed", _surprise),
-        # The last one: the logs stay so.
+        # This one is the last, because the logs stay full.
         WorkerFault("the disk of the logs full, denoiser killed", _fill_log_disk),
     ]
 
 
 def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
-    """Run five long edits, do the harm, and watch until an edit is done again.
+    """Run five long edits, cause the fault, and watch until an edit succeeds again.
 
     Raises:
         TimeoutError: a client was never answered, or the worker did not return.
@@ -85,14 +87,14 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
     harm = threading.Event()
     restarts = site.worker.restarts
     if restarts:
-        time.sleep(STEADY_S + 1.0)  # what fails sooner is restarted later
+        time.sleep(STEADY_S + 1.0)  # a sooner failure delays the restart
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = begin_visits(site, pool, harm)
         harm.set()
         began = time.monotonic()
         fault.inject(site)
         ends = [answer.result(PATIENCE_S) for answer in answers]
-    # Asked all along: an engine gives itself up when steps of one client after another fail.
+    # This edits all the time: an engine gives up only after failed steps of several clients.
     serves = until(
         "it serves again", lambda: site.serves() and site.worker.restarts > restarts, LOAD_S
     )
@@ -103,7 +105,7 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
         serves_s=serves - began,
         load_s=site.worker.loaded_in_s,
         as_told=answered_s <= fault.answer_bar_s
-        # An edit may be done in the moment before its worker is found unwell.
+        # An edit may succeed just before its worker is found unhealthy.
         and all(said == "done" or fault.code in said for said in messages),
     )
 
@@ -113,7 +115,7 @@ def _signal(model: str, number: signal.Signals) -> Callable[[Site], None]:
 
 
 def _surprise(site: Site) -> None:
-    """An exception that nobody foresaw, each time the supervisor looks for a second."""
+    """Raise an unexpected exception for a second, each time the supervisor checks the worker."""
     sick, end = site.worker.sick, time.monotonic() + 1.0
 
     def surprise() -> str | None:
@@ -126,7 +128,7 @@ def _surprise(site: Site) -> None:
 
 
 def _fill_log_disk(site: Site) -> None:
-    """/dev/full can be opened, and every write to it says that no space is left."""
+    """Make the log's disk full: /dev/full opens, and every write to it fails for lack of space."""
     for log in site.worker.spec.options.log_dir.glob(f"{site.worker.name}.*"):
         log.unlink()
         log.symlink_to("/dev/full")
@@ -145,9 +147,9 @@ def _sabotage(how: str) -> Callable[[Site], None]:
 def begin_visits(
     site: Site, pool: Executor, harm: threading.Event
 ) -> list[Future[tuple[float, str]]]:
-    """Have clients edit until the harm is done; returns when each has a row.
+    """Let clients edit until the fault. Returns when each edit has a row.
 
-    Each ends with the time.monotonic() of its last answer, and what that was.
+    Each result is the time.monotonic() of the client's last answer, and its message.
     """
     answers = [
         pool.submit(_visit, call, site, f"doomed-{number}-{time.monotonic_ns()}", harm)
@@ -158,7 +160,7 @@ def begin_visits(
 
 
 def _all_run(site: Site, answers: list[Future[tuple[float, str]]]) -> bool:
-    """Whether every client's edit has a row. Raises what a client failed with."""
+    """Whether every client's edit has a row. Raises a client's error if it failed."""
     for answer in answers:
         if answer.done():
             raise LookupError(f"a client ended before the fault: {answer.result()[1]}")
@@ -169,7 +171,7 @@ def _all_run(site: Site, answers: list[Future[tuple[float, str]]]) -> bool:
 def _visit(
     call: Callable[[Site, str], str], site: Site, name: str, harm: threading.Event
 ) -> tuple[float, str]:
-    """Edit after edit until the harm is done; when the last one was answered, and what with."""
+    """Edit again and again until the fault. Returns the time and the message of the last answer."""
     number, message = 0, "done"
     while message == "done" and not harm.is_set():
         number += 1

@@ -1,4 +1,4 @@
-"""A worker to do harm to, and the calls that watch it."""
+"""A worker for fault tests, and the calls that watch it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Site:
         self._reader = StatusReader(self.worker.spec.files.status)
 
     def inputs(self, request_id: str, **settings: Any) -> dict[str, bytes]:
-        """The four tensors of a long edit of a template of nobody else's."""
+        """The four tensors of a long edit. Its template belongs to no other edit."""
         long = {"num_inference_steps": self.steps, "cache": "off", "crop_to_mask": "off"}
         settings = {"seed": 1, **long, **settings}
         return {
@@ -55,13 +55,13 @@ class Site:
         return self._reader.read()
 
     def row(self, request_id: str) -> RowStatus | None:
-        """The row of an edit in the running batch; None when there is none."""
+        """The row of an edit in the running batch; None: it has no row."""
         status = self.status()
         rows = status.running if status is not None else ()
         return next((row for row in rows if row.request_id == request_id), None)
 
     def serves(self) -> bool:
-        """Whether an edit sent now is done."""
+        """Whether an edit that is sent now succeeds."""
         inputs = self.inputs(f"probe-{time.monotonic_ns()}", num_inference_steps=1)
         try:
             with closing(Grpc(self.worker.grpc_url)) as client:
@@ -81,10 +81,10 @@ def pictures(side: int) -> tuple[bytes, bytes]:
 
 
 def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:
-    """Wait until `check()` holds; the time.monotonic() at which it was seen to.
+    """Wait until `check()` holds. Returns the time.monotonic() of that moment.
 
     Raises:
-        TimeoutError: it did not within `timeout_s`.
+        TimeoutError: it did not hold within `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     while not check():

@@ -1,4 +1,4 @@
-"""burst: as many events as were asked for, each as soon as it may go; then a final one."""
+"""burst: sends the requested number of events as fast as it can, then a final one."""
 
 import json
 import threading

@@ -33,7 +33,7 @@ def load(answer, asked):
 
 
 def call(asked):
-    """How many events came before the final one."""
+    """The number of events before the final one."""
     acks = AckSender(asked["runtime_dir"])
     inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": acks.key}).encode())]
     request = pb_utils.InferenceRequest(
