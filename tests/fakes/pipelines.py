@@ -77,7 +77,7 @@ def blended_edit(
     import torch.nn.functional as F
     from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-    pipeline.image_processor.check_image_input = lambda image: None  # refuses 32 pixels
+    pipeline.image_processor.check_image_input = lambda image: None  # it refuses 32-pixel pictures
     source, (height, width) = Image.fromarray(pixels), mask.shape
     given = pipeline.image_processor.preprocess(source, height=height, width=width)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""Costs of LoRAs and ControlNets, beside Katz."""
+"""Costs of LoRAs and ControlNets, compared with Katz."""

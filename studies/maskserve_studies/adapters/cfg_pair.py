@@ -45,7 +45,7 @@ class _Rank:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
-        torch.manual_seed(0)  # the same weights and rows in both
+        torch.manual_seed(0)  # the same weights and rows in both processes
         self.rank = rank
         meeting: Any = dist  # torch's stubs do not name its stores
         file_store = meeting.FileStore(store, 2)
@@ -103,7 +103,7 @@ def _flux_steps(dtype: torch.dtype) -> dict[str, Step]:
     row.negative = Negative(row.text, row.pooled, 4.0)
 
     def step(exchange: Exchange | None) -> None:
-        row.step = 1  # not the one that makes the vectors of those ahead
+        row.step = 1  # not the step that makes vectors of later steps
         bench.step([row], "dense", exchange=exchange)
 
     return {"cfg_pair_flux": step}
@@ -125,12 +125,12 @@ def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
         for rank in ranks:
             rank.join(60.0)
     figures: dict[str, Any] = {}
-    times = {  # of the rank that takes longer
+    times = {  # of the slower rank
         key: list(map(max, *(rank[key] for rank in rank_times))) for key in rank_times[0]
     }
     for name in dict.fromkeys(name for name, _ in times):
         seconds = {way: times[name, way] for way in WAYS}
-        # Rounds are paired: what else the machine does meets both ways of one.
+        # Rounds are paired: other work on the machine affects both ways of a round.
         pairs = zip(seconds["alone"], seconds["pair"], strict=True)
         workers = zip(seconds["alone"], seconds["beside"], strict=True)
         figures[f"{name}_step_ms"] = round(1e3 * statistics.median(seconds["pair"]), 1)

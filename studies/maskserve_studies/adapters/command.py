@@ -1,43 +1,47 @@
-"""Measure what adapters cost: steps of rows with LoRAs or a ControlNet, over the same steps
+"""Measure the cost of adapters: steps of rows with LoRAs or a ControlNet, over the same steps
 without.
 
     python scripts/bench bench_adapters --only lora control --json adapters.json
 
 `lora_step_ratio`: eight cached rows of FLUX's width, random weights, one double and one single
-block; each row has a LoRA of its own, of rank 16, of every linear layer. Rows stay packed; steps
-with and without are timed in turn, and medians compared. Steps that compute the vectors of those
-ahead are among them as often as in an edit.
+block. Each row has its own LoRA of rank 16 on every linear layer. Rows stay packed. Steps with and
+without LoRAs are timed in turn, and medians are compared. Steps that also compute the
+vectors of later steps come as often as in an edit.
 
-`lora_edits_ratio`: edits per second of the demo model with LoRAs over those without, and
-`lora_vs_one_per_batch` over those of a server that has one LoRA in a batch (`lora_edits`).
+`lora_edits_ratio`: edits per second of the demo model with LoRAs over those without.
+`lora_vs_one_per_batch`: the same over those of a server with one LoRA per batch (`lora_edits`).
 
-`lora_fast_added_ms`: what a LoRA on storage that takes a second adds to an edit (`lora_loading`).
+`lora_fast_added_ms`: the time that a LoRA on storage with a second of latency adds to an edit
+(`lora_loading`).
 
-Where there is a bar (`BARS`), the report's `bars` says it, and whether it is met.
+The report's `bars` lists each bar (`BARS`) and whether it is met.
 
-`control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks beside 3
-(FLUX.1: 57 beside 15), all with the weights of one double and one single block; over the steps that
-`REFRESH` is, and `dense_control_flux` with all of the ControlNet's tokens at every
-step. `…_count` is what the FLOPs say of these blocks, `…_flux_dev_count` of FLUX.1-dev at 1024
-pixels with 5 + 10 blocks.
+`control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks and 3 of
+the net (FLUX.1: 57 and 15), all with the weights of one double and one single block. The time is
+averaged over the steps between two refreshes (`REFRESH`). `dense_control_flux` computes all of the
+ControlNet's tokens at every step. `…_count` is the ratio by FLOPs for these blocks, and
+`…_flux_dev_count` for FLUX.1-dev at 1024 pixels with 5 + 10 blocks.
 
-`control_sdxl` and its companions: the same of a cached row of SDXL at 0.3 of its width, one pass,
-at mask ratio .2, with a ControlNet of its size; `…_xl_count` is of SDXL at 1024 pixels.
+`control_sdxl` and its companions: the same for a cached row of SDXL at 0.3 of its width, one pass,
+at mask ratio .2, with a ControlNet of its size. `…_xl_count` is for SDXL at 1024 pixels.
 
-`service_of_limit`: a dense step with a ControlNet beside the base over one with it in a service, a
-core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
+`service_of_limit`: the time of a dense step with a ControlNet beside the base over the time with
+the ControlNet in a service, on a core each, as a share of the limit by FLOPs (`control_service`).
+`service_speedup` is the value before that division.
 
-`three_controls_of_limit`: as `service_of_limit`, of three ControlNets in three services, where
-clocks stand for the devices (`emulated_controls`); `…_alone_ms` is a step with all on the base's
-device, `…_one_service_ms` one with all in one service, and `…_bus_…` counts what residuals take
+`three_controls_of_limit`: the same for three ControlNets in three services on emulated devices
+(`emulated_controls`). `…_alone_ms` is a step with all nets on the base's device, and
+`…_one_service_ms` a step with all nets in one service. `…_bus_…` also counts the residuals' way
 through host memory.
 
 `ahead_over_free_link`: an edit whose ControlNet is in a service behind 10 Gbit/s, with `adapters:
-fast`, over one with no network between them (emulated as well); `exact_…` with steps that wait.
+fast`, over an edit without a network between them (both emulated). `exact_…` is for steps that
+wait.
 
-`cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
-one of them (`cfg_pair.py`; SDXL at 0.3 of its width), and `…_two_workers` edits per second
-of two such processes with an edit each over one. The same of a cached row, and of FLUX's width.
+`cfg_pair`: a step of a guided row by two processes of one core, one pass each, over both passes in
+one process (`cfg_pair.py`; SDXL at 0.3 of its width). `…_two_workers`: edits per second of two such
+processes with an edit each, over one process. The same figures exist for a cached row and for
+FLUX's width.
 """
 
 from __future__ import annotations

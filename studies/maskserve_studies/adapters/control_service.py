@@ -101,7 +101,7 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
         os.sched_setaffinity(0, set(cores))
         torch.set_num_threads(threads)
     base, net = flops()
-    limit = 1.0 + net / base  # what hiding the ControlNet can give
+    limit = 1.0 + net / base  # the most that hiding the ControlNet can gain
     return {
         "service_step_without_ms": round(without, 1),
         "service_step_beside_ms": round(in_process_ms, 1),

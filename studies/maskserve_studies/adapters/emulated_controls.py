@@ -1,21 +1,22 @@
 """Edits with ControlNets in services, with a clock in place of each device and network (Katz §5,
 §9).
 
-The base is this process; each service is a process with the engine's own step loop, socket and
-slots. What a device computes takes as long as its FLOPs say: those of SDXL at 0.3 of its width, as
-in `control_service`. As on a GPU, who launches does not wait: only for what another process says,
-and for the end of a step. Residuals have the shapes of SDXL's, of 1024 pixels with guidance.
+The base is this process. Each service is a process with the engine's own step loop, socket and
+slots. A device's computation takes the time of its FLOPs: those of SDXL at 0.3 of its width, as in
+`control_service`. As on a GPU, a process does not wait after a launch. It waits only for other
+processes' messages and for the end of a step. Residuals have the shapes of SDXL's at 1024 pixels
+with guidance.
 
-`three_controls`: dense steps with three ControlNets, each in a service on a device of its own (Fig.
-16), at the pace at which one ControlNet's step takes an H800 what Katz measured. Beside it stand
-all on the base's device, one after the other; one service that has all three; and three whose
-residuals go through host memory.
+`three_controls`: dense steps with three ControlNets, each in a service on its own device (Fig. 16).
+The pace is that of one ControlNet's step on an H800 as Katz measured it. Three variants are
+compared: all nets on the base's device, one after the other; one service with all three nets; and
+three services whose residuals go through host memory.
 
-`slow_link`: edits with a ControlNet in a service behind 10 Gbit/s, over the same without a network.
-The service's own process sends what it says when the link would have brought it, byte by byte
-(`SlowConnection`). The base computes at the pace at which a transfer takes `TRANSFER` of its step.
-All steps of an edit are timed, the first one, which nothing can hide, among them: with `adapters:
-exact`, which waits at each step, and with both `[controls] fast`.
+`slow_link`: edits with a ControlNet in a service behind 10 Gbit/s, over the same edits without a
+network. The service's own process sends each message when the link would have carried it, byte by
+byte (`SlowConnection`). The base computes at a pace at which a transfer takes `TRANSFER` of its
+step. All steps of an edit are timed, with the first one, which nothing can hide. The modes are
+`adapters: exact`, which waits at each step, and `adapters: fast`.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Base:
 
     def __init__(self, step_s: float) -> None:
         base, net = flops()
-        # What a ControlNet computes is a copy of the way down and of the middle, and products of
-        # its own behind them.
+        # A ControlNet computes a copy of the way down and of the middle, and then its own
+        # products.
         projection_flops = sum(
             2.0 * residual_map.channels**2 * residual_map.positions
             for residual_map in residual_maps(UNETS[PRESET])

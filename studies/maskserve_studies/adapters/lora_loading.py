@@ -1,10 +1,10 @@
-"""The time that an edit pays for a LoRA on storage that takes a second to answer.
+"""The time that an edit loses to a LoRA on storage with a second of latency.
 
-Cached edits of FLUX Fill of width 512 with random weights, each with a LoRA that nobody has asked
-for before. `exact` waits for it before its first step; `fast` begins without, as far as the LoRA's
-profile allows (Katz §6), here half of its steps, which take longer than the storage. Both are held
-against an edit whose LoRA is on the device. A batch-mate's steps are timed while a load is under
-way, and while none is.
+The edits are cached edits of FLUX Fill of width 512 with random weights, each with a new LoRA.
+`exact` waits for the LoRA before its first step. `fast` begins without it, as far as the LoRA's
+profile allows (Katz §6). Here that is half of its steps, which take longer than the storage. Both
+are compared with an edit whose LoRA is on the device. Steps of a batch-mate are timed during a load
+and without one.
 """
 
 from __future__ import annotations

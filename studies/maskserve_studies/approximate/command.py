@@ -3,14 +3,15 @@
 
     python scripts/bench approximate --json approximate.json
 
-Edits of the demo model that name a colour and a shape, held against the same edit done in full: dB
-inside the mask, and whether the judge sees what was asked for. The earlier edit is of the same
-picture, and differs in what EARLIER says; `other_picture` is another edit's. Two ways to start:
+The edits of the demo model name a colour and a shape. They are compared with the same edits run in
+full: dB inside the mask, and whether the judge sees the requested object. The earlier edit has the
+same picture and differs as EARLIER says. `other_picture` is another edit's result. There are two
+ways to start:
 
-- `noised`: from its result, noised to the sigma of step K with this edit's own noise.
-- `state`: from what it had itself after K steps, with this edit's seed, as NIRVANA keeps it.
+- `noised`: from the earlier result, noised to the sigma of step K with this edit's own noise.
+- `state`: from the earlier edit's state after K steps, with this edit's seed, as NIRVANA keeps it.
 
-`first_block_threshold` is the rival: as much of the blocks' work left out by FirstBlockCache.
+`first_block_threshold` is the rival: FirstBlockCache that skips as much of the blocks' work.
 """
 
 from __future__ import annotations

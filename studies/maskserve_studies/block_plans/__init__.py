@@ -1,1 +1,1 @@
-"""The block planner, beside FlashPS's Algorithm 1 and simpler planners."""
+"""The block planner, compared with FlashPS's Algorithm 1 and simpler planners."""

@@ -1,12 +1,12 @@
-"""Measure a step whose entries travel: loaded before the step, beside it, by Algorithm 1 and by our
-planner.
+"""Measure a step whose entries must be loaded: before the step, during it, by Algorithm 1 and by
+our planner.
 
     python scripts/bench pipeline --json pipeline.json --plot pipeline.png
 
-One row, another entry at every step (FlashPS Fig. 4, left). The link is emulated: the real bytes
-are copied, then the loader's thread sleeps for the time that is left. Ways are timed in turn, round
-after round; the least of each is reported, because whatever else the machine does makes a step
-longer, never shorter. Predictions are made from compute steps timed at other mask ratios.
+One row reads another entry at every step (FlashPS Fig. 4, left). The link is emulated: the real
+bytes are copied, then the loader's thread sleeps for the rest of the time. Ways are timed in turn,
+round after round. The least time of each way is reported, because other work on the machine only
+makes a step longer. Predictions come from compute steps timed at other mask ratios.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the other core is the loader's
+    torch.set_num_threads(1)  # the loader uses the other core
     torch.manual_seed(0)
     bench = Bench(args.preset, None, torch.float32, torch.device("cpu"), "int8")
     bench.fill_entry("both")

@@ -1,10 +1,10 @@
-"""Measure how long planning takes: FLUX.1 at 1024x1024, 57 blocks, 8 rows.
+"""Measure the time of planning: FLUX.1 at 1024x1024, 57 blocks, 8 rows.
 
     python scripts/bench planner --json build/bench_planner.json
 
-Draws row sets with a fixed seed, plans each from its rows (sums, costs, plan), and then lets row
-sets drift, one row leaving and one joining per step, through a plan cache. Prints medians and
-tails of CPU time, and how much of the best latency a shared plan gives away.
+It draws row sets with a fixed seed and plans each from its rows (sums, costs, plan). Then row sets
+drift through a plan cache: one row leaves and one joins per step. It prints medians and tails of
+CPU time, and the latency that a shared plan loses against the best plan.
 """
 
 from __future__ import annotations

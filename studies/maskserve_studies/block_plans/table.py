@@ -1,9 +1,9 @@
-"""Print what planning gains with realistic costs: a table, and a plot over mask ratios.
+"""Print the gain from planning with realistic costs: a table, and a plot over mask ratios.
 
     python scripts/bench plan_table --markdown build/plan_table.md --plot docs/images/plan_gain.png
 
-Costs are the cost model's estimate of an H100 (half of the 16-bit peak) and three links; steps
-are steady, one row, 2 GB of prefetch. Nothing here was measured on a GPU.
+Costs are the cost model's estimate of an H100 (half of the 16-bit peak) and three links. Steps are
+steady, with one row and 2 GB of prefetch. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations

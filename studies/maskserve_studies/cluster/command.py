@@ -5,8 +5,8 @@
     python scripts/bench simulate_cluster --deadlines --json deadlines.json --plots docs/images
     python scripts/bench simulate_cluster --workflows --json workflows.json
 
-The production scheduler, planner, cost model and routing policies decide; only time, the network
-and the numbers of the device are made up. Equal arguments give equal output.
+The production scheduler, planner, cost model and routing policies decide. Only time, the network
+and the device's numbers are simulated. Equal arguments give equal output.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The comparisons of the simulated cluster: routing, batching, and what a policy gains when it
-knows templates, ControlNets and LoRAs.
+"""The comparisons of the simulated cluster: routing, batching, and the gain of a policy that knows
+templates, ControlNets and LoRAs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Due times on eight simulated devices, beside TetriServe."""
+"""Due times on eight simulated devices, compared with TetriServe."""

@@ -1,1 +1,1 @@
-"""Due times on a real worker of two devices, beside the simulator."""
+"""Due times on a real worker of two devices, compared with the simulator."""

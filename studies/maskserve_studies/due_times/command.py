@@ -1,22 +1,25 @@
-"""Measure the share of edits that are in time on a real worker of two devices, beside the
-simulator.
+"""Measure the share of edits that are in time on a real worker of two devices, and compare it with
+the simulator.
 
     python scripts/bench due_times --json docs/benchmarks/due_times.json
 
-FLUX Fill of width 512 (random weights), dense edits of three sizes, Poisson, behind a real Triton.
-A device is a process of one thread. First the worker is profiled (`profile_costs`): a step of each
-size on one device with both busy, and on two; servers start with that (`[engine] costs`). Then
-what an edit takes before its steps and behind them. In each round, at each load, the same fresh
-arrivals go to a worker with the policy `deadline` and to one where each edit keeps one device
-(`spread`, a row per device), in turn; and into the simulator (`shared_cores.py`) on the
-measured times: the schedulers of both servers, encoder and decoder that take edits one by one, and
-all of them on the machine's cores. It also has edits that keep two devices, which no server has.
-A shared machine is now faster and now slower, by a third within minutes: products of a step's size
-are timed round the profile and round each run, and the simulator's times are longer or shorter as
-they are.
+The edits are dense edits of FLUX Fill of width 512 (random weights) in three sizes. They come by a
+Poisson process to a real Triton. A device is a process of one thread. First the worker is profiled
+(`profile_costs`): a step of each size on one device with both busy, and on two devices. Servers
+start with that profile (`[engine] costs`). Then the parts of an edit before and after its steps are
+measured.
 
-`apart` is real less simulated, in points, and `error` its standard error over the rounds: of 30
-edits one is 3.3 points, so a single round tells nothing of a bar of 5.
+In each round, at each load, the same arrivals go to three systems in turn. The first is a worker
+with the policy `deadline`. The second is a worker where each edit keeps one device (`spread`, a row
+per device). The third is the simulator (`shared_cores.py`) with the measured times. It has the
+schedulers of both servers, an encoder and a decoder that take edits one by one, and the machine's
+cores for all of them. It also simulates edits that keep two devices, which no server runs.
+
+The speed of a shared machine changes by a third within minutes. So products of a step's size are
+timed around the profile and around each run, and the simulator's times scale with them.
+
+`apart` is real less simulated, in points, and `error` is its standard error over the rounds. One of
+30 edits is 3.3 points, so a single round says nothing about a bar of 5.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A simulated worker whose devices are processes on the cores of one machine, shared by encoder,
-ranks and decoder. The production schedulers decide.
+"""A simulated worker whose devices are processes on the cores of one machine. The encoder, the
+ranks and the decoder share the cores. The production schedulers decide.
 """
 
 from __future__ import annotations

@@ -1,22 +1,29 @@
 """Measure a machine with a GPU in under 10 minutes, and write a JSON file and its page.
 
-It is written anew as each part is known. A part that fails has a reason in place of its figures,
-and the others go on. The parts: whether tests/gpu pass; which attention is used; how fast entries
-reach the device; attention and the placing of entries by themselves; steps of FLUX.1-dev's size
-(random weights) as a worker takes them, also between anchors of the rows' own; steps beside what
-their counted FLOPs take at the device's published peak, with rows of one mask ratio and of several,
-with entries in int8 and as they are by default; for how long the host asks for a step; what a step
-holds in memory beside what the memory table counts; steps that load their entries meanwhile;
-diffusers' own transformer in turn, as it is, compiled and in FP8; steps of SDXL, also of rows with
-anchors of their own; T5 and the VAE; whole edits of the demo model (`--model FOLDER`: of another)
-through Triton, where there is one.
+The file is written anew after each part. A part that fails has a reason in place of its figures,
+and the other parts go on. The parts are:
+
+- whether tests/gpu pass;
+- the attention kernel in use;
+- the speed at which entries reach the device;
+- attention and the placing of entries by themselves;
+- steps of FLUX.1-dev's size (random weights) as a worker takes them, also between refresh steps;
+- steps compared with the time of their FLOPs at the device's published peak, with rows of one mask
+  ratio and of several, with entries in int8 and in the default format;
+- the host's time to launch a step;
+- the memory of a step, compared with the memory table;
+- steps that load their entries at the same time;
+- diffusers' own transformer in turn: as it is, compiled, and in FP8;
+- steps of SDXL, also of rows with refresh steps;
+- T5 and the VAE;
+- whole edits of the demo model (or of `--model FOLDER`) through Triton, if there is one.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
-Beside the JSON lies a page with plots, gpu-first-run.md.
+A page with plots, gpu-first-run.md, is written beside the JSON file.
 
-Some parts alone: `--only served attention_ms`. On a card that does not hold the whole model, with
-fewer blocks: `--blocks 4 8`. A rehearsal on any machine, which says nothing of a GPU:
+Some parts alone: `--only served attention_ms`. For a card that cannot hold the whole model, use
+fewer blocks: `--blocks 4 8`. A rehearsal on any machine, which says nothing about a GPU:
 
     python scripts/bench first_run --device cpu --preset demo --json rehearsal.json
 """

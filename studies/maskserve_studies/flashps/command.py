@@ -1,13 +1,13 @@
-"""Repeat FlashPS's comparisons on real workers: static batching beside continuous batching, and
-ways of routing.
+"""Repeat FlashPS's comparisons on real workers: static and continuous batching, and ways of
+routing.
 
     python scripts/bench flashps --json docs/benchmarks/flashps.json
 
-A worker with `[engine] batching = "static"` beside one with continuous batching, at shares of what
-the second can do (Fig. 4 middle, Fig. 16 left); then two workers behind a router with each policy
-(Fig. 4 right, Fig. 16 right). Load is perf_analyzer's, Poisson, over gRPC, in turn and in rounds.
-Image work inside the step loop, the strawman, is no configuration of a worker; `simulate_cluster
---bars` has it.
+A worker with `[engine] batching = "static"` is compared with one with continuous batching, at
+shares of the latter's rate (Fig. 4 middle, Fig. 16 left). Then two workers run behind a router with
+each policy (Fig. 4 right, Fig. 16 right). perf_analyzer makes the load: Poisson, over gRPC, in turn
+and in rounds. No worker can be configured for the strawman, image work inside the step loop;
+`simulate_cluster --bars` has it.
 """
 
 from __future__ import annotations

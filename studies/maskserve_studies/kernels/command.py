@@ -1,19 +1,19 @@
 """Count the kernels that a step of FLUX.1-dev or of a UNet launches on CUDA, by case. It needs no
 GPU.
 
-The engine's own code runs on tensors that have a device but no memory;
-`--write` puts the counts where tests/unit/engine/test_fake_cuda.py holds later changes to them.
+The engine's own code runs on tensors that have a device but no memory. `--write` saves the counts;
+tests/unit/engine/test_fake_cuda.py compares later changes with them.
 
     python scripts/bench kernel_table --write
 
-`--bytes` prints what a step reads and writes in the device's memory instead, by group of
-operations, and `least`: weights and entries read once, inputs and outputs of products and
-attention. The rest is what a kernel that fused more would save.
+`--bytes` prints the bytes that a step reads and writes in the device's memory, by group of
+operations. `least` counts weights and entries read once, and inputs and outputs of products and
+attention. A kernel that fuses more could save the rest.
 
     python scripts/bench kernel_table --bytes
 
-With `--json` a few of all these, as JSON: gigabytes of a dense step and of one of a cached row,
-kernels per block of that one, and kernels of a step of SDXL with guidance.
+`--json` prints a few of these figures as JSON: gigabytes of a dense step and of a cached row's
+step, kernels per block of the latter, and kernels of a step of SDXL with guidance.
 
     python scripts/bench kernel_table --bytes --json
 """

@@ -1,7 +1,7 @@
 """Judge the photo model by held-out edits through diffusers' pipeline: rims, likeness, words, the
-VAE, the time of an edit. Writes a sheet of them, and a blind one beside another model.
+VAE, the time of an edit. Writes a sheet of the edits, and a blind sheet with another model.
 
-The blind sheet shows each source, then both answers in an order that only its key tells.
+The blind sheet shows each source, then both answers in a random order. Only its key has the order.
 """
 
 from __future__ import annotations

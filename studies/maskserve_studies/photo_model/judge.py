@@ -16,10 +16,10 @@ from maskserve_benchmarks.demo_model.scenes import Mask, Picture, fill
 from maskserve_studies.photo_model.scenes import Stock, Textures, look_of, material
 from maskserve_studies.photo_model.words import MATERIALS, MORE, NOTHING, Wish, wishes
 
-_JUDGED_SIDE: Final = 96  # pixels of the larger side, to which the judge of words reduces pictures
-_COARSE: Final = 3  # pixels of it a side that are compared as one
-_ROUGH: Final = 0.3  # of a material's roughness: below it a surface is plain
-_TOLERANCE: Final = 16.0  # of 255: how far colours of a good answer lie from the ideal one
+_JUDGED_SIDE: Final = 96  # larger side, in pixels, of pictures for the judge of words
+_COARSE: Final = 3  # side of the blocks that it compares, in pixels
+_ROUGH: Final = 0.3  # share of a material's roughness; a surface below it is plain
+_TOLERANCE: Final = 16.0  # of 255: distance of a good answer's colours from the ideal ones
 
 
 def rim_step(picture: Picture, mask: Mask) -> float:

@@ -42,7 +42,7 @@ from maskserve_studies.photo_model.words import (
 
 OBJECT_FILES: Final = CHECKOUT / "assets" / "objects"
 HELD_OUT_PHOTOS: Final = (PHOTOS / "rocket.jpg", *sorted((PHOTOS / "held-out").glob("*.jpg")))
-_SMALLEST: Final = 0.2  # of a picture's side: a region for an object, below which none is told
+_SMALLEST: Final = 0.2  # least side of an object's region, as a share of the picture's side
 _TINTS: Final = {"brick": (176, 92, 70), "grass": (92, 146, 52), "gravel": (150, 146, 140)}
 
 Textures = dict[str, Image.Image]

@@ -23,8 +23,8 @@ OBJECTS: Final[tuple[str, ...]] = (
 )  # fmt: skip
 MATERIALS: Final[tuple[str, ...]] = ("brick", "grass", "gravel", "wood")
 GROUND: Final = "ground"  # a thing: all of the region in one material
-NOTHING: Final = "nothing"  # a thing: what surrounds the region goes on
-MORE: Final = "more"  # a thing: one more of what the picture shows several of
+NOTHING: Final = "nothing"  # a thing: the surroundings go on
+MORE: Final = "more"  # a thing: one more of the picture's objects
 THINGS: Final = (*OBJECTS, *SHAPES, GROUND, NOTHING, MORE)
 LOOKS: Final = ("", *COLOURS, *MATERIALS)
 

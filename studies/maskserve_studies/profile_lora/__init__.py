@@ -1,1 +1,1 @@
-"""Steps without a LoRA, judged on finished pictures (Katz)."""
+"""The number of steps that an edit can run without its LoRA, judged on finished pictures (Katz)."""

@@ -1,16 +1,16 @@
-"""Find for how many steps an edit may go without its LoRA (`adapters: fast`), judged on finished
+"""Find for how many steps an edit may run without its LoRA (`adapters: fast`), judged on finished
 pictures.
 
     python scripts/bench profile_lora assets/adapters/{hollow,ninth-colour}.safetensors \
         --out assets/adapters/profiles.json --plot docs/images/lora_profiles.png
 
-The same edits are made with the LoRA from step K on, for K = 1, 2, …, and held against those that
-have it from the start. The largest K at which, and below which, the pictures agree inside the mask
-by BARS gives the sigma that `[adapters] profiles` reads: steps at a higher sigma may go without. A
-LoRA for which not even K = 1 does is not written, and its fast edits are exact ones.
+The same edits run with the LoRA from step K on, for K = 1, 2, …, and with the LoRA from the start.
+Their pictures agree inside the mask if they meet BARS. The largest K up to which all pictures agree
+gives the sigma that `[adapters] profiles` reads: steps at a higher sigma may run without the LoRA.
+A LoRA that fails at K = 1 is not written, and its fast edits are exact.
 
-Katz's rule stands beside (§6): the first step after which the latents with and without the LoRA
-have a cosine similarity under 0.99. It does not look at pictures. `--plot` draws both.
+The report also has Katz's rule (§6): the first step after which the latents with and without the
+LoRA have a cosine similarity under 0.99. The rule ignores pictures. `--plot` draws both.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Measure what communication costs ranks that share a step: the time of the same shares without any
-exchange over the time with it.
+"""Measure the cost of communication for ranks that share a step: the time of the same shares
+without any exchange over the time with it.
 
     python scripts/bench bench_sp --json docs/benchmarks/sequence_parallel.json
 
-Each rank is a process with one thread; they exchange over gloo. Random weights at FLUX's width, the
-first blocks of it, one row. A round takes each sort of step once, all ranks at the same time; of a
-round the slowest rank's time counts, and of all rounds the fastest: other work on the machine only
-adds. `cpu` is the same by processor time, of the median round: it sees what the exchange computes
-and copies, and no waiting. `bytes` are those that one rank has sent in a step, `counted` what core
-counts for it (planning/degree_costs.py) and the model's answer, which is gathered at the end of a
-step.
+Each rank is a process with one thread; they exchange over gloo. The model has random weights at
+FLUX's width, a few first blocks, and one row. A round takes each sort of step once, all ranks at
+the same time. The slowest rank's time counts in a round. The fastest round counts overall, because
+other work on the machine only adds time. `cpu` is the same by processor time, of the median round:
+it includes the exchange's computing and copying, but no waiting. `bytes` are those that one rank
+sends in a step. `counted` is core's count of them (planning/degree_costs.py) plus the model's
+answer, which is gathered at the end of a step.
 """
 
 from __future__ import annotations

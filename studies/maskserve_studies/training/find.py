@@ -51,7 +51,7 @@ def new_model(tokenizer: CLIPTokenizer) -> CLIPSegForImageSegmentation:
         text_config={
             **text.config.to_dict(),
             "model_type": "clipseg_text_model",
-            "_name_or_path": "",  # else it has the path of this checkout
+            "_name_or_path": "",  # else it holds the path of this checkout
         },
         vision_config={
             "hidden_size": _WIDTH,

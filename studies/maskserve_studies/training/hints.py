@@ -30,7 +30,7 @@ class Hints(nn.Module):
         width = model.inner_dim
         self._outputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shapes_right: dict[str, float] = {}
-        """Share of the last batch's shapes that each head predicts right."""
+        """Share of the last batch's shapes that each head predicts correctly."""
         object_heads, answer_heads = (
             ("last_double", "first_single"),
             ("first_single", "middle_single"),

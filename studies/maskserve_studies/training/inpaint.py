@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
 
 def without_channels(fill: FluxTransformer2DModel, vae: AutoencoderKL) -> FluxTransformer2DModel:
     """The text-to-image model that `fill` is when everything is masked."""
-    channels = fill.config.out_channels  # of latents as tokens
+    channels = fill.config.out_channels  # channels of latents as tokens
     side = 8 * 2 ** (len(vae.config.block_out_channels) - 1)
     blank = vae.encode(torch.zeros(1, 3, side, side)).latent_dist.mode()[0, :, 2:4, 2:4]
     latents = ((blank - vae.config.shift_factor) * vae.config.scaling_factor).reshape(-1)

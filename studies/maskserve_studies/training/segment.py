@@ -89,7 +89,7 @@ def new_model() -> SamModel:
         *(layer.cross_attn_token_to_image for layer in layers.layers),
         layers.final_attn_token_to_image,
     ):
-        # From the first step on, a click attends to its own place, because equal places look alike.
+        # A click attends to its own place from the first step on, because equal places look alike.
         for projection in (attention.q_proj, attention.k_proj):
             torch.nn.init.eye_(projection.weight)
     return model

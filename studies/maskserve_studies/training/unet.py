@@ -51,7 +51,7 @@ def build_unet() -> UNet2DConditionModel:
         layers_per_block=1,
         norm_num_groups=4,  # 8 channels and more a group, as in the true models
         cross_attention_dim=WIDTH,
-        attention_head_dim=(1, 2, 3),  # in fact numbers of heads, as in Stable Diffusion 2
+        attention_head_dim=(1, 2, 3),  # these are numbers of heads, as in Stable Diffusion 2
         use_linear_projection=True,
     )
 

@@ -41,7 +41,9 @@ HALOS = (1, 2, 3, 4)
 DEFAULT = StagesConfig().decode_halo
 _SIDE, _TOKEN, _LATENT, _RING = 128, 8, 4, 1
 _WHOLE_FROM = 0.7
-"""Share of the picture from which the whole picture is decoded, as in a worker's decoder."""
+"""Largest share of the picture that is decoded in pieces; beyond it the whole picture is decoded,
+as in a worker.
+"""
 
 
 class Scene:

@@ -1,9 +1,9 @@
 """LegoDiffusion's figures with the scheduler of `maskserve_workflows`, and the gains from masks and
 due times.
 
-A system's *rate* is the load at which it has nine of ten requests in time, as a share of what all
-devices could do of dense work; requests are due at twice what they take alone. All systems serve
-the same requests.
+A system's *rate* is the load at which it has nine of ten requests in time, as a share of the
+devices' dense capacity. Requests are due at twice their time alone. All systems serve the same
+requests.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ LOAD_S: Final = 0.430 / 3.9
 TWO: Final = 1.9
 """Speed of two devices over one."""
 OVERHEAD_S: Final = 1e-3
-"""Seconds of overhead of every call, also of a monolith's. §7.5 reports less than that for the largest
-fetch.
+"""Seconds of overhead of every call, also of a monolith's. §7.5 reports less than that for the
+largest fetch.
 """
 SHARES: Final = (0.5, 0.3, 0.2)
 """Shares of a base's requests: without a ControlNet, with the first one, with the second one."""

@@ -1,23 +1,25 @@
-"""Measure workflows beside scripts that call the same nodes, in turn on one server with the demo
+"""Measure workflows and scripts that call the same nodes, in turn on one server with the demo
 model.
 
-`rivals`: `variants`, eight edits of a picture that nobody has sent before, the script's eight calls
-at once; `detail`, four regions of one, the script paints each on the last result. Both with rows'
-own anchors (`[cache] own_anchors`, the default) and without (`*_without_anchors`).
-`added`: what a run of three nodes on two servers takes beside these, called by themselves, in ms.
-`shared`: of five prompts for one picture and name at once, how often the name is looked for and the
-picture encoded; memory and processes with three workflows at once, beside those with one.
-`verified`: edits with the LoRA `hollow`, three tries, verifier `find`, judged by what the demo's
-own judge sees; beside the first tries, which a verifier that says yes to all would have given.
-`stages`: what two workers with a stage service save of memory, as a share of one encoder's and one
-decoder's processes; and their edits per second, as a share of those of two that have their own.
-`by-name`: 16 MiB from node to node by name, beside through the caller.
-`due`: plans with due times over eight emulated workers, beside edits as they come and beside the
-simulator (`due_plans`): 10 minutes with 300 plans of a seed.
-`hosts`: what a link adds to 8 MiB from node to node, and edits per second with a ControlNet at its
-other end, as a share of those with one in a service of the same host; None where this process may
-make no network namespaces.
-`models`: `find` on held-out scenes, `enlarge` beside Lanczos on a photograph never seen.
+`rivals`: two workflows against scripts. `variants`: eight edits of a new picture; the script makes
+its eight calls at once. `detail`: four regions of one picture; the script paints each region on the
+last result. Both run with refresh steps (`[cache] own_anchors`, the default) and without
+(`*_without_anchors`).
+`added`: milliseconds that a run of three nodes on two servers takes beyond calls of the nodes
+alone.
+`shared`: five prompts for one picture and name at once: how often the name is searched and the
+picture is encoded. Also memory and processes with three workflows at once, compared with one.
+`verified`: edits with the LoRA `hollow`, three tries and the verifier `find`, judged by the demo's
+own judge. The first tries are what a verifier that accepts everything would give.
+`stages`: memory that two workers with a stage service save, as a share of one encoder's and one
+decoder's processes. Also their edits per second, as a share of two workers with their own stages.
+`by-name`: 16 MiB from node to node by name, compared with the way through the caller.
+`due`: plans with due times over eight emulated workers, compared with single edits and with the
+simulator (`due_plans`). It takes 10 minutes with 300 plans of a seed.
+`hosts`: time that a link adds to 8 MiB from node to node, and edits per second with a ControlNet at
+its other end, as a share of those with a service on the same host. None if this process may not
+make network namespaces.
+`models`: `find` on held-out scenes, and `enlarge` compared with Lanczos on a photograph never seen.
 
     python scripts/bench workflows --json workflows.json
     python scripts/bench workflows --json workflows.json --only added models    # adds to the file

@@ -1,16 +1,16 @@
-"""Plans with due times at the real router, beside single edits and beside the simulator.
+"""Plans with due times at the real router, compared with single edits and with the simulator.
 
 Eight workers and two node servers are emulated in this process (real gRPC, the step scheduler, a
-row at a time, an H100's times); the router is the product's own process. `replace`, `detail`,
-`outline` and `variants` come by a Poisson process, each due at twice its longest chain:
+row at a time, an H100's times). The router is the product's own process. `replace`, `detail`,
+`outline` and `variants` come by a Poisson process. Each one is due at twice its longest chain:
 
 slack    runs of the shipped plans: their admission, due times of nodes, least slack first
-fcfs     the same requests by a script of each, `[routing] order = "fcfs"`, also at workers: each
-         edit is due when its run is, and admitted by itself
+fcfs     the same requests by a script each, `[routing] order = "fcfs"`, also at workers. Each
+         edit is due when its run is, and is admitted by itself
 
-Both meet the same arrivals, and so does the simulator (`workflow_plans/simulation.py`), which
-knows all masks as a request comes. Edits wait at the router (`waiting_per_worker = 0`), and
-predictions are taken at their word (`deadline_slack = 1`).
+Both orders get the same arrivals. So does the simulator (`workflow_plans/simulation.py`), which
+knows all masks when a request comes. Edits wait at the router (`waiting_per_worker = 0`).
+Predictions are used without slack (`deadline_slack = 1`).
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ class Cluster:
 async def _measured(cluster: Cluster, requests: Sequence[Request]) -> Figures:
     """Send all requests at their arrival times."""
     scripted = cluster.order == "fcfs"
-    # The router learns which template the picture is, by an edit that is dense in any case; then
-    # what things take.
+    # The router learns the picture's template from an edit that is dense in any case. Then it
+    # learns the durations of nodes and edits.
     await cluster.edit(square(64), "", {"seed": 0})
     warm = [
         replace(item, number=number, tries=1)
