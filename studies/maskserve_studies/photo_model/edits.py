@@ -8,7 +8,7 @@
 | `material`, `ground` | "a brick heart", "grass" | the word |
 | `more` | "more of the same" | the object that stands beside the region |
 
-Edit i of a kind is the same whatever `n`.
+Edit i of a kind does not depend on `n`.
 """
 
 from __future__ import annotations

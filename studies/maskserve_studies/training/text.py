@@ -146,7 +146,7 @@ def build_t5(tokenizer: T5TokenizerFast) -> T5EncoderModel:
 def train_text(folder: Path, language: Language, *, steps: int = 600, batch: int = 64) -> None:
     """Train both encoders to predict look and thing, and save all four parts under `folder`.
 
-    The pooled CLIP output is pulled to one fixed code per look and thing, whatever the wording. So
+    The pooled CLIP output is pulled to one fixed code per look and thing for all wordings. So
     the transformer need not see every wording of every wish.
     """
     torch.manual_seed(0)
