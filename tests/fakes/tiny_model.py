@@ -55,7 +55,8 @@ def build_tiny_model(folder: Path, semantics: str = "fill", seed: int = 0) -> Pa
 
 
 def with_heads(model: Path, folder: Path, heads: int, width: int = 32) -> Path:
-    """Write a tiny model to `folder` again with this number of heads of this width, and return it.
+    """Write a tiny model to `folder` again with this number of heads of this width, and
+    return it.
     """
     import torch
     from diffusers import FluxTransformer2DModel

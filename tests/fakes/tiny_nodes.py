@@ -86,7 +86,8 @@ def build_likeness(folder: Path) -> None:
 
 
 def build_grounded(find: Path, segment: Path) -> None:
-    """A GroundingDINO that finds arbitrary boxes, and a SAM that finds arbitrary regions in them.
+    """A GroundingDINO that finds arbitrary boxes, and a SAM that finds arbitrary regions
+    in them.
     """
     torch.manual_seed(6)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", "red", "star", "heart"]

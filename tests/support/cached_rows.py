@@ -107,7 +107,8 @@ def check_entries_unwritten(replay: Replay, encoder: Encoder, job: EditJob) -> N
 def check_mixed_batch(
     replay: Replay, encoder: Encoder, jobs: Sequence[EditJob], kind: str, stride: int = 1
 ) -> None:
-    """Check that dense and cached rows that join, leave and are cancelled do not change each other.
+    """Check that dense and cached rows that join, leave and are cancelled do not change
+    each other.
     """
     primed = [Primed(replay.adapter, encoder, job, stride=stride) for job in jobs]
 

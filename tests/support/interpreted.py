@@ -43,7 +43,8 @@ def run_interpreted(program: str, *args: str) -> None:
 
 @cache
 def _server() -> ForkServerContext:
-    """A server that forks processes with the interpreter. It has already imported the slow modules.
+    """A server that forks processes with the interpreter. It has already imported the
+    slow modules.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)

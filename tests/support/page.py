@@ -79,7 +79,8 @@ def pick(page: Page, width: int, height: int) -> None:
 
 
 def paint(page: Page, stroke: list[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Paint a stroke, or a click if it has one place. Returns its places in pixels of the picture.
+    """Paint a stroke, or a click if it has one place. Returns its places in pixels of
+    the picture.
     """
     canvas = page.locator("#editor .paint")
     canvas.scroll_into_view_if_needed()

@@ -58,7 +58,8 @@ class Faulty(EmulatedWorker):
         self.fails_answered = False
         """Whether it ends streams with an error after their answer."""
         self.keeps_ids = False
-        """Whether it refuses an id a second time, like a worker that still holds a withdrawn edit.
+        """Whether it refuses an id a second time, like a worker that still holds a
+        withdrawn edit.
         """
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []

@@ -21,9 +21,7 @@ class Sink:
             self.done.set()
 
     def wait(self) -> FinalEvent | Failed:
-        assert self.done.wait(240), (
-            "no final answer"
-        )  # restarted ranks take long on a busy machine
+        assert self.done.wait(240), "no final answer"  # restarted ranks take long on a busy machine
         last = self.events[-1]
         assert isinstance(last, FinalEvent | Failed)
         return last

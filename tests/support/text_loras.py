@@ -37,7 +37,8 @@ def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Conf
 
 
 def of_text(*parts: str, rank: int = 4, width: int = 32) -> Arrays:
-    """A LoRA of these text encoders, in the size of their weights; `width` is their tokens' width.
+    """A LoRA of these text encoders, in the size of their weights; `width` is their
+    tokens' width.
     """
     attention = {f"{LAYER}self_attn.{name}": (width, width) for name in ("q_proj", "out_proj")}
     drawn: Arrays = {}

@@ -28,7 +28,8 @@ class Host:
     """Answers that come first, before `answer` is the answer to all requests."""
     silent: bool = False
     drips: bytes = b""
-    """Bytes that it sends again and again, ten times a second, after one of `then` if there is any.
+    """Bytes that it sends again and again, ten times a second, after one of `then` if there
+    is any.
     """
 
 

@@ -112,7 +112,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def product_s() -> float:
-    """Seconds of matrix products of a step's size, on as many cores at once as there are devices.
+    """Seconds of matrix products of a step's size, on as many cores at once as there
+    are devices.
     """
     torch.set_num_threads(1)
     tokens, weights = torch.randn(80, 512), torch.randn(512, 2048)
@@ -153,7 +154,8 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
 
 
 def profiled(model: Path, file: Path) -> dict[int, Times]:
-    """Profile steps of each size at each degree with all devices busy. The profile goes to `file`.
+    """Profile steps of each size at each degree with all devices busy. The profile goes
+    to `file`.
     """
     args = profile_costs.parse(["--devices", str(DEVICES), "--sides", *map(str, DUE)])
     points, profile = profile_costs.profiled(args, model, args.sides)

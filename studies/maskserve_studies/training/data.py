@@ -70,7 +70,8 @@ def encode(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
 def write_part(
     vae: AutoencoderKL, folder: Path, kind: str, size: tuple[int, int], scenes: int, seed: int
 ) -> None:
-    """Draw and encode `scenes` scenes of `size` (height, width) into `folder`. Existing files stay.
+    """Draw and encode `scenes` scenes of `size` (height, width) into `folder`. Existing
+    files stay.
     """
     if (folder / "done").exists():
         return

@@ -87,7 +87,8 @@ class Batch:
     touched: torch.Tensor
     """(B, N): 1 at the edited object's tokens."""
     placed: torch.Tensor
-    """(B, N, 3) in tokens: the way from each token to the edited object's centre, and its radius.
+    """(B, N, 3) in tokens: the way from each token to the edited object's centre, and
+    its radius.
     """
 
 
@@ -157,7 +158,8 @@ class Sampler:
         self._rng = np.random.default_rng()
 
     def draw(self, size: tuple[int, int], most: int) -> Batch:
-        """Draw edits of pictures of `size` (height, width), about TOKENS_PER_BATCH tokens in all.
+        """Draw edits of pictures of `size` (height, width), about TOKENS_PER_BATCH tokens
+        in all.
         """
         rng, grid = self._rng, (size[0] // TOKEN, size[1] // TOKEN)
         count = max(1, TOKENS_PER_BATCH // (2 * grid[0] * grid[1] + MAX_LENGTH))

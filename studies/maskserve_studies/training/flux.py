@@ -117,7 +117,8 @@ def train(
 
 
 def merged_ema(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """The mean of all workers' averaged weights, and the number of samples that they saw together.
+    """The mean of all workers' averaged weights, and the number of samples that they
+    saw together.
     """
     states = [torch.load(p, weights_only=True) for p in sorted(folder.glob("worker*.pt"))]
     if not states:

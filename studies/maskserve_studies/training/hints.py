@@ -72,7 +72,8 @@ class Hints(nn.Module):
         return torch.stack(parts).sum()
 
     def _entropy(self, head: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Cross entropy of colour plus shape, over the samples whose `numbers` (B, 2) are not -1.
+        """Cross entropy of colour plus shape, over the samples whose `numbers` (B, 2) are
+        not -1.
         """
         has_label = numbers[:, 0] >= 0
         if not has_label.any():

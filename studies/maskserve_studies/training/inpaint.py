@@ -72,7 +72,8 @@ def without_channels(fill: FluxTransformer2DModel, vae: AutoencoderKL) -> FluxTr
 
 
 def train(model: FluxTransformer2DModel, sampler: Sampler, seconds: float, rate: float) -> None:
-    """Train with flow matching on whole pictures for this much CPU time. The rate decays linearly.
+    """Train with flow matching on whole pictures for this much CPU time. The rate
+    decays linearly.
     """
     generator = torch.Generator().manual_seed(1)
     model.train().requires_grad_(True)

@@ -143,7 +143,8 @@ def train(
 
 
 def photo_crops(pictures: Stock) -> Crops:
-    """Crops of answers, some with their region set to grey. The VAE has to code only such pictures.
+    """Crops of answers, some with their region set to grey. The VAE has to code only
+    such pictures.
     """
 
     def draw(rng: np.random.Generator, side: int, count: int) -> list[Picture]:

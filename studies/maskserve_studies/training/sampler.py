@@ -105,7 +105,8 @@ class Sampler:
         return self._batch(samples, ids)
 
     def draw_objects(self, tokens: int) -> HintedBatch:
-        """Small windows round the objects of relational scenes alone, about `tokens` tokens in all.
+        """Small windows round the objects of relational scenes alone, about `tokens` tokens
+        in all.
         """
         number = self._pick_part("relations")
         part = self._parts[number]

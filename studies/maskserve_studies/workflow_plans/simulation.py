@@ -62,7 +62,8 @@ class Rules:
     printed: bool = False
     """Use LegoDiffusion's Algorithm 1 in place of ours."""
     admission: bool = True
-    """Refuse plans that would be late, and end late plans. Without it, all plans run to their end.
+    """Refuse plans that would be late, and end late plans. Without it, all plans run to
+    their end.
     """
     sees_plan: bool = True
     """Whether the nodes after a node are known. If not, each node comes when it is ready. Then no
@@ -251,7 +252,8 @@ class PlanRun:
             self._cycle(now)
 
     def _judge(self, plan: _Plan, now: float) -> None:
-        """End a plan if one of its newly ready nodes would be late. Each node is judged by itself.
+        """End a plan if one of its newly ready nodes would be late. Each node is judged
+        by itself.
         """
         if self.rules.sees_plan or not self.rules.admission:
             return

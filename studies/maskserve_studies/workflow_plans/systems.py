@@ -157,7 +157,8 @@ class Want:
 
 
 def wants(load: Load) -> list[Want]:
-    """Draw the requests. Loads that differ only in `load` give the same requests with other gaps.
+    """Draw the requests. Loads that differ only in `load` give the same requests with
+    other gaps.
     """
     mean = sum(share * flow.solo_s for flow, share in load.mix.items())
     rate = load.load * load.devices / mean

@@ -350,7 +350,8 @@ def served(find: Path, *, own_anchors: bool = True) -> Iterator[Rivals]:
 
 
 def rivals(args: argparse.Namespace) -> dict[str, Any]:
-    """The scripts' time over the workflows' time, with refresh steps and without, and all seconds.
+    """The scripts' time over the workflows' time, with refresh steps and without, and
+    all seconds.
     """
     figures: dict[str, Any] = {}
     for suffix, own_anchors in (("", True), ("_without_anchors", False)):

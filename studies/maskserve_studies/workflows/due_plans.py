@@ -172,7 +172,8 @@ class Cluster:
         return {name: values.get(name, self._picture) for name in names}
 
     async def _script(self, request: Request, end: float) -> None:
-        """Run the plan like a client's script: the router gets edits, and node servers get nodes.
+        """Run the plan like a client's script: the router gets edits, and node servers
+        get nodes.
         """
         machine = WorkflowRun(self.plans[request.kind], self._inputs(request))
         calls: dict[asyncio.Task[dict[str, Any]], Task] = {}
