@@ -12,7 +12,7 @@ Attention and single blocks see *row order*:
 Keys also include a row's cached tokens (`cached`), and tokens that none of its steps computes
 (`fixed`):
 
-    | text 0 | image 0 | rest 0 | fixed 0 | text 1 | …
+    | text 0 | image 0 | cached 0 | fixed 0 | text 1 | …
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Packing:
-    """Layout of rows with `text[r]` + `image[r]` computed tokens; `rest[r]` cached and any fixed
-    tokens follow as keys only.
+    """Layout of rows with `text[r]` + `image[r]` computed tokens; `cached[r]` cached tokens and any
+    fixed tokens follow as keys only.
     """
 
     text: tuple[int, ...]
@@ -320,7 +320,7 @@ def sparse_layout(
         _pack(text, image, parts, fixed, device, timeless),
         _stream(cached, device),
     )
-    if device.type == "cpu":  # few steps compute all tokens of a row that reads something
+    if device.type == "cpu":  # few steps compute all tokens of a cached row
         return SparseLayout(narrow, rest_stream, widened)
     narrow, rest_stream, wide = moved((narrow, rest_stream, widened()), device)
     return SparseLayout(narrow, rest_stream, lambda: wide)  # no step waits for a transfer
@@ -379,10 +379,10 @@ class PlacedKV:
         if sum(tensor.nbytes for tensor in keys_and_values) > room:
             return None
         self._blocks[block] = _Placed(keys_and_values, entries, spans)
-        # A device's one kernel reads all sooner than so many copies are asked for.
+        # On a GPU one kernel reads all entries faster than many copies start.
         if previous is None or keys_and_values[0].device.type != "cpu":
             return None
-        # A handle is of one row's tokens, and what is read of it follows from nothing else.
+        # A handle belongs to one row's tokens; its keys and values depend on nothing else.
         spans_by_id = {
             id(entry): span
             for entry, span in zip(previous.entries, previous.spans, strict=False)
@@ -399,16 +399,16 @@ class PlacedKV:
 
 
 class Residuals(Protocol):
-    """Residuals of one row, asked for anew at every step."""
+    """Residuals of one row, requested at every step."""
 
     def after(self, number: int) -> Tensor | None:
         """Return the residual to add at a place of the model; None: nothing.
 
-        FLUX: [n, width], added to the row's computed image tokens behind block `number`, double
+        FLUX: [n, width], added to the row's computed image tokens after block `number`, double
         blocks first.
 
         UNets: [C, h, w], a map of the whole picture, added to skip connection `number` in the order
-        these begin; the number behind the last one stands for the middle block's output.
+        these begin; the number after the last one stands for the middle block's output.
         """
         ...
 
@@ -603,7 +603,7 @@ class Packed:
             self.cis.clone(),
         )
         packed.cached_cis = None if self.cached_cis is None else self.cached_cis.clone()
-        vars(packed).pop("wide_cis", None)  # of others' factors
+        vars(packed).pop("wide_cis", None)  # made of the tensors before the copy
         return packed
 
     def take(self, other: Packed) -> None:

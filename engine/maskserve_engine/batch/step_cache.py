@@ -1,4 +1,4 @@
-"""A row's step cache: what its refresh steps leave for the steps between them.
+"""A row's step cache: keys and values from its refresh steps, for the steps between them.
 
 At a refresh step the row computes all tokens, as a dense row does, and keeps each block's keys and
 values of the tokens that other steps do not compute: the cached image tokens and, by the schedule,
@@ -38,8 +38,8 @@ from maskserve_engine.planning.refresh_steps import RefreshRule, clock_steps, lo
 _log = logging.getLogger(__name__)
 _HIDDEN = PARTS.index("h")
 Share = Span | Literal["here", "elsewhere"] | None
-"""Share of a refresh step that a rank holds: all heads (None), a span of heads where ranks share
-it, or, where ranks deal passes, whether this rank has the pass."""
+"""Share of a refresh step's tensors that a rank keeps: all heads (None), a span of heads if ranks
+divide them, or, if ranks deal passes, whether this rank has the pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ class StepCache:
         self._step = self._total = 0
         self._cached_tokens = slice(0)
         self._words: int | None = None
-        """Text tokens of a row with a template, which keeps these and the ring; None: no
-        template."""
+        """Number of text tokens of a row with a template, whose text and ring are kept; None: the
+        row has no template."""
         self._refreshed: dict[tuple[int, str], _Refreshed] = {}
         self._line = AnchorLine((), plan.power)
         """Line through the complete refresh steps."""
@@ -155,15 +155,15 @@ class StepCache:
         self._dense_first: dict[int, tuple[Coded, ...]] = {}
         """[m, width] keys and values of these tokens in a dense first step, by block."""
         self._lacked: dict[int, tuple[Coded, ...]] = {}
-        """Difference of these to the template's entry, by block."""
+        """Difference between `_dense_first` and the template's entry, by block."""
         self._dtype = torch.float32
         self._has: Share = None
         self._share: Share = None
         self._lost: int | None = None
 
     def whole(self, heads: Span | None = None, *, by_rank: bool = False) -> bool:
-        """Return whether every block can be read by a rank with these heads, by all ranks (None),
-        or by ranks that deal passes.
+        """Return whether all blocks are cached for a rank with `heads`, for one with all heads
+        (None) or, if `by_rank`, for ranks that deal passes.
         """
         enough: tuple[Share, ...] = ("here", "elsewhere") if by_rank else (None, heads)
         return bool(self._line.sigmas) and self._has in enough
@@ -213,7 +213,7 @@ class StepCache:
         Args:
             step: number of the row's step.
             words: number of text tokens.
-            ring: image tokens that are left out with the text.
+            ring: place of the ring among the image tokens; it is left out with the text.
             cached_count: number of image tokens that other steps do not compute; they come
                 last. 0: this step does not compute them either.
             sigma: sigma of the step.
@@ -226,8 +226,10 @@ class StepCache:
         return self
 
     def lifted(self, block: int, entry: KvSource, sigma: float) -> KvSource:
-        """Add the residual correction to a template's entry: template(s) + s / s0 · (own(s0) -
-        template), with s0 the row's dense first step. The noisier the step, the larger the
+        """Add the residual correction to a template's entry: entry + sigma / s0 · (dense - first).
+
+        `dense` are keys and values of the row's last dense first step, whose sigma is s0, and
+        `first` is the entry that the row reads first. The noisier the step, the larger the
         correction.
         """
         first_kv = self._dense_first.pop(block, None)
@@ -274,7 +276,7 @@ class StepCache:
         A step that is retried after a failed batch keeps what its first attempt left.
         """
         if self._reads and self._share != self._has:
-            self._lost = self._step  # it reads the share that it has, until the step is taken
+            self._lost = self._step  # the step itself still reads the cached share
         self._rotate()
         previous = self._refreshed.get((block, part))
         if self._lost == self._step or (previous is not None and previous.step == self._step):
@@ -297,8 +299,8 @@ class StepCache:
             reach = line.weight(self._at)
             bent = last.slopes if plan.second_order and reach > 0 else ()
             for coded, change in zip(bent, changes, strict=False):
-                # What the line through the last two has missed of this one. (A parabola adds it
-                # `reach` times that often: too much of what noise has done before.)
+                # Error of the line through the last two refresh steps at this one. (The exact
+                # parabola multiplies it by `reach`, which amplifies noise.)
                 missed = torch.sub(change, self._decoded(coded, change), alpha=reach)
                 bends.append(encode(missed.div_(1.0 + reach), plan.format))
         parts = tuple([encode(tensor, plan.format) for tensor in new])
@@ -311,16 +313,16 @@ class StepCache:
         return out
 
     def _lose(self) -> None:
-        """Drop a step for lack of memory: all tokens are computed until a step finds room. What the
-        step itself reads stays until the step is done.
+        """Drop the cache for lack of memory: steps compute all tokens until a refresh step finds
+        room. A lookahead's step still reads the cache until it is done.
         """
         self._lost = self._step
         if not self._reads:
             self._clear()
 
     def _rotate(self) -> None:
-        """Start anew if the captured share differs from the cached one: no line leads from one to
-        the other.
+        """Clear the cache if the captured share differs from the cached one: no line connects
+        them.
         """
         if self._share != self._has and not self._reads:
             self._clear()
@@ -332,7 +334,7 @@ class StepCache:
 
     def _cached_of(self, block: int, x: Tensor) -> Tensor:
         """Return [T + m, width] of the tokens that other steps do not compute."""
-        # Of a row that reads a template, blocks that compute the others show them, too.
+        # In a row with a template, a dense block's `x` has the cached tokens behind the ring.
         text = len(x) - self._total if self._words is None else self._words
         return torch.cat((x[:text], x[text:][self._cached_tokens]))
 
@@ -373,9 +375,7 @@ class StepCache:
 
 @dataclass(frozen=True, slots=True)
 class AnchoredTokens:
-    """`packing.InactiveTokens` of a pass between refresh steps, with its text where that is
-    cached.
-    """
+    """`packing.InactiveTokens` of a pass between refresh steps, with its text if that is cached."""
 
     cache: StepCache
     sigma: Callable[[], float]
@@ -423,7 +423,7 @@ class CachedTextWithTemplate:
 def without_text(
     row: RowInput, ring: Tensor, cache: StepCache, sigma: Callable[[], float]
 ) -> RowInput:
-    """Return a pass that reads a template and does not compute its text."""
+    """Return the input of a pass that reads a template and does not compute its text."""
     assert row.cached is not None, "a pass that computes all tokens computes its text, too"
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
     cached_tokens = CachedTextWithTemplate(
@@ -435,7 +435,7 @@ def without_text(
 def lookahead_input(
     row: RowInput, cis: Tensor, cache: StepCache, sigma: Callable[[], float]
 ) -> RowInput:
-    """Return a pass between refresh steps, from the input with its text."""
+    """Return the input of a pass between refresh steps, given its input with the text."""
     if not cache.text:
         return replace(row, cached=AnchoredTokens(cache, sigma, cis))
     of_text, computed = row.cis.split((len(row.text), len(row.tokens)))
@@ -460,14 +460,14 @@ class StepCacheLoad:
 
 @dataclass(slots=True)
 class StepCacheEntry:
-    """In place of a `cache.store.Handle`: what a row reads between refresh steps."""
+    """Stands for the step cache between refresh steps, in place of a `cache.store.Handle`."""
 
     load: StepCacheLoad
     stalls: list[Any] = field(default_factory=list)
-    """Always empty: nothing is waited for."""
+    """Always empty: no step waits for a step cache."""
 
     def want(self, parts: Iterable[tuple[int, str]], step: int) -> None:
-        """It is there."""
+        """Do nothing: a step cache needs no load."""
 
 
 Entry = Handle | StepCacheEntry
@@ -498,10 +498,10 @@ class StepCacheReader:
         return self.entry
 
     def look_ahead(self, step: int) -> None:
-        """Nothing has to be brought in."""
+        """Do nothing: a step cache needs no load."""
 
     def lose(self) -> None:
-        """Nothing of it can be lost on the way."""
+        """Do nothing: there is no load that can fail."""
 
     def release(self) -> None:
         self.entry = None

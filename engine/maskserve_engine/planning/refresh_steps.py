@@ -1,8 +1,8 @@
 """The schedule of refresh steps, at which an edit's row renews its step cache.
 
-An edit that reads no template computes all tokens there, and the steps between read what these
-leave. An edit that reads a template renews its text and margin there. What ControlNets keep beside
-a template is renewed at steps of its own (`clock_steps`).
+An edit that reads no template computes all tokens at its refresh steps; the steps between read
+these keys and values. An edit that reads a template computes its text and ring there.
+ControlNets beside a template have other refresh steps (`clock_steps`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RefreshRule(NamedTuple):
     text: bool = True
     """Whether steps between refresh steps leave the text out too."""
     ring: bool = False
-    """Whether steps that leave the text out leave out a margin round the mask too."""
+    """Whether steps that leave the text out also leave out the ring."""
     power: float = 1.0
     """Power of sigma over which ControlNet results are extrapolated linearly."""
 
@@ -40,18 +40,18 @@ REFRESH_RULE = RefreshRule()
 def refresh_steps(
     count: int, sigmas: Sequence[float], evenly_over: float, *, growth: float = 0.0
 ) -> frozenset[int]:
-    """Return the refresh steps: the first step, and those nearest to equal parts of the way.
+    """Return the refresh steps: the first step, and the steps nearest to equal parts of sigma.
 
     Args:
         count: number of refresh steps, at least one.
         sigmas: sigmas of the edit's steps, falling.
-        evenly_over: power of sigma of which the parts are equal. A sampler shifted to large sigmas
-            goes most of the way in its last steps, so refresh steps lie there too. 0: parts have
-            equally many steps.
+        evenly_over: power of sigma over which the parts are equal. With a sampler that is shifted
+            to large sigmas, sigma falls most in the last steps, so refresh steps lie there too. 0:
+            parts have equally many steps.
         growth: ratio of each part's length to the one before, for rows with lookahead, whose steps
-            lie between refresh steps. The last part, behind all refresh steps, is then half as long
+            lie between refresh steps. The last part, after all refresh steps, is then half as long
             as the others on average, and the second step, which computes the lookahead, is no
-            refresh step. 0: steps lie behind refresh steps.
+            refresh step. 0: rows have no lookahead.
     """
     steps, parts = len(sigmas), np.ones(count)
     if growth and count > 1:
@@ -71,8 +71,8 @@ def refresh_steps(
 
 def lookahead_steps_of(anchors: frozenset[int]) -> frozenset[int]:
     """Return the steps that compute these refresh steps, in a row with lookahead for all but the
-    first: each refresh step but the last computes the next one, but no earlier than the second
-    step, as the first one shows the direction.
+    first. Each refresh step but the last computes the next one. The earliest is the second step,
+    since a lookahead needs the model's answer at the step before.
     """
     return frozenset({0} | {max(1, anchor) for anchor in anchors - {max(anchors)}})
 

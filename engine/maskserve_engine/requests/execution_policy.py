@@ -1,5 +1,5 @@
 """The execution policy, the one place that chooses how an edit runs: from its template's entries,
-by refresh steps of its own, dense, or not before its template is primed.
+with refresh steps, dense, or after its template's priming.
 
 Used by the engine thread only.
 """
@@ -35,6 +35,8 @@ class ExecutionPolicy:
         audits: drift of audited templates.
         in_time: predicts when edits are done.
         table: table of the edits.
+        config: configuration of the worker.
+        adapter: the model.
     """
 
     def __init__(
@@ -53,15 +55,16 @@ class ExecutionPolicy:
     def choose(self, edit: RequestState) -> ExecutionPlan:
         """Return the first of these plans that the edit may take:
 
-        - dense: it cannot use a template, even if it insists on one, or its template has drifted;
+        - dense: with `cache: off`, or a mask above `[cache] dense_above_ratio`;
         - cached: its template is primed;
         - wait: it insists on its template;
-        - wait: it would be late without, and is in time behind its template's priming;
-        - cached, with refresh steps of its own, where these are less work than a dense edit;
+        - wait: it would be late without its template, and is in time after the priming;
+        - cached with refresh steps, if these are less work than a dense edit;
         - dense.
 
-        Only the last two apply with `cache: own`, and where refresh steps keep more of an edit than
-        a template does (`ModelSpec.refreshes_over_template`).
+        Only the last two apply with `cache: own`, if the template has drifted, if the mask covers a
+        side (`ModelSpec.dense_sides`), and if refresh steps keep more of an edit than a template
+        does (`ModelSpec.refreshes_over_template`).
         """
         job, settings = edit.job, edit.job.request.settings
         if settings.cache == "off":
@@ -90,7 +93,7 @@ class ExecutionPolicy:
         )
 
     def without_template(self, edit: RequestState, dense: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan with refresh steps, or `dense` if the edit can have none or they are as
+        """Return a plan with refresh steps, or `dense` if the edit can have none or if they are as
         much work.
         """
         plan = make_refresh_schedule(self._config, self._adapter, edit.job)
@@ -111,8 +114,8 @@ class ExecutionPolicy:
         return min(routes, key=lambda route: edit.step_flops(route, self._adapter))
 
     def choose_with_adapters(self, edit: RequestState) -> ExecutionPlan | None:
-        """How a cached edit goes on from the base model's entries, now that its LoRAs are here:
-        by their own; None: there are none yet.
+        """Return the plan of a cached edit whose LoRAs are ready now: it reads entries made with
+        them. None: there are no such entries yet; their priming begins if it is worthwhile.
         """
         job = edit.job
         sight = self._cache.look_up(job, self._cache.key_of(job))
@@ -122,8 +125,8 @@ class ExecutionPolicy:
         return route
 
     def _with_step_cache(self, edit: RequestState, chosen: ExecutionPlan) -> ExecutionPlan:
-        """Return the plan of least work of a hit with a step cache of its own; see
-        `refresh_steps.schedules_with_template`.
+        """Return the plan of least work for a hit with a step cache; see
+        `refresh_schedules.schedules_with_template`.
         """
         if not self._cache.keeps_kv:
             return chosen
@@ -161,7 +164,7 @@ class ExecutionPolicy:
         self, edit: RequestState, lookup: CacheLookup, without: ExecutionPlan
     ) -> ExecutionPlan | None:
         """Return a plan that waits for the template's priming, if the edit would be late otherwise
-        and in time with it; None: it would not, or priming is impossible.
+        and in time with it. None: waiting does not help, or priming is impossible.
         """
         if edit.starts or edit.loras.absent or not any(lookup.reads):
             return None

@@ -64,14 +64,14 @@ class EditWork:
     controls: ControlWork | None = None
     """Work of its ControlNets; None: none acts, or nobody counts them."""
     between: Totals | None = None
-    """Sums of a step that leaves out the text too; None: there is none."""
+    """Sums of a step between refresh steps; None: it has no refresh steps."""
     still_flops: float = 0.0
     """FLOPs of its references' keys and values, made once if its template has none."""
     renewed: Totals | None = None
-    """Sums of a step that reads a template and renews its step cache; None: it has none there."""
+    """Sums of a refresh step of a row that reads a template; None: there is none."""
     inner_tokens: int = 0
     ring_tokens: int = 0
-    """Margin tokens of one pass (`TokenCounts.ring`)."""
+    """Ring tokens of one pass (`TokenCounts.ring`)."""
     cached_tokens: float | None = None
     """Mean tokens of all passes in a step that reads cached tokens; None:
     `active_tokens` of each.
@@ -175,7 +175,7 @@ class EditWork:
 
     @property
     def mask_ratio(self) -> float:
-        """Share of tokens that a cached step computes, margin included."""
+        """Share of tokens that a cached step computes, ring included."""
         return self.active_tokens / self.total_tokens
 
     def tokens(self, mode: ExecutionMode, dense_share: float = 0.0, alone: float = 0.0) -> int:
@@ -290,7 +290,7 @@ class EntryReads:
     def of_template(
         cls, key: str, anchors: Sequence[Anchor | None], report: RowReport
     ) -> EntryReads:
-        """Return the reads of a row that was made to read a template, with its own step cache."""
+        """Return the reads of a row that reads a template, with its step cache."""
         reads, refresh_schedule = cls(key, anchors, report.selection), report.schedule
         if refresh_schedule is not None and refresh_schedule.text:
             reads.text, reads.lookahead_steps = (
@@ -310,7 +310,7 @@ class EntryReads:
         return self.text is not None and step not in self.text
 
     def anchor_due(self, step: int) -> bool:
-        """Whether a refresh step is due now."""
+        """Whether the step computes a refresh step's tokens."""
         return step in self.computes
 
     def looks_ahead(self, step: int) -> bool:
@@ -325,7 +325,7 @@ class EntryReads:
         return self._steps[self.anchors[step]]
 
     def lose(self, step: int) -> None:
-        """Go on without the entry of this step: it will not arrive."""
+        """Compute all tokens at steps that read this step's entry: it will not arrive."""
         lost = self.anchors[step]
         self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
 
@@ -485,8 +485,8 @@ class RequestState:
         nets: ControlNetSource | None = None,
         anchors: frozenset[int] = frozenset(),
     ) -> RequestState:
-        """Make the state of an edit that goes to the engine's thread now; its deadline counts from
-        its acceptance.
+        """Return the state of an edit that goes to the engine's thread now; its deadline counts
+        from its acceptance.
 
         Args:
             job: the edit.
@@ -616,7 +616,7 @@ class RequestState:
         return self.row_status
 
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
-        """Return META of the finished edit, without the keys of the models behind the denoiser."""
+        """Return META of the finished edit, without the keys of the models after the denoiser."""
         now_s, request = time.monotonic(), self.job.request
         return {
             "event": "final",
@@ -694,7 +694,7 @@ class RequestState:
             plan = with_anchors(self.plan.schedule, level.anchors, adapter, self.job)
             self.go(replace(self.plan, schedule=plan, dense_steps=level.anchors), adapter)
             return
-        # A block that is left out at an anchor would leave nothing there.
+        # A block that is skipped at a refresh step would leave nothing in the step cache.
         self.go(replace(self.plan, schedule_with_template=None), adapter)
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)

@@ -1,7 +1,7 @@
 """Templates in the cache, and which edits may read them (design §4).
 
-Plain bookkeeping on the engine thread, which looks up an edit's template here and reports what
-became of a priming row.
+Plain bookkeeping: the engine thread looks up an edit's template here and reports how a priming
+ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WORTH_PRIMING = 2
 """Uses of a template from which it is primed; pictures sent once are not worth it."""
 
 ExecutionMode = Literal["dense", "cached", "wait"]
-"""How an edit runs: computing all tokens, from the cache, or not before its template is there."""
+"""How an edit runs: it computes all tokens, reads cached tokens, or waits for its template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,19 @@ class ExecutionPlan:
     prime: bool = False
     """Whether to prime the template now."""
     is_loading: bool = False
-    """Whether it was being primed or fetched when this was chosen; whoever waits is told of its
-    end.
+    """Whether the template was being primed or fetched when the plan was chosen; an edit that waits
+    is notified of the end.
     """
     dense_for: str = ""
     """Why the edit runs dense: `mask_ratio` or `mask_side` of its mask, `work` if refresh steps
-    would be as much, or `memory` that its step cache lacked; empty where there is no such reason.
+    would be as much work, `memory` if its step cache did not fit; empty without such a reason.
     """
     dense_steps: int = 0
     """Number of steps of a cached edit that compute all tokens: its first ones, or its refresh
     steps.
     """
     schedule: RefreshSchedule | None = None
-    """Schedule of its own refresh steps; None: it has none."""
+    """Schedule of the refresh steps of an edit without a template; None: it has none."""
     schedule_with_template: RefreshSchedule | None = None
     """Schedule of its step cache beside a template's entries; None: it has none."""
 
@@ -219,8 +219,8 @@ class Pins:
         return True
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the device pins anything for nobody; call it while nothing is
-        primed.
+        """Raise AssertionError if the device pins entries of no pinned template; call it while
+        nothing is primed.
         """
         leftovers = self._store.memory.pinned.difference(*self._keys.values())
         assert not leftovers, f"{len(leftovers)} pins that nobody asked for"
@@ -230,10 +230,13 @@ class TemplateCache:
     """Templates, their priming and their pins, over one store.
 
     Args:
-        kinds: per block, what priming keeps.
+        config: configuration of the worker.
+        adapter: the model.
+        store: store of the entries.
+        kinds: parts that priming keeps, per block.
         model_revision: digest of the served weights.
-        dtype: of the model, for the key.
-        prompt: reads the priming prompt's embedding; None while it is not known.
+        dtype: dtype of the model, for the key.
+        prompt: returns the priming prompt's embedding; None while it is not known.
     """
 
     def __init__(
@@ -252,8 +255,8 @@ class TemplateCache:
         self.dense_steps = dense_steps(self.config.dense_steps, adapter.spec.dense_steps)
         self.kinds = kinds
         self.keeps_kv = all("kv" in parts for parts in kinds)
-        """Whether rows of templates can share their plan with those that have anchors of their own,
-        which leave keys and values alone."""
+        """Whether all blocks keep keys and values. Then rows with a template and rows with refresh
+        steps can share a plan, since step caches hold only keys and values."""
         self._kinds_text = ",".join("+".join(sorted(parts)) for parts in kinds)
         """The kinds as text, for the cache key."""
         if self.config.conv_halo:
@@ -359,7 +362,7 @@ class TemplateCache:
             job.request.template_noise_seed,
         )
         self.priming[key] = priming
-        # What is half primed serves nobody and must not be evicted by its own second half.
+        # A half-primed template serves no edit; its second half must not evict it.
         self.store.memory.pin(key, pinned=True)
         return priming
 
@@ -375,7 +378,7 @@ class TemplateCache:
 
         Args:
             priming: result of `begin`.
-            complete: whether all anchors were kept; otherwise those kept are dropped.
+            complete: whether all anchors were kept; otherwise its entries are evicted.
             unfit: whether it did not fit the budget or the device's memory; it is tried again when
                 the template has been used twice as often.
         """
@@ -420,7 +423,7 @@ class TemplateCache:
         """Check the accounts of an idle engine's cache: `Store.check_integrity`, and its pins.
 
         Raises:
-            AssertionError: something is held for nobody.
+            AssertionError: something is left that no edit, priming or pin needs.
         """
         self.store.check_integrity(files=files)
         self.pins.check_integrity()

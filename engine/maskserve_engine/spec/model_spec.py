@@ -27,7 +27,7 @@ def dense_steps(configured: int, needed: DenseSteps) -> DenseSteps:
 
 Guidance = Literal["embedded", "cfg", "none"]
 """`embedded`: an input of the model; `cfg`: classifier-free, each step above 1 runs the model a
-second time with the negative prompt; `none`: the model has no such thing.
+second time with the negative prompt; `none`: the model has no guidance.
 """
 
 ALL_STEPS = 1000
@@ -50,7 +50,7 @@ class ControlNetSpec:
     net: str
     """Their class in diffusers."""
     latents: bool
-    """Whether they are given the VAE's latents of a control picture; else its pixels."""
+    """Whether they take the VAE's latents of a control picture; otherwise its pixels."""
     equal: tuple[str, ...]
     """Keys of config.json that must have the same values as the model's own."""
     stride: float = REFRESH_RULE.stride
@@ -58,7 +58,8 @@ class ControlNetSpec:
     unless `[cache] own_anchors` sets another.
     """
     power: float = REFRESH_RULE.power
-    """Power of sigma over which their results are extrapolated linearly; 0: results are held."""
+    """Power of sigma over which their results are extrapolated linearly; 0: the last results are
+    used as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ class ModelSpec:
     leaves_text: bool = True
     """Whether steps between refresh steps may leave the text out, as `[cache] own_text` sets it."""
     refresh_ring: int | None = None
-    """Least width of the margin, in tokens, that steps without the text leave out too; None: rows
-    compute their edit's margin at every step. Beside a template it is computed with the text.
+    """Least width of the ring, in tokens, that steps without the text also leave out; None: rows
+    compute their edit's ring at every step. Beside a template it is computed with the text.
     """
     refresh_evenly_over: float = 1.5
     """Power of sigma over which refresh steps are evenly spaced (`refresh_steps`) and, with
@@ -122,9 +123,9 @@ class ModelSpec:
     guides_above: float = 1.0
     """Where guidance is classifier-free, the `guidance_scale` above which a step has two passes."""
     padded_to: int = 0
-    """Where a picture's tokens lie alike beside prompts of any length: to which multiple the model
-    pads pictures and prompts (1: it pads none). 0: how they lie, and so what entries hold, depends
-    on a prompt's length, or all prompts are equally long."""
+    """Multiple to which the model pads pictures and prompts (1: no padding), if the positions of a
+    picture's tokens do not depend on the prompt's length. 0: positions, and so entries, depend on
+    it, or all prompts are equally long."""
     caches: bool = True
     """Whether entries hold all that blocks read of other tokens; otherwise edits compute all
     tokens, and caching must be off.
@@ -232,11 +233,11 @@ class ModelSpec:
 
 
 def one_scale(folder: Path) -> LatentSpace:
-    """The latents of a folder whose pipeline knows one scale for all channels.
+    """Return the latent space of a folder whose pipeline has one scale for all channels.
 
     Raises:
         ConfigError: its VAE has a mean and deviation of each channel. Diffusers' inpaint pipelines
-            take them off where they decode and not where they encode.
+            apply these when they decode but not when they encode.
     """
     space = latent_space(read_json(folder / "vae" / "config.json"))
     if not space.one_scale:
@@ -245,13 +246,13 @@ def one_scale(folder: Path) -> LatentSpace:
 
 
 def check_served(*requirements: tuple[str, Any, Any]) -> None:
-    """Refuse a folder that says what no model of its family is served with.
+    """Refuse a folder whose values are not served.
 
     Args:
-        requirements: (what, as the folder has it, as it is served) each.
+        requirements: triples of name, value in the folder, and served value.
 
     Raises:
-        ConfigError: the two differ.
+        ConfigError: a folder's value differs from the served one.
     """
     for name, value, served in requirements:
         if value != served:
@@ -316,7 +317,7 @@ def text_shares(config: Config, spec: ModelSpec, steps: int, *, shared: bool) ->
     anchors = refresh_count(steps, refresh_stride(config, spec))
     if not anchors or not refresh_rule(config, spec).text:
         return ALL_TEXT
-    if shared or spec.encoder_picture is not None:  # of which the template has most of the text
+    if shared or spec.encoder_picture is not None:  # the template has most of the text then
         return TextShares(1.0, 0.0)
     return TextShares(anchors / steps, 0.0, (anchors - 1) / steps)
 

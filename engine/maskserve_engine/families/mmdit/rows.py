@@ -1,4 +1,4 @@
-"""Rows: one edit or one template being primed, with all the state between its steps."""
+"""Rows: an edit, or a template being primed, with its state between steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Negative:
     """true_cfg_scale, above 1."""
     cache: StepCache | None = None
     cis: Tensor | None = None
-    """[T, head_dim / 2] of its text; None: it has as many tokens as the prompt."""
+    """[T, head_dim / 2] rotary factors of its text; None: those of the prompt, which is as long."""
     words: FixedWords | None = None
 
 
@@ -57,7 +57,7 @@ class FixedWords:
     cis: Tensor
     pictures: tuple[FixedTokens, ...] = ()
     back: Tensor | None = None
-    """See `RowInput.back`; for the tokens that attend to the prompt."""
+    """`RowInput.back` of the tokens that attend to the prompt."""
     entry: AnchorEntry | None = None
     """Keys and values; None until they are computed."""
 
@@ -79,7 +79,7 @@ class References:
     entry: AnchorEntry | Handle | None = None
     """Keys and values, computed by the row or read from the template; None until then."""
     computed: bool = False
-    """Whether the row's last step computed them, or the words."""
+    """Whether the row's last step computed these keys and values, or those of `before`."""
     before: FixedWords | None = None
     """Prompt tokens before the references, which they attend to."""
 
@@ -99,33 +99,33 @@ class References:
 
 @dataclass(slots=True)
 class FlowInactive:
-    """A cached row's tokens outside the mask."""
+    """The cached tokens of a row, and its computed tokens' ids."""
 
     active: Tensor
     """[n] ids of the computed tokens."""
     index: Tensor
-    """[m + R + picture] ids of the cached tokens: image, context, then the prompt's picture."""
+    """[m + R + shown] ids of the cached tokens: image, context, then shown tokens."""
     outside: FlowTemplate | ExtrapolatedOutside
     """Latents of these tokens, for dense steps and for the result."""
     cis: Tensor
-    """[m + R + picture, head_dim / 2]."""
+    """[m + R + shown, head_dim / 2] rotary factors."""
     selection: Selection
     """The same ids, for loading entries."""
     picture_words: int = 0
-    """Number of the last of these ids that are text tokens about the picture; they are the first
-    tokens of the row's text in steps that read entries."""
+    """Number of shown tokens. In the row's text they come first, and steps that read entries leave
+    them out."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """`packing.InactiveTokens` of one row with a template; it follows the row's step."""
+    """`packing.InactiveTokens` of a row with a template, at the row's present step."""
 
     row: FlowRow
     inactive: FlowInactive
     step_cache: StepCache | None = None
-    """Step cache of the pass, if it corrects the entries by residuals."""
+    """Step cache of the pass, if it adds a residual correction to the entries."""
     lookahead: int | None = None
-    """Step that the pass computes ahead; None: the row's next step."""
+    """Refresh step of a lookahead pass; None: the pass belongs to the row's next step."""
 
     @property
     def cis(self) -> Tensor:
@@ -148,7 +148,7 @@ class CachedTokens:
 
     @property
     def entry(self) -> object:
-        """A different object at each step while entries are corrected."""
+        """A different object at each step if entries get a residual correction."""
         lifted = self.step_cache is not None and self.step_cache.corrects_residuals
         return self._sigma if lifted else self._handle
 
@@ -188,8 +188,8 @@ class ExtrapolatedOutside:
     def begin(
         cls, start: FlowStart, clean: Tensor, context: Tensor | None = None, *, ring: int = 0
     ) -> ExtrapolatedOutside:
-        """Return the tokens of a row before its first step; `ring` of them come first and lie round
-        the mask.
+        """Return the tokens of a row before its first step; the first `ring` of them are the
+        ring.
         """
         return cls(start.latents, start.condition, start.blend, clean, context, ring)
 
@@ -243,8 +243,8 @@ class ExtrapolatedOutside:
 
 
 class FlowRing(NamedTuple):
-    """The ring round the mask of a row with a template. Steps that do not compute the text read
-    both from the step cache.
+    """The ring round the mask of a row with a template. Steps that leave the text out read text and
+    ring from the step cache.
     """
 
     ids: Tensor
@@ -295,8 +295,8 @@ class FlowRow:
     ring: FlowRing | None = None
     """None: all steps compute the ring, or the row reads no template."""
     step_cache: StepCache | None = None
-    """Step cache of the first pass; for a row with a template it keeps text and ring, and
-    corrections of entries."""
+    """Step cache of the first pass. In a row with a template it keeps text and ring, and the
+    residual correction."""
     entry: Entry | None = None
     """Entry that the next step reads; None: it computes all tokens."""
     frozen: bool = False
@@ -342,13 +342,11 @@ class FlowRow:
 
     @property
     def steady(self) -> int:
-        """Number of steps, from the next one on, for which the same inputs are packed except for
-        latents.
-        """
+        """Number of steps, from the next one on, whose packed inputs differ only in latents."""
         if self.inactive is not None and self.entry is None:
-            return 1  # the tokens pinned to that step are packed, too
+            return 1  # it packs tokens that other steps do not compute
         if self._sees or self.lookahead_step is not None:
-            return 1  # what sees it is told of that step
+            return 1  # the capture is prepared for that step
         anchors = frozenset[int]() if self.step_cache is None else self.step_cache.plan.computed_at
         return min((a for a in anchors if a > self.step), default=self.steps) - self.step
 
@@ -388,8 +386,8 @@ class FlowRow:
 
     @property
     def lookahead_step(self) -> int | None:
-        """Refresh step to compute beside the next step: the first one behind it, once the line from
-        the last one ends here; None: none.
+        """Refresh step that the next step computes ahead: the first one after it, once the row has
+        arrived at the last one in its step cache. None: there is none.
         """
         step_cache = self.step_cache
         if (
@@ -415,9 +413,7 @@ class FlowRow:
         )
 
     def lookahead_inputs(self) -> list[RowInput]:
-        """Return the input of each pass at the refresh step to compute ahead; empty if there is
-        none.
-        """
+        """Return the inputs of the lookahead's passes; empty if the next step has no lookahead."""
         step, step_cache = self.lookahead_step, self.step_cache
         if step is None or step_cache is None:
             return []
@@ -442,7 +438,7 @@ class FlowRow:
         cis: Tensor,
         words: FixedWords | None,
     ) -> RowInput:
-        """Return one pass; arguments as in `_input`."""
+        """Return the input of one lookahead pass at refresh step `step`; see `_input`."""
         assert self.inactive is not None
         row_input = self._image_tokens(text, pooled, cis, words, step)
         if not self.anchored:
@@ -461,7 +457,7 @@ class FlowRow:
         return self.negative
 
     def _second_cis(self) -> Tensor:
-        """Return [T + n, head_dim / 2] of the second pass."""
+        """Return [T + n, head_dim / 2] rotary factors of the second pass."""
         of_text = self._negative().cis
         return self.cis if of_text is None else torch.cat((of_text, self.cis[len(self.text) :]))
 
@@ -473,7 +469,7 @@ class FlowRow:
         cis: Tensor,
         words: FixedWords | None,
     ) -> RowInput:
-        """Return one pass; `cis` covers its text and the computed tokens."""
+        """Return the input of one pass; `cis` covers its text and the computed tokens."""
         inactive = self.inactive
         read = 0 if inactive is None or self.entry is None else inactive.picture_words
         row_input = self._image_tokens(text[read:], pooled, cis[read:], words, self.step)
@@ -579,8 +575,8 @@ class FlowRow:
         return self.blend.apply(latents, self.schedule.sigmas[step], step, self.steps)
 
     def all_tokens(self, lookahead: int | None = None) -> RowInput:
-        """Return all tokens, those first that its steps compute; predicted, if `lookahead` is a
-        later step.
+        """Return the input of all tokens, the computed ones first: at the next step, or as
+        predicted for the later step `lookahead`.
         """
         step = self.step if lookahead is None else lookahead
         row_input = self._image_tokens(self.text, self.pooled, self.cis, None, step)
