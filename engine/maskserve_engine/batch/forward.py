@@ -141,8 +141,7 @@ class Transformer(Protocol):
         ...
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
-        """Apply the layers behind the blocks to image tokens [N, width]; return [N,
-        out_channels].
+        """Apply the layers after the blocks to image tokens [N, width]; return [N, out_channels].
         """
         ...
 
@@ -171,7 +170,7 @@ def forward(
 
     Args:
         model: the model at this step.
-        packed: any mix of rows; those with `rest` are cached rows.
+        packed: any mix of rows; those with `cached` are cached rows.
         kinds: `dense`, `project` or `kv` per block, for all cached rows of the step; not read
             when there are none. `project` and `dense` take the cached tokens' hidden states
             from the model's start or the dense block before them, else from an entry.
@@ -204,8 +203,8 @@ class State:
         self.whole = packed
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
-        self.lookahead: Any = None  # what the last block has left for the next one
-        self.room: Tensor | None = None  # where the present block's keys and values lie already
+        self.lookahead: Any = None  # passed from the last block to the next one
+        self.room: Tensor | None = None  # buffer with the present block's keys and values
         self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text: Tensor
         self.image: Tensor
@@ -222,7 +221,7 @@ class State:
         self.entries = packed.entries
 
     def _meet_text(self) -> None:
-        """Let image and text see each other, behind the image-only blocks."""
+        """Let image and text see each other, after the image-only blocks."""
         pads, image = self.packing.split(self.image)
         self._lie_as(self.whole)
         text, places = self.packed.text, self.whole.pads
@@ -238,7 +237,7 @@ class State:
                 self._meet_text()
             if number >= two_streams and not self.joined:
                 self.join_streams()
-            # Whether the next block is given what this one leaves, as it is.
+            # Whether the next block receives this block's streams unchanged.
             goes_on = (
                 number + 1 < end
                 and not residuals
@@ -252,7 +251,7 @@ class State:
     def _block(self, number: int, *, continues: bool) -> tuple[Tensor, Tensor]:
         """Run one block; intermediate tensors are freed as early as possible."""
         fill: FillCached | None = partial(self._load, number) if self.sees_fixed else None
-        if self.cached:  # inactive tokens come in or are dropped, as the block's kind asks
+        if self.cached:  # add or drop cached tokens, as the block's kind requires
             kind = self.kinds[number]
             if (kind == "dense") != self.wide:
                 self._widen_or_narrow(number, dense=kind == "dense")
@@ -268,8 +267,8 @@ class State:
         del pre, ahead
         attended = self.attend(qk, v, self.packing, fill, capture)
         self.room = None
-        del qk, v  # the values may hold all that their product made, seven widths of each token
-        # Nobody reads the text behind the last block. (That of several rows lies between.)
+        del qk, v  # the values may be a view of their whole product, seven widths of each token
+        # No layer reads the text after the last block. (With several rows it lies between images.)
         image_only = self.joined and self.packing.in_front and number + 1 == self.model.block_count
         *behind, self.lookahead = self.model.post(
             number,
@@ -343,7 +342,8 @@ class State:
             self.image = self.layout.widen(self.image, self._hidden(index), rows=self.joined)
             self.packing, self.cis = self.layout.wide, self.packed.wide_cis
         else:
-            # What the last dense block left is nearer to the edit than an entry, and loads nothing.
+            # The last dense block's hidden states are nearer to the edit than an entry, and need no
+            # load.
             self.carried = (index, self.layout.cached_of(self.image, rows=self.joined))
             self.image = self.layout.restrict(self.image, rows=self.joined)
             self.packing, self.cis = self.layout.narrow, self.packed.cis
@@ -404,7 +404,7 @@ class State:
         return keys, values
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        widened = self.cached and self.wide  # where other tokens are not computed than else
+        widened = self.cached and self.wide  # it reads other keys than narrow blocks do
         placed = self.packed.placed_kv
         cached_kv = None if widened else placed.of(index, self.entries)
         kv, anew = cached_kv or (self._all_keys(k, v, packing), None)
@@ -447,7 +447,8 @@ class State:
         return kv
 
     def capture(self, index: int) -> CaptureKeys:
-        """Give priming rows their hidden states; return what will give them keys and values."""
+        """Give captures their hidden states; return the function that gives them keys and values.
+        """
         packing, captures = self.packing, self.packed.captures
         lines = packing.text, packing.row_stream.spans, packing.image_stream.spans
         for capture, text, (begin, end), (image_begin, image_end) in zip(

@@ -65,7 +65,7 @@ class GraphCapture(Protocol):
 class BatchStep(Protocol):
     @property
     def packed(self) -> Any:
-        """The packed rows: one object as long as the same rows go on. Actions between pieces
+        """The packed rows: one object as long as the rows are the same. Actions between pieces
         receive it.
         """
         ...
@@ -102,7 +102,7 @@ class CudaCapture:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        gc.collect()  # a tensor of an earlier graph that goes during a recording would end it
+        gc.collect()  # freeing an earlier graph's tensor during a recording would end it
         caller_stream = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller_stream)
         with torch.cuda.stream(self._stream):
@@ -129,7 +129,7 @@ class _Buffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
         self.grown = False
-        """Whether a buffer was replaced, so that earlier steps hold a smaller one alone."""
+        """Whether a buffer was replaced, so that earlier steps still use a smaller one."""
 
     def of(self, number: int, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the buffer of that number and dtype, cut to `shape`; it grows as needed."""
@@ -241,7 +241,7 @@ class Graphs:
             self._capture = None
             self._steps.clear()
             return
-        if self._buffers.grown:  # they are recorded again, and the smaller buffers let go
+        if self._buffers.grown:  # they are recorded again, and the smaller buffers freed
             self._steps = OrderedDict.fromkeys(self._steps)
             self._buffers.grown = False
         self._steps[name] = recorded

@@ -77,7 +77,7 @@ class GangExchange:
     ) -> None:
         self.rank, self.count, self.deals = rank, count, deals
         self.sent = 0
-        backends: Any = dist  # of which torch's stubs know little
+        backends: Any = dist  # torch's stubs lack most of it
         if device.type == "cuda":
             options = backends.ProcessGroupNCCL.Options()
             make = backends.ProcessGroupNCCL
@@ -161,15 +161,15 @@ class _HeadsOfRank:
     def _cut(self, coded: Coded) -> Coded:
         head_dim = 2 * self.cis.shape[1]
         if coded.channels < head_dim * self.all_heads:
-            return coded  # it came without the others (`Selection.of_heads`)
+            return coded  # it was loaded without the other heads (`Selection.of_heads`)
         try:
             head_columns = coded.columns(*self.heads, self.all_heads)
-        except ValueError:  # a format that has no such cut
+        except ValueError:  # the format cannot be cut there
             decoded = self.cis.real.new_empty(len(coded.data), coded.channels)
             coded.into(decoded)
             begin, end = self.heads
             head_columns = Coded("model", decoded[:, begin * head_dim : end * head_dim])
-        # Where a kernel reads them, each token's lie side by side.
+        # For the kernel that reads them, a token's values lie side by side.
         return head_columns.map(Tensor.contiguous) if self.cis.is_cuda else head_columns
 
 
@@ -340,7 +340,7 @@ class RankShare:
 
 
 def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = ()) -> Tensor:
-    """Run `forward` on several ranks, each of which calls this.
+    """Run `forward` on several ranks; each rank calls this.
 
     Returns:
         [N, out_channels] of all rows, the same bytes on each rank.

@@ -53,7 +53,7 @@ def forward_skipping(
     kinds: Sequence[str],
     skippers: Sequence[Skipper],
 ) -> Tensor:
-    """Run `forward`, but skip all blocks behind the first for `skippers` whose change is small."""
+    """Run `forward`, but skip all blocks after the first for `skippers` whose change is small."""
     state = State(model, packed, kinds)
     initial, lengths = state.image, state.stream.lengths
     state.run(0, 1)
@@ -79,7 +79,7 @@ def forward_skipping(
 
 
 def _finish(state: State, firsts: Sequence[Tensor], skipping: Sequence[Skipper]) -> list[Tensor]:
-    """Return [n, width] per packed row after all blocks; `firsts` are its tokens behind the first
+    """Return [n, width] per packed row after all blocks; `firsts` are its tokens after the first
     block.
     """
     tails = {

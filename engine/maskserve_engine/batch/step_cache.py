@@ -334,7 +334,7 @@ class StepCache:
 
     def _cached_of(self, block: int, x: Tensor) -> Tensor:
         """Return [T + m, width] of the tokens that other steps do not compute."""
-        # In a row with a template, a dense block's `x` has the cached tokens behind the ring.
+        # In a row with a template, a dense block's `x` has the cached tokens after the ring.
         text = len(x) - self._total if self._words is None else self._words
         return torch.cat((x[:text], x[text:][self._cached_tokens]))
 

@@ -1,4 +1,4 @@
-"""How adapters step rows: a batch is packed once and kept for as long as the same rows go on."""
+"""How adapters step rows: a batch is packed once and kept while its rows are the same."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Stepping(Generic[R, M]):
         if reads is not None:
             for row, entry in zip(typed_rows, reads, strict=True):
                 row.entry = entry
-        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
+        # Entering it costs more than the rest of this method; the engine's thread is always in it.
         with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
             batch = self._batches.of(typed_rows, last)

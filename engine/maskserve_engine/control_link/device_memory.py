@@ -1,13 +1,14 @@
 """Residuals that stay in device memory, between processes of one host's GPUs (CUDA's IPC).
 
-A service lends its denoisers one block of its device, which each opens once; a message says where
-in it a residual lies. That is there when the message comes, since the service waits for its device
-first: so nobody waits for an event of a process that may have been killed. A place is written anew
-when its row asks for the same slot again, or is closed: by then the denoiser has read it
-(`OpenedBlock.settle`). One whose session ended has not said so, and its places rest for a while.
+A service lends its denoisers one block of its device, which each denoiser opens once; a message
+says where in it a residual lies. The residual is complete when the message arrives, since the
+service waits for its device first. So no process waits for an event of a process that may have been
+killed. A place is reused when its row requests the same slot again, or is closed: by then the
+denoiser has read it (`OpenedBlock.settle`). A lost session has not confirmed that, so its places
+rest for a while.
 
-Where the block cannot be opened, or is full, residuals go by slots. Tried between processes
-of one GPU, not of several.
+If the block cannot be opened, or is full, residuals go by slots. Tried between processes of one
+GPU, not of several.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 class LentBlock:
-    """A service's; one thread writes, any opens and closes rows.
+    """A service's block. One thread writes; any thread opens and closes rows.
 
     Raises:
-        RuntimeError: it cannot be had there.
+        RuntimeError: the device cannot allocate or share it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -173,12 +174,13 @@ def _at(block: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def _lend(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
-    """Memory, and torch's handle of it. It is shared once: torch counts readers to know when it may
-    go, and this never does.
+    """Return memory, and torch's handle of it. It is shared once and never freed; torch would count
+    its readers to free it.
     """
     if device.type != "cuda":
         raise RuntimeError(f"{device} is no CUDA device")
-    # Segments that grow are shared by file descriptors, which a process takes only of its children.
+    # Segments that grow are shared by file descriptors, which a process accepts only from its
+    # children.
     settings = (os.environ.get(f"PYTORCH_{name}", "") for name in ("ALLOC_CONF", "CUDA_ALLOC_CONF"))
     grow = any("expandable_segments:True" in setting for setting in settings)
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")

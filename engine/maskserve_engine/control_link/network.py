@@ -1,12 +1,12 @@
 """The same messages over TCP, and the bytes of tensors behind them (docs/adr/0061).
 
 A `Wire` is one connection. Messages are those of the standard library's `multiprocessing`, as
-bytes: they have bounds, and both ends show that they know the session's key. A tensor's bytes go
-from its memory and into it. The kernel tells of a peer that does not answer any more, whatever way
-the link is cut, and of one that lets a tensor wait halfway.
+bytes: they have bounds, and both ends show that they know the session's key. A tensor's bytes are
+sent from its memory and received into it. The kernel reports a peer that answers no more, however
+the link is cut, and a peer that stops in the middle of a tensor.
 
-At the denoiser a thread takes in what comes, so that residuals cross the link while the base
-computes; at the service `control_service.remote` hands on to the socket and slots of its host.
+At the denoiser a thread receives answers, so that residuals cross the link while the base computes.
+At the service `control_service.remote` forwards requests to the socket and slots of its host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ message.
 """
 _MOST_NAME = 200
 _MOST_SAMPLE, _MOST_ADDED = 2**26, 2**31
-"""Most bytes of one row's tensor in an ask, and of one residual: hundreds of times FLUX's at
+"""Most bytes of one row's tensor in a request, and of one residual: hundreds of times FLUX's at
 1024x1024, and eighty times.
 """
 _STALL = struct.pack("ll", _SILENT_S, 0)
@@ -70,7 +70,7 @@ class Wire:
     """One end of a connection. One thread may send while another receives.
 
     Args:
-        connected: is the wire's from now on.
+        connected: connected socket, which the wire owns from now on.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -107,7 +107,7 @@ class Wire:
             key = key_of(session).encode()
             deliver_challenge(self._messages, key)
             answer_challenge(self._messages, key)
-        except Exception as error:  # likewise
+        except Exception as error:  # it may say anything
             raise Lost(f"whoever connected has no session here ({error})") from error
         return session
 
@@ -140,7 +140,7 @@ class Wire:
         """Fill `x` with the bytes behind a message.
 
         Raises:
-            Lost: they do not come.
+            Lost: they do not arrive.
         """
         remaining = _bytes(x)
         while remaining:
@@ -196,7 +196,7 @@ class NetworkMessages:
     """A denoiser's end (`transport.Messages`).
 
     Args:
-        attached: what it has said.
+        attached: the service's answer when the denoiser attached.
 
     Raises:
         Lost: it does not answer there, or does not know the session.
@@ -274,7 +274,8 @@ class NetworkMessages:
 
 
 def connection_to(service: str, device: torch.device) -> Callable[[Attached], Messages]:
-    """How a denoiser connects to a service: on its own host through memory, else over TCP.
+    """Return the function that connects a denoiser to a service: through memory on one host,
+    otherwise over TCP.
 
     Args:
         service: `[controls] service`, HOST:PORT.

@@ -1,8 +1,9 @@
-"""Which residuals a row's step adds, where it need not wait for its own (`adapters: fast`).
+"""Which residuals a row's step adds if it need not wait for its own (`adapters: fast`).
 
-On a slow link residuals take a step to come. So nets are asked one step ahead, with latents that
-the row's own sampler has extrapolated: what comes then is off only by what the model answers anew.
-Katz (§5) takes the latents of the step before instead (docs/adr/0039-control-one-step-ahead.md).
+On a slow link residuals take a step to arrive. So they are requested one step ahead, with latents
+that the row's sampler has extrapolated. Such residuals are off only by the change in the model's
+answer. Katz (§5) takes the latents of the step before instead
+(docs/adr/0039-control-one-step-ahead.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 class SentRequest(NamedTuple):
     number: int
-    """Number of the ask."""
+    """Number of the request."""
     step: int
     """Step whose timestep and scales the nets were given."""
     computed: int
@@ -25,24 +26,24 @@ class SentRequest(NamedTuple):
 
 
 class Reuse:
-    """The asks of one row whose residuals some step may still add.
+    """The requests of one row whose residuals some step may still add.
 
     Args:
-        fast: whether nets are asked one step ahead; else each step adds residuals of its own
-            latents.
         scales: scale of each of the row's controls, by step; 0: it adds nothing.
+        fast: whether residuals are requested one step ahead; otherwise each step adds residuals of
+            its own latents.
     """
 
     def __init__(self, scales: Sequence[tuple[float, ...]], *, fast: bool) -> None:
         self._fast, self._scales = fast, scales
         self._sent: dict[int, SentRequest] = {}
-        """Asks by their step."""
+        """Requests by their step."""
         self._slot = 0
-        """Slot of the latest ask."""
+        """Slot of the latest request."""
 
     @property
     def numbers(self) -> set[int]:
-        """Numbers of the asks whose answers some step may still add."""
+        """Numbers of the requests whose answers some step may still add."""
         return {ask.number for ask in self._sent.values()}
 
     def acts(self, step: int) -> bool:
@@ -52,11 +53,11 @@ class Reuse:
         self._sent[sent.step], self._slot = sent, sent.slot
 
     def free_slot(self, step: int, added: SentRequest | None) -> int:
-        """Return a free slot for an ask.
+        """Return a free slot for a request.
 
         Args:
-            step: step that is asked for: one that begins, or the one after it.
-            added: ask whose residuals the beginning step adds and still has to read.
+            step: step of the request: one that begins, or the one after it.
+            added: request whose residuals the beginning step adds and still has to read.
         """
         used_slots = {ask.slot for ask in self._sent.values() if ask.step > step}
         used_slots |= set() if added is None else {added.slot}
@@ -64,31 +65,31 @@ class Reuse:
         return self._slot if other_slot in used_slots else other_slot
 
     def at(self, step: int, computed: int, failed: Callable[[int], bool]) -> SentRequest | None:
-        """Return the earlier ask whose residuals a step may add; None: it needs residuals of its
-        own, as it does when a control's scale has changed or other tokens are computed.
+        """Return the earlier request whose residuals a step may add; None: it needs residuals of
+        its own, for example when a control's scale has changed or other tokens are computed.
 
         Args:
-            step: step that begins; asks of earlier steps are forgotten.
+            step: step that begins; requests of earlier steps are forgotten.
             computed: tokens that the base computes in it.
-            failed: whether the answer to an ask is known to have failed.
+            failed: whether the answer to a request is known to have failed.
         """
         self._sent = {at: old_ask for at, old_ask in self._sent.items() if at >= step - 1}
         if not self._fast or not self.acts(step):
             return None
-        # Behind a row's first step, which had nothing to extrapolate with, the next adds the same.
+        # A row's first step cannot extrapolate, so the second step adds the same residuals.
         ask = self._sent.get(step) or self._sent.get(step - 1)
         if ask is None or ask.computed != computed or failed(ask.number):
             return None
         return ask if self._scales[step] == self._scales[ask.step] else None
 
     def needs_present(self, step: int, added: SentRequest | None) -> bool:
-        """Whether nets are asked with the latents of a step that begins; `added` is the result of
-        `at`.
+        """Whether a step that begins requests residuals of its own latents; `added` is the result
+        of `at`.
         """
         return added is None and self.acts(step)
 
     def needs_extrapolated(self, step: int, computed: int) -> bool:
-        """Whether nets are asked for the step after one that begins."""
+        """Whether a step that begins also requests residuals for the step after it."""
         later = step + 1
         if not self._fast or later >= len(self._scales) or not self.acts(later):
             return False

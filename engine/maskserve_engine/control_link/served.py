@@ -1,8 +1,8 @@
 """ControlNets of a denoiser's rows that another process runs (docs/adr/0035; Katz §5).
 
-The denoiser asks as a step begins and goes on with its own blocks. It waits where a residual is
-added, and no longer than until that one is there. Rows with `adapters: fast` have asked before
-(`reuse`).
+The denoiser requests residuals as a step begins and continues with its own blocks. It waits where a
+residual is added, until that residual has arrived. Rows with `adapters: fast` have sent the request
+a step before (`reuse`).
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class ServedRow:
         self.reuse = Reuse(scales, fast=fast)
         self._opened: Future[Any] | None = opened
         self.added: SentRequest | None = None
-        """Ask whose residuals the present step adds; None: none."""
+        """Request whose residuals the present step adds; None: none."""
         self.stale = False
         """Whether those residuals are of other latents than the step's own."""
         self.lookahead: SentRequest | None = None
-        """Ask whose residuals the present step's lookahead adds; None: none."""
+        """Request whose residuals the present step's lookahead adds; None: none."""
 
     @property
     def for_lookahead(self) -> LookaheadResiduals:
@@ -122,8 +122,8 @@ class ServedRow:
         self.stale = added is not None and (added.extrapolated or added.step != step)
 
     def free_slot(self, step: int) -> int:
-        """Return a slot for the ask of a step; residuals that the present or a later step adds keep
-        theirs.
+        """Return a slot for the request of a step; residuals that the present or a later step adds
+        stay in other slots.
         """
         return self.reuse.free_slot(step, self.added)
 
@@ -136,7 +136,7 @@ class ServedRow:
         if self._opened is not None:
             try:
                 self._opened.result()
-            except MaskserveError as error:  # an edit that runs is not to be told to come later
+            except MaskserveError as error:  # running: the client must not try again
                 raise EngineFailed(error.message) from error
             self._opened = None
 
@@ -144,13 +144,13 @@ class ServedRow:
         """Wait for the residual at a place of the base and return it; None: nothing is added.
 
         Raises:
-            EngineFailed: it will not come.
+            EngineFailed: it will not arrive.
         """
         return None if self.added is None else self.link.find(self.added, self, number)
 
     @property
     def numbers(self) -> set[int]:
-        """Numbers of the asks whose answers may still be added."""
+        """Numbers of the requests whose answers may still be added."""
         return self.reuse.numbers | (set() if self.lookahead is None else {self.lookahead.number})
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ def new_batch() -> int:
 
 
 def request_residuals(requests: Sequence[RowRequest], batch: int) -> None:
-    """Ask for each row's residuals through its link; the first lost session fails all rows."""
+    """Request each row's residuals through its link; the first lost session fails all rows."""
     for link in dict.fromkeys(ask.row.link for ask in requests):
         link.request([ask for ask in requests if ask.row.link is link], batch)
 
@@ -191,13 +191,13 @@ class _Question(NamedTuple):
 
 
 class _Answer:
-    """The parts received in answer to one ask."""
+    """The parts received in answer to one request."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int], list[AddedPart]] = {}
         self.copied: dict[tuple[str, int], tuple[AddedPart, Tensor]] = {}
-        """Latest part added of each row and slot, copied to the base's device: several places in
-        turn add the same part, and each pass does.
+        """Latest part of each row and slot, copied to the base's device: several places and passes
+        add the same part.
         """
         self.ended = False
         self.error = ""
@@ -239,19 +239,19 @@ class Link:
         self._rows: set[ServedRow] = set()
         """Open rows."""
         self._answers: dict[int, _Answer] = {}
-        """Answers that some row may still need, by the number of the ask."""
+        """Answers that some row may still need, by the number of the request."""
         self._pool = ThreadPoolExecutor(1, "controlnet calls")
         self.lost = ""
         """Reason why the session is over; empty while it is not."""
         self.waits: list[float] = []
-        """Seconds that steps have waited for residuals; whoever books them clears the list."""
+        """Seconds that steps have waited for residuals; the reader clears the list."""
 
     def open(self, opening: Opening, *, fast: bool = False) -> ServedRow:
-        """A row at the service; its first ask waits until it is there.
+        """Return a row at the service; its first request waits until the service has it.
 
         Args:
             opening: opening of the row.
-            fast: whether nets are asked one step ahead.
+            fast: whether residuals are requested one step ahead.
 
         Raises:
             ControlLost: the session is over.
@@ -270,16 +270,16 @@ class Link:
         self.send({"op": "close", "session": self.session, "row": row.name})
 
     def send(self, op: dict[str, Any]) -> None:
-        """Queue a call behind the earlier ones; nobody waits for its answer."""
+        """Queue a call after the earlier ones; no thread waits for its answer."""
         if not self.lost:
             self._pool.submit(self._call, op)
 
     def request(self, requests: Sequence[RowRequest], batch: int) -> None:
-        """Ask for the residuals of a step, for rows that begin it together, and of the next step
-        for rows that ask ahead.
+        """Request the residuals of a step, for rows that begin it together, and of the next step
+        for rows that request ahead.
 
         Raises:
-            EngineFailed: they will not come.
+            EngineFailed: they will not arrive.
         """
         current: list[_Question] = []
         ahead: list[_Question] = []
@@ -313,7 +313,7 @@ class Link:
 
     def _send(self, questions: Sequence[_Question], batch: int) -> None:
         self._check()
-        while self.messages.receive():  # rows that leave blocks out read nothing, and it would wait
+        while self.messages.receive():  # unread answers of skipped blocks would block the service
             self._read(self._patience_s)
         number, rows = next(self._numbers), []
         for question in questions:
@@ -360,7 +360,7 @@ class Link:
         """Wait for the residual of a row at a place; None: nothing is added.
 
         Raises:
-            EngineFailed: it will not come.
+            EngineFailed: it will not arrive.
         """
         self._check()
         answer = self._answers[sent.number]
@@ -392,7 +392,7 @@ class Link:
         slot, dtype = row.slots.answer(part.slot), getattr(torch, part.dtype)
         if part.lent:
             assert self.messages.lent is not None
-            if self.messages.ended():  # messages outlive a session, what it was lent does not
+            if self.messages.ended():  # messages outlive a session, lent memory does not
                 raise self._over("it has ended")
             return self.messages.lent.read(part.offset, part.shape, dtype)
         with self._slots():
@@ -400,8 +400,8 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """Whether the session is over; may be read from any thread. A service can end while nobody
-        waits for it: if it froze as rows were opened, no row has asked yet.
+        """Whether the session is over; may be read from any thread. A service can end while no row
+        waits for it: if it froze as rows were opened, no row has sent a request yet.
         """
         return bool(self.lost) or self.messages.ended()
 
@@ -454,7 +454,8 @@ def _lost(why: str) -> ControlLost:
 
 
 class ControlService:
-    """A denoiser's service: attached to when it is first needed, and again once it was lost.
+    """A denoiser's service. The denoiser attaches to it when it is first needed, and again after a
+    loss.
 
     Args:
         dtype: data type of the base; the service's must be the same.
@@ -529,14 +530,14 @@ class ControlService:
             link.send({"op": "drop", "session": link.session, "version": content})
 
     def open(self, opening: Opening, adapters: AdapterMode = "exact") -> ServedRow:
-        """A row at the service.
+        """Return a row at the service.
 
         Args:
             opening: opening of the row.
             adapters: adapter mode of the edit.
 
         Raises:
-            ControlLost: the service is not there.
+            ControlLost: the service cannot be reached.
         """
         if self._link is None:
             raise _lost("it was never there")

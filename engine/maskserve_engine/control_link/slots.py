@@ -1,10 +1,10 @@
 """Memory for tensors that go between a denoiser and a ControlNet service.
 
 On one host a slot is a file in memory: one process writes there, the other reads. Over a network
-each end has its own, and messages carry the bytes (`network`). A slot does not say what it holds,
-or whether that is complete: messages do (`transport`), each with the number of its ask. A row has
-two slots each way for its steps, so that one step's tensors are written while those of the step
-before are read, and one for its lookahead.
+each end has its own memory, and messages carry the bytes (`network`). Messages (`transport`), each
+with the number of its request, say which tensors a slot holds and whether these are complete. In
+each direction a row has two slots for its steps, so that one step's tensors are written while those
+of the step before are read, and one for its lookahead.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SLOTS = 3
 
 
 def aligned(nbytes: int) -> int:
-    """Return the first offset from `offset` on at which a tensor may begin."""
+    """Return the first offset from `nbytes` on at which a tensor may begin."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 class Slot(ABC):
-    """Tensors, by where in it they begin."""
+    """Tensors, by their offset."""
 
     def write(self, offset: int, x: Tensor) -> None:
         """Write a tensor of any device.
@@ -104,7 +104,7 @@ class SharedSlot(Slot):
                 self._map = mmap.mmap(opened, size)
             finally:
                 os.close(opened)
-                if self._removed:  # meanwhile, by another thread: what is written reaches nobody
+                if self._removed:  # meanwhile, by another thread: no process reads what is written
                     self.remove()
         return self._map
 
@@ -135,7 +135,7 @@ class RowSlots:
     """The slots of one row.
 
     Args:
-        slot: makes one, by its name among them.
+        slot: makes a slot from its name.
     """
 
     def __init__(self, slot: Callable[[str], Slot]) -> None:

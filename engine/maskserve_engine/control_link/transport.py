@@ -1,7 +1,7 @@
 """Messages between a denoiser and a ControlNet service, and their transport on one host.
 
 Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): a reader
-sleeps until one comes, and learns at once that the other process has ended. Tensors lie in shared
+sleeps until one arrives, and notices at once when the other process ends. Tensors lie in shared
 memory (`slots`), residuals also in a device's (`device_memory`); a message says where. `network`
 carries both to another host.
 """
@@ -25,7 +25,7 @@ from maskserve_engine.control_link.slots import RowSlots
 MOST_BYTES = 2**20
 """Most bytes of a message, without tensors."""
 _SEND_S = 1.0
-"""Seconds after which a denoiser that reads nothing is given up, since it holds up all others."""
+"""Seconds after which a denoiser that reads nothing is lost, since it delays all others."""
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -60,9 +60,9 @@ class ResidualsRequest(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a denoiser that begin a step together: nets run over all of them at once."""
 
     number: int
-    """One more than the number of the ask before."""
+    """One more than the number of the request before."""
     batch: int
-    """Number that stays while the same rows go on."""
+    """Number that stays while the batch has the same rows."""
     rows: tuple[RequestedRow, ...]
     lent: bool = False
     """Whether residuals may lie in the memory that the service lends."""
@@ -85,7 +85,7 @@ class AddedPart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answered(msgspec.Struct, array_like=True, frozen=True):
-    """A part of the answer to an ask."""
+    """A part of the answer to a request."""
 
     number: int
     parts: tuple[AddedPart, ...] = ()
@@ -107,13 +107,13 @@ class Messages(Protocol):
         ...
 
     def slots(self, row: str) -> RowSlots:
-        """Return a row's slots: input is written before the ask, residuals are there once
-        announced.
+        """Return a row's slots: input is written before the request, residuals are complete when a
+        message announces them.
         """
         ...
 
     def request(self, request: ResidualsRequest) -> None:
-        """Send an ask.
+        """Send a request.
 
         Raises:
             Lost: the service has ended.
@@ -143,7 +143,7 @@ class SocketMessages:
     """See `Messages`.
 
     Args:
-        attached: what the service has said.
+        attached: the service's answer when the denoiser attached.
         device: device of the residuals; None: lent memory is not opened.
     """
 
@@ -195,13 +195,13 @@ class SocketMessages:
         if number < 0:
             return True
         looks = select.poll()
-        # POLLHUP comes unasked, and before messages that nobody has read.
+        # POLLHUP is always reported, and before unread messages.
         looks.register(number, 0)
         return bool(looks.poll(0))
 
     def end(self) -> None:
-        """Wake whoever waits in `next`, as if the service had ended; may be called
-        from any thread.
+        """Wake a thread that waits in `next`, as if the service had ended; may be called from any
+        thread.
         """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

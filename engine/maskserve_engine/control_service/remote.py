@@ -1,7 +1,7 @@
-"""Denoisers of other hosts: for the service each is one of its own host, which sits here and passes
-on what comes and goes over the link (`control_link.network`).
+"""Denoisers of other hosts. Threads here forward messages between the link (`control_link.network`)
+and the service, for which each denoiser is one of its own host.
 
-So a slow link holds up nobody but its denoiser, and the service knows of one way alone.
+So a slow link delays only its denoiser, and the service has only one transport.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from maskserve_engine.control_service.sessions import DenoiserSessions
 
 _log = logging.getLogger(__name__)
 _MOST_LINKS = 256
-"""Most links. At this number the one that has longest not proved its session's key is ended, those
-of unknown hosts first; if all have proved theirs, the newcomer is refused.
+"""Most links. At this number the oldest link that has not proved its session's key ends, links of
+unknown hosts first. If all links have proved their key, the new link is refused.
 """
 _PROOF_S = 2.0
 """Seconds in which a denoiser must prove that it knows its session's key."""
@@ -34,10 +34,10 @@ _AGAIN_S = 0.2
 
 
 class RemoteDenoisers:
-    """Takes connections, each of a session of its own.
+    """Accepts connections; each belongs to its own session.
 
     Args:
-        listener: where they come.
+        listener: socket that accepts them.
     """
 
     def __init__(self, listener: socket.socket, sessions: DenoiserSessions) -> None:
@@ -48,7 +48,7 @@ class RemoteDenoisers:
         self._unproven: dict[Wire, str] = {}
         """Hosts of links that have not proved their key, the oldest first."""
         self._hosts: dict[str, None] = {}
-        """Hosts from which denoisers have come."""
+        """Hosts of denoisers."""
         self._thread = threading.Thread(target=self._accept, name="other hosts", daemon=True)
         self._thread.start()
 
@@ -70,7 +70,7 @@ class RemoteDenoisers:
             try:
                 connected, address = self._listener.accept()
                 wire = Wire(connected)
-            except OSError as error:  # it has gone away, or there are too many files
+            except OSError as error:  # the denoiser has left, or there are too many files
                 if not self._stop.is_set():
                     _log.warning("a denoiser could not be let in: %s", error)
                 self._stop.wait(_AGAIN_S)
@@ -84,7 +84,9 @@ class RemoteDenoisers:
             thread.start()
 
     def _give_way(self, host: str) -> bool:
-        """End the link of a stranger, for one of this host; False: all links are denoisers'."""
+        """End an unproven link to make room for one of this host; return False if all links have
+        proved their key.
+        """
         strangers = [
             wire for wire, other_host in self._unproven.items() if other_host not in self._hosts
         ]

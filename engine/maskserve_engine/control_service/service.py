@@ -1,8 +1,8 @@
-"""A ControlNet service's own thread: denoisers ask through the transport, and it answers them, one
-after the other.
+"""A ControlNet service's thread: it answers the requests that denoisers send through the transport,
+one after the other.
 
-Rows of one ask are packed together, just as their denoiser would pack them, and never with
-another's: so residuals are the same bytes as in-process.
+Rows of one request are packed together, as their denoiser would pack them, and never with rows of
+another request. So residuals are the same bytes as in-process.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _LOOK_S = 0.2
 
 
 class ControlNetService:
-    """Answers steps of several denoisers' rows; what it holds for them is in `sessions`.
+    """Answers requests of several denoisers; `sessions` has their state.
 
     Args:
-        config: the service's: `[model] device` is the nets' device.
-        folder: for the socket and the slots; best in memory. Made anew.
-        loader: brings ControlNets from `[controls] folder`.
+        config: configuration of the service; `[model] device` is the nets' device.
+        folder: folder of the socket and the slots, best in memory; emptied at start.
+        loader: loads ControlNets from `[controls] folder`.
         adapter: adapter of the base's family; None: the configured one.
-        connection: of a denoiser; a bench's is as slow as some network.
-        ended: called where nobody can be answered any more; by itself it ends the process, which
-            the supervisor notices.
+        connection: makes a denoiser's connection; benchmarks make one as slow as a network.
+        ended: called when no request can be answered any more; by default it ends the process,
+            which the supervisor notices.
 
     Raises:
-        ConfigError: it cannot listen where it is told to.
+        ConfigError: it cannot listen at the configured address.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class ControlNetService:
 
     @property
     def problem(self) -> str:
-        """Why nobody is answered any more; empty: all is well. One that is busy with a step for
-        `[engine] stuck_timeout_s` does not come back.
+        """Reason why no request is answered any more; empty: none. A service that is busy with a
+        step for `[engine] stuck_timeout_s` will not recover.
         """
         if not self._thread.is_alive():
             return "its thread has ended"
@@ -146,14 +146,14 @@ class ControlNetService:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             accepted = self._connection(self._listener.accept()[0])
-        except OSError as error:  # it has gone away, or there are too many files
+        except OSError as error:  # the denoiser has left, or there are too many files
             _log.warning("a denoiser could not be let in: %s", error)
             self._stop.wait(_LOOK_S)
             return
         selector.register(accepted, selectors.EVENT_READ)
 
     def _watch(self) -> None:
-        """End a service that answers nobody, so that it is started again; runs in a thread of its
+        """End a service that answers no request, so that it is restarted; runs in a thread of its
         own.
         """
         while not self._stop.wait(_LOOK_S):

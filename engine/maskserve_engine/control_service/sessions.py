@@ -1,6 +1,6 @@
-"""Denoisers, their rows, and the ControlNets that these name: what a service holds for them.
+"""The state of a service: denoisers, their rows, and the ControlNets that these name.
 
-Opens, closes and loads come by KServe calls, in any thread.
+KServe calls open and close rows and load ControlNets, in any thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DenoiserSession:
     for its `_owner`.
     """
     batch: tuple[int, NetBatch] | None = None
-    """Number of the last ask's batch, and the state kept of it."""
+    """Number of the last request's batch, and the state kept of it."""
     connected: bool = False
 
 
@@ -87,11 +87,11 @@ class DenoiserSessions:
     """Rows of several denoisers, and the ControlNets on the device.
 
     Args:
-        config: the service's: `[model] device` is the nets' device.
-        folder: where the slots of rows are.
+        config: configuration of the service; `[model] device` is the nets' device.
+        folder: folder of the rows' slots.
         socket: socket in that folder for denoisers of this host.
-        port: what those of other hosts connect to; 0: none may.
-        loader: brings ControlNets from `[controls] folder`.
+        port: port for denoisers of other hosts; 0: none may connect.
+        loader: loads ControlNets from `[controls] folder`.
         lent: device memory lent to denoisers, for residuals.
     """
 
@@ -126,10 +126,10 @@ class DenoiserSessions:
         self._loader.close()
 
     def attach(self, dtype: str) -> Attached:
-        """A session for a denoiser.
+        """Return a new session for a denoiser.
 
         Raises:
-            InvalidRequest: its numbers are of another type.
+            InvalidRequest: its data type is another one.
         """
         dtype_name = str(self._dtype).removeprefix("torch.")
         if dtype != dtype_name:
@@ -153,8 +153,8 @@ class DenoiserSessions:
             return Attached(name, self._socket, self._port, self._session(name).key, lent)
 
     def load(self, session: str, control: ResolvedControl, done: Done) -> None:
-        """Hold a ControlNet for a denoiser, until it drops it or ends; `done` is told in any
-        thread.
+        """Hold a ControlNet for a denoiser, until the denoiser drops it or ends; `done` is called
+        in any thread.
 
         Raises:
             MaskserveError: there is no such session, or no room.
@@ -181,9 +181,9 @@ class DenoiserSessions:
 
         Raises:
             MaskserveError: its name is invalid, there is no such session, or it names a ControlNet
-                that is not held.
+                that the service does not hold for it.
         """
-        if not _ROW_NAME.fullmatch(row):  # files have it
+        if not _ROW_NAME.fullmatch(row):  # files are named by it
             raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
         with self._door:
             nets = {}
@@ -193,7 +193,7 @@ class DenoiserSessions:
                 nets[control.net] = self._family_nets[control.net]
             denoiser = self._session(session)
         arrays = {
-            # Copied: products of what lies at odd addresses round differently on CPUs.
+            # Copied, because products of unaligned tensors round differently on CPUs.
             name: x.to(self._device, x.dtype if name == "cis" else self._dtype, copy=True)
             if x.is_floating_point()
             else x
@@ -212,7 +212,7 @@ class DenoiserSessions:
             self._remove(row, closed, read=True)
 
     def counts(self) -> dict[str, Any]:
-        """Numbers of sessions, rows and nets, for `health`."""
+        """Return the numbers of sessions, rows and nets, for `health`."""
         with self._door:
             self._forget_unconnected()
             sessions = list(self._sessions.values())
@@ -228,7 +228,7 @@ class DenoiserSessions:
             return session is not None
 
     def rows(self, name: str, rows: Sequence[str]) -> tuple[DenoiserSession, dict[str, OpenRow]]:
-        """A session, and those rows of it.
+        """Return a session, and these rows of it.
 
         Raises:
             EngineFailed: there is no such session, or such a row is not open.
@@ -248,16 +248,16 @@ class DenoiserSessions:
             self._remove(name, row, read=False)
 
     def _remove(self, name: str, row: OpenRow, *, read: bool) -> None:
-        """Free the row's slots and lent memory; `read`: its denoiser has said that it reads no more
-        of it.
+        """Free the row's slots and lent memory; `read`: whether its denoiser has said that it reads
+        no more of it.
         """
         row.slots.remove()
         if self._lent is not None:
             self._lent.close(name, read=read)
 
     def _forget_unconnected(self) -> None:
-        """Forget sessions that nobody connected to: over a broken link a denoiser may never learn
-        its name.
+        """Forget sessions that no denoiser has connected to: over a broken link a denoiser may
+        never learn its name.
         """
         last = time.monotonic() - _CONNECT_S
         for session in list(self._sessions.values()):

@@ -88,7 +88,7 @@ def from_json(values: Mapping[str, Any] | str | bytes) -> CostModel:
         lines = {key: Line(**line) for key, line in raw["lines"].items()}
         compute = lines.pop("compute")
         loads = {key.removeprefix("load."): line for key, line in lines.items()}
-        launch = float(raw.get("launch", 0.0))  # what older workers do not tell
+        launch = float(raw.get("launch", 0.0))  # missing in files of older workers
         return CostModel(str(raw["device"]), compute, loads, str(raw["source"]), launch)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cost model: {error!r}") from error
@@ -137,7 +137,7 @@ _ARCHITECTURES = (
     ((0, 0), 256, 256, 16),
 )
 EFFICIENCY = 0.5
-"""Share of the matrix peak that a whole step reaches; within a factor of 2 either way."""
+"""Share of the matrix peak that a whole step reaches; within a factor of 2 up or down."""
 PROBED_EFFICIENCY = 0.67
 """Share of a large product's measured rate, which itself is some 3/4 of the peak."""
 LINK_EFFICIENCY = 0.78
@@ -150,14 +150,13 @@ _CPU_COPY = 10e9
 """Pages of the host tier are the CPU's own memory: a copy, at about what one core moves."""
 
 H100 = Rates("H100", 989e12, 64e9 * LINK_EFFICIENCY, EFFICIENCY)
-"""SXM, bfloat16, by its data sheet: what is simulated where nothing else is asked for. Launches are
-left out."""
+"""SXM, bfloat16, by its data sheet: the default of simulations. Launches are left out."""
 
 
 def gpu_rates(gpu: GpuProperties, dtype: str = "bfloat16") -> Rates:
-    """A GPU's peak, from what it says of itself. Makers halve the matrix rate of some cards
-    (GeForce from 8.6 on), cap others (H20) and give some fewer lanes to the host: only a probe
-    tells (`maskserve_engine.stages.device_probe`).
+    """Return a GPU's peak rates from its properties. Makers halve the matrix rate of some cards
+    (GeForce from 8.6 on), cap others (H20) and give some fewer lanes to the host, which only a
+    probe measures (`maskserve_engine.stages.device_probe`).
 
     Args:
         gpu: its properties.
@@ -176,7 +175,9 @@ def cpu_rates(cores: int = 1) -> Rates:
 
 
 def estimate(rates: Rates) -> CostModel:
-    """A rough cost model for a device on which no step has been measured, flagged `estimate`."""
+    """Return a rough cost model for a device on which no step has been measured, flagged
+    `estimate`.
+    """
     return CostModel(
         device=rates.device,
         compute=Line(rates.step_fixed, 1 / (rates.product_flops * rates.step_share)),

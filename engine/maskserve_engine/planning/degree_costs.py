@@ -36,9 +36,9 @@ def calls(work: ModelWork, degree: int) -> int:
 
 
 def sent_bytes(work: ModelWork, row: RowTokens, degree: int, value_bytes: int = 2) -> float:
-    """That one of `degree` devices sends in a step, on average: q, k and v before and the output
-    after attention, of the tokens that the row computes, each to where its heads or tokens are.
-    Cached entries are cut by head and stay where they are.
+    """Return the mean bytes that one of `degree` devices sends in a step: q, k and v before
+    attention and the output after it, of the tokens that the row computes, to the devices of their
+    heads or tokens. Cached entries are cut by head and stay where they are.
     """
     text = row.text if work.joint else 0.0
     values = sum(4.0 * (row.active[b.level] + text) * b.width for b in work.blocks)
@@ -57,7 +57,7 @@ def busiest(heads: int, degree: int) -> float:
     heads divide.
 
     A device has the share s of the heads and 1 / degree of the tokens. It sends 3 (1 - s) numbers
-    of each of its tokens before attention and s of each other token behind it, and receives s and 1
+    of each of its tokens before attention and s of each other token after it, and receives s and 1
     - s instead, in units of the model's width.
     """
     if not heads or degree == 1:
@@ -85,14 +85,14 @@ def seconds_by_degree(
     exchange: ExchangeCosts,
     degrees: tuple[int, ...] = DEGREES,
 ) -> tuple[float, ...]:
-    """Seconds of a step of `row` by itself at each of `degrees`.
+    """Return the seconds of a step of `row` alone at each of `degrees`.
 
     Args:
         work: the model at the image's size.
         row: its tokens; all of them for a dense row.
         kind: how its blocks run: "dense" or "kv".
-        compute: seconds of a step against FLOPs on one device; what is fixed is paid by each.
-        exchange: what the calls between them cost.
+        compute: seconds of a step against FLOPs on one device; every device pays the fixed part.
+        exchange: costs of the calls between devices.
         degrees: numbers of devices.
     """
     flops = work.step_flops([row], kind)

@@ -44,8 +44,8 @@ def block_bytes(
 
     Args:
         work: the model at the image's size.
-        inactive: cached tokens per level, for each row that needs an entry of its own (rows of
-            one template and anchor may share one, then given once).
+        inactive: cached tokens per level, for each row that needs its own entry (rows that share an
+            entry are given once).
         fmt: storage format.
         copies: activations kept per token: 2 if both halves of a CFG pair are cached apart.
     """
@@ -104,7 +104,7 @@ def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
 
 def still_bytes(work: ModelWork, fmt: EntryFormat) -> float:
     """Return the bytes that a template keeps once for all its anchors: keys and values of pictures
-    that see nothing of a row.
+    that do not depend on a row.
     """
     return float(block_bytes(work, [(float(work.still),)], fmt)[:, 1].sum()) if work.still else 0.0
 

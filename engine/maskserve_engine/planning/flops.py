@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 KINDS = ("dense", "project", "kv")
-"""Ways to run a block, in the column order of every per-kind array (design §2, "plan")."""
+"""Kinds of a block, in the column order of every per-kind array (design §2, "plan")."""
 DENSE, PROJECT, KV = range(3)
 
 TERMS = ("row", "token", "text", "spare", "pair", "cross")
@@ -71,7 +71,7 @@ class FixedWork:
     positions: tuple[float, ...] = ()
     """Per convolved position of each level; empty where nothing is convolved (FLUX)."""
     launches: float = 0.0
-    """Kernels on CUDA, as of a block."""
+    """Kernels on CUDA, as in `BlockWork`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class FeatureMap:
     strided: bool
     """Whether the convolution that reads it leads to the next level."""
     block: int
-    """Number of the first transformer block behind it; as many as there are: it is behind all."""
+    """Number of the first transformer block after it; the number of blocks: none follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Totals:
     dense: Floats
     cached: Floats
     active: tuple[float, ...]
-    """Active tokens of all rows, per level."""
+    """Computed tokens of all rows, per level."""
     text: float
     convolved: tuple[float, ...]
     """Positions that all rows' convolutions compute when they run cached, per level."""
@@ -194,8 +194,8 @@ class ModelWork:
     restore_ends: bool
     """Whether outputs of cached tokens are needed at the end of each stack (UNets)."""
     peak_row: float
-    """Numbers that one evaluation of a row holds at once where it holds most, all tokens computed,
-    text apart; what kernels keep for themselves is not counted."""
+    """Most numbers that one evaluation of a row holds at once, all tokens computed, without text
+    and without the buffers of kernels."""
     peak_text: float
     """The same per text token."""
     peak_once: float = 0.0
@@ -207,8 +207,8 @@ class ModelWork:
     context: int = 0
     """Image tokens of reference pictures, which no mask covers."""
     still: int = 0
-    """Tokens of pictures that see nothing of a row: its own read their keys and values, which are
-    made once and no step computes. They are not among `tokens`."""
+    """Fixed tokens of pictures that do not depend on the row: the row's tokens read their keys and
+    values, which are computed once. They are not among `tokens`."""
     computes_text_once: bool = False
     """Whether text, too, is computed once: steps read its keys and values."""
     copies: int = 1
@@ -255,8 +255,8 @@ class ModelWork:
         object.__setattr__(self, "fixed_launches", fixed_launches)
 
     def row_at(self, mask_ratio: float, text: float) -> RowTokens:
-        """A row whose mask covers exactly `mask_ratio` of each level: a lower bound, because a
-        real mask touches whole tokens and touches relatively more of them on coarser levels.
+        """Return a row whose mask covers exactly `mask_ratio` of each level: a lower bound, because
+        a real mask touches whole tokens and touches relatively more of them on coarser levels.
         """
         if not 0.0 <= mask_ratio <= 1.0:
             raise ValueError(f"mask_ratio: {mask_ratio} is not in 0 to 1")
@@ -315,7 +315,7 @@ class ModelWork:
 
     @property
     def still_flops(self) -> float:
-        """FLOPs of making the keys and values of the `still`, once."""
+        """FLOPs of computing the keys and values of the `still` tokens, once."""
         reference_work = replace(self, tokens=(self.still,), still=0)
         return (
             reference_work.step_flops([reference_work.row_at(1.0, 0.0)], "dense")
@@ -373,7 +373,7 @@ class ModelWork:
         Args:
             blocks: numbers of each block, by the term that they count for.
             before: numbers in the input of the first stack, by field of `FixedWork`.
-            after: numbers behind the last stack, by field of `FixedWork`.
+            after: numbers after the last stack, by field of `FixedWork`.
             positions: numbers in convolutions, per level.
         """
         block_work = []
@@ -427,7 +427,7 @@ class _Batch(NamedTuple):
 
 
 class BatchFlops:
-    """Caches the FLOPs of a batch's steps while the same rows run in the same way."""
+    """Caches the FLOPs of a batch's steps while its rows and kinds are the same."""
 
     def __init__(self) -> None:
         self._batch, self._flops = _Batch((), (), ()), 0.0

@@ -50,7 +50,7 @@ class Counted:
 
 
 def sorts_of(items: Sequence[Item]) -> list[Sort]:
-    """The sorts of a step, in order of their first block."""
+    """Return the sorts of a step, in order of their first block."""
     groups: dict[tuple[float, ...], list[int]] = {}
     for item in items:
         if item.block >= 0:
@@ -61,10 +61,11 @@ def sorts_of(items: Sequence[Item]) -> list[Sort]:
 def counted(
     items: Sequence[Item], sorts: Sequence[Sort], fixed: float, tolerance: float
 ) -> Counted | None:
-    """The counts with the least max(all loads, all compute).
+    """Return the counts with the least max(all loads, all compute).
 
-    Nearly as good counts are often many, as sorts differ little: then those are taken that give
-    every sort the same mixture, because a stretch of one kind makes one stream wait.
+    Often many counts are nearly as good, because sorts differ little. Then the function takes the
+    counts that give every sort the same mixture, because a stretch of one kind makes one stream
+    wait.
 
     Args:
         items: items of the step.
@@ -171,7 +172,7 @@ def _gift(items: Sequence[Item]) -> float | None:
 
 @lru_cache(maxsize=64)
 def _counts(n: int) -> NDArray[np.int64]:
-    """All ways to give n blocks three kinds: `[ways, 3]`."""
+    """Return all counts of three kinds among n blocks: `[counts, 3]`."""
     return np.array([(n - p - k, p, k) for p in range(n + 1) for k in range(n - p + 1)])
 
 
@@ -217,7 +218,7 @@ def _take_gift(kinds: list[int], alike: Sequence[int]) -> None:
 def _balance(
     items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]
 ) -> list[int]:
-    """The kind at each block that keeps compute and loads closest, fixed work included."""
+    """Return the kind of each block that keeps compute and loads closest, fixed work included."""
     sort_of = {block: i for i, sort in enumerate(sorts) for block in sort.blocks}
     remaining = [list(c) for c in counts]
     kinds = [DENSE] * len(sort_of)

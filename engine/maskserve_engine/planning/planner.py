@@ -59,7 +59,7 @@ def plan(
     tolerance: float = TOLERANCE,
     intervals: int = 200,
 ) -> Plan:
-    """The best plan.
+    """Return the best plan.
 
     Args:
         costs: costs of the step.
@@ -342,11 +342,11 @@ def plan_totals(
 class PlanCache:
     """Steady plans by quantised totals, the least recently used dropped first.
 
-    A plan stays valid for any totals, since kinds hold for every row; between totals of one
-    bucket it is only not quite the best. Its predicted seconds are those of the totals it was
-    made for, at most one quantum off per total.
+    A plan stays valid for any totals, since kinds hold for every row; for other totals of its
+    bucket it is only nearly the best. Its predicted seconds are those of the totals it was made
+    for, at most one quantum off per total.
 
-    Not safe for threads: the scheduler's thread alone asks.
+    Not thread-safe: only the scheduler's thread uses it.
     """
 
     def __init__(

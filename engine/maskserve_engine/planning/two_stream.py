@@ -3,16 +3,17 @@
 Two streams, two clocks: `F`, when the load stream is done with everything up to this block, and
 `t`, when the compute stream is. For a block with fixed work g before it, load l and compute c:
 
-    F1 = max(F, (t + g) - ahead)     the stream waits while it is a budget ahead of the compute
-    F' = max(F1 + l, t' - ahead)
-    t' = max(F1 + l, t + g) + c      the block waits for its entry
+    F1 = max(F, (t + g) - head_start)    the stream waits while it is a budget ahead
+    F' = max(F1 + l, t' - head_start)
+    t' = max(F1 + l, t + g) + c          the block waits for its entry
 
-The host is a third clock: it launches the step's kernels one behind the other, ahead of the device
-where it can, so a step takes at least as long as all of them take to be launched.
+The host is a third clock: it launches the step's kernels one after the other, ahead of the device
+where it can. So a step takes at least as long as launching all of its kernels.
 
 Without `head_start` this is the recursion of FlashPS Algorithm 1. `head_start` bounds what is
-loaded for blocks that have not begun, so a plan that computes first and loads later pays for
-it. The lead of a step is t - F at its start: what the slack of the step before has loaded already.
+loaded for blocks that have not begun, so a plan that computes first and loads later pays for it.
+The lead of a step is t - F at its start: the loads that the slack of the step before has already
+done.
 
 The recursion only adds and takes maxima, so a whole step is one 2x2 matrix over (max, +), and
 steps repeated with one plan settle at its eigenvalue: the steady seconds per step.
@@ -48,9 +49,9 @@ class StepCosts:
         after: fixed compute after the last block.
         ends: `[blocks]`: loading the block's cached output where a stack ends and needs it,
             NO_RESTORE elsewhere.
-        ahead: how far loads may run ahead of the block being computed, in seconds of loading;
+        head_start: how far loads may run ahead of the block being computed, in seconds of loading;
             the byte budget of the prefetch buffers times the seconds per byte. `inf`: no bound.
-        launching: `[blocks, 3]`: of the host, launching the block's kernels.
+        launching: `[blocks, 3]`: host seconds for launching the block's kernels.
         launching_fixed: host seconds for launching the kernels outside the blocks.
     """
 
@@ -99,14 +100,14 @@ def step_costs(
     budget_bytes: float = math.inf,
     dense: Totals | None = None,
 ) -> StepCosts:
-    """Costs of a step from counted work and a cost model.
+    """Return the costs of a step from counted work and a cost model.
 
     Args:
         work: the model at the image's size.
         totals: sums over the cached rows.
         model: cost model of the worker.
-        load_bytes: per tier, what `block_bytes` gives for the rows whose entries lie there; 0 for
-            what has arrived, `inf` for what was not kept. One transfer per tier and block is
+        load_bytes: per tier, `block_bytes` of the rows whose entries lie there; 0 for parts that
+            have arrived, `inf` for parts that are not kept. One transfer per tier and block is
             assumed.
         end_loads: per tier, the bytes of the entry that restores each stack's cached output;
             None: as many as `h` of the stack's last block.
@@ -176,10 +177,10 @@ class Plan:
     """How the cached rows of a step run each block, and the seconds that this takes."""
 
     kinds: tuple[str, ...]
-    """Per block, of KINDS."""
+    """Kind of each block, of KINDS."""
     loads: tuple[str, ...]
-    """Per block, of LOADS: what comes from the cache before it. A `project` block loads nothing
-    where cached hidden states are present: after a dense block or at the start of a stack."""
+    """Load of each block, of LOADS. A `project` block loads nothing where cached hidden states are
+    present: after a dense block or at the start of a stack."""
     restores: tuple[int, ...]
     """Dense blocks whose hidden states of cached tokens were not kept and are loaded (`h`)."""
     end_restores: tuple[int, ...]
@@ -203,7 +204,7 @@ class Plan:
 
 
 def items_of(costs: StepCosts) -> list[Item]:
-    """The step as plain floats, in order."""
+    """Return the step as plain floats, in order."""
     items: list[Item] = []
     rows = zip(
         costs.before.tolist(),
@@ -230,7 +231,8 @@ def head_start_of(costs: StepCosts) -> float:
 def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, float, float]]:
     """`(before, load, compute)` of every item when block i runs as `kinds[i]` (index in KINDS).
 
-    Inactive hidden states are present at the start, after dense blocks and after stack ends.
+    Hidden states of cached tokens are present at the start, after dense blocks and after stack
+    ends.
     """
     steps, present = [], True
     for item in items:
@@ -285,7 +287,7 @@ def _column(
 def evaluate(
     costs: StepCosts, kinds: Sequence[str], *, lead: float | None = None, bound: float = 0.0
 ) -> Plan:
-    """The plan that runs block i as `kinds[i]`.
+    """Return the plan that runs block i as `kinds[i]`.
 
     Args:
         costs: costs of the step.

@@ -1,7 +1,7 @@
 """Admission checks: what an edit needs before it gets a row.
 
-A check lets an edit pass, names what it lacks, or refuses it. Checks run in order; an edit that
-lacked something starts again at the first check when that has come.
+A check lets an edit pass, names the resources that it waits for, or refuses it. Checks run in
+order; after a wait an edit starts again at the first check.
 
 Used by the engine thread only.
 """
@@ -42,8 +42,8 @@ class AdmissionCheck(Protocol):
 
 class AdaptersLoaded:
     """Requires the edit's ControlNets and LoRAs on the device; they are loaded at the same time.
-    With `adapters: fast` it may begin without its LoRAs, but no more such edits than the batch has
-    rows.
+    With `adapters: fast` it may begin without its LoRAs, but at most as many such edits as the
+    batch has rows.
     """
 
     def __init__(self, adapters: EditAdapters, table: RequestTable, most_without: int) -> None:
@@ -114,7 +114,7 @@ class TemplateReady:
             self._primings.begin(edit.job, urgent=waits, due=due_at)
         if not waits:
             return ()
-        # What was coming may have come since, on another thread, whose word of it is still unread.
+        # The load may have ended on another thread, whose message is not read yet.
         if route.is_loading or self._cache.is_loading(route.key):
             return (Resource(TEMPLATE, route.key),)
         settings = edit.job.request.settings

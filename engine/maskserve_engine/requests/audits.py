@@ -1,4 +1,4 @@
-"""A guard against drift: some cached edits are made again without the cache and compared.
+"""A guard against drift: some cached edits are repeated without the cache and compared.
 
 A sampled share of cached edits is kept with its result, and computed once more by a dense row when
 the engine has nothing else to do. The *drift* of an edit is how far the cached latents lie from the
@@ -38,7 +38,7 @@ _LABELLED = 64
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A cached edit that is to be made again."""
+    """A cached edit to repeat without the cache."""
 
     key: str
     """Key of the template's entries."""
@@ -47,7 +47,7 @@ class Audit:
     """[C, h, w] final latents of the cached row."""
 
     def again(self) -> EditJob:
-        """Return the edit under a name of its own, behind all others and without a client."""
+        """Return the edit with a new id, after all others and without a client."""
         settings = structs.replace(
             self.job.request.settings,
             deadline_ms=None,
@@ -70,7 +70,7 @@ class _Drift:
 
 
 class Audits:
-    """Chooses the edits that are made again, and judges templates by the result.
+    """Chooses the edits to repeat, and judges templates by the results.
 
     Args:
         config: `[cache]`.
@@ -83,7 +83,7 @@ class Audits:
         self._random = random.Random()
         self._waiting: deque[Audit] = deque(maxlen=_WAITING)
         self._compared: deque[tuple[Audit, HostCopy]] = deque()
-        """Audits made again whose latents are still on their way to the host."""
+        """Repeated audits whose latents are still being copied to the host."""
         self._drifts: OrderedDict[str, _Drift] = OrderedDict()
         self._labels: set[str] = set()
         self.done = 0
@@ -96,7 +96,7 @@ class Audits:
             self._waiting.append(Audit(key, job, latents))
 
     def next(self) -> Audit | None:
-        """Return the next edit to make again; None: there is none."""
+        """Return the next edit to repeat; None: there is none."""
         return self._waiting.popleft() if self._waiting else None
 
     def compare(self, audit: Audit, dense: HostCopy) -> None:
@@ -110,7 +110,7 @@ class Audits:
             self.judge(audit, dense.array())
 
     def judge(self, audit: Audit, dense: NDArray[np.float32]) -> float:
-        """Book the drift of an edit, if it is a number; returns it.
+        """Return the drift of an edit, and record it if it is a number.
 
         Args:
             audit: the edit.
@@ -118,7 +118,7 @@ class Audits:
         """
         drift = drift_of(audit.latents.array(), dense, audit.job.edit_mask)
         if not math.isfinite(drift):
-            return drift  # the edit has overflowed, which its client was told
+            return drift  # the edit has overflowed; its client got an error
         drift_record = self._drifts.setdefault(audit.key, _Drift())
         self._drifts.move_to_end(audit.key)
         if len(self._drifts) > _REMEMBERED:
@@ -178,7 +178,8 @@ class Audits:
 def drift_of(
     cached: NDArray[np.float32], dense: NDArray[np.float32], edit_mask: NDArray[np.uint8]
 ) -> float:
-    """How far latents [C, h, w] lie apart under the mask [H, W], relative to the dense ones."""
+    """Return the difference of latents [C, h, w] under the mask [H, W], relative to the dense ones.
+    """
     _, h, w = dense.shape
     height, width = edit_mask.shape
     under = edit_mask.reshape(h, height // h, w, width // w).max(axis=(1, 3)) > 0

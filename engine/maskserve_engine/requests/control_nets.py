@@ -1,4 +1,4 @@
-"""The ControlNets of edits on the device, and what they compute in an edit's steps."""
+"""The ControlNets of edits on the device, and their work in an edit's steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ControlWork:
     works: tuple[ModelWork, ...]
     """Work of each net in one pass."""
     schedule: RefreshSchedule | None = None
-    """Schedule of the row's own refresh steps, which replace `anchors`; None: there is none."""
+    """Schedule of the row's refresh steps, which replace `anchors`; None: there is none."""
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class ControlWork:
             anchors: steps at which the nets compute all tokens.
 
         Raises:
-            MaskserveError: one of them is not served, or no longer.
+            MaskserveError: one of them is not served (any more).
         """
         controls, size = acting(job.request.controls, steps), job.moments.shape[1:]
         works = tuple([control_work(spec, nets.config(control), *size) for control in controls])
@@ -75,7 +75,7 @@ class ControlWork:
         return cls(controls, flops, steps, anchors, works)
 
     def with_schedule(self, plan: RefreshSchedule, between: Totals) -> ControlWork:
-        """Return the work of an edit with refresh steps of its own.
+        """Return the work of an edit with refresh steps.
 
         Args:
             plan: schedule of the refresh steps.
@@ -157,6 +157,6 @@ class EditControlNets(ResourceCache[ResolvedControl]):
         return nbytes, nbytes
 
     def _request(self, resource: Resource, item: ResolvedControl) -> None:
-        if not self._loader.holds(item):  # it went with the service that held it
+        if not self._loader.holds(item):  # the service that had it has ended
             self._residency.drop(resource)
         super()._request(resource, item)

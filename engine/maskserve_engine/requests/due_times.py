@@ -1,7 +1,7 @@
-"""Checks, when an edit arrives, that it can be done before it would be dropped.
+"""Checks at its arrival that an edit can be done before its deadline.
 
-One that cannot is refused at once: its client learns of it while there is time for something else,
-and no step is taken for nothing. Edits that go on when they are late are never refused for it.
+An edit that cannot is refused at once: its client learns it early, and no step is wasted. Edits
+that continue when they are late are never refused for that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from maskserve_engine.scheduling.policies import batches_of
 
 
 class InTime:
-    """Judges edits by what the worker's steps have taken so far.
+    """Predicts from the worker's past steps whether edits are in time.
 
     Args:
-        prices: what rows cost, by steps that were taken; None before that is known.
+        prices: returns the cost of rows by past steps; None before it is known.
     """
 
     def __init__(self, config: Config, prices: Callable[[], Pricing | None]) -> None:
@@ -44,17 +44,17 @@ class InTime:
         waiting: Iterable[RequestState],
         now: float,
     ) -> None:
-        """See that there is time enough for it.
+        """Check that there is time enough for an edit.
 
         Args:
-            edit: it is known how it runs.
+            edit: edit with its execution plan.
             running: edits that have a row.
-            waiting: those that wait for one.
+            waiting: edits that wait for a row.
             now: time.monotonic().
 
         Raises:
-            DeadlineExceeded: it could not be done in time with the whole worker to itself.
-            Overloaded: not now.
+            DeadlineExceeded: it cannot be done in time even if it has the worker to itself.
+            Overloaded: it cannot be done in time beside the other edits.
         """
         limit_ms = edit.job.request.settings.deadline_ms
         if edit.deadline is None or limit_ms is None or not self._refuse_above:
@@ -113,12 +113,12 @@ class InTime:
         anchors: int,
         running: Iterable[RequestState],
     ) -> bool:
-        """Whether an edit would be late now, and in time behind its template's priming.
+        """Whether an edit would be late now, and in time after its template's priming.
 
         Args:
             edit: edit without its template.
-            without: how it runs now.
-            plan: how it runs behind the priming.
+            without: its plan without the template.
+            plan: its plan after the priming.
             anchors: number of anchors still to prime, a dense step each.
             running: edits that have a row beside it.
         """

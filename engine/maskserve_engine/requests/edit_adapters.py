@@ -128,7 +128,7 @@ class EditAdapters:
         self._executor.attach(row, [(lora.version, lora.scale) for lora in loras])
 
     def let_go(self, owner: str) -> None:
-        """Release what an edit or a priming held, so that it can be evicted."""
+        """Release the adapters of an edit or a priming, so that they can be evicted."""
         for resource_set in self._caches.values():
             resource_set.release(owner)
 
@@ -142,7 +142,7 @@ class EditAdapters:
         return self._caches[kind.name].failed(item, error)
 
     def waited(self, edit: RequestState, seconds: float) -> None:
-        """Book the seconds that an edit has waited for its adapters."""
+        """Record the seconds that an edit has waited for its adapters."""
         if edit.loras.effective and self.loras is not None:
             edit.loras.waited_s += seconds
             self.loras.waited(seconds)

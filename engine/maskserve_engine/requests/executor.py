@@ -1,7 +1,8 @@
 """The protocol between the engine's loop and the holder of the rows: plain data, rows by id.
 
-The loop decides (which rows, which plan, what is read whole), an executor carries it out.
-`LocalExecutor` runs rows in the engine's own process, `GangExecutor` in others.
+The loop decides which rows take a step, by which plan, and which entries are loaded whole; an
+executor carries it out. `LocalExecutor` runs rows in the engine's own process, `GangExecutor` in
+others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class DenseRowSpec:
 
     job: EditJob
     key: str = ""
-    """Cache key of the template whose references the row may read, where these see nothing of a row
-    (`STILL`).
+    """Cache key of the template whose references the row may read, if these do not depend on the
+    row (`STILL`).
     """
 
 
@@ -49,7 +50,7 @@ class CachedRowSpec:
     sure: bool
     """Whether steps read their entries even if there is no room for them."""
     schedule: RefreshSchedule | None = None
-    """Schedule of its own step cache beside the entries, if there is room; None: there is none."""
+    """Schedule of its step cache beside the entries, if there is room; None: there is none."""
     nbytes: int = 0
     """Bytes of that step cache."""
 
@@ -70,7 +71,7 @@ class PrimingRowSpec:
 
 @dataclass(frozen=True, slots=True)
 class AnchoredRowSpec:
-    """A row that reads, between its refresh steps, what these leave in its step cache."""
+    """A row that reads its step cache between its refresh steps."""
 
     job: EditJob
     plan: RefreshSchedule
@@ -91,8 +92,7 @@ class RowReport(NamedTuple):
     selection: bytes = b""
     """Digest of a cached row's selection: equal for rows that read the same tokens."""
     schedule: RefreshSchedule | None = None
-    """Schedule of a cached row's own step cache; None: there was no room for it, or none was
-    planned.
+    """Schedule of a cached row's step cache; None: there was no room for it, or none was planned.
     """
 
 
@@ -173,7 +173,7 @@ class RowStep(NamedTuple):
     stale: bool = False
     """Whether it added a service's residuals of other latents than the step's own."""
     computed_references: bool = False
-    """Whether it made its references before this step."""
+    """Whether it computed its references before this step."""
     foresaw: bool = False
     """Whether it computed a lookahead beside the step's tokens."""
 
@@ -188,7 +188,7 @@ class StepResult:
     stalls: tuple[Span, ...] = ()
     """Spans in which the step waited for entries."""
     lost: tuple[str, ...] = ()
-    """Rows that went on without their entry because it was lost; they do not read it again."""
+    """Rows that continued without their entry because it was lost; they do not read it again."""
     failed: Mapping[str, EngineFailed] = field(default_factory=dict)
     control_waits: tuple[float, ...] = ()
     """Seconds of each wait for a ControlNet service's residuals."""
@@ -209,7 +209,7 @@ class Executor(Protocol):
         ...
 
     def load_lora(self, adapter: str, factors: Mapping[str, Factors]) -> int:
-        """Bring an adapter to the rows' devices, under a name that no other has; from any thread.
+        """Load an adapter to the rows' devices, under a unique name; from any thread.
 
         Args:
             adapter: its name.
@@ -228,17 +228,16 @@ class Executor(Protocol):
         ...
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
-        """Have a row's next steps computed with these adapters, each with its scale, and with no
-        others.
+        """Compute a row's next steps with these adapters, each with its scale, and with no others.
         """
         ...
 
     def load_net(self, net: str, folder: NetFolder) -> None:
-        """Bring a ControlNet to the rows' devices, under a name that no other has; from any thread.
+        """Load a ControlNet to the rows' devices, under a unique name; from any thread.
 
         Args:
             net: its name, as `Control.net`.
-            folder: where it lies.
+            folder: folder of its files.
 
         Raises:
             ValueError: it does not fit the served model.
@@ -250,11 +249,13 @@ class Executor(Protocol):
         ...
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        """Have a cached row read other entries from its next step on; as of `CachedRowSpec`."""
+        """Make a cached row read other entries from its next step on; arguments as in
+        `CachedRowSpec`.
+        """
         ...
 
     def make(self, row: str, spec: RowSpec) -> RowReport:
-        """Make a row under a name that no other has; the ControlNets that act on it are there.
+        """Make a row under a unique name; its ControlNets must be loaded.
 
         Raises whatever went wrong; there is no row then.
         """
@@ -263,44 +264,44 @@ class Executor(Protocol):
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
     ) -> Mapping[str, LoadState]:
-        """Have each row turn to what its next step reads, on the devices that will take it. Rows
-        that are not in the answer compute all tokens in that step.
+        """Request what each row's next step reads, on the devices that will take it. Rows that are
+        missing from the result compute all tokens in that step.
         """
         ...
 
     def step(self, step: StepInput, done: StepDone) -> None:
-        """One model call for all rows; what goes wrong with one row costs nobody else.
+        """Make one model call for all rows; an error of one row does not affect others.
 
         Args:
-            step: on devices that are free.
-            done: told at once, or as a command of the engine's later. Never told of a step that
-                was lost with its device: its rows are as they were before it.
+            step: the step, on devices that are free.
+            done: receives the result at once, or later as a command of the engine; never for a step
+                that was lost with its device. The rows are then as they were before it.
 
         Raises:
-            RuntimeError: nothing but failures for several steps.
+            RuntimeError: all rows have failed for several steps.
         """
         ...
 
     def result(self, row: str) -> HostCopy:
-        """[C, h, w] latents of a row that has taken its last step."""
+        """Return [C, h, w] latents of a row that has taken its last step."""
         ...
 
     def estimate(self, row: str) -> HostCopy:
-        """[C, h, w] latents as they would end, judged by the last step."""
+        """Return [C, h, w] final latents predicted by the last step."""
         ...
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
-        """Put what the last step of a priming row has recorded into the store, once per step;
-        False when no tier keeps it.
+        """Store the entry that a priming row's last step has recorded, once per step; return False
+        if no tier keeps it.
         """
         ...
 
     def release(self, row: str) -> RowLoads | None:
-        """Release a row, if it exists; return what a cached row has read."""
+        """Release a row, if it exists; return a cached row's loads."""
         ...
 
     def idle(self) -> None:
-        """Drop state kept of the last step's rows: there is nothing to step."""
+        """Drop the state of the last step's rows: there is nothing to step."""
         ...
 
     def take_moves(self) -> list[tuple[str, float, float]]:

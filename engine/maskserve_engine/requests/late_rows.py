@@ -1,4 +1,4 @@
-"""Rows that run before their LoRAs are here (`adapters: fast`).
+"""Rows that run before their LoRAs are loaded (`adapters: fast`).
 
 Used by the engine thread only.
 """
@@ -17,7 +17,7 @@ from maskserve_engine.requests.templates import ExecutionPlan
 
 
 class LateRows:
-    """Rows with LoRAs still to come.
+    """Rows whose LoRAs are not loaded yet.
 
     Args:
         policy: policy of a worker with a cache; None: all edits run dense.
@@ -63,10 +63,10 @@ class LateRows:
         exist; otherwise its present plan.
         """
         if edit.plan.outcome != "hit" or not edit.job.adapters or self._policy is None:
-            return edit.plan  # anchors of its own have them from the next one on
+            return edit.plan  # its next refresh step computes with them
         adapter_plan = self._policy.choose_with_adapters(edit)
         if adapter_plan is None:
-            return edit.plan  # it goes on with those of the base model
+            return edit.plan  # it continues with the base model's entries
         self._executor.read(edit.request_id, adapter_plan.key, adapter_plan.anchors)
         assert edit.reads is not None
         edit.reads = edit.reads.of_entries(adapter_plan.key, adapter_plan.anchors)

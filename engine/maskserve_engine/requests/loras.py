@@ -1,4 +1,4 @@
-"""The LoRAs of edits on the device, and how long an edit may go without."""
+"""The LoRAs of edits on the device, and the steps that an edit may take without them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Loras(ResourceCache[Lora]):
         super().__init__(LORAS, residency, loader, on_loaded, observations)
         self._loader, self._bytes_per_weight = loader, dtype_of(config).itemsize
         self._pinned = Shares(config.adapters.device_bytes)
-        """Device bytes of the LoRAs that each key's edits hold; a LoRA that several hold counts
+        """Device bytes of the LoRAs that each key's edits use; a LoRA that several edits use counts
         once.
         """
         self._holders: dict[tuple[str, Resource], tuple[int, int]] = {}
-        """Number of edits of a key that hold a LoRA, and its bytes."""
+        """Number of edits of a key that use a LoRA, and its bytes."""
         self._profiles = read_profiles(config.adapters.profiles)
         self._evicted: dict[str, tuple[str, int]] = {}
         """Name and file size of the LoRAs evicted last, by version."""
@@ -91,15 +91,15 @@ class Loras(ResourceCache[Lora]):
         return listed
 
     def steps_without(self, lora: Lora, sigmas: Sequence[tuple[float, float]]) -> int:
-        """First steps of an edit that look the same without the LoRA, as it was profiled; 0 for one
-        that was not.
+        """Return the number of an edit's first steps that look the same without the LoRA, by its
+        profile; 0 without a profile.
         """
         sigma_limit = self._profiles.get(lora.name, 2.0)
         return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= sigma_limit), len(sigmas))
 
     def _book(self, owner: str, items: Mapping[Resource, Lora]) -> None:
-        """Raises Overloaded: these are more than the share of the owner's key of the device's bytes
-        beside those that its other edits hold.
+        """Count the LoRAs of an edit for its key. Raises Overloaded if they do not fit the key's
+        share of the device's bytes beside the LoRAs of its other edits.
         """
         key = scope_of(owner)
         sizes = {
@@ -173,7 +173,8 @@ def adapters_id(loras: Sequence[tuple[str, float]]) -> str:
 
 
 def read_profiles(path: str) -> Mapping[str, float]:
-    """Adapter → the sigma until which an edit may go without it (`scripts/bench profile_lora`).
+    """Return, by adapter, the sigma until which an edit may go without it (`scripts/bench
+    profile_lora`).
 
     Raises:
         ConfigError: the file cannot be read.

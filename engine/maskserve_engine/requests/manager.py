@@ -1,5 +1,5 @@
-"""The manager: accepts edits, passes each through the admission checks, and sees that each gets one
-final answer.
+"""The manager: accepts edits, passes each through the admission checks, and makes sure that each
+gets one final answer.
 
 Plain bookkeeping between the scheduler, the cache and the rows; used by the engine thread only.
 """
@@ -116,7 +116,7 @@ class RequestManager:
         until then.
         """
         self._listed: list[RequestState | PrimingState | None] = []
-        """Edits held and running when `_waiting` was made."""
+        """All edits and primings, then None and the running ones, when `_waiting` was made."""
         self._waiting: tuple[RowStatus, ...] = ()
 
     def accept(self, edit: RequestState) -> None:
@@ -165,7 +165,7 @@ class RequestManager:
         self.end(request_id, Cancelled("the edit was cancelled"))
 
     def prime(self, job: EditJob) -> str:
-        """Prime a template that nobody edits yet; return `primed`, `priming` or `absent`.
+        """Prime a template that no edit uses yet; return `primed`, `priming` or `absent`.
 
         Raises:
             MaskserveError: no more requests are accepted (`refusal`).
@@ -189,7 +189,7 @@ class RequestManager:
         self._leave(edit)
 
         def final() -> FinalEvent | Failed:
-            array = latents.array()  # until then its steps have not ended
+            array = latents.array()  # waits for its steps
             if not latents.finite():
                 return Failed(overflowed(edit.work.steps), edit.timeline())
             return FinalEvent(array, edit.final_meta(self._worker, self._model), edit.timeline())
@@ -231,7 +231,7 @@ class RequestManager:
 
     def arrived(self, key: str) -> None:
         """Handle entries that file tiers have read or written. Edits that wait for a template keep
-        waiting while more of it is on its way.
+        waiting while more of it is being loaded.
         """
         assert self.primings is not None, _ONLY_CACHED
         if not self.primings.cache.is_loading(key):
@@ -245,8 +245,8 @@ class RequestManager:
             self._resume(self.edits.pop(request_id))
 
     def adapter_loaded(self, kind: Kind, item: Loadable, outcome: Loaded | MaskserveError) -> None:
-        """A LoRA or a ControlNet is on the device, or will not be: who waited for it goes on, or is
-        answered.
+        """Resume the edits that waited for a LoRA or ControlNet, or answer them if its load has
+        failed.
         """
         late = self.late.waiting_for(item)
         if isinstance(outcome, MaskserveError):
@@ -324,7 +324,7 @@ class RequestManager:
             self.end(edit.request_id, error)
 
     def _audit(self) -> None:
-        """Make a cached edit again; called when there is nothing else to do."""
+        """Repeat a cached edit for an audit; called when there is nothing else to do."""
         audit = self.audits.next()
         if audit is None:
             return
@@ -337,8 +337,8 @@ class RequestManager:
                 self._table.queue(edit)
 
     def _resume(self, edit: RequestState) -> None:
-        """Pass an edit that has waited through the admission checks again. If its template was to
-        come from files and did not, prime it.
+        """Pass an edit that has waited through the admission checks again. If its template could
+        not be read from files, prime it.
         """
         tier, edit.waiting = edit.plan.tier, False
         try:
@@ -348,7 +348,7 @@ class RequestManager:
             failed = Failed(guarded(edit.request_id, error), edit.timeline())
             self.output.send(edit.sink, failed)
         if tier and edit.mode == "cached":
-            edit.plan = replace(edit.plan, tier=tier)  # where it lay, and not where it came
+            edit.plan = replace(edit.plan, tier=tier)  # the tier where it lay before the load
 
     def _admit(self, ticket: Ticket) -> None:
         """Make an admitted edit's row; on an error answer that edit alone."""

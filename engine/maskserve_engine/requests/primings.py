@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 class Primings:
-    """Tickets and rows of templates on their way into the store.
+    """Tickets and rows of templates that are being primed.
 
     Args:
-        cache: where the entries go.
-        adapters: LoRAs that entries are named by.
-        ended: told a template's key when it is in the store or will not be.
+        cache: cache of the templates.
+        adapters: LoRAs that are part of entries' keys.
+        ended: receives a template's key when its priming has ended.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Primings:
 
         Args:
             job: an edit of it, or its registration.
-            urgent: an edit waits for it: it is queued as live edits are, not behind them.
+            urgent: whether an edit waits for it; it is then queued like live edits, not after them.
             due: when that edit's last step is to end.
 
         Raises:
-            MaskserveError: one of the LoRAs that its entries are named by cannot be had.
+            MaskserveError: a LoRA that is part of its entries' key cannot be loaded.
         """
         row = f"prime:{self.cache.key_of(job)}"
         self._adapters.hold_for_entries(row, job)
@@ -73,7 +73,7 @@ class Primings:
             priority=job.request.settings.priority,
             background=not urgent,
             due=due,
-            batch_key=priming.key,  # by itself: entries must not depend on who runs beside it
+            batch_key=priming.key,  # alone: entries must not depend on other rows
         )
         try:
             self._scheduler.submit(ticket)
@@ -98,7 +98,7 @@ class Primings:
         """Make the priming's row, or end the priming on an error."""
         state = self.states[row_id]
         if state.running:
-            return  # its row goes on elsewhere
+            return  # it has its row already
         prompt = self.cache.priming_prompt(state.priming.job)
         assert prompt is not None, "priming began without its prompt"
         try:
@@ -134,7 +134,7 @@ class Primings:
     def end(self, state: PrimingState, *, complete: bool, unfit: bool = False) -> None:
         """End a priming: the template is in the store, or will not be (see `TemplateCache.end`).
 
-        A priming ends once: an error on the way here ends its row again, and by then the template
+        A priming ends once: an error in this method ends its row again, and by then the template
         may be in a new priming under the same id.
         """
         if self.states.get(state.request_id) is not state:
@@ -145,7 +145,7 @@ class Primings:
         self._adapters.let_go(state.request_id)
         try:
             self.cache.end(state.priming, complete=complete, unfit=unfit)
-        finally:  # edits that wait for the template hear of it in any case
+        finally:  # edits that wait for the template are notified in any case
             self._ended(state.priming.key)
 
     def end_all(self) -> None:

@@ -1,8 +1,8 @@
-"""Which edits run with refresh steps of their own, at which steps, and what these cost.
+"""Which edits run with refresh steps, at which steps, and the bytes of their step caches.
 
 A template's entries are made once for all its edits, which then compute no step densely. Most
 pictures are sent once, and most edits have adapters that entries would have to include. Such an
-edit fills a step cache in a few dense steps of its own (`batch.step_cache`).
+edit fills a step cache at its refresh steps (`batch.step_cache`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def schedules_with_template(
     config: Config, adapter: Adapter, job: EditJob, dense_steps: int
 ) -> tuple[RefreshSchedule | None, ...]:
     """Return the step caches that an edit may keep beside a template's entries, the largest first:
-    its text and margin, which steps between refresh steps leave out, and the residual correction
-    from its dense first steps; or the correction alone. None: no step cache.
+    its text and ring, which steps between refresh steps leave out, and the residual correction from
+    its dense first steps; or the correction alone. None: no step cache.
 
     Args:
         config: configuration of the worker.
@@ -43,13 +43,13 @@ def schedules_with_template(
         dense_steps: number of first steps that compute all tokens.
     """
     settings = job.request.settings
-    # Whether there is room for it depends on the load, so a reproducible edit does without.
+    # Room for it depends on the load, so a reproducible edit has none.
     if settings.first_block_threshold or settings.reproducible:
         return (None,)
     if adapter.spec.encoder_picture is not None:
         return (None,)  # the template has most of its text
     if policy_of(config.engine).shares_steps:
-        return (None,)  # ranks that share a step would have to agree on who has what
+        return (None,)  # ranks that share a step would have to agree on their step caches
     rule = refresh_rule(config, adapter.spec, device_of(config).type)
     plan = _plan(config, adapter, job)
     lifts = dense_steps > 0 and adapter.spec.corrects_residuals
@@ -60,7 +60,7 @@ def schedules_with_template(
     )
     if plan is None or not plan.text:
         return (lifting,)
-    if job.controls:  # what the nets have found goes on behind such steps, and the text with it
+    if job.controls:  # the text refreshes at the refresh steps of the nets
         plan = RefreshSchedule.of(rule, adapter.steps(job))
     return replace(plan, corrects_residuals=lifts), lifting
 

@@ -61,7 +61,7 @@ class ControlNets:
         return [self._described(name) for name in names if ADAPTER_NAME.fullmatch(name)]
 
     def find(self, name: str, field: str) -> KnownControlNet:
-        """The ControlNet of this name.
+        """Return the ControlNet of this name.
 
         Raises:
             AdapterNotFound: there is none.
@@ -109,7 +109,7 @@ class ControlNets:
 
 
 def check_config(config: dict[str, Any], spec: ModelSpec) -> None:
-    """Whether a ControlNet's config.json is of a net for the served model, as far as it says.
+    """Check that a ControlNet's config.json fits the served model, as far as it says.
 
     Raises:
         ValueError: it is not; a sentence whose subject is the net.

@@ -35,7 +35,7 @@ def pricing_of(
     text_shares: TextShares = ALL_TEXT,
     leaves_ring: bool = False,
 ) -> Pricing:
-    """Coefficients of a worker whose cached rows take K and V ready from the cache.
+    """Return the pricing of a worker whose cached rows read keys and values.
 
     Exact for FLUX. For UNets computed tokens are counted at the finest level, and a mask touches
     relatively more tokens on coarser ones: routing compares like with like. What rows with tiles
@@ -46,18 +46,18 @@ def pricing_of(
         costs: cost model of the worker.
         fmt: storage of the entries.
         text: text tokens of a row.
-        anchors: anchors of a whole edit: a template is brought from a far tier as a whole.
+        anchors: anchors of a whole edit: a far tier's template is loaded as a whole.
         steps_per_anchor: steps that share an anchor's entries; they are loaded once.
         halves: entries kept per token.
         controls: the ControlNets' work at that size, by name.
         anchored: share of its steps at which a net beside a cached row computes all tokens.
         lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
         text_shares: share of its steps in which a cached row computes its text.
-        leaves_ring: whether the other steps leave out the margin round its mask too.
+        leaves_ring: whether the other steps also leave out the ring.
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0] - work.context
-    # Rows of UNets with anchors of their own convolve on a tile in any case.
+    # Rows of UNets with refresh steps always convolve on a tile.
     tiled = work if work.joint or work.halo else replace(work, halo=1)
     cached_row, per_mask = _line(work, text, text_shares.template)
     between = [flops * per_flop for flops in _line(tiled, text, text_shares.refresh)]
@@ -95,7 +95,7 @@ def pricing_of(
 
 
 def _rings(text: TextShares, *, leaves_ring: bool) -> RingShares:
-    """Return the margin shares of rows that may leave the margin out wherever they leave out their
+    """Return the ring shares of rows that may leave the ring out whenever they leave out their
     text.
     """
     if not leaves_ring:

@@ -27,7 +27,7 @@ class LatentSpace:
     """Pixels per latent, along one side."""
     channels: int
     shift: tuple[float, ...] = (0.0,)
-    """One number, or one for each channel; `scale` likewise."""
+    """One number, or one for each channel; `scale` has as many."""
     scale: tuple[float, ...] = (1.0,)
     widths: tuple[int, ...] = ()
     """Channels of the VAE's layers, from full resolution down."""
@@ -99,11 +99,11 @@ _STATISTICS = ("bn.running_mean", "bn.running_var")
 
 
 def with_statistics(space: LatentSpace, folder: Path, epsilon: float) -> LatentSpace:
-    """The latents of a VAE whose shift and scale are a batch norm's; plain ones of a folder that
-    tells shapes alone, without weights.
+    """Return the latent space of a VAE whose shift and scale are a batch norm's; 0 and 1 for a
+    folder without weights.
 
     Args:
-        space: without them.
+        space: latent space without the statistics.
         folder: folder of the VAE.
         epsilon: epsilon of the norm.
 

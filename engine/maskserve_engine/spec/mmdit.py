@@ -20,11 +20,11 @@ CONTROL = ControlNetSpec(
 PRECOMPUTED_STEPS = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once, at least."""
 VECTORS_AT_ONCE = 32
-"""Those of so many steps and passes are computed at once where passes are few."""
+"""Number of steps times passes whose vectors are computed at once, if passes are few."""
 
 
 def joint_attention(width: int) -> dict[str, int]:
-    """Numbers per rank of a LoRA of the attention of a block of two streams."""
+    """Return the numbers per rank of a LoRA of the attention of a block of two streams."""
     layers = (
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
     )  # fmt: skip
@@ -32,7 +32,7 @@ def joint_attention(width: int) -> dict[str, int]:
 
 
 def by_block(stacks: Mapping[str, tuple[int, Mapping[str, int]]]) -> dict[str, int]:
-    """By dotted names, of stacks of so many blocks with these layers."""
+    """Return numbers by dotted layer name, for stacks of so many blocks with these layers."""
     return {
         f"{stack}.{number}.{layer}": numbers
         for stack, (count, layers) in stacks.items()
